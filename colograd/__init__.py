@@ -2,8 +2,8 @@
 
     from colograd import GRPOConfig, GRPOTrainer
 
-Both are imported on first use: ``import colograd`` is light, and prepares the process's environment before torch and
-vLLM read it.
+The two classes are imported on first use, so ``import colograd`` is fast. The import also sets environment variables
+before torch and vLLM read them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .runtime.importing import MovedModules
 __version__ = "0.1.0"
 __all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
 
-# Names that TRL's scripts import in addition to the trainer and its configuration.
+# Names that scripts for TRL import from TRL in addition to `GRPOTrainer` and `GRPOConfig`.
 OF_TRL = ("ModelConfig", "ScriptArguments", "TrlParser", "get_peft_config", "get_quantization_config")
-# Former import paths, which recipes, cards and notebooks name.
+# Former import path -> present import path. Recipes, model cards and notebooks still name the former paths.
 MOVED = {
     "colograd.agents": "colograd.extensions.agents",
     "colograd.agents.session": "colograd.extensions.agents.session",
@@ -49,8 +49,8 @@ MOVED = {
 }
 
 process.prepare_threads()
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # `Console` prints our messages
-sys.meta_path.insert(0, MovedModules(MOVED))  # first, or modules of a moved folder would be loaded twice
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # `Console` prints colograd's messages.
+sys.meta_path.insert(0, MovedModules(MOVED))  # Must be first, or modules of a moved folder would be loaded twice.
 
 if TYPE_CHECKING:
     from .config import GRPOConfig
@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
         from .trainer import GRPOTrainer
 
         return GRPOTrainer
-    if name == "get_kbit_device_map":  # not in every version of TRL: the whole model on this process's GPU
+    if name == "get_kbit_device_map":  # TRL's `get_kbit_device_map` is missing in some versions of TRL.
         return lambda: {"": int(os.environ.get("LOCAL_RANK", "0"))}
     if name in OF_TRL:
         import trl

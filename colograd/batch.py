@@ -2,12 +2,12 @@
 
     Prompt -> Rollout -> Group -> ScoredGroup -> SampledStep -> StepBatch[PackedRow ...] -> MicroBatch -> LossOutput
 
-Each stage has one frozen type. A field is set when the object is made, or belongs to a later type. Shape letters:
+Each stage of this chain has one frozen dataclass. All its fields are set when the object is made. Shape letters:
 P prompt tokens, C completion tokens, G completions of a group, R reward functions, T tokens of a packed row,
 N predicted completion tokens of a micro-batch, S segments of a packed row, M micro-batches of a step.
 
-All examples show the same group: the prompt "2 + 2 =" is the tokens 11 12 13, and its two completions are "4" (21, then
-the end token 2) and "I say 5" (22 23 24 2). The only reward function gives them 1 and 0.
+All examples in this file show one group. The prompt "2 + 2 =" has the tokens 11 12 13. The first completion, "4", has
+the tokens 21 and 2 (the end token) and the reward 1. The second, "I say 5", has 22 23 24 2 and the reward 0.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .riders import first as first_rider
 
 
 class FinishReason(enum.StrEnum):
-    """Why a completion ended."""
+    """The reason why a completion ended."""
 
     STOP = "stop"
-    """The model ended it: an end-of-sequence token or a stop string."""
+    """The model ended the completion by an end-of-sequence token or a stop string."""
     LENGTH = "length"
-    """It reached the token limit: it is truncated."""
+    """The completion reached the token limit and counts as truncated."""
     REPETITION = "repetition"
-    """vLLM's `repetition_detection` ended it: it is truncated."""
+    """vLLM's `repetition_detection` ended the completion. It counts as truncated."""
     ABORT = "abort"
-    """The trainer no longer needed it."""
+    """The trainer no longer needed the completion."""
 
     @property
     def is_truncated(self) -> bool:
@@ -49,59 +49,59 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """The model's input: tokens, and the media among them.
+    """A prompt as the model reads it: token ids, and the media (images, for example) among them.
 
-    Completions share a prompt in a packed row exactly if their inputs are equal, so all fields must be hashable and
-    comparable.
+    Completions share one copy of their prompt in a packed row only if their `ModelInput`s are equal. Therefore all
+    fields must be hashable and comparable.
 
         ModelInput(ids=(11, 12, 13))
     """
 
-    ids: tuple[int, ...]  # [P] tokens; an image takes one per feature
+    ids: tuple[int, ...]  # Token ids of the prompt, [P]. An image takes one token per image feature.
     media: Media | None = None
 
     def __len__(self) -> int:
-        """Return P, the number of tokens."""
+        """Return P, the prompt's number of tokens."""
         return len(self.ids)
 
     def followed_by(self, ids: Sequence[int], media: Media | None = None) -> ModelInput:
-        """Return the engine's input for a further turn: this input, then ``ids``.
+        """Return the engine's input for the next turn of a conversation: the tokens of this input, then ``ids``.
 
         Args:
-            ids: tokens behind this input.
-            media: content among ``ids`` that isn't text, with places in ``ids``.
+            ids: tokens that follow this input.
+            media: content among ``ids`` that isn't text; its positions count from the start of ``ids``.
         """
         last = media or self.media
         return ModelInput((*self.ids, *ids), None if last is None else last.followed_by(self, ids, media))
 
     @property
     def images(self) -> Any:
-        """The former name of `media`, for users' code."""
+        """The field `media` under its former name, which user code may still read."""
         return self.media
 
     @property
     def key(self) -> str:
-        """A digest of tokens and media: the same in every process, and in each epoch of a run."""
+        """A hexadecimal digest of tokens and media. Equal inputs have equal keys in every process and every epoch."""
         media = b"" if self.media is None else self.media.digest.encode()
         return hashlib.blake2b(array("q", self.ids).tobytes() + media, digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutId:
-    """The identity of a completion in a run. Two completions of equal tokens have two identities."""
+    """The identity of a completion in a run. Two completions with equal tokens have different identities."""
 
-    position: int  # position of its prompt in the stream of prompts
-    index: int  # index of the completion in its group
+    position: int  # Position of the completion's prompt in the run's stream of prompts.
+    index: int  # Index of the completion in its group.
 
 
 class _Asked:
-    """The base of prompts and completions: an object with an ``input``."""
+    """The base class of `Prompt` and `Rollout`. Both have a field ``input`` with the prompt's tokens."""
 
     __slots__ = ()
     input: ModelInput
 
     def __post_init__(self) -> None:
-        """Convert plain ids, as users write them."""
+        """Convert ``input`` to a `ModelInput` and ``completion_ids`` to an array, if the user passed plain lists."""
         if not isinstance(self.input, ModelInput):
             object.__setattr__(self, "input", ModelInput(tuple(self.input)))
         ids = getattr(self, "completion_ids", None)
@@ -110,87 +110,87 @@ class _Asked:
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """[P]"""
+        """The prompt's token ids, [P]."""
         return self.input.ids
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt(_Asked):
-    """A prompt in the queue: the dataset's row, the model's input, and the position in the stream of prompts.
+    """A prompt to sample: the dataset's row, the model's input, and the position in the stream of prompts.
 
-    ``position`` counts prompts over the whole run and all ranks, so a request's seed depends on neither the number of
-    ranks nor its batch.
+    ``position`` counts prompts over the whole run and all ranks. A sampling seed comes from ``position``, so the seed
+    depends on neither the number of ranks nor the engine's batch.
 
         Prompt({"prompt": "2 + 2 =", "answer": "4"}, ModelInput((11, 12, 13)), position=0)
     """
 
     example: dict[str, Any]
-    input: ModelInput  # or [P] ids, which are converted
+    input: ModelInput  # The model's input. A list of [P] token ids is converted to a `ModelInput`.
     position: int
 
 
-TEACHER = "teacher"  # the dataset's column that names a prompt's teacher, in a run with several
+TEACHER = "teacher"  # Dataset column with the name of the prompt's teacher model, in a run with several teachers.
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Consecutive tokens of a rollout that is a tree. An agent's session is one: its contexts share beginnings.
+    """Consecutive tokens of a completion that is a tree, such as an agent's session with several contexts.
 
-    A rollout's branches lie one after the other in its completion, each somewhere behind its parent. Here the agent
-    called the model behind the whole prompt 11 12 13 (branch 0) and continued (1). Then it called the model again with
-    a shorter context, the prompt's first two tokens (2):
+    The branches lie one after the other in `Rollout.completion_ids`; a parent lies before its children. In this
+    example the agent called the model with the whole prompt 11 12 13 (branch 0) and continued that context (branch 1).
+    Then the agent called the model with only the prompt's first two tokens (branch 2):
 
         completion_ids   21 22 | 31 32 | 41 42
         branches         Branch(2, prompt=3), Branch(2, after=0), Branch(2, prompt=2)
     """
 
-    length: int  # tokens
-    after: int | None = None  # index of the parent branch, continued at its end; None: the prompt is the parent
-    prompt: int = 0  # number of the prompt's tokens that the branch sees, if the prompt is its parent
+    length: int  # Number of tokens in the branch.
+    after: int | None = None  # Index of the parent branch. None means that the prompt is the parent.
+    prompt: int = 0  # Number of prompt tokens that the branch attends to, if the prompt is its parent.
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout(_Asked):
-    """One completion, with the sampler's record.
+    """One completion with the data that sampling recorded.
 
-    The second completion, with the log-probability of each token given all tokens before it:
+    Example: the completion 22 23 24 2. A log-probability is the token's, given all tokens before that token:
 
         input.ids         11 12 13
         completion_ids              22   23   24    2
         sampler_logprobs          -1.2 -0.3 -0.9 -0.1
     """
 
-    input: ModelInput  # or [P] ids, which are converted
-    completion_ids: array[int]  # [C] "i", as sampled, never re-tokenised; any sequence of ids is converted
-    sampler_logprobs: torch.Tensor  # [C] float32, nats, sampled tokens' log-probabilities at the sampling temperature
-    sampled: torch.Tensor  # [C] bool; False: a tool wrote the token, the loss ignores it
+    input: ModelInput  # The prompt. A list of [P] token ids is converted to a `ModelInput`.
+    completion_ids: array[int]  # Completion: token ids as sampled, [C], never re-tokenised. A list is converted.
+    sampler_logprobs: torch.Tensor  # The engine's log-probabilities, [C] float32, in nats, at its temperature.
+    sampled: torch.Tensor  # Mask, [C] bool. False marks a token that a tool wrote; the loss ignores that token.
     finish_reason: FinishReason
-    policy_version: int  # optimizer step of the weights in the round that trains it
-    messages: tuple[dict[str, Any], ...] = ()  # a conversation's messages behind the prompt; (): the completion is text
-    columns: Mapping[str, Any] = field(default_factory=dict)  # this completion's keywords for reward functions
-    branches: tuple[Branch, ...] = ()  # branches of a tree; (): each token sees the prompt and all tokens before it
-    riders: tuple[Rider, ...] = ()  # further data of extensions
+    policy_version: int  # Optimizer step of the engine's weights when the completion's group was finished.
+    messages: tuple[dict[str, Any], ...] = ()  # Messages of a conversation after the prompt. Empty for plain text.
+    columns: Mapping[str, Any] = field(default_factory=dict)  # Columns of this completion for the reward functions.
+    branches: tuple[Branch, ...] = ()  # Branches of a completion that is a tree. Empty means that it isn't a tree.
+    riders: tuple[Rider, ...] = ()  # Riders: data of extensions that travels with the completion.
 
     def get(self, kind: type[T]) -> T | None:
-        """Return the first rider of a class, or None."""
+        """Return the rollout's first rider (data of an extension) of class ``kind``, or None if it has none."""
         return first_rider(self.riders, kind)
 
     def all(self, kind: type[T]) -> tuple[T, ...]:
-        """Return the riders of a class."""
+        """Return all riders (data of extensions) of class ``kind`` that this rollout carries."""
         return tuple(rider for rider in self.riders if isinstance(rider, kind))
 
     def carrying(self, *riders: Rider) -> Rollout:
-        """Return the rollout with further riders."""
+        """Return a copy of the rollout with ``riders`` (data of extensions) added to its present ones."""
         return dataclasses.replace(self, riders=(*self.riders, *riders))
 
     @property
     def tree(self) -> tuple[Branch, ...]:
-        """The branches. A rollout that is no tree has one, the whole completion."""
+        """The rollout's branches. A completion that isn't a tree is returned as a single branch."""
         return self.branches or (Branch(len(self.completion_ids), prompt=len(self.input)),)
 
     @property
     def context_lengths(self) -> tuple[int, ...]:
-        """Number of tokens before each branch of the `tree` that the branch's tokens see."""
+        """For each branch of the `tree`, the number of earlier tokens (prompt and parents) that it attends to."""
         lengths: list[int] = []
         for branch in self.tree:
             parent = branch.after
@@ -199,7 +199,7 @@ class Rollout(_Asked):
 
     @property
     def sequence_tokens(self) -> int:
-        """Tokens of all sequences of the tree: each leaf with the tokens that it sees."""
+        """Number of tokens of all sequences from the prompt to a leaf. Tokens in n sequences count n times."""
         within = {branch.after for branch in self.tree}
         ends = (i for i in range(len(self.tree)) if i not in within)
         return sum(self.context_lengths[i] + self.tree[i].length for i in ends)
@@ -207,21 +207,21 @@ class Rollout(_Asked):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The G completions of one prompt. One rank samples and scores the group; another may train it.
+    """The G completions of one prompt. One rank samples and scores a group; a different rank may train the group.
 
-    The first prompt's two completions:
+    Example: the two completions of the prompt at position 0:
 
         rollouts       21 2 | 22 23 24 2
         rollout_ids    (0, 0), (0, 1)
     """
 
     example: dict[str, Any]
-    rollouts: tuple[Rollout, ...]  # [G]
-    position: int  # position of the prompt in the stream of prompts
+    rollouts: tuple[Rollout, ...]  # Completions of the group, [G].
+    position: int  # Position of the prompt in the run's stream of prompts.
 
     @property
     def rollout_ids(self) -> tuple[RolloutId, ...]:
-        """[G]"""
+        """The identities of the group's completions, [G]."""
         return tuple(RolloutId(self.position, index) for index in range(len(self.rollouts)))
 
 
@@ -229,8 +229,8 @@ class Group:
 class Logged:
     """Values that reward functions logged for a group in addition to its rewards."""
 
-    columns: dict[str, tuple[Any, ...]]  # column of the completions table -> [G] values
-    metrics: dict[str, tuple[float, int]]  # metric -> (sum, number of values)
+    columns: dict[str, tuple[Any, ...]]  # Column name of the completions table -> one value per completion, [G].
+    metrics: dict[str, tuple[float, int]]  # Metric name -> (sum, number of values).
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,17 +240,17 @@ class ScoredGroup:
     A group of two completions, of 2 and 4 tokens, with one reward function:
 
         rewards       [[1.0], [0.0]]
-        advantages    [0.71, -0.71], or 2 + 4 values if each token has its own
+        advantages    [0.71, -0.71], or 2 + 4 values if the advantage differs from token to token
     """
 
     group: Group
-    rewards: torch.Tensor  # [G, R] float32; NaN: that function abstained
-    advantages: torch.Tensor  # [G] float32, one per completion, or [sum C] one per completion token
+    rewards: torch.Tensor  # Rewards, [G, R] float32. NaN means that the reward function abstained.
+    advantages: torch.Tensor  # Advantages, float32: [G] one per completion, or [sum of C] one per completion token.
     logged: Logged = field(default_factory=lambda: Logged({}, {}))
 
     def for_training(self) -> ScoredGroup:
-        """Return a copy to send to another rank, without the fields that only rewards and logs read."""
-        inputs: dict[ModelInput, ModelInput] = {}  # a prompt's completions share one object, on the receiver too
+        """Return a copy for a rank that trains the group. Fields that only rewards and logs read are left out."""
+        inputs: dict[ModelInput, ModelInput] = {}  # Equal prompts stay one object, so pickle sends each prompt once.
         rollouts = []
         for rollout in self.group.rollouts:
             if (prompt := rollout.input) not in inputs:
@@ -260,45 +260,45 @@ class ScoredGroup:
             rollouts.append(dataclasses.replace(rollout, messages=(), columns={}, input=inputs[prompt], riders=riders))
         example = {name: value for name, value in self.group.example.items() if name == TEACHER}
         group = dataclasses.replace(self.group, example=example, rollouts=tuple(rollouts))
-        # Clones, because a view would be sent with its whole storage.
+        # Tensors are cloned, because pickling a view would send the view's whole storage.
         return ScoredGroup(group, self.rewards.clone(), self.advantages.clone())
 
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """The groups of one optimizer step on this rank. `kept` and `sampled` differ with dynamic sampling only."""
+    """The groups of one optimizer step on this rank. `kept` and `sampled` differ only with dynamic sampling."""
 
-    kept: tuple[ScoredGroup, ...]  # groups of the step: its denominators count them
-    sampled: tuple[ScoredGroup, ...]  # this step's share of all sampled groups: metrics and logs count them
+    kept: tuple[ScoredGroup, ...]  # Groups that the step trains; the loss denominators count these groups.
+    sampled: tuple[ScoredGroup, ...]  # Groups sampled for the step, dropped ones included; metrics and logs count them.
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentLayout:
-    """The attention between a packed row's segments: each sees itself (causally) and the earlier segments it names.
+    """The segments (prompts and completions) of a packed row, and the earlier segments that each one attends to.
 
-    Both completions see the prompt:
+    Inside a segment attention is causal. Example: two completions attend to segment 0, the prompt:
 
         row        11 12 13 | 21  2 | 22 23 24  2
         lengths    (3, 2, 4)
         attends_to       ((), (0,), (0,))
     """
 
-    lengths: tuple[int, ...]  # [S] tokens of each segment, in the order of the row
-    attends_to: tuple[tuple[int, ...], ...]  # [S] indices of the earlier segments that each sees, in key order
+    lengths: tuple[int, ...]  # Number of tokens of each segment, [S], in the order of the row.
+    attends_to: tuple[tuple[int, ...], ...]  # For each segment, [S], indices of the earlier segments it attends to.
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """[S] index of each segment's first token in the row."""
+        """Index in the row of each segment's first token, [S]."""
         return tuple(itertools.accumulate(self.lengths, initial=0))[:-1]
 
     @property
     def num_tokens(self) -> int:
-        """T: the row's length in tokens."""
+        """T, the row's number of tokens."""
         return sum(self.lengths)
 
     @property
     def longest_sequence(self) -> int:
-        """Maximum over the segments of their tokens plus the tokens they attend to."""
+        """Number of tokens of the longest sequence: a segment plus the earlier segments that it attends to."""
         seen = zip(self.lengths, self.attends_to, strict=True)
         return max(own + sum(self.lengths[s] for s in earlier) for own, earlier in seen)
 
@@ -310,49 +310,51 @@ class SegmentLayout:
 
 @dataclass(frozen=True, slots=True)
 class StepConstants:
-    """Values of the whole step that the entropy and router terms of a loss need (see `losses.entropy`)."""
+    """Values of the whole optimizer step that the entropy and router terms of a micro-batch's loss need.
 
-    coefficient: float = 0.0  # the entropy bonus's coefficient in this step
-    denominator: float = 1.0  # the step's denominator: the trainer divides the sum by it
-    threshold: float | None = None  # nats, the top-entropy quantile; None: the micro-batch is the whole step
-    tokens: float | None = None  # tokens in the mean of the bonus; None: as above
-    sequence_tokens: float | None = None  # tokens of all sequences with their prompts; None: as above
+    None means that the micro-batch is the whole step, so the loss computes the value from the micro-batch."""
+
+    coefficient: float = 0.0  # Coefficient of the entropy bonus in this step.
+    denominator: float = 1.0  # Denominator of the step's loss; the trainer divides the summed gradient by it.
+    threshold: float | None = None  # Entropy in nats above which `top_entropy_quantile` selects a token.
+    tokens: float | None = None  # Number of tokens over which the entropy bonus is averaged.
+    sequence_tokens: float | None = None  # Number of tokens of all sequences, prompts included.
 
 
 @dataclass(frozen=True, slots=True)
 class PackedGroup:
-    """Some completions of one group with their prompt: the unit of packing."""
+    """One prompt with some or all completions of its group. Packing places a `PackedGroup` in one row as a unit."""
 
     ids: tuple[RolloutId, ...]
     rollouts: tuple[Rollout, ...]
-    advantages: tuple[torch.Tensor, ...]  # one tensor per rollout, () or [C]
-    example: Mapping[str, Any] = field(default_factory=dict)  # the group's
+    advantages: tuple[torch.Tensor, ...]  # Advantages: a tensor per completion, of shape () or [C].
+    example: Mapping[str, Any] = field(default_factory=dict)  # The dataset's row of the prompt.
 
     @property
     def num_tokens(self) -> int:
         return len(self.rollouts[0].input) + sum(len(r.completion_ids) for r in self.rollouts)
 
 
-FIELDS = ("old_logprobs", "ref_logprobs")  # [N] fields of a row; other values for its labels are in `scores`
+FIELDS = ("old_logprobs", "ref_logprobs")  # Per-label fields of `PackedRow`. Teachers' values are in `scores`.
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """The content of one micro-batch, without a copy of its tokens.
+    """The completions of one micro-batch, before their tokens are copied into tensors.
 
-    `packing.collate` copies them when a forward needs the row. So a step's tokens are in memory once, as they were
-    sampled, and none wait on the device."""
+    `packing.collate` makes the `MicroBatch` on the device just before its forward. Until then the tokens of a step
+    are in host memory once, as the sampler returned them."""
 
     parts: tuple[PackedGroup, ...]
     mask_truncated: bool
-    device: torch.device  # device of the forward
-    old_logprobs: torch.Tensor | None = None  # (N,) float32 on the device; see MicroBatch
-    ref_logprobs: torch.Tensor | None = None  # (N,) float32 on the device
-    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)  # (N, ...) by name; see MicroBatch
+    device: torch.device  # Device that runs the forward.
+    old_logprobs: torch.Tensor | None = None  # Log-probabilities of the old policy, (N,) float32 on the device.
+    ref_logprobs: torch.Tensor | None = None  # Log-probabilities of the reference model, (N,) float32 on the device.
+    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)  # Values of teacher models by name, (N, ...).
     step_constants: StepConstants = StepConstants()
 
     def values(self, name: str) -> torch.Tensor | None:
-        """Return an [N] field, or one of the `scores`."""
+        """Return the row's per-label values called ``name`` (a name in `FIELDS` or `scores`), or None."""
         return getattr(self, name) if name in FIELDS else self.scores.get(name)
 
     def with_values(self, name: str, values: torch.Tensor) -> PackedRow:
@@ -362,17 +364,17 @@ class PackedRow:
 
     @property
     def num_tokens(self) -> int:
-        """T: the row's length in tokens."""
+        """T, the row's number of tokens."""
         return sum(part.num_tokens for part in self.parts)
 
     @property
     def sequence_tokens(self) -> int:
-        """Tokens of the row's sequences, each with its prompt."""
+        """Number of tokens of the row's sequences. A shared prompt counts once per completion."""
         return sum(rollout.sequence_tokens for part in self.parts for rollout in part.rollouts)
 
     @property
     def rollouts(self) -> tuple[RolloutId, ...]:
-        """The completions in this row, in the row's order."""
+        """Identities of the completions in this row, in the row's order."""
         return tuple(identity for part in self.parts for identity in part.ids)
 
 
@@ -380,46 +382,46 @@ class PackedRow:
 class MicroBatch:
     """The input of one forward and backward: one packed row without padding.
 
-    The [N] tensors are aligned with each other: one entry per completion token that the row predicts.
+    N is the number of completion tokens that the row predicts, the labels. All (N,) tensors are in the labels' order.
 
         input_ids       11 12 13 | 21  2 | 22 23 24  2
         position_ids     0  1  2 |  3  4 |  3  4  5  6
-        logit_positions       2  3 |  2  5  6  7                hidden states at these places predict ...
-        labels          21  2 | 22 23 24  2                ... these tokens
+        logit_positions       2  3 |  2  5  6  7                indices of the hidden states that predict the labels
+        labels          21  2 | 22 23 24  2                predicted tokens
         sequence         0  0 |  1  1  1  1                index into rollouts = (0, 0), (0, 1)
     """
 
-    input_ids: torch.Tensor  # (1, T) int64
-    position_ids: torch.Tensor  # (1, T) int64
+    input_ids: torch.Tensor  # Tokens of the row, (1, T) int64.
+    position_ids: torch.Tensor  # Positions of the tokens in their sequences, (1, T) int64.
     layout: SegmentLayout
-    logit_positions: torch.Tensor  # (N,) int64: index in the row of the hidden state that predicts the label
-    labels: torch.Tensor  # (N,) int64
-    loss_mask: torch.Tensor  # (N,) float32, 1: the token counts in the loss
-    sequence: torch.Tensor  # (N,) int64: index of the token's completion in this row, 0 ... num_sequences-1
-    sampler_logprobs: torch.Tensor  # (N,) float32
-    advantages: torch.Tensor  # (N,) float32
-    old_logprobs: torch.Tensor | None  # (N,) float32; None exactly when the rollouts are on-policy
-    ref_logprobs: torch.Tensor | None  # (N,) float32; None exactly when beta == 0
-    rollouts: tuple[RolloutId, ...]  # the completions in this row, in the row's order
-    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)  # (N, ...) by `second_models.KINDS`: of teachers
+    logit_positions: torch.Tensor  # Index in the row of the hidden state that predicts the label, (N,) int64.
+    labels: torch.Tensor  # Predicted token ids, (N,) int64.
+    loss_mask: torch.Tensor  # Mask, (N,) float32: 1 for a label that counts in the loss, else 0.
+    sequence: torch.Tensor  # Index of the label's completion in this row, (N,) int64, 0 ... num_sequences-1.
+    sampler_logprobs: torch.Tensor  # The engine's log-probabilities of the labels, (N,) float32.
+    advantages: torch.Tensor  # Advantages of the labels, (N,) float32.
+    old_logprobs: torch.Tensor | None  # The old policy's log-probabilities, (N,) float32. None: the step is on-policy.
+    ref_logprobs: torch.Tensor | None  # The reference model's log-probabilities, (N,) float32. None: `beta` is 0.
+    rollouts: tuple[RolloutId, ...]  # Identities of the completions in this row, in the row's order.
+    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)  # Teachers' values (N, ...), by name.
     step_constants: StepConstants = StepConstants()
-    in_loss: bool = True  # whether any token counts in the loss, known without a device sync
-    completion_lengths: tuple[int, ...] = ()  # tokens of each completion
-    media: Mapping[int, tuple[Any, ...]] | None = None  # segment -> media, with places in it; None: only text
-    riders: tuple[RowRider, ...] = ()  # further data of extensions
-    host_positions: torch.Tensor | None = None  # (N,) logit_positions on the host, for ranks that share the row
+    in_loss: bool = True  # Whether any label counts in the loss; on the host, so reading it needs no device sync.
+    completion_lengths: tuple[int, ...] = ()  # Number of tokens of each completion.
+    media: Mapping[int, tuple[Any, ...]] | None = None  # Segment index -> its images. None means only text.
+    riders: tuple[RowRider, ...] = ()  # Row riders: data of extensions that travels with the row.
+    host_positions: torch.Tensor | None = None  # Copy of `logit_positions` in host memory, for ranks that share a row.
 
     def get(self, kind: type[T]) -> T | None:
-        """Return the rider of a class, or None."""
+        """Return the row rider (data of an extension) of class ``kind``, or None if the row has none."""
         return first_rider(self.riders, kind)
 
     def candidates(self, device: torch.device, first: int = 0) -> Any:
-        """Return the labels' candidate tokens, or None for the whole vocabulary; see `RowRider.candidates`."""
+        """Return the tokens that the sampler could choose for each label. None means all tokens."""
         found = (rider.candidates(device, first) for rider in self.riders)
         return next((each for each in found if each is not None), None)
 
     def for_other_models(self) -> MicroBatch:
-        """Return the row as models read it that aren't the policy."""
+        """Return the row for a reference or teacher model, without the riders that only the policy reads."""
         return dataclasses.replace(self, riders=tuple(rider for rider in self.riders if not rider.OF_POLICY))
 
     @property
@@ -430,27 +432,26 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One optimizer step's work on this rank, with the step's global denominators.
+    """One optimizer step's packed rows on this rank, with the loss denominators over all ranks.
 
-    With only the example's group, on one rank: num_loss_tokens = 6, num_sequences = 2.
-    """
+    A step of one group with completions of 2 and 4 tokens, on one rank, has num_loss_tokens = 6, num_sequences = 2."""
 
-    rows: tuple[PackedRow, ...]  # [M] one per micro-batch; M is equal on ranks that must step together
-    num_loss_tokens: int  # tokens in the loss, over all ranks and groups, packed or not
-    num_sequences: int  # completions, over all ranks and groups, packed or not
-    metrics: dict[str, float]  # metrics known before training, reduced over ranks
-    groups: tuple[ScoredGroup, ...]  # content of the rows, to pack them again under another budget
-    version: int = 0  # optimizer step of the weights that it trains
-    counted: bool = True  # False: another rank has the same rows, and sums over ranks count them there
-    trained: int = 0  # number of first rows with gradients made before sampling ended
-    trained_metrics: Any = None  # their `Metrics`
+    rows: tuple[PackedRow, ...]  # Rows, one per micro-batch, [M]. M is equal on ranks that run their forwards in step.
+    num_loss_tokens: int  # Number of tokens in the loss over all ranks and groups, including groups not packed.
+    num_sequences: int  # Number of completions over all ranks and groups, including groups not packed.
+    metrics: dict[str, float]  # Metrics known before training, reduced over ranks.
+    groups: tuple[ScoredGroup, ...]  # Groups in the rows, to pack the rows anew if the token budget shrinks.
+    version: int = 0  # Number of optimizer steps done before this step.
+    counted: bool = True  # Whether sums over ranks count this rank's rows. False on a rank that shares its rows.
+    trained: int = 0  # Number of leading rows that had their backward while the engine was still sampling.
+    trained_metrics: Any = None  # `Metrics` of the rows that `trained` counts.
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
     """The loss and metrics of one micro-batch."""
 
-    loss: torch.Tensor  # () the unnormalised SUM; the step's denominator is applied once, by the trainer
-    sums: dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]  # metric -> (sum, count)
+    loss: torch.Tensor  # Unnormalised sum over the labels, (). The trainer divides once, by the step's denominator.
+    sums: dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]  # Metric name -> (sum, count).
     minima: dict[str, torch.Tensor]
     maxima: dict[str, torch.Tensor]

@@ -1,19 +1,19 @@
-"""The training loop. A round is the prompts that are sampled together. `Loop._run_epoch` in outline:
+"""The training loop. A round is the prompts that are sampled with one set of weights. In short, an epoch is:
 
-    for prompts in rounds:                         this rank's, a list per optimizer step
-        publish()                                  the engine samples with the policy's present weights
+    for prompts in rounds:                         this rank's prompts, one list per optimizer step
+        publish()                                  copy the policy's weights into the engine
         sampled = sampler.collect(prompts)         scored groups of each step: generate, score, compute advantages
-        for step in learner.schedule(sampled):     packed rows, log-probabilities of the reference; num_iterations times
-            learner.train(step)                    forward and backward of all its rows; one sum of gradients over ranks
+        for step in learner.schedule(sampled):     packed rows with the reference's log-probabilities, num_iterations x
+            learner.train(step)                    forward and backward of all rows; one sum of gradients over ranks
             update()                               clip the gradient; optimizer, learning rate
-            report_step(learner.finish_step())     the step's metrics: console, journal, report, the next log
-            log_evaluate_save()                    if they are due
+            report_step(learner.finish_step())     metrics of the step to console, rollout log, report and trackers
+            log_evaluate_save()                    log, evaluate, save a checkpoint, whichever is due
 
-Every rank runs it. If several ranks share an engine, the first of these gets the groups, and `collect` returns empty
-steps to the others. `schedule` fills them with a part of the first rank's groups.
+Every rank runs this loop. If several ranks share an engine, `collect` returns all groups on the engine's first rank and
+empty steps on its other ranks. `schedule` then divides the groups among all ranks of the engine.
 
-`transformers.Trainer.train` calls it instead of its own loop, which needs batches that exist before a step begins.
-Callbacks get the same events in the same order. A round is sampled before its first step begins.
+`transformers.Trainer.train` calls `Loop` instead of transformers' loop, because GRPO samples its batches during the
+training. Callbacks get transformers' events in transformers' order. A round is sampled before its first step begins.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from .training.transformers_seam import DRIVEN_BY_METRICS
 
 
 class Loop:
-    """One training of a `GRPOTrainer`.
+    """The training loop of one call of `GRPOTrainer.train`.
 
     Args:
-        trainer: the GRPOTrainer. Its parts do the work: `sampler`, `learner`, `recorder`, `checkpointer`. Its names
-            with an underscore are transformers' own state, which transformers' other methods read.
-        checkpoint: the folder to resume from; None: start from the model.
-        ignore_keys: as in `transformers.Trainer.train`, for evaluations.
+        trainer: the GRPOTrainer. Its `sampler`, `learner`, `recorder` and `checkpointer` do the work. Its attributes
+            with a leading underscore are state that methods of `transformers.Trainer` read.
+        checkpoint: the folder of the checkpoint to resume from. None means to start from the model.
+        ignore_keys: `ignore_keys_for_eval` of `transformers.Trainer.train`.
     """
 
     def __init__(self, trainer: Any, checkpoint: str | None, ignore_keys: list[str] | None) -> None:
         self.trainer, self.args = trainer, trainer.args
         self.checkpoint, self.ignore_keys = checkpoint, ignore_keys
-        self.step_of_epoch = 0  # trained optimizer steps of the present epoch
-        self.grad_norm = 0.0  # gradient norm of the last step, before clipping
-        self.learning_rate = 0.0  # learning rate of the last step
+        self.step_of_epoch = 0  # Number of optimizer steps done in the present epoch.
+        self.grad_norm = 0.0  # Gradient norm of the last step, before clipping.
+        self.learning_rate = 0.0  # Learning rate of the last step.
 
     def run(self) -> TrainOutput:
-        """Train from the checkpoint, or the model, to the last step, or until a callback stops the training."""
+        """Train from the checkpoint (without one, from the model) until the last step, or until a callback stops."""
         trainer = self.trainer
         self._prepare()
         self._tell("on_train_begin")
-        trainer.measure_budget()  # tokens per micro-batch; here, because it needs the optimizer
+        trainer.measure_budget()  # Measures the maximum tokens per micro-batch. Measuring needs the optimizer.
         if self.args.eval_on_start:
             trainer._evaluate(None, self.ignore_keys, skip_scheduler=True)
         for epoch in range(self.first_epoch, self.epochs):
             self._tell("on_epoch_begin")
             if self.checkpoint is not None and epoch == self.first_epoch:
-                trainer._load_rng_state(self.checkpoint)  # last, so that nothing draws from it before
+                trainer._load_rng_state(self.checkpoint)  # Last, so that nothing draws random numbers before training.
             self._run_epoch(epoch)
             self._tell("on_epoch_end")
             self._log_evaluate_save()
@@ -76,7 +76,7 @@ class Loop:
         self.first_epoch, self.steps_trained = trainer._init_training_state(
             max_steps, self.steps_per_epoch, self.epochs, self.checkpoint, None
         )
-        # The model is the trainer's own: nothing wraps it.
+        # The first result of `_prepare_for_training` is the model. It is ignored, because nothing wraps the model.
         _, self.loader = trainer._prepare_for_training(max_steps, loader, self.checkpoint)
         self.started = time.time()
         trainer._initial_num_input_tokens_seen = trainer.state.num_input_tokens_seen
@@ -86,40 +86,40 @@ class Loop:
         trainer.model.zero_grad()
 
     def _run_epoch(self, epoch: int) -> None:
-        """Train the rounds of an epoch, from the first one that the checkpoint hasn't trained.
+        """Train one epoch, without the steps that the checkpoint has trained.
 
-        An epoch consists of whole rounds (`StepOrder` in data/order.py). As in TRL it counts optimizer steps, so the
-        loader yields a round's prompts `num_iterations` times.
-        """
+        An epoch consists of whole rounds (the prompts sampled with one set of weights; `StepOrder` in data/order.py).
+        As in TRL the data loader counts optimizer steps, so it yields a round's prompts `num_iterations` times."""
         trainer, learner, times = self.trainer, self.trainer.learner, self.trainer.times
-        length = self.args.round_length  # optimizer steps: steps_per_generation x num_iterations
+        length = self.args.round_length  # Number of optimizer steps per round (the prompts sampled together).
         self.step_of_epoch = trained = self.steps_trained if epoch == self.first_epoch else 0
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
         prompts_of_steps = iter(skip_first_batches(self.loader, trained) if trained else self.loader)
         times.begin_step()
         for _ in range((self.steps_per_epoch - trained) // length):
-            # This rank's prompts of a round, a list per optimizer step. `Learner.schedule` repeats these itself.
+            # This rank's prompts of a round, one list per optimizer step. The lists come `num_iterations` times, but
+            # only the first `steps_per_generation` lists are used, because `Learner.schedule` repeats the steps.
             prompts: list[list[Prompt]] = [next(prompts_of_steps) for _ in range(length)]
             trainer.publish()
             sampled = trainer.sampler.collect(prompts[: self.args.steps_per_generation])
             for step in learner.schedule(sampled):
                 self._tell("on_step_begin")
-                # `Learner.train(step)`, under transformers' name, which subclasses may wrap.
+                # `training_step` runs `Learner.train(step)`. Its name is transformers', because subclasses may wrap it.
                 trainer._tr_loss += trainer.training_step(trainer.model, step)
                 self._update(epoch)
                 trainer.report_step(learner.finish_step())
                 self._log_evaluate_save()
-                times.begin_step()  # `finish_step` ended the last one: logging, evaluating, saving are no step's time
-                # At `max_steps`, or if a callback requests it. The round's other steps are dropped then. A due
-                # checkpoint is refused with a line, because a run can't resume in the middle of a round.
+                times.begin_step()  # Starts the next step's time after logging, evaluating and saving.
+                # The training stops at `max_steps`, or if a callback requests a stop. The remaining steps of the round
+                # are dropped. No checkpoint is saved in the middle of a round, because a run can't resume from there.
                 if trainer.control.should_training_stop:
                     return
             if trainer.control.should_epoch_stop:
                 return
 
     def _update(self, epoch: int) -> None:
-        """Clip the gradient's norm, let the optimizer change the weights, and count the step."""
+        """Clip the gradient norm, run the optimizer and the learning rate schedule, and count the step."""
         trainer, state = self.trainer, self.trainer.state
         self.grad_norm = trainer.learner.clip()
         self._tell("on_pre_optimizer_step")
@@ -135,7 +135,7 @@ class Loop:
         state.epoch = epoch + self.step_of_epoch / self.steps_per_epoch
         self._tell("on_step_end")
 
-    # -- callbacks
+    # -- Callbacks
 
     def _tell(self, event: str) -> None:
         trainer = self.trainer
@@ -145,20 +145,20 @@ class Loop:
         trainer, control = self.trainer, self.trainer.control
         if control.should_log and trainer.state.global_step > trainer._globalstep_last_logged:
             self._log()
-        if control.should_evaluate:  # `_evaluate` publishes the weights first
+        if control.should_evaluate:  # `_evaluate` first copies the present weights into the engine.
             metrics = trainer._evaluate(None, self.ignore_keys)
             is_best = trainer._determine_best_metric(metrics=metrics, trial=None)
             if self.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = is_best
         if trainer.control.should_save:
-            if trainer.checkpointer.save():  # else it failed with a warning, or will be due again at the round's end
+            if trainer.checkpointer.save():  # `save` returns False if saving failed, or waits for the round's end.
                 self._tell("on_save")
             trainer.control.should_save = False
 
     def _log(self) -> None:
         trainer = self.trainer
         step, losses = trainer.state.global_step, trainer._tr_loss
-        # Each rank has the loss over all ranks, unless a subclass's `training_step` returned another one.
+        # The mean changes nothing unless a subclass's `training_step` returns different losses on different ranks.
         total = nested_gather(losses, self.args.parallel_mode).mean().item()
         losses.zero_()
         mean = total / (step - trainer._globalstep_last_logged)

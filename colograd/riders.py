@@ -1,4 +1,4 @@
-"""Riders: data of extensions that travels with a rollout or a packed row in addition to its tokens."""
+"""Riders: data of extensions that travels with a rollout or a packed row in addition to the tokens."""
 
 from __future__ import annotations
 
@@ -12,78 +12,77 @@ if TYPE_CHECKING:
 
 
 class Rider:
-    """Base class of data that travels with a rollout in addition to its tokens, e.g. the experts that the engine chose.
+    """Base class of data that an extension adds to a rollout, e.g. the experts that vLLM's router chose per token.
 
-    An extension derives a frozen dataclass and lists it at the seam ``riders``. `Rollout.get` finds a rollout's rider
-    by its class. A record has riders as JSON (KEY, `to_json`, `from_json`) or as a table of Arrow (MARK, `table`,
-    `with_table`).
+    An extension derives a frozen dataclass from `Rider` and lists the class under ``riders`` in its `HOOKS`. The
+    rollout log stores riders as JSON (KEY, `to_json`, `from_json`) or as an Arrow table (MARK, `table`, `with_table`).
     """
 
     __slots__ = ()
-    KEY: ClassVar[str] = ""  # name of the JSON values
-    MARK: ClassVar[bytes] = b""  # first bytes of the table
-    COLUMN: ClassVar[str] = ""  # column of ``log_extra``: its values become riders (`from_json`)
+    KEY: ClassVar[str] = ""  # Key of the rider's JSON value in the rollout log.
+    MARK: ClassVar[bytes] = b""  # First bytes of the rider's Arrow table in the rollout log.
+    COLUMN: ClassVar[str] = ""  # Column name: values that a reward function logs under this name become riders.
 
     def for_training(self) -> Self:
-        """Return the part that another rank needs to train the rollout."""
+        """Return a copy of the rider with only the data that a rank needs to train the rollout."""
         return self
 
     def statistics(self, rollout: Rollout) -> tuple[dict[str, float], dict[str, float]]:
-        """Return numbers for a round's metrics: those to sum over rollouts, and those of which the maximum counts."""
+        """Return a rollout's metrics in two dicts: values to sum over rollouts, and values to take the maximum of."""
         return {}, {}
 
     @classmethod
     def of_row(cls, row: PackedRow) -> RowRider | None:
-        """Return the riders of this class as one object for the row. Called if the row has any."""
+        """Join the riders of a packed row's rollouts into one `RowRider`. Called if there is such a rider."""
         return None
 
     @classmethod
     def of_turns(cls, parts: Sequence[tuple[Self | None, int]], prompt: int) -> Self | None:
-        """Join the riders of a completion that several requests wrote; None: there is nothing to carry.
+        """Join the riders of a completion that several engine requests wrote. None: the completion needs no rider.
 
         Args:
-            parts: parts of the completion, each with its number of tokens. A tool's answer has no rider.
+            parts: for each part of the completion, its rider and its number of tokens. A tool's answer has rider None.
             prompt: number of tokens before the first part.
         """
         return None
 
     @classmethod
     def shared(cls, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-        """Let the rollouts of a group share equal parts of their riders."""
+        """Return a group's rollouts with equal data of their riders stored once in memory."""
         return rollouts
 
     def to_json(self) -> Any:
-        """Return the rider as JSON, which isn't empty."""
+        """Return the rider as a JSON value. The value must not be empty."""
         return None
 
     @classmethod
     def from_json(cls, value: Any, rollout: Rollout) -> Self:
-        """Make the rider from JSON. Raise ValueError or AssertionError if it doesn't fit the rollout."""
+        """Make the rider from its JSON value. Raise ValueError or AssertionError if it doesn't fit ``rollout``."""
         return cls()
 
     @classmethod
     def table(cls, rollouts: Sequence[Rollout]) -> bytes:
-        """Return the riders of a group as bytes that begin with MARK; empty: none are recorded."""
+        """Return the riders of a group as an Arrow table in bytes that begin with MARK. Empty bytes mean no table."""
         return b""
 
     @classmethod
     def with_table(cls, reader: Any, rollouts: Sequence[Rollout], encoder: Any) -> Sequence[Rollout]:
-        """Return the rollouts with the riders of the table that comes next.
+        """Read the next Arrow table of a group's record, and return the rollouts with the riders in that table.
 
         Args:
-            encoder: the run's encoder of rows that aren't only text (`data.prompts.RowEncoder`), or None.
+            encoder: the run's encoder of prompts with images (`data.prompts.RowEncoder`), or None.
         """
         return rollouts
 
 
 class Media(Rider):
-    """Base class of a prompt's content that isn't text. Equal content means equal objects and hashes."""
+    """Base class of content in a prompt that isn't text, e.g. images. Equal content gives equal objects and hashes."""
 
     __slots__ = ()
-    digest: str  # digest of the content, the same in every process
+    digest: str  # Digest of the content. Equal content has the same digest in every process.
 
     def followed_by(self, before: ModelInput, ids: Sequence[int], media: Media | None) -> Media:
-        """Return the media of `ModelInput.followed_by`. Called on the last of ``before.media`` and ``media``."""
+        """Return the media of the prompt ``before``, followed by the next turn's ``ids`` and ``media``."""
         return self
 
     def thumbnails(self, *more: Media) -> list[bytes]:
@@ -92,51 +91,51 @@ class Media(Rider):
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """The pictures' sizes, for people: 640x480."""
+        """The pictures' sizes in pixels as texts such as "640x480"."""
         return ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes in host memory."""
+        """Number of bytes that the content takes in host memory."""
         return 0
 
     def shifted(self, tokens: int) -> Self:
-        """Return the media with all places ``tokens`` further back."""
+        """Return the media with ``tokens`` added to all token positions of the content."""
         return self
 
 
 class RowRider:
-    """Base class of data that travels with a row in addition to its tokens. `MicroBatch.get` finds it by its class."""
+    """Base class of data that an extension adds to a packed row, e.g. the age of each label's weights."""
 
     __slots__ = ()
-    OF_POLICY: ClassVar[bool] = False  # whether only the policy reads it, not the models that run on the same rows
+    OF_POLICY: ClassVar[bool] = False  # Whether the rider is only for the policy, not for reference and teacher models.
 
     def part(self, tokens: slice, labels: torch.Tensor) -> Self:
-        """Return the part that belongs to some of the row's tokens and labels (indices in host memory)."""
+        """Return the rider for some of the row's tokens and labels. ``labels`` are indices in host memory."""
         return self
 
     def applied(self, row: MicroBatch) -> MicroBatch:
-        """Return the row as it is trained. Called once, when it is laid out."""
+        """Return the row with the rider's changes. Called once, after `policy.packing.collate` has made the row."""
         return row
 
     def padded(self, tokens: int) -> Self:
-        """Return the rider of the row with ``tokens`` more at its end, which belong to no sequence."""
+        """Return the rider of the row with ``tokens`` padding tokens appended."""
         return self
 
     def candidates(self, device: torch.device, first: int) -> Any:
-        """Return the labels' candidate tokens (`policy.head.Kept`), if the softmax isn't over the whole vocabulary.
+        """Return the tokens that the sampler could choose for each label (`policy.head.Kept`). None means all tokens.
 
         Args:
-            first: token id of the head's first row, if ranks share out the vocabulary.
+            first: token id of the LM head's first row on this rank. Not 0 only if ranks share out the vocabulary.
         """
         return None
 
     def metrics(self, difference: torch.Tensor, scored: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Return metrics of a training step, each as sum and count.
+        """Return metrics of a micro-batch as name -> (sum, count).
 
         Args:
-            difference: (N,) absolute difference of the trainer's and the sampler's log-probabilities.
-            scored: (N,) float32, 1: the label counts.
+            difference: (N,) absolute difference of the trainer's and the sampler's log-probabilities, in nats.
+            scored: (N,) float32, 1 for a label that counts in the metrics, else 0.
         """
         return {}
 
@@ -149,20 +148,20 @@ def first(riders: Sequence[Any], kind: type[T]) -> T | None:
 
 
 def joined_riders(parts: Sequence[tuple[Sequence[Rider], int]], prompt: int) -> tuple[Rider, ...]:
-    """Join the riders of a completion that several requests wrote; see `Rider.of_turns`."""
+    """Join the riders of a completion that several engine requests wrote, class by class, by `Rider.of_turns`."""
     kinds = dict.fromkeys(type(rider) for riders, _ in parts for rider in riders)
     joined = (kind.of_turns([(first(riders, kind), length) for riders, length in parts], prompt) for kind in kinds)
     return tuple(rider for rider in joined if rider is not None)
 
 
 def with_shared_riders(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-    """Let the rollouts of a group share equal parts of their riders."""
+    """Return a group's rollouts with equal data of all riders (data of extensions) stored once in memory."""
     for kind in dict.fromkeys(type(rider) for rider in rollouts[0].riders):
         rollouts = kind.shared(rollouts)
     return rollouts
 
 
 def riding(rollouts: Sequence[Rollout]) -> dict[type[Rider], None]:
-    """Return the classes of the rollouts' riders and media, each once."""
+    """Return the distinct classes of the rollouts' riders (data of extensions) and of their prompts' media."""
     riders = (rider for rollout in rollouts for rider in (rollout.input.media, *rollout.riders))
     return dict.fromkeys(type(rider) for rider in riders if rider is not None)

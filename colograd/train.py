@@ -1,4 +1,4 @@
-"""Train by a recipe: parse, build, train, save, push.
+"""Train from a recipe (a YAML file of settings): parse the settings, build the trainer, train, save, push.
 
 accelerate launch colograd/train.py --config recipes/X.yaml [--any_flag value]
 torchrun --nproc-per-node 2 -m colograd.train --config recipes/X.yaml
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__" and not __package__:
-    # Python puts the folder of a script first on the path. There our modules would shadow others of the same name.
+    # Python puts a script's folder first on `sys.path`. Modules in colograd/ would shadow installed ones of equal name.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from colograd import __version__
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one training and return the exit status. Bad input prints one line to standard error and returns 2."""
+    """Run one training and return the exit status. For bad input print one line to standard error and return 2."""
     argv = process.command_arguments(argv)
     if {"-h", "--help"} & set(argv):
         from colograd.config.parse import flags_help
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return run(trainer)
-    except KeyboardInterrupt:  # the second Ctrl-C
+    except KeyboardInterrupt:  # The second Ctrl-C. The first Ctrl-C requests a checkpoint and ends the training.
         if process.is_verbose(argv):
             raise
         print("stopped at once by Ctrl-C, without a new checkpoint", file=sys.stderr, flush=True)
@@ -50,18 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer | None:
-    """Make the trainer that a command line describes, with ``kind`` in place of `GRPOTrainer`; for bad input print one
-    line to standard error and return None."""
+    """Make the trainer that the arguments ``argv`` of a command line describe, of class ``kind`` (default:
+    `GRPOTrainer`). For bad input print one line to standard error and return None."""
     try:
         process.follow_launcher()
         first = f"colograd {__version__}: loading the libraries"
         shown = os.environ.get("RANK", "0") == "0"
 
-        def stage() -> str:  # empty until the watchdog is imported
+        def stage() -> str:  # Name of the present stage of the start, empty until the watchdog is imported.
             at = getattr(sys.modules.get("colograd.parallel.watchdog"), "stage", None)
             return "" if at is None else str(at())
 
-        with process.rank_variables(), process.collector_at_rest(), Waiting(first, stage, shown):  # with the imports
+        with process.rank_variables(), process.collector_at_rest(), Waiting(first, stage, shown):
             return build(argv, kind)
     except (ValueError, RuntimeError, TypeError) as error:
         if process.is_verbose(argv):
@@ -71,7 +71,7 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
 
 
 def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer:
-    """Make the trainer that a command line describes. Bad input is a ValueError, before anything is trained."""
+    """Make the trainer that the arguments ``argv`` of a command line describe. Bad input raises a ValueError."""
     import yaml
 
     from colograd.config import given_settings, parse_arguments
@@ -86,7 +86,7 @@ def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
         from colograd.checkpoint.search import finished_checkpoint, nothing_left
 
         checkpoint = finished_checkpoint(config.resume_from_checkpoint, str(config.output_dir), config.max_steps)
-        if checkpoint is not None:  # before model and engine are loaded in vain
+        if checkpoint is not None:  # Nothing is left to train, so end before model and engine are loaded.
             if config.process_index == 0:
                 print(nothing_left(checkpoint, config.max_steps))
             raise SystemExit(0)
@@ -101,7 +101,7 @@ def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
 
 
 def dataset_names(script: ScriptArguments) -> list[str]:
-    """Return the recipe's dataset names, and the Hub's dataset that one of our loading functions reads."""
+    """Return the recipe's dataset names, and GSM8K's Hub id if the recipe loads it by a function of colograd."""
     from colograd.rewards import gsm8k
 
     parts = script.datasets if isinstance(script.datasets, list) else []
@@ -113,18 +113,18 @@ def dataset_names(script: ScriptArguments) -> list[str]:
 def make_trainer(
     script: ScriptArguments, config: GRPOConfig, model: ModelConfig, kind: Callable[..., GRPOTrainer] | None = None
 ) -> GRPOTrainer:
-    """Load the data and build the trainer."""
+    """Load the datasets and build the trainer from the parsed settings."""
     from colograd.parallel.ranks import on_all_ranks
     from colograd.policy.supported import check_supported
 
     config.resolve_loading(**{**model.init_kwargs(), **(config.model_init_kwargs or {})})  # type: ignore[dict-item]
-    with on_all_ranks("the start"):  # before the trainer's own check, because its imports take long
+    with on_all_ranks("the start"):  # Check the model before importing the trainer, because the import takes long.
         check_supported(model.model_name_or_path, config, model.peft_config())
 
     from colograd import GRPOTrainer
     from colograd.data import load_datasets
 
-    with on_all_ranks("loading the data"):  # a node may lack the files
+    with on_all_ranks("loading the data"):  # If one node lacks the files, all ranks raise an error.
         train_dataset, eval_dataset = load_datasets(script)
     evaluates = config.do_eval or config.eval_on_start
     if script.exams:
@@ -132,12 +132,12 @@ def make_trainer(
 
         if not evaluates:
             raise ValueError(
-                f"exams is {script.exams}, but nothing evaluates: set eval_strategy: steps and eval_steps, or "
+                f"exams is {script.exams}, but the run has no evaluation: set eval_strategy: steps and eval_steps, or "
                 "eval_on_start."
             )
         names, test = benchmark_names(script.exams), script.dataset_test_split
         if eval_dataset is not None and test in names:
-            raise ValueError(f"dataset_test_split is {test!r}, which is a task of exams: remove one.")
+            raise ValueError(f"dataset_test_split is {test!r}, the name of a benchmark in `exams`: rename the split.")
         eval_dataset = {**({} if eval_dataset is None else {test: eval_dataset}), **names}
     of_source = ("tools", "rollout_func", "environment_factory", "agent")
     sources: dict[str, Any] = {name: getattr(script, name) for name in of_source}
@@ -156,7 +156,8 @@ def make_trainer(
 
 
 def run(trainer: GRPOTrainer) -> int:
-    """Train, then save the model, the state and the card, and push them if asked to. Return the exit status."""
+    """Train, save the model, the trainer's state and the model card, and push all if `push_to_hub` is set. Return the
+    exit status. If a signal stopped the training, only print how to resume."""
     from colograd.reporting.console import reward_ends
 
     config = trainer.args

@@ -1,11 +1,11 @@
-"""`GRPOTrainer`: a `transformers.Trainer` with four parts, which `loop.py` calls.
+"""`GRPOTrainer`: a `transformers.Trainer` with four parts. The training loop in `loop.py` calls the four parts:
 
     sampler        rollout/sampler.py        prompts -> scored groups
     learner        training/learner.py       scored groups -> optimizer steps -> gradients
     checkpointer   training/checkpointer.py  checkpoints, resuming, SIGTERM
     recorder       extensions/recording/     data of the run's report
 
-To change one stage, override `generate`, `score`, `compute_advantages` or `compute_loss`.
+To change one stage of the training, override `generate`, `score`, `compute_advantages` or `compute_loss`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ STAGES = ("generate", "score", "compute_advantages", "compute_loss")
 
 if TYPE_CHECKING:
     TrainerBase = SeamTrainer
-else:  # extensions add attributes, such as TRL's names: seam ``trainer_base``, classes
+else:  # Extensions offer base classes at the hook ``trainer_base``, for example a class with TRL's attribute names.
     TrainerBase = type("TrainerBase", (*registry.hooks("trainer_base"), SeamTrainer), {"__module__": __name__})
 
 
@@ -63,33 +63,33 @@ class GRPOTrainer(TrainerBase):
     """Group Relative Policy Optimization with vLLM in the same process.
 
     Args:
-        model: a Hub id, a folder, a causal language model of transformers, or a PeftModel around one.
-        reward_funcs: one or several: names, import paths or callables (see `colograd.rewards`), or reward models
-            (modules, folders or Hub ids).
+        model: a Hub id, a folder, a causal language model of transformers, or a PeftModel around such a model.
+        reward_funcs: one reward function or a list: names, import paths or callables (see `colograd.rewards`), or
+            reward models (modules, folders or Hub ids).
         args: the configuration; docs/configuration.md has its fields.
         train_dataset: a `datasets.Dataset` with a column ``prompt``, plain or conversational. All other columns reach
-            the reward functions. An `IterableDataset` is read during training, and needs ``max_steps``. None is for
-            environments that make all prompts, and needs ``max_steps`` too.
-        eval_dataset: prompts for `evaluate`, in the same forms, or names of exams (``"gsm8k"``, ``["math500@4"]``), or
-            a dict of either (such as a DatasetDict).
-        processing_class: the tokenizer, or a vision-language model's processor; default: the model's.
-        reward_processing_classes: the reward models' tokenizers, one per reward function; default: their own.
+            the reward functions. An `IterableDataset` is read during training. None is for environments that make all
+            prompts. An `IterableDataset` or None needs ``max_steps``.
+        eval_dataset: prompts for `evaluate`: a dataset like ``train_dataset``, names of benchmarks (``"gsm8k"``,
+            ``["math500@4"]``), or a dict of such datasets or names (for example a DatasetDict).
+        processing_class: the tokenizer, or a vision-language model's processor. None loads the model's.
+        reward_processing_classes: the reward models' tokenizers, one per reward function. None loads each model's.
         callbacks: as in `transformers.Trainer`.
         optimizers: an optimizer and a schedule, as in `transformers.Trainer`.
         quantization_config: a `transformers.BitsAndBytesConfig` for the model below an adapter.
-        peft_config: a `peft.LoraConfig`: train an adapter only.
-        tools: functions that the model may call while it writes (see docs/guide/tools.md).
-        rollout_func: ``f(prompts, trainer) -> dict`` that writes completions in the engine's place.
+        peft_config: a `peft.LoraConfig`. If it is set, only the adapter is trained.
+        tools: functions that the model may call while it generates (see docs/guide/tools.md).
+        rollout_func: a function ``f(prompts, trainer) -> dict`` that returns the completions instead of the engine.
         environment_factory: a function that makes environments with tools as methods, or several by name.
-        agent: a function or command that calls the model over HTTP, once per completion (see docs/guide/tools.md).
+        agent: a function or command that runs once per completion and calls the model over HTTP (docs/guide/tools.md).
 
     Raises:
-        ValueError: bad input, before anything is trained, on all ranks.
+        ValueError: an argument or setting is wrong. All ranks raise the error, before anything is trained.
     """
 
-    samples = True  # False: groups are read from a record, and there is no engine
+    samples = True  # Whether a vLLM engine samples the groups. A subclass that reads recorded groups sets False.
     sampler_class: type[Sampler] = Sampler
-    replaced: frozenset[str] = frozenset()  # stages that a subclass or this object overrides, and `evaluate`
+    replaced: frozenset[str] = frozenset()  # Names among `STAGES` and "evaluate" that a subclass or object overrides.
 
     @closes_if_it_fails
     @ends_together("the start")
@@ -118,7 +118,7 @@ class GRPOTrainer(TrainerBase):
         end_at_a_signal(args, self.closing)
         stages = {name: getattr(getattr(self, name), "__func__", None) for name in (*STAGES, "evaluate")}
         self.replaced = frozenset(name for name, own in stages.items() if own is not getattr(GRPOTrainer, name))
-        # Transformers' own callbacks add no metrics to an evaluation.
+        # Callbacks that transformers ships add no metrics to an evaluation; callbacks from users may.
         kinds: list[Any] = [each if isinstance(each, type) else type(each) for each in callbacks or ()]
         adds_metrics = any(kind.on_evaluate.__module__.partition(".")[0] != "transformers" for kind in kinds)
         given = TrainerArguments(
@@ -146,7 +146,7 @@ class GRPOTrainer(TrainerBase):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_of(args, task.policy.model) if optimizers[0] is None else None,
         )
-        # Callbacks see the datasets that the user passed.
+        # Callbacks read `train_dataset` and `eval_dataset`, and expect the datasets that the user passed.
         self.train_dataset = task.train_prompts.dataset if train_dataset is None else train_dataset
         self.eval_dataset: Any = eval_dataset
         self._tokenised = (self.train_dataset, eval_dataset)
@@ -171,7 +171,7 @@ class GRPOTrainer(TrainerBase):
         if self.samples and compiles(args):
             self.console.say("engine: vLLM starts, compiles and captures graphs: 1 to 3 minutes, less the next time")
         built = assemble(args, task, rules.max_tokens, self.times, self.closing, self.samples)
-        self.engine: Any = built.engine  # None if nothing is sampled, like the next two
+        self.engine: Any = built.engine  # `engine`, `weights` and `device_turns` are None if `samples` is False.
         self.weights: Any = built.weights
         self.device_turns: Any = built.device_turns
         self.sharding = strategy.for_run(self.model, args)
@@ -195,7 +195,7 @@ class GRPOTrainer(TrainerBase):
         autocast = self.compute_loss_context_manager
         for line in choose_kernels(args, self.model, built.second_models, self.closing, autocast):
             self.console.say(line)
-        # Otherwise `prepare` has proved the rows with the kernels that train.
+        # On a CPU in float32, uncompiled, `prepare` has already compared packed rows with the model's own outputs.
         if not args.on_cpu or args.bf16 or args.torch_compile or args.sequence_parallel_size > 1:
             with autocast():
                 prove_rows(self.learner, task.proof_prompts)
@@ -219,29 +219,27 @@ class GRPOTrainer(TrainerBase):
             self, self.args, self.engine, source, self.device_turns, task.scorer, self.estimator, self.events
         )
 
-    # -- stages: a subclass replaces any of these
+    # -- Stages: a subclass of `GRPOTrainer` may override any of the next four methods.
 
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
-        """Sample each prompt's group; yield groups as they finish. ``self.evaluating`` is true in `evaluate`."""
+        """Sample a group for each prompt, and yield each group as soon as all its completions are finished."""
         return self.sampler.generate(prompts)
 
     def score(self, group: Group) -> torch.Tensor:
-        """Compute the rewards [G, R] float32 of one group; NaN: a function abstains."""
+        """Compute one group's rewards [G, R], float32, a column per reward function. NaN: the function abstains."""
         return self.sampler.begin_scoring([group]).result()
 
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
-        """Compute the advantages of one group: [G], or one per completion token ([sum of lengths]).
-
-        With `scale_rewards: batch` or `normalize_then_sum` a deviation over the step divides them afterwards. A rollout
-        source may change them, as by rewards of a completion's parts.
-        """
+        """Convert one group's rewards [G, R] to advantages: [G], or [sum of lengths] with one per completion token.
+        With `scale_rewards: batch` or `normalize_then_sum` the step's standard deviation divides advantages later.
+        Conversations with tools and agents may add advantages from rewards of single turns."""
         advantages = self.estimator.of_group(rewards)
         if (add := self.feature.add_advantages) is None:
             return advantages
         return add(advantages, group, self.estimator, {reward.name: reward.weight for reward in self.rewards})
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
-        """Compute the objective's sum over one micro-batch, before the step's denominator divides it."""
+        """Compute a micro-batch's metrics and loss. The loss is a sum over tokens, not yet divided by a denominator."""
         entropy_gradient = self.loss.entropy_bonus and micro_batch.step_constants.coefficient != 0
         forward = PolicyForward(model, self.args.temperature, entropy_gradient, self.learner.forward_steps)
         (logprobs, entropy), values = forward.run(label_values, micro_batch)
@@ -252,25 +250,26 @@ class GRPOTrainer(TrainerBase):
 
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value)
-            if name in STAGES:  # this object overrides a stage
+            if name in STAGES:  # A method assigned to this object overrides a stage, like a subclass's method.
                 self.replaced |= {name}
 
     @property
     def loss(self) -> Objective:
-        """The objective of `compute_loss`, for a subclass that adds a term."""
+        """The `Objective` that `compute_loss` evaluates. A subclass can call it and add a term to the result."""
         return self.learner.objective
 
     @property
     def evaluating(self) -> bool:
-        """Whether `evaluate` is calling the stages."""
+        """Whether `generate` and `score` are at present called by `evaluate`, not by training."""
         return self.sampler.purpose is Purpose.EVALUATION
 
     def combine(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Compute the weighted sums [G] of rewards [G, R]."""
+        """Sum rewards [G, R] over the R reward functions, with the functions' weights. Return [G]."""
         return weighted_sum(rewards, self.estimator.weights)
 
     def decode(self, group: Group) -> list[str]:
-        """Return the completions' texts without the special token at the end, for rewards and logs."""
+        """Return the texts of a group's completions, [G], for rewards and logs. Special tokens are removed; if
+        `generation_kwargs` has ``skip_special_tokens: false``, only a special token at the end is removed."""
         options: Any = self.args.generation_kwargs or {}
         tokenizer, ids = self.policy.tokenizer, [list(rollout.completion_ids) for rollout in group.rollouts]
         if not (skips := options.get("skip_special_tokens", True)):
@@ -280,30 +279,30 @@ class GRPOTrainer(TrainerBase):
         texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=skips)
         return texts
 
-    # -- training
+    # -- Training
 
     @ends_together("training")
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train as transformers does; ``"auto"`` resumes from a complete checkpoint, and SIGTERM writes one and ends.
-
-        A run at its last step is loaded, but not trained further.
+        """Train like `transformers.Trainer.train`. SIGTERM makes the training write a checkpoint and end. A checkpoint
+        at the run's last step is loaded, but not trained further.
 
         Args:
-            resume_from_checkpoint: default: the configuration's value; False starts anew.
+            resume_from_checkpoint: a checkpoint's folder. ``"auto"`` resumes from the run's last complete checkpoint,
+                if there is one. False starts from the model. None takes the value from the configuration.
         """
-        watchdog.set_limit(self.args.rank_timeout)  # another trainer may have set its own
-        self.learner.pending = []  # the last training may have failed in the middle of a round
+        watchdog.set_limit(self.args.rank_timeout)  # A previous trainer in this process may have set a different limit.
+        self.learner.pending = []  # A previous call of `train` may have failed before training all packed steps.
         self.sharding.discard()
         self._unlogged = []
         self.round.forget()
-        self.sampler.take_counts()  # drop the counts of a step that failed
+        self.sampler.take_counts()  # Drops reward metrics that a failed step has left.
         if self.engine is not None:
-            self.engine.invalidate()  # steps are counted from 0 again, or other weights are loaded
+            self.engine.invalidate()  # The step count may restart at 0 with different weights, so copy weights anew.
         with self.recorder.run():
             checkpoint, finished = self._begin_training(resume_from_checkpoint)
             if finished is not None:
                 return finished
-            output = None  # if a signal cuts the training
+            output = None  # `output` stays None if a signal ends the training.
             with self.checkpointer.during_training():
                 output = super().train(checkpoint, *args, **kwargs)
             if self.args.keeps_journal:
@@ -318,17 +317,17 @@ class GRPOTrainer(TrainerBase):
         return Loop(self, resume_from_checkpoint, ignore_keys_for_eval).run()
 
     def training_step(self, model: torch.nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Call `Learner.train` and return the step's loss. Subclasses may wrap this method."""
+        """Run forward and backward of all rows of an optimizer step, and return the step's loss, a () tensor."""
         return torch.tensor(self.learner.train(inputs), device=self.args.device)
 
     def publish(self) -> None:
-        """Copy the policy's weights into the engine, unless it has them."""
+        """Copy the policy's weights into the vLLM engine, unless the engine has the weights of the present step."""
         with self.times.phase("publish"):
             if self.engine is not None and self.engine.version != self.state.global_step:
                 self.sharding.traffic.published += self.weights.publish(self.state.global_step)
 
     def report_step(self, metrics: Mapping[str, float]) -> None:
-        """Pass a step's metrics to the next log, the journal, the console and the run's record."""
+        """Pass an optimizer step's metrics to the next log, the rollout log, the console and the run's report."""
         self._unlogged.append(dict(metrics))
         if self.journal is not None and self.args.layout.is_main:
             note = functools.partial(note_figures, step=self.state.global_step, figures=self.learner.figures)
@@ -337,20 +336,20 @@ class GRPOTrainer(TrainerBase):
         self.recorder.step(metrics)
 
     def measure_budget(self) -> None:
-        """Measure how many tokens fit into a micro-batch, unless the number is set or already measured."""
+        """Measure the maximum number of tokens per micro-batch, unless the maximum is set or already measured."""
         args: GRPOConfig = self.args
         if not self.learner.rules.max_tokens:
             shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
             self.memory_plan = self.memory_plan.with_measured(*self.learner.measure_budget(shape))
 
     def at_boundary(self) -> bool:
-        """Return whether a round has ended. Checkpoints hold no rollouts, so a run can't resume within a round."""
+        """Return whether no packed step waits for training. Checkpoints need that, because they hold no rollouts."""
         return not self.learner.pending
 
-    # -- the end
+    # -- Closing
 
     def close(self) -> None:
-        """Free the engine, so that another trainer can be made in this process."""
+        """Free the vLLM engine and the trainer's memory. Then this process can make a new trainer."""
         self.closing.close()
         faults.leave()
 

@@ -1,8 +1,8 @@
-"""Objectives: `token_losses` has one small class per loss, and `objective` combines it with the terms that any loss can
-have. `entropy` computes the entropy values of the whole step, and `mismatch` measures the difference between sampler
-and trainer. `advantages` turns a group's rewards into the numbers that weigh its tokens.
+"""Losses and advantages. `token_losses` has a class per `loss_type`; `objective` combines the loss with terms that any
+loss can have (KL, entropy bonus). `entropy` computes entropy values of the whole step. `mismatch` computes metrics of
+the difference between sampler and trainer. `advantages` converts a group's rewards to advantages.
 
-A loss of your own derives from `TokenLoss` (docs/losses.md).
+A user's own loss derives from `TokenLoss` (docs/losses.md).
 """
 
 from .objective import Objective

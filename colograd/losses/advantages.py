@@ -1,4 +1,4 @@
-"""Advantages from the rewards of a group, and their scaling over the step."""
+"""Advantages of a group's completions from their rewards, and the division of advantages by the step's deviation."""
 
 from __future__ import annotations
 
@@ -13,40 +13,37 @@ from ..config import GRPOConfig
 from ..parallel.ranks import gather
 from ..rewards import weighted_sum
 
-# TRL's constant. It limits the advantages of a group of nearly equal rewards.
+# TRL's constant, added to a standard deviation. It limits the advantages of a group of nearly equal rewards.
 STD_EPSILON = 1e-4
-# Normalised float32 rewards that cancel leave rounding errors: a sum up to this share of the weights' sum counts as 0.
+# If normalised float32 rewards cancel, rounding errors remain. A sum of at most 1e-6 x the weights' sum counts as 0.
 CANCELLED = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimator:
-    """The computation of advantages from a run's rewards. Its settings are TRL's, except for the baseline.
+    """Converts rewards to advantages by the settings of a run. All settings are TRL's, except for the baseline. With
+    `scale_rewards: batch` or `normalize_then_sum` advantages are later divided by `step_std`, a number per step."""
 
-    `scale_rewards: batch` and `normalize_then_sum` also divide by one positive number for all groups (`step_std`).
-    """
-
-    scale: str  # group, batch, batch_centered, mean or none
-    aggregation: str  # sum_then_normalize or normalize_then_sum
-    baseline: str  # mean or leave_one_out
-    weights: tuple[float, ...]  # [R], one weight per reward function
+    scale: str  # `scale_rewards`: group, batch, batch_centered, mean or none.
+    aggregation: str  # `multi_objective_aggregation`: sum_then_normalize or normalize_then_sum.
+    baseline: str  # `advantage_baseline`: mean or leave_one_out.
+    weights: tuple[float, ...]  # Weights of the R reward functions.
 
     @classmethod
     def of(cls, config: GRPOConfig, weights: Sequence[float]) -> AdvantageEstimator:
         return cls(config.scale_rewards, config.multi_objective_aggregation, config.advantage_baseline, tuple(weights))
 
     def of_group(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Convert one group's [G, R] rewards (NaN: a function abstained) into [G] advantages.
-
-        `scale_over_steps` may divide them by `step_std` later."""
+        """Convert one group's rewards [G, R] (NaN: a function abstained) to advantages [G]. Later `scale_over_steps`
+        divides the advantages by `step_std`, if the settings require that."""
         if self.aggregation == "normalize_then_sum":
             return normalized_sum(rewards, self.weights)
         return group_advantages(weighted_sum(rewards, self.weights), self.scale, self.baseline)
 
     @property
     def step_scores(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """A function that converts [G, R] rewards to [G] scores (NaN: unjudged). A step's advantages are divided by the
-        standard deviation of the step's scores. None: no division over the step."""
+        """A function that converts rewards [G, R] to scores [G], NaN where all functions abstained. The step's
+        advantages are divided by the standard deviation of its scores. None means that nothing divides them."""
         if self.aggregation == "normalize_then_sum":
             return lambda r: torch.where(r.isnan().all(dim=1), torch.nan, normalized_sum(r, self.weights))
         if self.scale == "batch_centered":
@@ -55,15 +52,13 @@ class AdvantageEstimator:
 
 
 def group_advantages(rewards: torch.Tensor, scale: str, baseline: str = "mean") -> torch.Tensor:
-    """Compute each completion's advantage over its group: [G] float32 rewards -> [G] float32 advantages.
-
-    GRPO's advantage (DeepSeekMath, arXiv 2402.03300, eq. in 4.1.1): (r - mean) / (std + 1e-4). The ``scale`` "mean"
-    divides by the mean, if it is positive: training then raises a success's log-likelihood instead of its probability
-    (MaxRL, arXiv 2602.02710). Any other scale divides nothing here (Dr. GRPO, arXiv 2503.20783). The baseline
-    "leave_one_out" is the mean of the other rewards (RLOO, arXiv 2402.14740): with n judged rewards it multiplies
-    (r - mean) by n / (n - 1). An unjudged completion (NaN), or the only judged one, gets 0. In float64 the mean of
-    equal float32 rewards is exactly that reward, so a group of equal rewards gets exactly 0.
-    """
+    """Compute each completion's advantage over its group: [G] float32 rewards -> [G] float32 advantages. ``scale``
+    "group" is GRPO's (r - mean) / (std + 1e-4) (DeepSeekMath, arXiv 2402.03300, eq. in 4.1.1). "mean" divides r - mean
+    by a positive mean, which maximises a success's log-likelihood instead of its probability (MaxRL, arXiv 2602.02710).
+    Any other scale returns r - mean (Dr. GRPO, arXiv 2503.20783). With ``baseline`` "leave_one_out" (RLOO, arXiv
+    2402.14740) r is compared with the mean of the group's n - 1 other rewards; that multiplies r - mean by n / (n - 1).
+    A completion with reward NaN gets 0, and so do all if fewer than two have a reward. In float64 the mean of equal
+    float32 rewards is exact, so a group of equal rewards gets exactly 0."""
     exact = rewards.double()
     judged = ~exact.isnan()
     count = int(judged.sum())
@@ -81,16 +76,16 @@ def group_advantages(rewards: torch.Tensor, scale: str, baseline: str = "mean") 
 
 
 def centered(rewards: torch.Tensor) -> torch.Tensor:
-    """Subtract the mean from [G] rewards; NaN stays. The results' standard deviation over the step is the divisor of
-    REINFORCE++-baseline (arXiv 2501.03262). It doesn't depend on differences between the groups' means."""
+    """Subtract a group's mean from its rewards [G]. NaN stays NaN. REINFORCE++-baseline (arXiv 2501.03262) divides a
+    step's advantages by the standard deviation of these differences, so differences between groups don't count."""
     exact = rewards.double()
     return (exact - exact.nanmean()).to(rewards.dtype)
 
 
 def normalized_sum(rewards: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
-    """Normalise each function's rewards within the group, then weigh and sum them (GDPO, arXiv 2601.05242): [G, R]
-    float32 rewards -> [G] float32. NaN, where a function abstains, adds 0. The paper also normalises the sums over the
-    batch. Their mean is 0 in each group, so only a division by `step_std` is needed."""
+    """Normalise each function's rewards within the group, then sum them with the functions' weights (GDPO, arXiv
+    2601.05242): rewards [G, R] float32 -> sums [G] float32. NaN (the function abstained) adds 0. The paper also
+    normalises the sums over the batch. Here `step_std` divides later; a group's sums have mean 0 already."""
     exact = rewards.double()
     total = exact.new_zeros(len(exact))
     for column, weight in zip(exact.unbind(1), weights, strict=True):
@@ -104,28 +99,28 @@ def normalized_sum(rewards: torch.Tensor, weights: Sequence[float]) -> torch.Ten
 
 
 def group_std(rewards: torch.Tensor) -> torch.Tensor:
-    """Compute the sample standard deviation (n - 1) of the judged rewards; 0 for fewer than two. Returns a ()
-    tensor."""
+    """Compute the sample standard deviation (divisor n - 1) of the rewards that aren't NaN, a () tensor. It is 0 for
+    fewer than two such rewards."""
     judged = rewards[~rewards.isnan()].double()
     deviation = judged.std() if len(judged) > 1 else judged.new_zeros(())
     return deviation.to(rewards.dtype)
 
 
 def step_std(scores: Sequence[torch.Tensor]) -> float:
-    """Compute the divisor of a step's advantages: 1e-4 plus the standard deviation of the kept groups' scores ([G]
-    each) over all ranks. A collective, the only one between sampling and training."""
+    """Compute the divisor of a step's advantages: 1e-4 plus the standard deviation of all ranks' scores. A collective.
+    ``scores`` has a tensor [G] for each group that this rank trains in the step."""
     own = torch.cat(list(scores)).tolist() if scores else []
     return float(group_std(torch.tensor([x for part in gather(own) for x in part], dtype=torch.float64))) + STD_EPSILON
 
 
 def divided(group: ScoredGroup, std: float) -> ScoredGroup:
-    """Divide the group's advantages, one per completion or per token, by ``std``."""
+    """Return the group with its advantages (one per completion, or one per token) divided by ``std``."""
     return dataclasses.replace(group, advantages=group.advantages / std)
 
 
 def scale_over_steps(steps: Sequence[SampledStep], estimator: AdvantageEstimator) -> list[SampledStep]:
-    """Divide each step's advantages by its `step_std`, if the run's settings require it. A group that no step keeps is
-    divided by the `step_std` of the step whose ``sampled`` has it. A collective."""
+    """Divide each step's advantages by the step's `step_std`, if the run's settings require that. A collective. A group
+    in ``sampled`` that no step trains is divided by the `step_std` of the step that lists the group."""
     scores = estimator.step_scores
     if scores is None:
         return list(steps)

@@ -1,4 +1,4 @@
-"""The correction of the sampler's probabilities, and the metrics of the ratio that it bounds."""
+"""The importance weights that correct the difference between the engine's and the trainer's probabilities."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from .tokens import bounded_exp, per_sequence_sum, sequence_mean_weights
 DIFFERENCE, RAW = "sampling/sampling_logp_difference", "sampling/raw_ratio"
 MASKED, TRUNCATED = "sampling/masked_share", "sampling/truncated_share"
 WEIGHT = "sampling/importance_sampling_ratio"
-MASKED_TOKENS = "sampling/masked_tokens_share"  # for a mask of whole completions, which drops long ones first
-SIGNED, SQUARE = "/signed", "/square"  # suffixes of the moments for `/std`; not logged
-LARGEST = 30.0  # log-ratios are shown up to this, so that a ratio's square stays a float32
+MASKED_TOKENS = "sampling/masked_tokens_share"  # Share of tokens in completions that a mask of completions drops.
+SIGNED, SQUARE = "/signed", "/square"  # Suffixes of two moments that `/std` is computed from. They aren't logged.
+LARGEST = 30.0  # Bound in nats of log-ratios in metrics, so that a ratio's square fits into float32.
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerCorrection:
-    """Importance weights that undo the difference between the sampler's and the trainer's probabilities.
+    """Importance weights that correct the difference between the engine's and the trainer's probabilities.
 
-    ratio = exp(trainer - sampler), per token or of the whole completion; clamped (`truncate`) or set to zero outside
-    the bounds (`mask`). Truncated importance sampling: https://fengyao.notion.site/off-policy-rl; the modes are TRL's.
+    ratio = exp(log trainer - log sampler), of a token or of a whole completion. TRL's modes clamp the ratio to the
+    bounds (`truncate`), or set a ratio outside the bounds to zero (`mask`). Truncated importance sampling:
+    https://fengyao.notion.site/off-policy-rl.
 
-    One mode is a mask alone: with `geometric_mask` a token's weight is 1 if exp(mean over its completion's tokens of
-    log trainer - log sampler) is within the bounds, else 0. Unlike the product of the ratios this doesn't depend on the
+    The mode `geometric_mask` has weights of 0 and 1. A completion's tokens have weight 1 if exp(mean over the tokens of
+    log trainer - log sampler) is within the bounds. Unlike the product of the ratios, the mean doesn't depend on the
     completion's length ("When Speed Kills Stability", https://richardli.xyz/rl-collapse; verl's `rollout_rs: geometric`
-    without importance weights). As in verl, its lower bound is the reciprocal of the upper one unless it is set.
-    """
+    without importance weights). As in verl, the default of `low` is then 1 / `high`."""
 
     mode: str
-    low: float | None  # None: there is no bound
-    high: float | None
+    low: float | None  # Lower bound of the ratio. None means no bound.
+    high: float | None  # Upper bound of the ratio. None means no bound.
 
     def __post_init__(self) -> None:
         if self.mode == "geometric_mask" and self.low is None and self.high is not None:
             object.__setattr__(self, "low", 1 / self.high)
 
     def weights(self, log_ratio: torch.Tensor) -> torch.Tensor:
-        """Compute (N,) weights from the logarithms (N,) of `log_ratio_of`."""
+        """Compute the tokens' importance weights (N,) from log-ratios (N,), the result of `log_ratio_of`."""
         ratio = bounded_exp(log_ratio)
         if self.mode.endswith("truncate"):
             return ratio.clamp(min=self.low, max=self.high)
@@ -47,7 +47,7 @@ class SamplerCorrection:
         return weights.masked_fill(self.outside(ratio), 0.0)
 
     def outside(self, ratio: torch.Tensor) -> torch.Tensor:
-        """Return a mask of the ratios beyond the bounds, (N,) bool."""
+        """Return (N,) bool, True where ``ratio`` (N,) is below `low` or above `high`."""
         outside = torch.zeros_like(ratio, dtype=torch.bool)
         if self.low is not None:
             outside |= ratio < self.low
@@ -57,15 +57,15 @@ class SamplerCorrection:
 
 
 def known(difference: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """Set the (N,) differences from the sampler's log-probabilities to 0 outside the loss and where it gave none
-    (NaN)."""
+    """Return differences (N,) between the trainer's and the sampler's log-probabilities, with 0 for tokens outside the
+    loss mask and for tokens without a sampler's log-probability (NaN)."""
     return difference.where(loss_mask > 0, 0.0).nan_to_num(nan=0.0)
 
 
 def log_ratio_of(difference: torch.Tensor, mode: str, batch: MicroBatch) -> torch.Tensor:
-    """Compute the (N,) logarithm of the ratio that a correction's mode bounds, from the tokens' own (N,). It is the
-    token's own, or its completion's: the sum, or for `geometric_mask` the mean over its tokens in the loss. Without a
-    correction the mode is empty, and the ratio is the token's."""
+    """Convert log-ratios of tokens (N,) to the log-ratios (N,) that a `SamplerCorrection` with ``mode`` bounds. A token
+    mode and the empty mode (no correction) return ``difference``. For sequence modes every token gets the sum over its
+    completion, and for `geometric_mask` the mean over the completion's tokens in the loss."""
     if mode.startswith("geometric"):
         difference = difference * sequence_mean_weights(batch)
     elif not mode.startswith("sequence"):

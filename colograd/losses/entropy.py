@@ -1,7 +1,7 @@
-"""The policy's entropy over a step and over a run: the threshold of the top-entropy quantile, the bonus's coefficient.
+"""Entropy values of a whole step: the threshold of `top_entropy_quantile`, and the entropy bonus's coefficient.
 
-TRL takes the quantile and the bonus's mean per micro-batch; here they are the step's, so that the update doesn't depend
-on the micro-batches.
+TRL computes the quantile and the mean per micro-batch. Colograd computes both per optimizer step, so the update doesn't
+depend on the division into micro-batches.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ def with_step_entropy(
     entropies: Callable[[MicroBatch], torch.Tensor],
     timed: AbstractContextManager[None] | None = None,
 ) -> StepBatch:
-    """Add the values that the objective's terms need of the whole step. A collective. A top-entropy quantile needs all
-    tokens' entropies before the first loss: one more forward of each micro-batch, if the step has several."""
+    """Return the step with `StepConstants` on its rows: step-wide values that the loss's terms need. A collective. A
+    top-entropy quantile needs the entropies of all tokens before the first loss. So if the step has several
+    micro-batches, ``entropies`` runs an additional forward of every micro-batch, timed by ``timed``."""
     threshold, tokens = None, float(max(step.num_loss_tokens, 1)) if objective.top_entropy_quantile == 1 else None
     if objective.top_entropy_quantile < 1 and sum(gather(len(step.rows) * step.counted)) > 1:
         with on_all_ranks("the entropies"), torch.no_grad(), timed or nullcontext():
             micro_batches = map(collate, step.rows)
             values = [torch.stack([entropies(one), one.loss_mask]) for one in micro_batches]
-            of_all, mask = torch.cat(values, dim=1).cpu() if values else torch.zeros(2, 0)  # in one transfer
+            of_all, mask = torch.cat(values, dim=1).cpu() if values else torch.zeros(2, 0)
             own = of_all[mask > 0]
         everywhere = torch.cat(gather(own if step.counted else own[:0]))
         threshold = top_threshold(everywhere, objective.top_entropy_quantile)
@@ -50,11 +51,10 @@ def with_step_entropy(
 
 
 class EntropyController(TrainerCallback):
-    """The bonus's coefficient over a run: fixed, or held between bounds so that the entropy stays near a target.
-
-    Adaptive (Skywork-OR1, arXiv 2505.22312): after a step with a mean entropy of at most ``entropy_target``, it moves
-    up by ``entropy_coef_delta``. Otherwise it moves down, and the next step has no bonus. Checkpoints hold it, in
-    trainer_state.json.
+    """Callback with the entropy bonus's coefficient: constant, or adapted so that the entropy stays near a target.
+    Adaptive (Skywork-OR1, arXiv 2505.22312): after a step with a mean entropy of at most ``entropy_target``, the
+    coefficient rises by ``entropy_coef_delta``. Otherwise it falls by ``entropy_coef_delta``, and the next step has no
+    bonus. It stays between ``entropy_coef_min`` and ``entropy_coef_max``. Checkpoints store it in trainer_state.json.
     """
 
     def __init__(self, config: GRPOConfig) -> None:
@@ -71,15 +71,16 @@ class EntropyController(TrainerCallback):
         return self.coefficient
 
     def show(self, metrics: dict[str, float], loss: float) -> float | None:
-        """Write `policy_loss`, the ``loss`` without its bonus, into the metrics of a step or of an evaluation. Return
-        the mean entropy that the bonus acted on, in nats; None: there is no bonus, or no token."""
+        """Add the metric `policy_loss`, which is ``loss`` without the entropy bonus, to ``metrics``. Return the mean
+        entropy in nats of the tokens that have the bonus. None means that there is no bonus, or no such token."""
         entropy = metrics.pop(BONUS_ENTROPY, None)
         if self.config.entropy_coef != 0 or self.config.use_adaptive_entropy:
             metrics["policy_loss"] = loss + self.applied * (entropy or 0.0)
         return entropy
 
     def finish(self, metrics: dict[str, float], loss: float) -> None:
-        """After a training step: `show`, set the coefficient of the next step, and write it as `entropy_coef`."""
+        """Finish a training step: add `policy_loss` to ``metrics``, set the coefficient of the next step, and add that
+        coefficient as `entropy_coef`."""
         config, entropy = self.config, self.show(metrics, loss)
         if config.use_adaptive_entropy and entropy is not None:
             if entropy <= config.entropy_target:

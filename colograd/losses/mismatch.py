@@ -1,4 +1,4 @@
-"""Standard deviations of the differences between sampler and trainer, and advice if completions hardly count."""
+"""Metrics of the difference between sampler and trainer, and advice if the correction almost removes completions."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 from ..config import GRPOConfig
 from .correction import DIFFERENCE, RAW, SIGNED, SQUARE, WEIGHT
 
-HALF = 0.5  # mean weight of completions below which a line is due
+HALF = 0.5  # Mean importance weight of completions; `mismatch_advice` warns below this value.
 
 
 def finish_mismatch(metrics: dict[str, float]) -> None:
-    """Replace the moments among the reduced metrics of a step, or of an evaluation, by standard deviations."""
+    """Replace the first and second moments in ``metrics`` (reduced over ranks) by standard deviations ``.../std``."""
     for name, mean in ((DIFFERENCE, metrics.pop(f"{DIFFERENCE}{SIGNED}", None)), (RAW, metrics.get(f"{RAW}/mean"))):
         square = metrics.pop(f"{name}{SQUARE}", None)
         if square is not None and mean is not None:
@@ -19,7 +19,7 @@ def finish_mismatch(metrics: dict[str, float]) -> None:
 
 
 def mismatch_advice(config: GRPOConfig, metrics: dict[str, float]) -> str:
-    """Return a line for the user if the correction leaves little of a step's completions, else ""."""
+    """Return a warning if the sampler correction's mean weight of completions is below 0.5 in a step, else ""."""
     mode, weight = config.vllm_importance_sampling_mode, metrics.get(f"{WEIGHT}/mean", 1.0)
     if not mode.startswith("sequence") or weight >= HALF:
         return ""

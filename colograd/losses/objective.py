@@ -1,5 +1,5 @@
-"""The whole objective of a micro-batch: a loss of `token_losses` and the terms that any loss can have (the ratio and
-its level, the sampler's correction, the masks, the KL term, the entropy bonus)."""
+"""The complete loss of a micro-batch: a loss of `token_losses`, combined with options of any loss (importance ratio,
+sampler correction, masks, KL term, entropy bonus, terms of extensions)."""
 
 from __future__ import annotations
 
@@ -42,27 +42,28 @@ from .tokens import (
     summed,
 )
 
-QUANTILE_LIMIT = 2**24  # numbers; torch.quantile fails for more
-BONUS_ENTROPY = "entropy/bonus"  # mean entropy of the tokens that the bonus acts on; not logged, see `entropy.py`
+QUANTILE_LIMIT = 2**24  # Number of elements above which torch.quantile fails.
+BONUS_ENTROPY = "entropy/bonus"  # Metric, not logged: mean entropy of the tokens that have the entropy bonus.
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A loss and its terms. Called with a micro-batch, it returns the unnormalised sum and TRL's metrics."""
+    """The complete loss: a `TokenLoss` with masks, corrections and further terms. Calling the objective with a
+    micro-batch returns a `LossOutput`: the sum over the tokens, not divided by a denominator, and TRL's metrics."""
 
     loss: TokenLoss
-    level: str = "token"  # the importance ratio's level: "token", or "sequence" (GSPO, arXiv 2507.18071)
+    level: str = "token"  # Level of the importance ratio: "token", or "sequence" (GSPO, arXiv 2507.18071).
     correction: SamplerCorrection | None = None
-    off_policy_threshold: float | None = None  # DeepSeek-V3.2, arXiv 2512.02556, eq. 9
-    top_entropy_quantile: float = 1.0  # Beyond the 80/20 Rule, arXiv 2506.01939; 1: all tokens
+    off_policy_threshold: float | None = None  # Off-policy mask's threshold (DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
+    top_entropy_quantile: float = 1.0  # Share of tokens trained, by entropy (Beyond the 80/20 Rule, arXiv 2506.01939).
     beta: float = 0.0
-    unbiased_kl: bool = True  # the KL term times the token's own ratio, also from DeepSeek-V3.2
+    unbiased_kl: bool = True  # Whether the KL term is multiplied by the token's importance ratio, as in DeepSeek-V3.2.
     entropy_bonus: bool = False
-    terms: tuple[LossTerm, ...] = ()  # of extensions
+    terms: tuple[LossTerm, ...] = ()  # Terms that extensions add to the loss.
 
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Objective:
-        """Build the run's objective. Raises ValueError if there is no such loss."""
+        """Build the objective from the run's settings. Raises ValueError if `loss_type` names no loss."""
         correction = None
         if config.vllm_importance_sampling_correction:
             bounds = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
@@ -79,30 +80,32 @@ class Objective:
         )
 
     def with_terms(self, config: GRPOConfig, policy: Any) -> Objective:
-        """Return the objective with the extensions' terms for this run. Raises ValueError if it can't have a term."""
+        """Return the objective with the terms that extensions offer for this run. An extension raises ValueError if
+        its term is set but can't be used."""
         terms = (make(config, policy) for make in registry.hooks("loss_term"))
         return dataclasses.replace(self, terms=tuple(term for term in terms if term is not None))
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Fields of the rows that second models must fill (`policy.second_models`)."""
+        """Names of the row's values that reference and teacher models must compute (see `policy.second_models`)."""
         reference = ("ref_logprobs",) if self.beta != 0 else ()
         return reference + tuple(field for term in self.terms for field in term.needs)
 
     @property
     def every_group(self) -> bool:
-        """Whether groups without a reward difference are trained, too, for their gradient or their entropies."""
+        """Whether groups with equal rewards must be trained, because a term of the loss has a gradient for them or
+        because their entropies count in a quantile."""
         terms = bool(self.needs) or self.entropy_bonus or any(term.every_group for term in self.terms)
         return self.loss.every_group or terms or self.top_entropy_quantile < 1
 
     @property
     def needs_constants(self) -> bool:
-        """Whether the loss may read values of the whole step (`with_step_entropy`). A user's own loss always may."""
+        """Whether the loss may read `StepConstants`, values of the whole step. True for any loss that a user wrote."""
         own = type(self.loss) not in LOSSES.values()
         return own or self.entropy_bonus or self.top_entropy_quantile < 1 or bool(self.terms)
 
     def in_loss(self, metrics: Mapping[str, float]) -> float:
-        """Compute from a step's metrics the part of its loss that belongs to the terms, not to the policy."""
+        """Return the share of a step's loss that comes from extensions' terms, computed from the step's metrics."""
         return sum(term.in_loss(metrics) for term in self.terms)
 
     def __call__(
@@ -112,14 +115,13 @@ class Objective:
         batch: MicroBatch,
         values: Mapping[str, torch.Tensor] | None = None,
     ) -> LossOutput:
-        """Compute the loss of one micro-batch from the policy's log-probabilities (N,) and entropies (N,), in nats.
-        On-policy, the old log-probabilities are the new ones, detached.
-        """
+        """Compute the loss of one micro-batch from the policy's log-probabilities (N,) and entropies (N,), in nats. If
+        the batch has no old log-probabilities (on-policy), ``logprobs`` are used, detached."""
         values = {} if values is None else values
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         for term in self.terms:
             batch = term.before(old, batch)
-        # A tool's token may be so unlikely that its log-ratio would move a completion's mean.
+        # A token that a tool wrote may be so unlikely that its log-ratio would change a completion's mean.
         log_ratio = (logprobs - old).where(batch.loss_mask > 0, 0.0)
         of_token, whole = bounded_exp(log_ratio), self.level == "sequence"
         of_level = bounded_exp(completion_mean(log_ratio, batch)) if whole else of_token
@@ -130,14 +132,14 @@ class Objective:
         per_token = self.loss(tokens)
         if per_token.shape != logprobs.shape:
             raise ValueError(
-                f"{type(self.loss).__name__} returned a loss of shape {list(per_token.shape)}, but must return one for "
-                f"each of the {len(logprobs)} tokens."
+                f"{type(self.loss).__name__} returned a loss of shape {list(per_token.shape)}, but a loss class must "
+                f"return one value for each of the {len(logprobs)} tokens."
             )
         if self.off_policy_threshold is not None:
             per_token = per_token * self._on_policy(logprobs.detach(), batch)
         chosen = batch.loss_mask
         if self.top_entropy_quantile < 1:
-            # The tokens of highest entropy.
+            # With `top_entropy_quantile` below 1 only the tokens of highest entropy are trained.
             threshold: float | torch.Tensor | None = batch.step_constants.threshold
             if threshold is None:
                 counted = entropy.detach().float().where(batch.loss_mask > 0, torch.nan)
@@ -166,16 +168,17 @@ class Objective:
         return LossOutput(loss, sums, minima, maxima)
 
     def _on_policy(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Return (N,) 0 where the advantage is negative and the mean of log sampler - log pi over the completion's
-        tokens is above the threshold, else 1."""
+        """Return the off-policy mask (N,). It is 0 for tokens with a negative advantage in a completion with a mean of
+        log sampler - log pi above `off_policy_threshold`, else 1."""
         drift = known(batch.sampler_logprobs - logprobs, batch.loss_mask) * sequence_mean_weights(batch)
         mean = per_sequence_sum(drift, batch)[batch.sequence]
         return ((batch.advantages >= 0) | (mean <= self.off_policy_threshold)).to(logprobs.dtype)
 
     def _kl(self, tokens: Tokens) -> torch.Tensor:
-        """Compute the (N,) estimator k3 of KL(pi, reference), http://joschu.net/blog/kl-approx.html, differentiable.
-        Multiplied by the token's own ratio, at either level, its expected gradient is the divergence's. A token that is
-        e^20 times less likely under the policy than under the reference has no gradient, because k3 would overflow."""
+        """Compute the differentiable estimator k3 (N,) of KL(pi, reference), http://joschu.net/blog/kl-approx.html.
+        With `unbiased_kl` k3 is multiplied by the token's importance ratio, so its expected gradient is the gradient of
+        the divergence. A token that is e^20 times less likely under the policy than under the reference model has no
+        gradient, because k3 would overflow."""
         reference = tokens.batch.ref_logprobs
         assert reference is not None, "with beta != 0 every micro-batch has the reference's log-probabilities"
         difference = (reference - tokens.logprobs).where(tokens.batch.loss_mask > 0, 0.0)
@@ -196,11 +199,12 @@ class Objective:
         kl: torch.Tensor | None,
         chosen: torch.Tensor,
     ) -> tuple[Means, Extremes, Extremes]:
-        """Compute TRL's metrics: sums with counts, minima, maxima. Completions without a loss token don't count.
+        """Compute TRL's metrics of a micro-batch: sums with counts, minima, maxima. Completions without a token in the
+        loss don't count.
 
         Args:
-            difference: (N,) the trainer's log-probabilities minus the sampler's; 0 where the sampler has none.
-            to_sampler: (N,) ``difference``, or its sum or mean over each completion, see `log_ratio_of`.
+            difference: (N,) the trainer's log-probabilities minus the sampler's; 0 where the sampler gave none.
+            to_sampler: (N,) ``difference``, or the sum or mean of ``difference`` over each completion (`log_ratio_of`).
         """
         batch, mask = tokens.batch, tokens.batch.loss_mask
         apart = (old - batch.sampler_logprobs).abs()
@@ -237,8 +241,8 @@ class Objective:
 
 
 def top_threshold(entropies: torch.Tensor, share: float) -> float:
-    """Return the 1 - ``share`` quantile of (n,) entropies, interpolated linearly as `torch.quantile`; infinity if there
-    are no entropies."""
+    """Return the (1 - ``share``) quantile of entropies (n,), interpolated linearly like `torch.quantile`. Return
+    infinity if there are no entropies."""
     if not entropies.numel():
         return float("inf")
     values = entropies.float()

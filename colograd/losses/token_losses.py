@@ -1,4 +1,4 @@
-"""The losses by name, each a small class that holds its own knobs; the registry is at the end."""
+"""The built-in losses, one class per `loss_type`. The dict `LOSSES` at the end maps names to classes."""
 
 from __future__ import annotations
 
@@ -24,33 +24,37 @@ from .tokens import (
     per_sequence_sum,
 )
 
-MOST_WEIGHT = 20.0  # largest weight of a token in DPPO, as in its authors' code
+MOST_WEIGHT = 20.0  # Default upper bound of a token's weight in the DPPO loss, as in the code of DPPO's authors.
 
 
 def chosen(condition: torch.Tensor, yes: float, no: float, like: torch.Tensor) -> torch.Tensor:
-    """Choose between two numbers as `torch.where`. They are made on the device: for copies the host would wait."""
+    """Return ``yes`` where ``condition`` is true, else ``no``, as a tensor like ``like``. The numbers are filled on the
+    device, because copying them from the host would make the host wait."""
     return torch.where(condition, like.new_full((), yes), like.new_full((), no))
 
 
-# -- Clipped
+# -- Losses with PPO's clip
 
 
 class DAPOLoss(ClippedLoss):
-    """Mean over all tokens of the step (DAPO, arXiv 2503.14476, eq. 8): long completions weigh by their tokens."""
+    """Clipped loss, averaged over all tokens of the step (DAPO, arXiv 2503.14476, eq. 8). So a completion's weight is
+    proportional to its length."""
 
 
 class BNPOLoss(ClippedLoss):
-    """Mean over the tokens in the loss. TRL takes it per micro-batch; over the step it is DAPO's."""
+    """Clipped loss, averaged over the tokens in the loss. TRL averages per micro-batch. Colograd averages over the
+    whole step, so this loss equals `dapo`."""
 
 
 class GRPOLoss(OverCompletions, ClippedLoss):
-    """Mean over completions of each one's mean over tokens (DeepSeekMath, arXiv 2402.03300, eq. 3). With one ratio per
-    completion it is GSPO (arXiv 2507.18071)."""
+    """Clipped loss, averaged over each completion's tokens, then over completions (DeepSeekMath, arXiv 2402.03300, eq.
+    3). With `importance_sampling_level: sequence` this loss is GSPO (arXiv 2507.18071)."""
 
 
 @dataclass(frozen=True)
 class DrGRPOLoss(ClippedLoss):
-    """Sum over tokens by the constant max_completion_length (Dr. GRPO, arXiv 2503.20783): no length bias."""
+    """Clipped loss, summed over tokens and divided by the number of completions x `max_completion_length` (Dr. GRPO,
+    arXiv 2503.20783). The constant divisor avoids a bias by length."""
 
     max_completion_length: int
 
@@ -59,19 +63,19 @@ class DrGRPOLoss(ClippedLoss):
 
 
 class LUSPOLoss(ClippedLoss):
-    """Mean over completions of the sum over tokens (LUSPO, arXiv 2602.05261): with one ratio per completion, GSPO's
-    loss times the completion's length, without GSPO's length bias."""
+    """Clipped loss, summed over each completion's tokens, then averaged over completions (LUSPO, arXiv 2602.05261).
+    With one ratio per completion the loss is GSPO's times the completion's length, which removes GSPO's length bias."""
 
     denominator = OverCompletions.denominator
 
 
 @dataclass(frozen=True)
 class GMPOLoss(OverCompletions):
-    """The geometric mean of a completion's ratios (GMPO, arXiv 2507.20673, eq. 4): -exp(mean of log ratios) * A.
+    """Loss with the geometric mean of a completion's ratios (GMPO, arXiv 2507.20673, eq. 4): -exp(mean log-ratio) * A.
 
-    Each log ratio is clipped by itself, above ``epsilon_high`` where A > 0, below -``epsilon`` elsewhere: bounds of
-    logarithms, 0.4 in the paper. The paper has one advantage per completion; for several see `completion_mean`.
-    """
+    Before the mean, each token's log-ratio is clamped: to at most ``epsilon_high`` if A > 0, else to at least
+    -``epsilon``. The bounds are of log-ratios; the paper uses 0.4. The paper has one advantage per completion. For
+    advantages that differ within a completion see `completion_mean`."""
 
     epsilon: float
     epsilon_high: float
@@ -88,16 +92,15 @@ class GMPOLoss(OverCompletions):
         return clip_ratios(tokens, tokens.log_ratio < -self.epsilon, tokens.log_ratio > self.epsilon_high)
 
 
-# -- Not clipped
+# -- Losses without PPO's clip
 
 
 @dataclass(frozen=True)
 class CISPOLoss(TokenLoss):
-    """Clipped importance weights (MiniMax-M1, arXiv 2506.13585): -clip(ratio, epsilon_high) * A * log pi, the
-    clipped ratio a constant. No token loses its gradient.
+    """Clipped importance weights (CISPO, from MiniMax-M1, arXiv 2506.13585): -min(ratio, epsilon_high) * A * log pi.
 
-    ``epsilon_high`` is the bound itself, not its distance from 1 (ScaleRL, arXiv 2510.13786, takes 5).
-    """
+    No gradient flows through the ratio, and no token loses its gradient. ``epsilon_high`` is the upper bound of the
+    ratio, not a distance from 1 (ScaleRL, arXiv 2510.13786, uses 5)."""
 
     epsilon_high: float
 
@@ -111,11 +114,10 @@ class CISPOLoss(TokenLoss):
 
 @dataclass(frozen=True)
 class DPPOLoss(TokenLoss):
-    """A trust region of probabilities (DPPO-Binary-TV, arXiv 2602.04879): -min(w, delta) * A * log pi, with the
-    constant weight w = pi / sampler. A token has no gradient if its probability has already moved too far: by more than
-    ``epsilon_high`` up if A > 0, by more than ``epsilon`` down otherwise. A bound of the ratio would treat rare tokens,
-    which hardly matter, like likely ones. The paper takes 0.2, and 20 for ``delta``.
-    """
+    """A trust region of probabilities (DPPO-Binary-TV, arXiv 2602.04879): -min(w, delta) * A * log pi, with w = pi /
+    sampler without gradient. A token has no gradient if its probability has already changed too much: increased by more
+    than ``epsilon_high`` for A > 0, decreased by more than ``epsilon`` otherwise. PPO's bound of the ratio limits rare
+    tokens, which hardly matter, like likely tokens. The paper uses 0.2 for both bounds and 20 for ``delta``."""
 
     corrects: ClassVar[bool] = True
 
@@ -132,7 +134,7 @@ class DPPOLoss(TokenLoss):
 
     @torch.no_grad()
     def moved(self, tokens: Tokens) -> torch.Tensor:
-        """Compute (N,) pi - sampler."""
+        """Compute pi - sampler, (N,): each token's probability now minus its probability when it was sampled."""
         return tokens.logprobs.exp() - (tokens.logprobs - tokens.log_ratio_to_sampler).exp()
 
     def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
@@ -142,8 +144,9 @@ class DPPOLoss(TokenLoss):
 
 @dataclass(frozen=True)
 class SAPOLoss(OverCompletions):
-    """A soft gate instead of the clip (SAPO, arXiv 2511.20347): -4/t * sigmoid(t * (ratio - 1)) * A, with a temperature
-    t for positive advantages and one for the others. Its slope is 1 at ratio 1 and falls off on both sides."""
+    """A soft gate instead of PPO's clip (SAPO, arXiv 2511.20347): -4/t * sigmoid(t * (ratio - 1)) * A. The temperature
+    t is ``sapo_temperature_pos`` if A > 0, else ``sapo_temperature_neg``. The gate's slope is 1 at ratio 1 and falls
+    towards 0 for smaller and larger ratios."""
 
     sapo_temperature_pos: float
     sapo_temperature_neg: float
@@ -156,11 +159,11 @@ class SAPOLoss(OverCompletions):
 
 @dataclass(frozen=True)
 class VESPOLoss(TokenLoss):
-    """A Gamma-shaped weight of the whole completion (VESPO, arXiv 2602.10693): -phi(w) * A * log pi, phi a constant.
+    """A Gamma-shaped weight of the whole completion (VESPO, arXiv 2602.10693): -phi(w) * A * log pi.
 
-    phi(w) = e^lambda w^k e^(-lambda w), phi(1) = 1, with k and lambda for advantages >= 0 and others for the rest.
-    w = pi / sampler of the whole completion: the product of the tokens' ratios and of their sampler corrections.
-    """
+    phi(w) = e^lambda w^k e^(-lambda w), without gradient; phi(1) = 1. k and lambda are the settings ``..._pos`` for
+    A >= 0, else ``..._neg``. w is pi / sampler of the whole completion: the product of its tokens' ratios pi / pi_old
+    and sampler corrections."""
 
     corrects: ClassVar[bool] = True
 
@@ -174,8 +177,8 @@ class VESPOLoss(TokenLoss):
 
     @torch.no_grad()
     def phi(self, tokens: Tokens) -> torch.Tensor:
-        """Compute the (N,) weight of each token's completion. The logarithms' bounds are the reference
-        implementation's."""
+        """Compute phi(w) of each token's completion, (N,). The bounds of the logarithms are taken from the reference
+        implementation."""
         batch, least = tokens.batch, math.log(1e-8)
         log_weight = tokens.log_ratio.clamp(-20.0, 20.0)
         if tokens.correction is not None:
@@ -206,7 +209,7 @@ LOSSES: dict[str, type[TokenLoss]] = {
 
 
 def find_loss(loss_type: str) -> type[TokenLoss]:
-    """Find the loss class by its name in the registry or its import path (``package.module:Class``, or with a dot)."""
+    """Return the loss class for a name in `LOSSES` or for an import path ``package.module:Class`` (or with a dot)."""
     if loss_type in LOSSES:
         return LOSSES[loss_type]
     found = find_object(loss_type, "loss_type", inspect.isclass)

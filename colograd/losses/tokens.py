@@ -1,8 +1,8 @@
-"""A loss's view of a micro-batch (`Tokens`), the base of all losses, and the clipped loss of PPO and GRPO.
+"""`Tokens`, the values that a loss reads; `TokenLoss`, the base of all losses; and the clipped loss of PPO and GRPO.
 
-A loss defines the loss of one token, its average, and the metrics that show its effect; the rest is in `objective.py`.
-The average is a sum over a micro-batch's tokens, divided by a denominator of the step. It is the same for all
-micro-batches and ranks and is applied once, so the update depends on neither.
+A `TokenLoss` defines the loss of one token, the average over tokens, and metrics. Everything else is in `objective.py`.
+The average is a weighted sum over a micro-batch's tokens, divided by a denominator of the whole step. All micro-batches
+and ranks share this denominator, so the update depends neither on micro-batches nor on the number of ranks.
 """
 
 from __future__ import annotations
@@ -18,60 +18,60 @@ import torch
 from ..batch import MicroBatch, StepBatch
 from ..config import GRPOConfig
 
-Means = dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]  # metric -> (sum, count)
+Means = dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]  # Metric name -> (sum, count).
 Extremes = dict[str, torch.Tensor]
-MOST_LOG_RATIO = (
-    20.0  # nats: beyond 88 a float32 ratio is infinite, and its gradient NaN. verl and OpenRLHF have it too
-)
+MOST_LOG_RATIO = 20.0  # Bound of log-ratios in nats, as in verl and OpenRLHF. Above 88 a float32 ratio is infinite.
 
 
 def per_sequence_sum(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Sum over each completion's tokens: (N,) -> (completions,)."""
+    """Sum ``values`` (N,) over the tokens of each completion in the row. Return (num_sequences,)."""
     return values.new_zeros(len(batch.rollouts)).index_add(0, batch.sequence, values)
 
 
 def sequence_mean_weights(batch: MicroBatch) -> torch.Tensor:
-    """Return (N,) weights that sum to 1 over each completion's tokens in the loss (to 0 if it has none)."""
+    """Return weights (N,) that average over each completion: 1 / (the completion's number of tokens in the loss) for a
+    token in the loss, 0 for a token outside the loss."""
     lengths = per_sequence_sum(batch.loss_mask, batch).clamp(min=1)
     return batch.loss_mask / lengths[batch.sequence]
 
 
 def summed(values: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a metric's sum and count: of (N,) values with their weights."""
+    """Return the sum and the count of a metric's weighted mean: sum of values x weights, sum of weights."""
     return (values * weights).sum(), weights.sum()
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Compute the ratio of a logarithm bounded by +-20; beyond the bounds there is no gradient."""
+    """Compute exp(``log_ratio``) with ``log_ratio`` clamped to [-20, 20]. A clamped entry has no gradient."""
     return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
 
 
 def completion_mean(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Average over each completion's tokens in the loss: (N,) -> (N,). The gradient of a token's entry goes to its own
-    value only, so that it depends on its own advantage (GSPO-token, arXiv 2507.18071, eq. 14). If a completion's
-    advantages and weights are equal, the sum has the gradient of the mean.
-    """
+    """Give each token the mean of ``values`` over its completion's tokens in the loss: (N,) -> (N,). The gradient of
+    token t's result goes only to the value of token t, so tokens may have different advantages (GSPO-token, arXiv
+    2507.18071, eq. 14). With equal advantages and weights in a completion, the sum over its tokens has the gradient of
+    the mean."""
     mean = per_sequence_sum(values.detach() * sequence_mean_weights(batch), batch)[batch.sequence]
     return mean + (values - values.detach())
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The values of a micro-batch's N predicted completion tokens that a loss can use."""
+    """The values that a loss reads, for the N completion tokens that a micro-batch predicts."""
 
-    logprobs: torch.Tensor  # (N,) log pi, nats, differentiable
-    log_ratio: torch.Tensor  # (N,) log pi / pi_old of the token, differentiable; 0 outside the loss
-    token_ratio: torch.Tensor  # (N,) pi / pi_old of the token, bounded, differentiable
-    ratio: torch.Tensor  # (N,) pi / pi_old at `importance_sampling_level`, with each token's own gradient
-    advantages: torch.Tensor  # (N,)
-    correction: torch.Tensor | None  # (N,) pi_old / sampler, bounded, a constant; None: it is off
-    per_sequence: bool  # whether `ratio` is one number per completion
+    logprobs: torch.Tensor  # Log-probabilities of the policy pi, (N,), in nats, differentiable.
+    log_ratio: torch.Tensor  # Log-ratios log(pi / pi_old) of the tokens, (N,), differentiable; 0 outside the loss mask.
+    token_ratio: torch.Tensor  # Ratios pi / pi_old of the tokens, (N,), bounded, differentiable.
+    ratio: torch.Tensor  # Ratios pi / pi_old at `importance_sampling_level` (token or sequence), (N,), differentiable.
+    advantages: torch.Tensor  # Advantages, (N,).
+    correction: torch.Tensor | None  # Sampler correction pi_old / sampler, (N,), bounded, constant. None: it is off.
+    per_sequence: bool  # Whether `ratio` is equal for all tokens of a completion.
     batch: MicroBatch
 
     @property
     def log_ratio_to_sampler(self) -> torch.Tensor:
-        """(N,) log pi / sampler, a constant. It is log pi / pi_old if the sampler gave no probability, or the
-        correction is off (for example because truncated sampling gives probabilities of other distributions)."""
+        """The constant log-ratios log(pi / sampler), (N,). They are log(pi / pi_old) for tokens without a sampler's
+        probability, and for all tokens if the correction is off (for example because truncated sampling, such as top-k,
+        gives probabilities of a different distribution)."""
         own = self.log_ratio.detach()
         if self.correction is None:
             return own
@@ -79,54 +79,54 @@ class Tokens:
         return difference.where((self.batch.loss_mask > 0) & ~difference.isnan(), own)
 
     def mean(self, values: torch.Tensor, per_sequence: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reduce (N,) values to a metric's sum and count: over tokens, or over completions with a loss token if the
-        ratio is one number per completion."""
+        """Return the sum and count of a metric's mean of ``values`` (N,). The mean is over the tokens in the loss, or
+        over the completions' means if ``per_sequence`` (default: `Tokens.per_sequence`)."""
         whole = self.per_sequence if per_sequence is None else per_sequence
         return summed(values, sequence_mean_weights(self.batch) if whole else self.batch.loss_mask)
 
 
 class TokenLoss(ABC):
-    """The mean of a token's loss over all tokens of the step: the base of all objectives. A subclass is a frozen
-    dataclass; `from_config` fills the fields that have a configuration field's name."""
+    """Base class of all losses. By default a loss is the mean over all tokens of the step. A subclass is a frozen
+    dataclass; `from_config` fills the dataclass fields that are named like fields of the configuration."""
 
     corrects: ClassVar[bool] = False
-    """Whether the loss uses `Tokens.correction` itself; else its value is multiplied by it."""
+    """Whether `__call__` uses `Tokens.correction`. If False, the token losses are multiplied by the correction."""
     every_group: ClassVar[bool] = False
-    """Whether there is a gradient where the advantage is zero; else such groups aren't packed."""
+    """Whether tokens with advantage 0 have a gradient. If False, groups with only zero advantages aren't packed."""
 
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Self:
-        """Build the loss. Raises ValueError if a field has no default and isn't in the configuration, or the class is
-        no dataclass."""
+        """Build the loss from the configuration. Raises ValueError if a dataclass field has neither a default nor a
+        configuration field of that name, or if the class needs arguments but isn't a dataclass."""
         names: list[str] = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
         try:
             return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
         except TypeError as error:
             raise ValueError(
-                f"loss_type {config.loss_type!r} can't be made ({error}): make it a dataclass, whose fields have the "
-                "names of configuration fields, or defaults."
+                f"loss_type {config.loss_type!r} can't be instantiated ({error}): make the loss class a dataclass. "
+                "Each of its fields needs a default or the name of a configuration field."
             ) from None
 
     @abstractmethod
     def __call__(self, tokens: Tokens) -> torch.Tensor:
-        """Compute the (N,) loss of each token. Values outside the loss mask are ignored."""
+        """Compute the loss of each token, (N,). The caller ignores tokens outside the loss mask."""
 
     def token_weights(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the (N,) weight of each token in the sum; 0 outside the loss mask."""
+        """Return the weight (N,) of each token's loss in the sum over tokens; 0 outside the loss mask."""
         return batch.loss_mask
 
     def denominator(self, step: StepBatch) -> float:
-        """Return the divisor of the step's sum."""
+        """Return the number that divides the loss sum of the whole step. Here: the step's tokens in the loss."""
         return float(max(step.num_loss_tokens, 1))
 
     def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
-        """Compute metrics: means, minima, maxima. Called without gradient, for micro-batches with a token in the
-        loss."""
+        """Return the loss's metrics: means, minima, maxima. Called without gradient, and only for a micro-batch with at
+        least one token in the loss."""
         return {}, {}, {}
 
 
 class OverCompletions(TokenLoss):
-    """An average for any loss: the sum of each completion's mean over its tokens, by the number of completions."""
+    """A mixin for losses that are averaged over the tokens of each completion, then over the completions of a step."""
 
     def token_weights(self, batch: MicroBatch) -> torch.Tensor:
         return sequence_mean_weights(batch)
@@ -135,18 +135,18 @@ class OverCompletions(TokenLoss):
         return float(max(step.num_sequences, 1))
 
 
-# -- Clipped
+# -- Clipped losses of PPO and GRPO
 
 
 def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tuple[Means, Extremes, Extremes]:
-    """Compute TRL's metrics of a clip: the shares of tokens that lie ``below`` with a negative advantage, or ``above``
-    with a positive one (both (N,) bool)."""
+    """Compute TRL's clip metrics: shares of tokens ``below`` the lower bound with a negative advantage, and of tokens
+    ``above`` the upper bound with a positive advantage. ``below`` and ``above`` are (N,) bool."""
     low = (below & (tokens.advantages < 0)).to(tokens.ratio.dtype)
     high = (above & (tokens.advantages > 0)).to(tokens.ratio.dtype)
     batch, means = tokens.batch, sequence_mean_weights(tokens.batch)
     weights = means if tokens.per_sequence else batch.loss_mask
     shares = {"low_mean": low, "high_mean": high, "region_mean": low + high}
-    counted = per_sequence_sum(batch.loss_mask, batch) > 0  # completions with a loss token
+    counted = per_sequence_sum(batch.loss_mask, batch) > 0
     lowest = per_sequence_sum(low * means, batch).where(counted, math.inf).min()
     highest = per_sequence_sum(high * means, batch).where(counted, -math.inf).max()
     sums: Means = {f"clip_ratio/{name}": summed(values, weights) for name, values in shares.items()}
@@ -155,11 +155,9 @@ def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tup
 
 @dataclass(frozen=True)
 class ClippedLoss(TokenLoss):
-    """The clipped surrogate of PPO and GRPO; subclasses choose the average.
-
-    -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A); ``delta`` bounds the unclipped ratio from above
-    (two-sided clipping, INTELLECT-2, arXiv 2505.07291).
-    """
+    """The clipped surrogate loss of PPO and GRPO. Subclasses choose the average over tokens. A token's loss is
+    -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A). ``delta`` is an upper bound of the ratio in the
+    first argument (two-sided clipping, INTELLECT-2, arXiv 2505.07291). None means no bound."""
 
     epsilon: float
     epsilon_high: float

@@ -1,10 +1,9 @@
-"""The policy: its weights, and the way from a group of completions to the log-probabilities of their tokens.
+"""The policy (the model to train), and the path from groups of completions to the log-probabilities of their tokens:
 
     groups -> `packing` -> MicroBatch -> `logprobs` (`attention`, or `padded`) -> log-probability of each label
 
-`loading` makes the policy and its tokenizer, `supported` has the checks and what options change there. `lora` describes
-its adapter. `row_proof` proves on a few tokens whether rows can be packed.
-`reference` is the model of the KL term. `towers` names the parts of a model that reads more than text, `packed_weights`
-finds quantised weights. `layers` compiles the decoder layers. `outline` has a model's parameters without their values.
-`sending` copies small tensors to the device.
+`loading` loads the policy and its tokenizer, `supported` checks if it can be trained, `lora` describes its adapter.
+`row_proof` checks on a few tokens whether rows can be packed. `second_models` runs the reference model of the KL term.
+`towers` names the vision and audio parts of a model, `packed_weights` finds quantised weights, and `layers` compiles
+decoder layers. `outline` makes a model without values. `sending` copies small tensors to the device.
 """

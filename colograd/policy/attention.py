@@ -1,20 +1,21 @@
-"""Attention over a `SegmentLayout`: a segment of a packed row attends causally to itself and to the earlier segments
-that the layout names.
+"""Attention of packed rows: each segment (a prompt or completion) attends causally to its own tokens, and to all tokens
+of the earlier segments that the row's `SegmentLayout` names.
 
-Registered with transformers under `NAME`, so a decoder that goes through its attention interface runs it unchanged:
+`packed_attention` is registered with transformers under `NAME`, so decoders that use transformers' attention interface
+run it without changes:
 
     model.set_attn_implementation(attention.NAME)
     with attention.packed_rows():
         model(input_ids, position_ids=..., layout=micro_batch.layout)
 
-Any other call of that model (``generate`` in a notebook, a callback's forward) runs transformers' own `sdpa`.
+A call of such a model without a layout (``generate`` in a notebook, a callback's forward) runs transformers' `sdpa`.
 
-No key is copied (`merged_attention`). On CUDA in 16 bits (or autocast), one variable-length flash call of torch reads
-all segments' own keys, and another one the prompts' keys. On a CPU there is one call per segment and one per prompt.
-These kernels don't compute dropout, soft caps and, on a CPU, windows. Such rows, and short prompts on a CPU
-(`IN_PLACE_FROM`), run one `scaled_dot_product_attention` per segment, on a copy of its prompt's keys and its own.
+Normally no keys are copied (`merged_attention`). On CUDA in 16 bits (or autocast), one variable-length flash call of
+torch attends to all segments' own keys, and a second flash call attends to the prompts' keys. On a CPU there is one
+call per segment and one call per prompt. With dropout, with soft caps, on a CPU with windows, and on a CPU with short
+prompts (`IN_PLACE_FROM`), each segment instead runs `scaled_dot_product_attention` on a copy of all its keys.
 
-Vision towers that attend within windows (`cu_seqlens`) run `tower_attention` in the same two ways (`TOWER_NAME`).
+Vision towers that attend within windows (`cu_seqlens`) run `tower_attention`, registered under `TOWER_NAME`.
 """
 
 from __future__ import annotations
@@ -37,31 +38,34 @@ from .merged_attention import Call, MergedAttention, calls_at_once, calls_one_by
 from .sending import to_device_async
 
 NAME = "colograd_packed"
-TOWER_NAME = "colograd_flash_tower"  # transformers passes all windows at once if the name has "flash"
+TOWER_NAME = "colograd_flash_tower"  # "flash" in the name makes transformers pass all windows in one call.
 
 
 class RowPart(Protocol):
-    """One rank's tokens of a row that several ranks compute together."""
+    """One rank's share of the tokens of a row, if several ranks compute a row together (sequence parallel)."""
 
     def to_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Exchange this rank's tokens of all heads (1, heads, own tokens, D) for all tokens of this rank's heads."""
+        """All-to-all over the ranks: from all heads of this rank's tokens (1, heads, own tokens, D) to all tokens of
+        this rank's heads (1, own heads, T, D)."""
 
     def to_tokens(self, output: torch.Tensor, heads: int) -> torch.Tensor:
-        """Exchange all tokens of this rank's heads (1, T, own heads, D) for this rank's tokens of all heads."""
+        """All-to-all over the ranks: from all tokens of this rank's heads (1, T, own heads, D) to all ``heads`` of this
+        rank's tokens (1, own tokens, heads, D)."""
 
     def to_all_tokens(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Exchange this rank's tokens of all heads (1, own tokens, heads, D) for all tokens of this rank's heads."""
+        """All-to-all over the ranks: from all heads of this rank's tokens (1, own tokens, heads, D) to all tokens of
+        this rank's heads (1, T, own heads, D)."""
 
     def own_heads(self, of_heads: torch.Tensor) -> torch.Tensor:
-        """Select this rank's heads from (H, ...)."""
+        """Return the entries of this rank's heads from a tensor (H, ...) with an entry per head."""
 
     def own_weights(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Select the weights of this rank's tokens from the weights (T,) of the row's tokens."""
+        """Return the entries of this rank's tokens from weights (T,) of all tokens of the row."""
 
     def sum(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Turn a sum over this rank's tokens into the sum over the row's tokens."""
+        """Add a sum over this rank's tokens to the sums of the row's other ranks. Return the sum over all tokens."""
 
 
 def packed_attention(
@@ -74,15 +78,15 @@ def packed_attention(
     Args:
         query: (1, H, T, D).
         key, value: (1, K, T, D), K dividing H (grouped-query attention).
-        layout: segments and their visibility; None: the row isn't packed, and `sdpa` computes it.
-        s_aux: (H,) sinks: logits of a key of value 0 that every token attends to.
-        row_part: this rank's part of the row, if query, key and value have only that part's tokens; None: all T tokens.
+        layout: the row's segments, and which segments each attends to. None means a row that isn't packed, for `sdpa`.
+        s_aux: (H,) sinks, logits of an additional key with value 0 that every token attends to.
+        row_part: this rank's share of the row, if query, key and value have only that share's tokens. None: all tokens.
         options: transformers' `scaling`, `dropout`, `sliding_window` (in tokens, along prompt and completion), and
-            `both_ways`: first and last token + 1 of each run of tokens within a segment that also attend to later
-            tokens of the run (`both_ways_in_window`: only in layers with a window).
+            `both_ways`: (first, last + 1) for each image in a segment. The image's tokens attend to each other in both
+            directions. In layers with a window `both_ways_in_window` replaces it.
 
     Raises:
-        ValueError: the result would be wrong.
+        ValueError: the layer or its options need something that packed attention can't compute correctly.
     """
     if row_part is not None:
         heads = query.shape[1]
@@ -107,16 +111,16 @@ def packed_attention(
     softcap: float | None = options.get("softcap")
     if [softcap is not None, s_aux is not None, bool(both_ways)].count(True) > 1:
         raise ValueError(
-            "This model's attention uses two of soft-capping, sinks, and images whose tokens see each other, which "
-            "packed attention doesn't compute together."
+            "This model's attention uses two of these: soft-capping, sinks, image tokens that attend to each other. "
+            "Packed attention doesn't compute two of them together."
         )
     causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise ValueError(f"{type(module).__name__} isn't causal: packed attention would hide tokens it should see.")
+        raise ValueError(f"{type(module).__name__} isn't causal, but packed attention can only be causal.")
     if attention_mask is not None or options.get("position_bias") is not None:
         raise ValueError(
-            f"{type(module).__name__} brings a mask or bias of its own, which packed attention would drop: the layout "
-            "alone says what is visible."
+            f"{type(module).__name__} passes an attention mask or bias, but packed attention reads only the row's "
+            "layout and would ignore them."
         )
     if _watching is not None and sliding_window is not None:
         _watching[1].add(sliding_window)
@@ -141,13 +145,14 @@ def packed_attention(
 
 
 def _in_one_dtype(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Cast to autocast's dtype, if it is on: rotary embeddings leave mixed dtypes, and no fused kernel takes them."""
+    """Cast tensors to autocast's dtype if autocast is on, because rotary embeddings leave mixed dtypes, and fused
+    kernels take only tensors of one dtype."""
     dtype = autocast_dtype(tensors[0].device)
     return (x if dtype is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return autocast's dtype; None: autocast is off."""
+    """Return autocast's dtype on ``device``. None means that autocast is off."""
     kind = device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
@@ -155,16 +160,14 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return found
 
 
-HEAD_STEP = 8  # divisor of every head size that fused kernels take
+HEAD_STEP = 8  # Fused kernels take head sizes that are multiples of 8.
 
 
 def _with_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Append the sinks as one more key of value 0, so that kernels need no special case.
-
-    Heads get a further dimension: there a query has its head's sink, and every key except the new one is 0.
-    """
+    """Return query, key and value with the sinks as an additional key of value 0, so that kernels need no special case.
+    The head size grows. In the first new dimension a query has its head's sink, the new key has 1, all other keys 0."""
     tokens, heads = query.shape[2], query.shape[1]
     own = (sinks.to(query.dtype) / scaling).view(1, heads, 1, 1).expand(len(query), -1, tokens, 1)
     query = F.pad(torch.cat([query, own], dim=-1), (0, HEAD_STEP - 1))
@@ -178,9 +181,9 @@ def _plain_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None,
     dropout: float, sinks: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute attention with sinks, (B, T, H, D), for rows that aren't packed: `sdpa` ignores sinks."""
+    """Compute attention with sinks, (B, T, H, D), for rows that aren't packed. transformers' `sdpa` ignores sinks."""
     size, scaling = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
-    if mask is None:  # transformers omits `sdpa`'s mask if it would be causal with nothing hidden
+    if mask is None:  # transformers passes no mask if a causal mask is enough.
         mask = _causal_mask(query.shape[2], key.shape[2], None, query.device)
     query, key, value = _with_sinks(query, key, value, sinks, scaling)
     key, value = _heads_for_masks(query, key, value)
@@ -204,10 +207,8 @@ def _segment_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout,
     options: tuple[float | None, float, float | None], window: int | None, sink: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute attention with one call per segment; (1, T, H, D).
-
-    With a ``sink`` all tokens attend to the last key. ``options`` are scaling, dropout and soft cap.
-    """
+    """Compute the attention of a packed row, (1, T, H, D), by one call per segment on copies of the segment's keys.
+    With ``sink`` the last key is a sink that all tokens attend to. ``options`` are scaling, dropout and soft cap."""
     scaling, dropout, softcap = options
     key, value = _heads_for_masks(query, key, value)
     lengths = (*layout.lengths, 1) if sink else layout.lengths
@@ -223,21 +224,21 @@ def _segment_attention(
         if softcap is None or mask is None:
             outputs.append(_fused(queries, k, v, mask, dropout, scaling, square))
             continue
-        # No kernel of torch computes soft caps, so the scores of one segment at a time exist in memory.
+        # torch has no kernel with soft caps. So the scores are stored, for one segment at a time.
         times = queries.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (k, v))
         scores = queries @ k.mT * (queries.shape[-1] ** -0.5 if scaling is None else scaling)
         scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
         outputs.append(F.dropout(scores.softmax(-1, dtype=torch.float32).to(v.dtype), dropout) @ v)
-    # Same memory layout as merged calls, so that compiled layers have one graph for both.
+    # The memory layout equals that of `MergedAttention`, so that compiled layers need only one graph.
     return torch.cat([part.transpose(1, 2) for part in outputs], dim=1)
 
 
 def _heads_for_masks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values with the number of heads that torch's kernels with masks take."""
+    """Return keys and values with as many heads as torch's kernels with masks need: on a GPU the queries' number."""
     if query.device.type == "cpu" or query.shape[1] == key.shape[1]:
         return key, value
-    # On a GPU the fused kernel for masks takes no grouped heads; torch would fall back to one that stores all scores.
+    # On a GPU torch's fused kernel for masks takes no grouped heads. torch would use a kernel that stores all scores.
     times = query.shape[1] // key.shape[1]
     return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
 
@@ -246,10 +247,8 @@ def _seen_both_ways(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, runs: Sequence[tuple[int, int]],
     options: tuple[float | None, float, int | None],
 ) -> torch.Tensor:  # fmt: skip
-    """Compute attention (1, tokens of all runs, H, D) of tokens that attend to everything before their run's end.
-
-    ``options`` are scaling, dropout and window.
-    """
+    """Compute the attention of image tokens, (1, tokens of all ``runs``, H, D). A token of a run (first, last + 1)
+    attends to everything before the run's end. ``options`` are scaling, dropout and window."""
     scaling, dropout, window = options
     key, value = _heads_for_masks(query, key, value)
     starts, again = layout.starts, []
@@ -268,10 +267,9 @@ def _seen_both_ways(
 
 
 def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool = False) -> torch.Tensor:
-    """Return a mask (queries, keys) bool, causal with the last query at the last key; a ``sink`` is the first key.
-
-    Shapes repeat in every layer, so small masks are cached; 256 large ones would take gigabytes.
-    """
+    """Return a causal mask (queries, keys) bool, with the last query at the last key. With ``sink`` all queries
+    attend to the first key. Small masks are cached, because shapes repeat in every layer. Large masks aren't cached,
+    because 256 of them would take gigabytes."""
     make = _make_mask if queries * keys <= 2**20 else _make_mask.__wrapped__
     return make(queries, keys, window, device, sink)
 
@@ -286,8 +284,8 @@ def _make_mask(queries: int, keys: int, window: int | None, device: torch.device
 
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
-FLASH_CAPABILITY = (8, 0)  # compute capability of the first GPUs with flash attention: Ampere
-FLASH_HEAD = 256  # largest head size of flash attention
+FLASH_CAPABILITY = (8, 0)  # Lowest compute capability (Ampere) with flash attention.
+FLASH_HEAD = 256  # Largest head size of flash attention.
 
 
 def _flash_takes(query: torch.Tensor) -> bool:
@@ -303,8 +301,8 @@ def _flash_takes(query: torch.Tensor) -> bool:
 _capability = functools.cache(torch.cuda.get_device_capability)
 
 
-# A CPU reads the keys of earlier segments in place if the segments have at least this many tokens on average. Keys of
-# shorter segments are copied, because that is faster (docs/measurements.md).
+# A CPU attends to the keys of prompts without a copy if prompts have at least 128 tokens on average. Keys of shorter
+# prompts are copied to each completion, because that is faster (docs/measurements.md).
 IN_PLACE_FROM = 128
 
 _in_place_from = IN_PLACE_FROM
@@ -312,7 +310,7 @@ _in_place_from = IN_PLACE_FROM
 
 @contextmanager
 def _with(**values: Any) -> Iterator[None]:
-    """Replace globals of this module while the context lasts."""
+    """Set global variables of this module inside the context, then restore their previous values."""
     before = {name: globals()[name] for name in values}
     globals().update(values)
     try:
@@ -322,13 +320,13 @@ def _with(**values: Any) -> Iterator[None]:
 
 
 def keys_in_place_from(tokens: int) -> AbstractContextManager[None]:
-    """Replace the threshold `IN_PLACE_FROM` for the forwards in the body."""
+    """Return a context where forwards use ``tokens`` instead of the threshold `IN_PLACE_FROM`."""
     return _with(_in_place_from=tokens)
 
 
 def _calls(query: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, window: int | None) -> tuple[Call, ...]:
-    """Return the calls of fused kernels for this row; empty: no fused kernel takes it."""
-    if _flash_takes(query) and value.shape[-1] <= query.shape[-1]:  # narrower values are padded
+    """Return the calls of fused kernels that compute this row's attention. Empty: no fused kernel can compute it."""
+    if _flash_takes(query) and value.shape[-1] <= query.shape[-1]:  # Smaller values are padded later.
         return calls_at_once(layout, window, query.device)
     if query.device.type != "cpu" or window is not None or query.shape[-1] != value.shape[-1]:
         return ()
@@ -340,10 +338,10 @@ def _merged_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, calls: tuple[Call, ...], scaling: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Run the fused kernels' calls and merge their results; (1, T, H, D)."""
+    """Run ``calls`` of fused kernels on a packed row, and merge the results into the row's attention (1, T, H, D)."""
     size = value.shape[-1]
-    value = F.pad(value, (0, query.shape[-1] - size))  # latent attention has keys longer than its values
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
+    value = F.pad(value, (0, query.shape[-1] - size))  # Latent attention has keys that are larger than values.
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # Query, key, value: (T, heads, D).
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     found: torch.Tensor = MergedAttention.apply(q, k, v, sinks, calls, scale)
     return found[..., :size].unsqueeze(0)
@@ -354,14 +352,14 @@ def tower_attention(
     attention_mask: torch.Tensor | None, cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | torch.Tensor | None = None, **options: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Compute a vision tower's attention (1, T, H, D): each patch attends to its whole window.
+    """Compute a vision tower's attention, (1, T, H, D). Each image patch attends to all patches of its window.
 
     Args:
-        query, key, value: (1, H, T, D), of all windows one after the other.
-        cu_seq_lens_q: (windows + 1,) int32, on the queries' device: number of patches before each window, then T;
-            None: one window.
-        max_length_q: patches of the largest window; older transformers pass a tensor, and the host waits for its value.
-        options: transformers' `scaling`, `dropout` and other options of `sdpa`. Keys and queries have the same windows.
+        query, key, value: (1, H, T, D), all windows one after the other.
+        cu_seq_lens_q: (windows + 1,) int32 on the queries' device: number of patches before each window, then T. None
+            means one window. Keys have the windows of the queries.
+        max_length_q: number of patches in the largest window. For a tensor (older transformers) the host must wait.
+        options: transformers' `scaling`, `dropout` and other options of `sdpa`.
     """
     scaling, dropout = options.pop("scaling", None), options.pop("dropout", 0.0)
     for name in ("cu_seq_lens_k", "max_length_k"):
@@ -369,13 +367,13 @@ def tower_attention(
     query, key, value = _in_one_dtype(query, key, value)
     fits = query.shape[-1] % HEAD_STEP == 0 and dropout == 0.0 and _flash_takes(query)
     if cu_seq_lens_q is not None and max_length_q is not None and fits:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # Query, key, value: (T, H, D).
         scale, longest = scaling if scaling is not None else q.shape[-1] ** -0.5, int(max_length_q)
         call = Call(None, None, False, None, (cu_seq_lens_q, cu_seq_lens_q, longest, longest))
         found: torch.Tensor = MergedAttention.apply(q, k, v, None, (call,), scale)
         return found.unsqueeze(0), None
-    # Without flash attention (in float32, for example), call `sdpa` once per window, as transformers does. On a GPU the
-    # host waits here for the windows' lengths.
+    # Without flash attention (for example in float32), `sdpa` is called once per window, as in transformers. On a GPU
+    # the host must wait for the windows' lengths.
     lengths = [query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
     windows = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
@@ -384,11 +382,11 @@ def tower_attention(
 
 
 def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """Return no mask for packed rows, because their layout defines visibility; else return `sdpa`'s mask."""
+    """Return no mask for packed rows, because the layout replaces the mask. For other rows return `sdpa`'s mask."""
     if not _packed_rows:
         windowed = {} if local_size is None else {"local_size": local_size}
         return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **windowed, **kwargs)
-    if _watching is not None and local_size:  # Qwen2-MoE makes a mask of 0 tokens for layers that it doesn't have
+    if _watching is not None and local_size:  # Qwen2-MoE also makes a mask with a window of 0, which no layer uses.
         _watching[0].add(local_size)
     return None
 
@@ -397,19 +395,18 @@ _packed_rows = False
 
 
 def packed_rows() -> AbstractContextManager[None]:
-    """Make no masks for forwards in the body: transformers makes masks before the layers receive the layout."""
+    """Return a context where `_mask` makes no masks. transformers makes masks before layers receive the layout, so a
+    mask can't depend on the layout."""
     return _with(_packed_rows=True)
 
 
-_watching: tuple[set[int], set[int]] | None = None  # see `watch_windows`
+_watching: tuple[set[int], set[int]] | None = None  # The two sets of window sizes that `watch_windows` fills.
 
 
 @contextmanager
 def watch_windows() -> Iterator[tuple[set[int], set[int]]]:
-    """Record sliding windows in tokens while the context lasts: windows of masks, and windows that layers applied.
-
-    A window that only the masks have would be ignored silently, because packed rows have no masks.
-    """
+    """Record sliding window sizes (in tokens) inside the context: the windows of masks, and the windows that layers
+    pass to attention. A window that only masks have would be ignored silently, because packed rows have no masks."""
     windows = set[int](), set[int]()
     with _with(_watching=windows):
         yield windows

@@ -1,8 +1,7 @@
-"""torch's fused attention of packed rows on a CPU. Gradients are computed in float32 on CPUs without bfloat16 products.
+"""torch's fused attention on a CPU, with gradients in float32 if the CPU has no bfloat16 instructions.
 
-On such a CPU torch's backward in bfloat16 is plain loops, up to seven times as slow as in float32 (`tests/benchmarks/
-attention.py`). The forward isn't slow, so tensors saved for the backward have the row's dtype. They are cast only
-while the backward uses them.
+On such a CPU torch's attention backward in bfloat16 is up to seven times as slow as in float32 (`tests/benchmarks/
+attention.py`). torch's forward in bfloat16 isn't slow. So tensors are saved in bfloat16, and cast in the backward.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the output (B, H, T, D) and the log-sum-exps (B, H, T) float32.
-
-    Keys and values are (B, K, S, D), K dividing H. ``mask`` is a summand of the scores, in the queries' dtype.
-    """
+    """Run the fused forward. Return the output (B, H, T, D) and the scores' log-sum-exps (B, H, T), float32. Queries
+    are (B, H, T, D), keys and values (B, K, S, D) with K dividing H. ``mask`` is added to the scores."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = kernel(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
     return out, lse
@@ -32,10 +29,8 @@ def gradients(
     gradient: torch.Tensor, inputs: tuple[torch.Tensor, ...], results: tuple[torch.Tensor, ...], causal: bool,
     scale: float | None, mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Return the gradients of ``inputs`` (query, key, value) for the output's gradient.
-
-    ``results`` are the two tensors that `attend` returned.
-    """
+    """Run the fused backward. Return the gradients of ``inputs`` (query, key, value). ``gradient`` is the output's
+    gradient. ``results`` are the two tensors that `attend` returned."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     dtype, (out, lse) = gradient.dtype, results
     row = gradient, *inputs, out
@@ -46,7 +41,7 @@ def gradients(
 
 
 def slow(query: torch.Tensor) -> bool:
-    """Return whether torch's own attention backward is slow for such queries."""
+    """Return whether torch's attention backward is slow for ``query``: bfloat16 on a CPU without such instructions."""
     return query.is_cpu and query.dtype == torch.bfloat16 and cpu_products.wanted()
 
 
@@ -54,7 +49,8 @@ def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool,
     scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute `scaled_dot_product_attention` without dropout; ``mask``: bool, True where visible, or a summand."""
+    """Compute torch's `scaled_dot_product_attention` on a CPU, without dropout and with a fast backward. ``mask`` is
+    bool (True: the query attends to the key), or a float tensor that is added to the scores."""
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
     found: torch.Tensor = _Attention.apply(query, key, value, mask, causal, scale)

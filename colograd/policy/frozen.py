@@ -1,4 +1,4 @@
-"""Models with weights that aren't trained: on the policy's device, or in host memory between uses."""
+"""Models with frozen weights (reference, teacher), stored on the policy's device, or in host memory between uses."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from ..config import GRPOConfig
 
 
 class FrozenModel:
-    """A model with weights of its own, in evaluation mode, without gradients.
+    """A model besides the policy, in evaluation mode and without gradients, for example the reference model.
 
     Args:
-        model: a model on ``device``, or on the host with ``offload``; it stays there between uses.
-        device: device that runs the model.
+        model: the model, on ``device``, or in host memory with ``offload``.
+        device: the device that runs the model.
+        offload: whether the weights stay in host memory between uses.
     """
 
-    of_policy = True  # whether it has the policy's architecture, and runs rows as the policy does
+    of_policy = True  # Whether the model has the policy's architecture, and takes rows in the same form as the policy.
 
     def __init__(self, model: torch.nn.Module, device: torch.device, offload: bool) -> None:
         self.model: Any = model
@@ -28,8 +29,8 @@ class FrozenModel:
 
     @contextmanager
     def present(self) -> Iterator[torch.nn.Module]:
-        """Yield the model on the policy's device; offloaded weights have a second place there meanwhile."""
-        # Kernels that use the moved weights wait for the copies, because they run on the same stream.
+        """Yield the model with its weights on the device. Offloaded weights are copied to the device in the context."""
+        # Copies and kernels run on one stream, so a kernel starts after the copies of its weights.
         moved = (
             (parameter, torch.empty_like(parameter, device=self.device).copy_(parameter, non_blocking=True))
             for parameter in self.model.parameters()
@@ -38,11 +39,11 @@ class FrozenModel:
             yield self.model
 
     def callback(self, policy: torch.nn.Module) -> TrainerCallback | None:
-        """Return a callback that changes this model during the training of the policy; None: nothing does."""
+        """Return a callback that updates this model during the policy's training. None means that it stays constant."""
         return None
 
     def where(self) -> str:
-        """Describe the model's place and size for a log line."""
+        """Return a text for a log line about where the model's weights are stored, and their size in MiB."""
         nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
         place = "in host memory between uses" if self.offload else "beside it"
         return f"{place} ({nbytes / 2**20:,.0f} MiB)"
@@ -50,7 +51,7 @@ class FrozenModel:
 
 @contextmanager
 def values_in_place(values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> Iterator[None]:
-    """Exchange parameters' values while the context lasts; then the parameters have the same memory as before."""
+    """Set the ``data`` of parameters to given tensors inside the context, then restore the parameters' tensors."""
     own: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     try:
         for parameter, value in values:
@@ -63,5 +64,6 @@ def values_in_place(values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -
 
 
 def offloads(config: GRPOConfig, asked: bool) -> bool:
-    """Return whether a second model waits in host memory. Never on a CPU, where it would be in memory twice."""
+    """Return whether a frozen model's weights are stored in host memory between uses: if ``asked``, but never for a run
+    on the CPU, where the weights would be in memory twice."""
     return asked and not config.on_cpu

@@ -1,11 +1,11 @@
-"""Head of a language model: log-probability and entropy of each label, without the logits of a whole row.
+"""Head of a language model: log-probability and entropy of each label, without storing the logits of a whole row.
 
-The logits exist one tile (some rows x some of the vocabulary) at a time. The forward keeps a running maximum and sum
-per row (an online softmax, arXiv 1805.02867), and the backward computes each tile again. So memory doesn't grow with
-the vocabulary, and grows by two numbers per label.
+Only one tile of logits (some labels x some of the vocabulary) exists at a time. The forward keeps a running maximum and
+sum per label (an online softmax, arXiv 1805.02867), and the backward computes every tile a second time. So memory
+doesn't depend on the vocabulary's size, and grows by two numbers per label.
 
-After its product, a tile is read once by a kernel on a GPU (`head_kernels`). The torch code here does the same in
-several passes.
+On a GPU a Triton kernel (`head_kernels`) reads a tile once after the matrix product. On other devices torch code in
+this file computes the same result in several passes over the tile.
 """
 
 from __future__ import annotations
@@ -22,43 +22,44 @@ from torch.utils._triton import has_triton
 from ..runtime import cpu_products
 from . import attention
 
-HIDDEN = -1e30  # logit of a token that isn't a candidate: probability 0, and no infinity in any product
-FLOAT32_PRODUCTS = "colograd_float32_products"  # attribute of a head, see `cast_lm_head_to_fp32`
-# Number of logits that exist at once. The passes in torch have two float32 tensors of a tile's size. On a GPU each has
-# 64 MiB, because smaller tiles would be bound by kernel launches; on a CPU 32 MiB, because its allocator doesn't reuse
-# all freed memory.
+HIDDEN = -1e30  # Logit of a token that the sampler couldn't choose. Finite, so that no product becomes NaN.
+FLOAT32_PRODUCTS = "colograd_float32_products"  # Attribute of a head module, set by `cast_lm_head_to_fp32`.
+# `TILE_ELEMENTS`: number of logits in a tile (a block of logits that exists at a time), per device type. The torch code
+# has two float32 tensors of this size. On a GPU a tensor has 64 MiB, because smaller tiles would be bound by kernel
+# launches. On a CPU it has 32 MiB, because the CPU's allocator doesn't reuse all freed memory.
 TILE_ELEMENTS = {"cpu": 2**23, "cuda": 2**24}
-# More rows than these make a tile too narrow for fast matrix products.
+# Maximum number of labels (rows) in a tile of logits. With more rows a tile would be too narrow for fast products.
 TILE_ROWS = 8192
-# On a GPU a tile has a multiple of these columns, because rows that don't start at aligned bytes are slow.
+# On a GPU the number of columns of a tile of logits is a multiple of 64, because unaligned rows are slow.
 TILE_COLUMNS = 64
 
 
 class Candidates(Protocol):
-    """Tokens of the vocabulary that each label's distribution is over."""
+    """The tokens that the sampler could choose for each label (e.g. with top-k). The softmax is over these tokens."""
 
     def hidden(self, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Return (n, c) bool, True where the token isn't among the label's candidates."""
+        """Return (n, c) bool for n labels and c tokens of the vocabulary, True where the token isn't a candidate."""
 
 
 class HeadPart(Protocol):
-    """Entries ``start`` ... ``stop`` of a vocabulary of ``size`` entries: one rank's part of a head."""
+    """One rank's shard of a head: the entries ``start`` ... ``stop`` of a vocabulary of ``size`` entries."""
 
     start: int
     stop: int
     size: int
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the ranks' common input; its backward sums their gradients."""
+        """Return ``hidden`` unchanged in the forward. The backward sums its gradient over the ranks."""
 
     def combine(
         self, maximum: torch.Tensor, sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Combine the ranks' maxima and sums (label's logit, moment, total) into the whole vocabulary's."""
+        """Combine the ranks' maxima and sums (label's logit, moment, total) over their vocabulary shards into the
+        maximum and sums over the whole vocabulary."""
 
 
 class OtherSums(Protocol):
-    """Running sums of a divergence from another distribution, over the policy's tiles."""
+    """Running sums for the KL divergence from a teacher's distribution, updated with each tile of logits."""
 
     def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor | None: ...
     def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None: ...
@@ -66,31 +67,31 @@ class OtherSums(Protocol):
 
 
 class OtherDistribution(Protocol):
-    """Another distribution of each label, for the policy's divergence from it (N,), which is differentiable."""
+    """A teacher's distribution for each label, for the differentiable KL divergence (N,) of the policy from it."""
 
     def sums(self, like: torch.Tensor) -> OtherSums: ...
 
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Add the divergence's part of a tile's gradient to ``first``."""
+        """Return ``first`` (the entropy's gradient, or None) plus the KL divergence's gradient for a tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Computation of logits from hidden states: capped(scale * product) / temperature."""
+    """Settings and steps that convert hidden states to logits: softcap(scale * hidden @ weight.T) / temperature."""
 
     temperature: float
     scale: float
-    softcap: float  # limit of tanh soft-capping; 0: none
-    dtype: torch.dtype  # dtype of the matrix products
-    wide: bool = False  # whether the product returns its logits in `exact`
-    part: HeadPart | None = None  # this rank's rows of the weight; None: all rows
-    candidates: Candidates | None = None  # None: the whole vocabulary
+    softcap: float  # Limit of tanh soft-capping. 0 means no soft-capping.
+    dtype: torch.dtype  # Dtype of the matrix products.
+    wide: bool = False  # Whether products return float32 (or float64) logits, see `cast_lm_head_to_fp32`.
+    part: HeadPart | None = None  # This rank's shard of the head's weight. None means the whole weight.
+    candidates: Candidates | None = None  # Tokens that the softmax is over. None means the whole vocabulary.
 
     @classmethod
     def of(cls, model: Any, temperature: float, device: torch.device, candidates: Candidates | None = None) -> Head:
-        """Describe a model's head for rows on ``device``, inside a call of the head."""
+        """Make the `Head` of ``model`` for hidden states on ``device``. Call it inside a call of the head module."""
         own = model.get_output_embeddings()
         scale, softcap = logit_transform(model).values()
         wide, part = getattr(own, FLOAT32_PRODUCTS, False), getattr(own, "vocabulary", None)
@@ -98,31 +99,30 @@ class Head:
 
     @property
     def exact(self) -> torch.dtype:
-        """Dtype of everything except the products."""
+        """Dtype of all computations except the matrix products: float64 for float64 products, else float32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
     def chain(self) -> float:
-        """Derivative of the logits after the product, without the cap's."""
+        """Derivative of the final logits with respect to hidden @ weight.T, without the soft cap's factor."""
         return self.scale / self.temperature
 
     @property
     def transform(self) -> dict[str, Any]:
-        """How `head_kernels.Tile` turns products into logits."""
+        """Arguments of `head_kernels.Tile` that define how a kernel converts matrix products to logits."""
         cap = self.softcap or 1.0
         capped = bool(self.softcap)
         return {"low": HIDDEN, "before": self.scale / cap, "behind": cap / self.temperature, "capped": capped}
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return one tile (rows, columns) before the cap and the temperature: a new tensor, for in-place work."""
+        """Compute scale * hidden @ weight.T + bias for one tile (rows, columns), before soft cap and temperature. The
+        result is a new tensor that the caller may overwrite."""
         tile = self.product(hidden, weight, bias).to(self.exact)
         return tile if self.scale == 1.0 else tile.mul_(self.scale)
 
     def product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Multiply into a new tensor. A wide product is as vLLM's for a head in float32: on a GPU from 16-bit factors.
-
-        float32 holds the product of two bfloat16 numbers exactly.
-        """
+        """Compute hidden @ weight.T + bias in a new tensor. A `wide` product is like vLLM's for a float32 head. On a
+        GPU its 16-bit factors aren't converted, because float32 holds the product of two bfloat16 numbers exactly."""
         if not self.wide:
             return torch.nn.functional.linear(hidden, weight, bias)
         if hidden.is_cuda and self.dtype in (torch.bfloat16, torch.float16):
@@ -132,36 +132,35 @@ class Head:
         return torch.nn.functional.linear(hidden.to(self.exact), weight.to(self.exact), wide_bias)
 
     def cap_(self, tile: torch.Tensor) -> torch.Tensor:
-        """Compute tanh(tile / softcap) in place; the slope of the cap is 1 minus the square of this."""
+        """Compute tanh(tile / softcap) in place. The derivative of the soft cap is 1 minus the square of the result."""
         return tile.div_(self.softcap).tanh_()
 
     def finish_(self, tile: torch.Tensor) -> torch.Tensor:
-        """Turn the result of `cap_` (without a cap, of `logits`) into the logits used for sampling, in place."""
+        """Convert the result of `cap_` (without soft cap: of `logits`) to the logits used for sampling, in place."""
         factor = (self.softcap or 1.0) / self.temperature
         return tile if factor == 1.0 else tile.mul_(factor)
 
     def hidden(self, row: slice, vocabulary: slice) -> torch.Tensor | None:
-        """Return (n, c) bool, True for tokens that aren't among their label's candidates; None: all are."""
+        """Return (n, c) bool for n labels and c tokens, True where the sampler couldn't choose the token. None means
+        that the sampler could choose any token."""
         return None if self.candidates is None else self.candidates.hidden(row, vocabulary)
 
     def hide_(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Write `HIDDEN` into a finished tile for every token that isn't among its label's candidates."""
+        """Set the logits of tokens that the sampler couldn't choose to `HIDDEN`, in place in a tile of final logits."""
         hidden = self.hidden(row, vocabulary)
         return tile if hidden is None else tile.masked_fill_(hidden, HIDDEN)
 
 
 def product_dtype(weight: torch.Tensor, device: torch.device, wide: bool) -> torch.dtype:
-    """Return the dtype of a head's matrix products.
-
-    It is autocast's or the weight's, and float32 on a CPU without bfloat16 products.
-    """
+    """Return the dtype of a head's matrix products: autocast's dtype if autocast is on, else the weight's dtype. A CPU
+    without bfloat16 instructions uses float32 instead of bfloat16."""
     found = (None if wide else attention.autocast_dtype(device)) or weight.dtype
     slow = device.type == "cpu" and found == torch.bfloat16 and cpu_products.wanted()
     return torch.float32 if slow else found
 
 
 def logit_transform(model: Any) -> dict[str, Any]:
-    """Return the scale (Granite, Cohere, Falcon-H1) and the soft cap (Gemma) of the logits after the head."""
+    """Return the factor (Granite, Cohere, Falcon-H1) and the soft cap (Gemma) that a model applies to its logits."""
     config = model.config.get_text_config()
     scale = 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)
     for name in ("logit_scale", "lm_head_multiplier"):
@@ -172,24 +171,24 @@ def logit_transform(model: Any) -> dict[str, Any]:
 def cast(
     weight: torch.Tensor, bias: torch.Tensor | None, vocabulary: slice, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a slice of a head in the dtype of its products."""
+    """Return the entries ``vocabulary`` of a head's weight and bias, converted to ``dtype``."""
     return weight[vocabulary].to(dtype), None if bias is None else bias[vocabulary].to(dtype)
 
 
 def parts(total: int, size: int) -> Iterator[slice]:
-    """Return slices that cover 0 ... total; one empty slice if ``total`` is 0."""
+    """Return slices of at most ``size`` that together cover 0 ... ``total``, or one empty slice if ``total`` is 0."""
     return (slice(start, min(start + size, total)) for start in range(0, max(total, 1), size))
 
 
 def vocabulary_size(model: Any) -> int:
-    """Return the number of entries of the input embedding, summed over ranks if they share them out."""
+    """Return the number of entries of the model's input embedding. If ranks hold shards, the shards are summed."""
     table = model.get_input_embeddings()
     own: HeadPart | None = getattr(table, "vocabulary", None)
     return int(table.weight.shape[0]) if own is None else own.size
 
 
 def tile_shape(labels: int, vocabulary: int, device: torch.device) -> tuple[int, int]:
-    """Return rows and columns of the logits that exist at once."""
+    """Return the number of rows (labels) and of columns (vocabulary entries) of a tile of logits."""
     rows = max(1, min(labels, TILE_ROWS))
     columns = TILE_ELEMENTS.get(device.type, 2**24) // rows
     if device.type != "cpu":
@@ -198,10 +197,8 @@ def tile_shape(labels: int, vocabulary: int, device: torch.device) -> tuple[int,
 
 
 def kernels_for(states: torch.Tensor, head: Head, other: OtherDistribution | None) -> ModuleType | None:
-    """Return `head_kernels`, or None where the passes run in torch.
-
-    That is without a GPU or Triton, in float64, and for a divergence from another distribution.
-    """
+    """Return the module `head_kernels`, or None if torch code must be used: without a GPU or Triton, in float64, and
+    for a KL divergence from a teacher's distribution."""
     if not states.is_cuda or torch.version.cuda is None or head.exact != torch.float32 or other is not None:
         return None
     if not has_triton():
@@ -222,12 +219,12 @@ def label_logprobs(
 ) -> tuple[torch.Tensor, ...]:
     """Compute each label's log-probability, entropy and, with ``other``, reverse KL divergence KL(policy || other).
 
-    Each is (N,) float32 in nats (float64 for float64 weights). The entropy is differentiable with ``entropy_gradient``.
-    The weight's gradient has its ``grad_dtype``, if any.
+    The results are (N,) float32 in nats (float64 for float64 weights). The entropy is differentiable only with
+    ``entropy_gradient``. If ``weight`` has a ``grad_dtype``, the gradient of ``weight`` has that dtype.
 
     Args:
-        hidden: (N, hidden) states that predict the labels.
-        weight: (V, hidden) of the head, or this rank's rows.
+        hidden: (N, hidden) hidden states that predict the labels.
+        weight: (V, hidden) weight of the head, or this rank's shard of the weight.
 
     Raises:
         RuntimeError: a second derivative is requested, which isn't implemented.
@@ -241,12 +238,12 @@ def label_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Gradient spread over the vocabulary: p (slope log p - constant - logq) for each logit."""
+    """Gradient of entropy and KL divergence with respect to a tile's logits: p (slope log p - constant - logq)."""
 
-    slope: torch.Tensor  # (n,)
-    constant: torch.Tensor  # (n,)
-    logq: torch.Tensor | None = None  # (n, c)
-    more: tuple[torch.Tensor, torch.Tensor] | None = None  # (n, K) columns, and (n, K) summands for them
+    slope: torch.Tensor  # Factor of log p, (n,), for n labels.
+    constant: torch.Tensor  # Summand per label, (n,).
+    logq: torch.Tensor | None = None  # Log-probabilities of the teacher's distribution, (n, c), for c columns.
+    more: tuple[torch.Tensor, torch.Tensor] | None = None  # Column indices (n, K), and summands (n, K) for the columns.
 
     @classmethod
     def of_entropy(cls, gradient: torch.Tensor, entropy: torch.Tensor) -> Spread:
@@ -254,7 +251,8 @@ class Spread:
 
 
 class _LabelLogprobs(torch.autograd.Function):
-    """Function from hidden states and head to log softmax(logits)[label], entropy, and divergence from another one."""
+    """Autograd function from hidden states and the head's weight to log softmax(logits)[label], the entropy and the KL
+    divergence from a teacher's distribution."""
 
     @staticmethod
     def forward(
@@ -271,7 +269,7 @@ class _LabelLogprobs(torch.autograd.Function):
         rows, columns = tile_shape(len(labels), len(weight), hidden.device)
         running = states.new_zeros((4, len(labels)), dtype=head.exact)
         label_logit, moment, total, maximum = running.unbind()
-        # Not -inf: the first difference to a real maximum has to be finite.
+        # The initial maximum isn't -inf, because its difference from the first real maximum must be finite.
         maximum.fill_(torch.finfo(head.exact).min / 2)
         kernels = kernels_for(states, head, other)
         sums = None if other is None else other.sums(total)
@@ -290,7 +288,7 @@ class _LabelLogprobs(torch.autograd.Function):
         normaliser = maximum + total.log()
         ctx.head, ctx.other = head, other
         divergence, of_other = (None, None) if sums is None else sums.result(total, normaliser)
-        entropy = total.log() - moment / total  # H = log Z - E[x], the maximum subtracted from both
+        entropy = total.log() - moment / total  # Entropy H = log Z - E[x], with x = logit - maximum.
         of_backward = entropy if entropy_gradient else None
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, of_backward, divergence, of_other)
         if not entropy_gradient:
@@ -302,10 +300,8 @@ class _LabelLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: torch.Tensor, of_entropy: torch.Tensor, of_divergence: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Compute the gradients tile by tile, through the temperature, the cap and the scale.
-
-        d logprob / d logit = onehot - p, d H / d logit = -p (log p + H) and d KL / d logit = p (log p - log q - KL).
-        """
+        """Compute the gradients of hidden states, weight and bias, one tile of logits at a time. d logprob / d logit =
+        onehot - p, d H / d logit = -p (log p + H) and d KL / d logit = p (log p - log q - KL)."""
         hidden, weight, bias, labels, normaliser, entropy, divergence, of_other = ctx.saved_tensors
         head: Head = ctx.head
         other: OtherDistribution | None = ctx.other
@@ -317,11 +313,11 @@ class _LabelLogprobs(torch.autograd.Function):
         d_bias = torch.empty_like(bias, dtype=_gradient_dtype(bias)) if needs_bias else None
         kernels = kernels_for(states, head, other)
         gradient, of_entropy = gradient.contiguous(), of_entropy.contiguous()
-        dtype = head.exact if needs_bias else head.dtype  # a bias's gradient sums unrounded numbers
+        dtype = head.exact if needs_bias else head.dtype  # A bias's gradient needs unrounded numbers.
         with torch.autocast(hidden.device.type, enabled=False):
             for vocabulary in parts(len(weight), columns):
                 part, part_bias = cast(weight, bias, vocabulary, head.dtype)
-                # Finish sums over rows before the next columns, so that no second gradient of the head's size exists.
+                # The sum over all rows ends before the next columns, so no second tensor of the weight's size exists.
                 of_weight: torch.Tensor | None = None
                 of_bias: torch.Tensor | None = None
                 for row in parts(len(labels), rows):
@@ -362,13 +358,14 @@ def _add_tile(
     running: torch.Tensor,
     sums: OtherSums | None,
 ) -> None:
-    """Add a tile of `Head.logits`, which it overwrites, to the ``running`` statistics (4, n) of its rows."""
+    """Update the ``running`` statistics (4, n) of n labels (logit, moment, total, maximum) by a tile of `Head.logits`.
+    The tile is overwritten."""
     label_logit, moment, total, maximum = running.unbind()
     tile = head.hide_(head.finish_(head.cap_(tile) if head.softcap else tile), row, vocabulary)
     place = _Place.of(labels, row, vocabulary)
     gaps = None if sums is None else sums.gaps(tile, row, vocabulary)
     label_logit += tile.gather(1, place.index).squeeze(1).where(place.inside, 0.0)
-    # Running sums of e^(x - max) and of e^(x - max) (x - max), moved whenever the maximum rises.
+    # The sums of e^(x - max) and e^(x - max) (x - max) are rescaled to the new maximum, then the tile is added.
     largest = torch.maximum(maximum, tile.amax(dim=1))
     fall = maximum - largest
     decay = fall.exp()
@@ -391,11 +388,11 @@ def _turn_to_gradient(
     gradient: torch.Tensor,
     spread: Spread | None,
 ) -> None:
-    """Turn a tile of `Head.logits` into the gradient of the head's product, in place.
+    """Replace a tile of `Head.logits` by the gradient of the head's matrix product, in place.
 
     Args:
         gradient: (n,) gradient of the log-probabilities.
-        spread: gradient of entropy and divergence; None: they are constants.
+        spread: gradient of entropy and KL divergence. None means that neither has a gradient.
     """
     chain = head.chain
     gradient = gradient * chain
@@ -406,7 +403,7 @@ def _turn_to_gradient(
     tile.sub_(normaliser[:, None])
     if spread is None:
         tile.exp_().mul_(-gradient[:, None])
-    else:  # p (slope log p - constant - logq - gradient)
+    else:  # The result is p (slope log p - constant - logq - gradient), p = softmax.
         power = tile.exp()
         tile.mul_((spread.slope * chain)[:, None]).sub_((gradient + spread.constant * chain)[:, None])
         if spread.logq is not None:
@@ -421,21 +418,21 @@ def _turn_to_gradient(
 
 
 def _plus(total: torch.Tensor | None, term: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Add a term, in ``dtype`` from the second term on, so that a single term takes no further memory."""
+    """Add ``term`` to ``total`` in ``dtype``. If ``total`` is None, return ``term`` itself, to save memory."""
     return term if total is None else total.to(dtype).add_(term)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Places of the rows' labels in a tile."""
+    """Positions of n labels in a tile of logits (n, c), a slice of the vocabulary."""
 
-    index: torch.Tensor  # (n, 1) int64, column of each label; 0 if the label is in another tile
-    inside: torch.Tensor  # (n,) bool, whether the label is in this tile
-    hidden: torch.Tensor | None = None  # (n, c) bool, True for tokens outside the label's candidates
+    index: torch.Tensor  # Column of each label, (n, 1) int64; 0 if the label isn't in this tile.
+    inside: torch.Tensor  # Whether the label is in this tile, (n,) bool.
+    hidden: torch.Tensor | None = None  # Mask (n, c) bool, True for tokens that the sampler couldn't choose.
 
     @classmethod
     def of(cls, labels: torch.Tensor, row: slice, vocabulary: slice, head: Head | None = None) -> _Place:
-        """Find the labels' places; with a ``head`` also the hidden tokens."""
+        """Find the column of each label in a tile of logits. With a ``head``, also make the mask ``hidden``."""
         own = labels[row]
         inside = (own >= vocabulary.start) & (own < vocabulary.stop)
         hidden = None if head is None else head.hidden(row, vocabulary)
@@ -443,6 +440,6 @@ class _Place:
 
 
 def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the accumulated gradient. (In torch only leaves have a `grad_dtype`.)"""
+    """Return the dtype of a parameter's gradient: its `grad_dtype` if it is a leaf that has one, else its dtype."""
     own = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
     return own or parameter.dtype

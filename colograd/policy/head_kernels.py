@@ -1,7 +1,7 @@
-"""Triton kernels over one tile of a head's logits: its statistics in one pass, and its gradient in one pass.
+"""Triton kernels for one tile of a head's logits: one kernel for softmax statistics, and one kernel for the gradient.
 
-They read the product of hidden states and weight in its own dtype, and compute in float32. `head` has the same sums in
-torch, for other devices and dtypes and for a divergence from another distribution.
+The kernels read the product of hidden states and weight in its dtype, and compute in float32. `head` has the equivalent
+torch code, for devices other than GPUs, for float64 and for a KL divergence from a teacher's distribution.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 2048  # columns that a program reads at once
+BLOCK = 2048  # Number of columns that a Triton program reads at a time.
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A tile of a head's products. Their logits are behind * tanh(before * product), without the tanh if not capped."""
+    """A tile (n labels x c tokens) of the product of hidden states and head weight. The logits are behind * tanh(before
+    * product) if ``capped``, else behind * before * product."""
 
-    product: torch.Tensor  # (n, c), contiguous
-    labels: torch.Tensor  # (n,) int64
-    first: int  # label of the first column
-    hidden: torch.Tensor | None  # (n, c) bool, True for logits that are `low`
+    product: torch.Tensor  # Product of hidden states and weight, (n, c), contiguous.
+    labels: torch.Tensor  # Labels, (n,) int64.
+    first: int  # Token id of the tile's first column.
+    hidden: torch.Tensor | None  # Mask (n, c) bool, True where the logit is replaced by `low`.
     low: float
     before: float
     behind: float
     capped: bool
 
     def add_to(self, running: torch.Tensor) -> None:
-        """Add the tile to statistics of its rows, (4, n) float32: label's logit, moment, total, maximum."""
+        """Update the running statistics of the n labels, (4, n) float32: label's logit, moment, total, maximum."""
         self._launch(_add_tile, (len(self.product),), running, running.stride(0))
 
     def gradient(self, of_rows: Sequence[torch.Tensor | None], chain: float, dtype: torch.dtype) -> torch.Tensor:
-        """Return the gradient of the products in ``dtype``; it replaces them if that is theirs.
+        """Return the gradient of ``product`` in ``dtype``. If ``product`` has this dtype, it is overwritten.
 
         Args:
-            of_rows: normaliser, gradients of log-probability and entropy, and entropy, (n,) float32 each. Without the
-                entropy its gradient isn't read.
-            chain: derivative of the logits after the products, without the cap's.
+            of_rows: normaliser, gradient of the log-probability, gradient of the entropy, and entropy, (n,) float32
+                each. If the entropy is None, the entropy's gradient isn't read.
+            chain: derivative of the logits with respect to ``product``, without the soft cap's factor.
         """
         result = self.product if self.product.dtype == dtype else torch.empty_like(self.product, dtype=dtype)
         grid = len(result), triton.cdiv(result.shape[1], BLOCK)
@@ -49,7 +50,7 @@ class Tile:
         return result
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], *others: Any) -> None:
-        """Start a kernel on the tile's GPU, whichever is the thread's own."""
+        """Start a kernel on the GPU that holds the tile, even if the thread's current device is a different GPU."""
         assert self.product.is_contiguous()
         hidden = None if self.hidden is None else self.hidden.contiguous()
         columns = self.product.shape[1]
@@ -62,10 +63,10 @@ class Tile:
 
 @triton.jit
 def _logits(tile, hidden, place, inside, low, before, behind, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Read logits of a row's places: those used for sampling, and without the factor behind the cap."""
+    """Read the columns ``place`` of a row. Return the final logits, and the values before the factor ``behind``."""
     bounded = tl.load(tile + place, mask=inside, other=0.0).to(tl.float32) * before
     if CAPPED:
-        bounded = 1.0 - 2.0 / (tl.exp(2.0 * bounded) + 1.0)  # tanh; exp may be infinite
+        bounded = 1.0 - 2.0 / (tl.exp(2.0 * bounded) + 1.0)  # Formula of tanh that is right even if exp overflows.
     logits = bounded * behind
     if hidden is not None:
         logits = tl.where(tl.load(hidden + place, mask=inside, other=1), low, logits)

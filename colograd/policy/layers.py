@@ -1,7 +1,7 @@
-"""The policy's layers: find them, turn dropout off, and compile them for packed rows (``torch_compile``).
+"""The policy's decoder layers: find them, turn dropout off, and compile layers for packed rows (``torch_compile``).
 
-Norms, rotary embedding, activation and residuals of a layer become a few fused kernels for rows of any length. All
-layers share them. Attention runs uncompiled between them. A call without a layout runs the uncompiled code.
+Compilation fuses a layer's norms, rotary embedding, activation and residuals into a few kernels for rows of any length.
+All layers share these kernels. Attention isn't compiled. A call without a packed row's layout runs uncompiled.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from transformers import AttentionInterface
 from ..config import GRPOConfig
 from . import attention
 
-# Maximum number of graphs of one layer's code: training, evaluation and no gradients, for each kind of layer, with and
-# without an adapter.
+# Maximum number of compiled graphs of a layer's code. There are graphs for training, evaluation and no gradients, for
+# each kind of layer, with and without an adapter.
 MOST_GRAPHS = 64
 
 
 class NotCompiled(ValueError):
-    """Failure to compile a layer."""
+    """The error that torch can't compile a decoder layer, with torch's reason and a remedy."""
 
 
 def check_compiled(config: GRPOConfig, why_padded: str) -> None:
-    """Raise a ValueError if layers are to be compiled, but rows are padded (``why_padded``)."""
+    """Raise a ValueError if `torch_compile` is set, but the model needs padded rows for the reason ``why_padded``."""
     if config.torch_compile and why_padded:
         raise ValueError(
-            f"torch_compile is true, but compiled layers take packed rows, and this model's are padded ({why_padded}): "
-            "set it to false."
+            f"torch_compile is true, but compiled layers need packed rows, and this model's rows are padded "
+            f"({why_padded}): set torch_compile to false."
         )
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the layers that the model names as indivisible, or else the members of its longest list of modules."""
+    """Return the model's decoder layers: the modules in `_no_split_modules`, or without such modules the members of the
+    longest `ModuleList`."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
     if found:
@@ -49,32 +50,29 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def tells_routing(model: Any) -> bool:
-    """Return whether the model can return its routers' logits."""
+    """Return whether the model is a mixture of experts and its forward can return the routers' logits."""
     return hasattr(model.config.get_text_config(), "output_router_logits") and "router_logits" in (
         getattr(model, "_can_record_outputs", None) or {}
     )
 
 
 def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str | None = None) -> None:
-    """Run packed rows through layers that the first row of each kind compiles, also in copies of the model.
-
-    Parameters keep their names. ``backend`` and ``mode`` are `torch.compile`'s.
-    """
+    """Replace the forward of the model's decoder layers by code that is compiled at the first packed row. Parameters
+    keep their names. Copies of the model are compiled, too. ``backend`` and ``mode`` go to `torch.compile`."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
-    # Attention isn't traced, because each layout would make another graph.
+    # torch doesn't trace attention, because each row's layout would make a new graph.
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
     for layer in decoder_layers(model):
         own = layer.forward.__func__
-        # A bound method: a copy of the layer gets one that is bound to it.
+        # A bound method, because deepcopy of a layer binds the copied method to the copied layer.
         layer.forward = MethodType(functools.partial(_forward, own, _compiled(own, backend=backend, mode=mode)), layer)
 
 
 @contextmanager
 def as_it_trains(model: torch.nn.Module) -> Iterator[None]:
-    """Run the body in training mode if layers are compiled and have no dropout, because that mode has its own graphs.
-
-    No gradient may exist yet: torch can't trace a parameter with a gradient of another dtype.
-    """
+    """Put the model into training mode inside the context, if its layers are compiled and it has no dropout. So a check
+    runs the graphs of the training, because evaluation mode has different graphs. No gradient may exist yet, because
+    torch can't trace a parameter if its gradient has a different dtype."""
     rates = (getattr(m, "p" if isinstance(m, torch.nn.Dropout) else "attention_dropout", 0) for m in model.modules())
     if not any(map(is_compiled, decoder_layers(model))) or any(rates):
         yield
@@ -98,40 +96,42 @@ def is_compiled(layer: torch.nn.Module) -> bool:
     return isinstance(own, functools.partial) and own.func is _forward
 
 
-# dynamic=True: the first row already makes a graph for rows of any length.
+# With dynamic=True the graph that the first row compiles is for rows of any length.
 _compiled = functools.cache(functools.partial(torch.compile, dynamic=True))
 
 
 def _forward(
     own: Callable[..., Any], compiled: Callable[..., Any], layer: torch.nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a compiled layer on a packed row, and the layer's own forward on other inputs."""
+    """Run a layer's compiled forward on a packed row, or its uncompiled forward on input without a layout."""
     if kwargs.get("layout") is None:
         return own(layer, *args, **kwargs)
     try:
         return compiled(layer, *args, **kwargs)
     except torch._dynamo.exc.TorchDynamoException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])  # a backend's message begins with its name
+        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])  # Line 1 may be just a backend's name.
         raise NotCompiled(
-            f"torch_compile is true, but torch can't compile a {type(layer).__name__} ({reason}): on a CPU it needs a "
-            "C++ compiler (g++, or the one that CXX names), on a GPU Triton and a C compiler. Or set it to false."
+            f"torch_compile is true, but torch can't compile a {type(layer).__name__} ({reason}): on a CPU torch needs "
+            "a C++ compiler (g++, or the compiler in CXX), on a GPU Triton and a C compiler. Otherwise set "
+            "torch_compile to false."
         ) from error
 
 
 def largest_dropout(model: torch.nn.Module) -> float:
-    """Return the largest dropout probability, except an adapter's own (`lora_dropout`); 0: no dropout."""
+    """Return the largest dropout probability of the model, 0 without dropout. `lora_dropout` doesn't count."""
     return max((float(getattr(owner, name)) for owner, name in _dropouts(model)), default=0.0)
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Set every probability to 0, also the ones that modules pass to attention functions."""
+    """Set all dropout probabilities of the model to 0, except `lora_dropout`. That includes probabilities that modules
+    pass to attention functions."""
     for owner, name in _dropouts(model):
         setattr(owner, name, 0.0)
 
 
 def _dropouts(model: torch.nn.Module) -> Iterator[tuple[Any, str]]:
-    """Yield each probability's module and attribute name."""
+    """Yield (module, attribute name) for each dropout probability in the model, except `lora_dropout`."""
     for path, module in model.named_modules():
         if isinstance(module, _DropoutNd):
             if "lora_dropout" not in path:

@@ -1,4 +1,4 @@
-"""Load the policy and its tokenizer once, check them, and set the policy to packed rows if it can take them."""
+"""Load the policy and its tokenizer, check both, and choose packed or padded rows for the policy."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ from .towers import freeze_unread, has_tower, hears, reads_text_alone, set_text_
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Model to train, its tokenizer, and the path of the checkpoint that the engine loads too."""
+    """The model to train, its tokenizer, and the path of the checkpoint that vLLM loads."""
 
-    model: PreTrainedModel  # or a PeftModel around one
+    model: PreTrainedModel  # The model to train, or a PeftModel around it.
     tokenizer: PreTrainedTokenizerBase
-    path: str  # folder or Hub id that vLLM can load
-    untouched: bool  # whether `load_policy` loaded it, so that it equals the checkpoint at ``path`` bit by bit
-    why_padded: str  # reason why its sequences can't be packed into one row; empty: they are packed
-    adapter: Adapter | None = None  # the trained adapter of a PeftModel
-    new_adapter: bool = False  # whether the run added the adapter; else the model came with it
-    processor: Any = None  # processor around the tokenizer of a model that reads images; None: text alone
+    path: str  # Folder or Hub id of the checkpoint that vLLM loads.
+    untouched: bool  # Whether the model was loaded from `path` by colograd, so that its weights equal the checkpoint's.
+    why_padded: str  # Reason why sequences can't be packed into one row. Empty means that they are packed.
+    adapter: Adapter | None = None  # Trained adapter of a PeftModel. None means that the whole model is trained.
+    new_adapter: bool = False  # Whether this run added the adapter. False: the adapter came with the model.
+    processor: Any = None  # Processor of a model that reads images. None means that the model reads only text.
 
     @property
     def quantization(self) -> Any:
-        """The quantisation of the base; None: not quantised."""
+        """The quantisation of the base model below an adapter. None means that the base isn't quantised."""
         return getattr(unwrap(self.model), "quantization", None)
 
     @property
@@ -61,8 +61,8 @@ class Policy:
 
     @property
     def checkpointing(self) -> tuple[int, ...]:
-        """Possible checkpointing intervals, least recomputation first: one layer in n computes its activations twice;
-        0: none."""
+        """Possible intervals n of activation checkpointing, least recomputation first. With n every n-th layer computes
+        its activations twice. 0 means no checkpointing."""
         model = unwrap(self.model)
         if not model.supports_gradient_checkpointing:
             return (0,)
@@ -71,13 +71,13 @@ class Policy:
 
     @property
     def context(self) -> int:
-        """Length in tokens of the longest sequence that the model takes."""
+        """Maximum number of tokens in a sequence of the model (`max_position_embeddings`)."""
         config = self.model.config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or 2**31)
 
     @property
     def rows(self) -> int:
-        """Number of rows of the input embedding."""
+        """Number of entries of the model's input embedding."""
         return vocabulary_size(unwrap(self.model))
 
     @property
@@ -86,31 +86,32 @@ class Policy:
         return tells_routing(unwrap(self.model))
 
     def router_coef(self, config: GRPOConfig) -> float:
-        """Return the coefficient of the routers' load-balancing loss: the configuration's, else the model's own."""
+        """Return the coefficient of the routers' load-balancing loss: the configuration's, or the model's if that is
+        None. Return 0 for a model without routers. Raises ValueError if such a model has a coefficient set."""
         text, asked = self.model.config.get_text_config(), config.router_aux_loss_coef
         if self.tells_routing:
             return float(getattr(text, "router_aux_loss_coef", 0.0) if asked is None else asked)
         if asked:
             raise ValueError(
-                f"router_aux_loss_coef is {asked}, but {type(unwrap(self.model)).__name__} has no routers whose logits "
-                "transformers returns, and so no load-balancing loss: remove it."
+                f"router_aux_loss_coef is {asked}, but {type(unwrap(self.model)).__name__} has no routers with logits "
+                "that transformers returns, and so no load-balancing loss: remove router_aux_loss_coef."
             )
         return 0.0
 
     @property
     def end_tokens(self) -> set[int | None]:
-        """Tokens that end a completion: the tokenizer's and the checkpoint's."""
+        """Token ids that end a completion: the tokenizer's end and padding tokens, and `generation_config`'s."""
         named = getattr(self.model.generation_config, "eos_token_id", None)
         also = named if isinstance(named, list) else [named]
         return {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id, *also}
 
     def describe(self, config: GRPOConfig, max_tokens: int) -> list[str]:
-        """Describe the policy for the user at start, in lines."""
+        """Return lines that describe the policy, to be printed at the start of a run."""
         dtype = str(self.model.dtype).removeprefix("torch.")
         budget = f"{max_tokens:,} tokens" if max_tokens else "as many tokens as fit"
         every = config.checkpointing
         layers = {0: "no layer", 1: "every layer"}.get(every, f"one layer in {every}")
-        parts = parts_of(self.model)  # of a policy that the ranks of an engine have together
+        parts = parts_of(self.model)  # Shards, if an engine's ranks hold one policy together.
         elements = self.model.num_parameters() if parts is None else parts.elements
         shapes = {
             name: p.shape if parts is None else torch.Size(parts.shards[name].shape)
@@ -142,7 +143,7 @@ class Policy:
         return lines
 
     def warnings(self, config: GRPOConfig) -> Iterator[str]:
-        """Yield warnings, one line each: differences from TRL, and settings that rarely do as users expect."""
+        """Yield warnings for the user, one line each: surplus tokens, lossy optimizer updates, dropout."""
         yield from surplus_tokens(self.tokenizer, self.rows)
         rounded = any(p.requires_grad and p.dtype == torch.bfloat16 for p in self.model.parameters())
         if rounded and config.optim not in KEEPS_MASTER:
@@ -158,10 +159,11 @@ def load_policy(
     model: str | os.PathLike[str] | PreTrainedModel, tokenizer: Any, config: GRPOConfig, peft_config: Any = None,
     has_images: bool = False,
 ) -> Policy:  # fmt: skip
-    """Load the model if ``model`` is a name (or the folder of an adapter), and its tokenizer if ``tokenizer`` is None.
+    """Load the model if ``model`` is a name or folder (of a model or adapter), and check it. Load the tokenizer if
+    ``tokenizer`` is None. Add a new adapter if ``peft_config`` is set.
 
-    Add an adapter if ``peft_config`` is set. A ValueError: there is no such model, its log-probabilities can't be
-    computed, or its adapter can't be trained.
+    Raises:
+        ValueError: the model doesn't exist, its log-probabilities can't be computed, or its adapter can't be trained.
     """
     untouched = isinstance(model, str | os.PathLike)
     path, tokenizer_path = str(model) if untouched else _origin(model, config, peft_config), ""
@@ -184,15 +186,16 @@ def load_policy(
         registry.require("lora", "a PeftModel")
         (take_adapter,) = registry.hooks("adapter")
         adapter = take_adapter(loaded)
-    copies_into_parts = config.vllm_tensor_parallel_size > 1 and not config.tensor_parallel  # they have no LoRA slots
+    # A tensor-parallel engine that gets copies of the policy's weights has no LoRA slots.
+    copies_into_parts = config.vllm_tensor_parallel_size > 1 and not config.tensor_parallel
     if adapter is not None and not adapter.why_merged and copies_into_parts:
         adapter = dataclasses.replace(adapter, why_merged="ranks share the engine")
     reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     if adapter is not None and config.checkpointing and reentrant:
-        loaded.enable_input_require_grads()  # reentrant checkpoints compute gradients only if an input requires one
+        loaded.enable_input_require_grads()  # Reentrant checkpointing needs an input that requires a gradient.
     if config.on_cpu:
         cpu_products.take_over(loaded)
-    # On a GPU the rows are proved after the model has moved there: before that, its forwards would run on the host.
+    # Rows of a model for the GPU are checked later, after the move to the GPU, because forwards here run on the host.
     why_padded = choose_rows(loaded) if config.on_cpu else expect_rows(loaded)
     processors = (feature.processor(unwrap(loaded), path, tokenizer, config) for feature in features())
     processor = next((each for each in processors if each is not None), None)
@@ -217,77 +220,80 @@ def load_policy(
         disable_dropout(loaded)
     if config.cast_lm_head_to_fp32:
         products_in_float32(loaded)
-    for set_up in registry.hooks("policy"):  # (model, config): options of the forward that the configuration turns on
+    for set_up in registry.hooks("policy"):  # Extensions' functions (model, config) that add options of the forward.
         set_up(loaded, config)
     return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, peft_config is not None, processor)
 
 
 def proven_on(policy: Policy, prompts: Sequence[ModelInput]) -> Policy:
-    """Prove the policy's rows on some prompts, and return the policy with the result (packed or padded)."""
+    """Check the policy's packed or padded rows on prompts with images. Return the policy with the chosen rows."""
     if not prompts:
         return policy
     return dataclasses.replace(policy, why_padded=choose_rows(policy.model, why=policy.why_padded, asked=prompts))
 
 
 def check_tokenizer(given: Any) -> None:
-    """Raise a ValueError for anything except a tokenizer; for a processor the error names its tokenizer."""
+    """Raise a ValueError if ``given`` isn't a tokenizer of transformers. For a processor, the error names its tokenizer
+    as the remedy."""
     if isinstance(given, PreTrainedTokenizerBase):
         return
     kind = type(given).__name__
     if hasattr(given, "tokenizer"):
         raise ValueError(
-            f"processing_class is a {kind}, for more than text, but the model reads text alone: give its tokenizer "
-            "(processing_class.tokenizer)."
+            f"processing_class is a {kind}, a processor of more than text, but the model reads only text: give the "
+            "processor's tokenizer (processing_class.tokenizer)."
         )
-    raise ValueError(f"processing_class is a {kind}, but must be a tokenizer of transformers: give one, or none.")
+    raise ValueError(f"processing_class is a {kind}, but it must be a tokenizer of transformers, or None.")
 
 
 def chat_template(path: str) -> str:
-    """Read the file of `chat_template_path`; a shipped one has a path that begins with `recipes/chat_templates/`."""
+    """Return the chat template in the file ``path``. Paths under `recipes/chat_templates/` also find shipped files."""
     try:
         return file_or_shipped(Path(path)).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(
-            f"chat_template_path is {path!r}, which can't be read ({error.strerror}): give a Jinja template's file."
+            f"chat_template_path is {path!r}, which can't be read ({error.strerror}): give a Jinja template's path."
         ) from None
 
 
 def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:
-    """Return the path of the checkpoint that the user loaded the model object from."""
+    """Return the folder or Hub id of the checkpoint that the user's model object comes from. Raises ValueError for an
+    object that can't be trained, or that comes from no checkpoint."""
     if config.model_init_kwargs is not None:
         raise ValueError("model_init_kwargs is set, but the model was given as an object: remove one of the two.")
     if is_adapted(model) and peft_config is not None:
         raise ValueError(
-            "The model is a PeftModel and peft_config is given too, but one adapter is trained: give one of the two "
-            "(for a new adapter on the trained one, merge_and_unload() it and save the result first)."
+            "The model is a PeftModel and peft_config is given too, but only one adapter is trained: give one of the "
+            "two. To train a new adapter on a trained adapter, first merge_and_unload() the model and save the result."
         )
     if not is_adapted(model) and hasattr(model, "peft_config"):
         raise ValueError(
-            "The model carries an adapter of transformers' own (add_adapter), not a PeftModel's: load it with "
-            "peft.PeftModel.from_pretrained(base, folder, is_trainable=True), or give the adapter's folder."
+            "The model has an adapter of transformers' own (add_adapter), not of peft: load the adapter with "
+            "peft.PeftModel.from_pretrained(base, folder, is_trainable=True), or give the adapter's folder as model."
         )
     path = str(model.config._name_or_path or "")
     if not path:
         raise ValueError(
-            "The model was given as an object that no checkpoint belongs to (config._name_or_path is empty), so "
-            "vLLM has nothing to load: save it with save_pretrained and give the folder."
+            "The model was given as an object that comes from no checkpoint (config._name_or_path is empty), so vLLM "
+            "has nothing to load: save the model with save_pretrained and give the folder."
         )
     return path
 
 
 def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool = False) -> PreTrainedModel:
-    """Load the model at ``path``. The folder of its future ``adapter`` may record how the base was quantised."""
+    """Load the model at ``path`` (a folder or Hub id). ``adapter`` is the folder of an adapter that will be added; it
+    may record how the base model was quantised."""
     kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
-    # `choose_rows` sets the last one, the attention implementation.
+    # The attention implementation is left out, because `choose_rows` sets it.
     for name in ("quantization_config", "load_in_8bit", "load_in_4bit", "torch_dtype", "attn_implementation"):
         kwargs.pop(name, None)
     kwargs["dtype"] = config.torch_dtype()
     kwargs.setdefault("trust_remote_code", config.trust_remote_code)
-    saved = read_config(path, config)  # None: `from_pretrained` below raises the error
+    saved = read_config(path, config)  # None if there is no readable configuration. Then `from_pretrained` fails.
     for feature in features():
         kwargs |= feature.load_arguments(saved, config, adapter or path)
     if not config.verbose and os.path.isdir(path):
-        hf_logging.disable_progress_bar()  # a download keeps its bar
+        hf_logging.disable_progress_bar()  # A local folder needs no progress bar, but a download does.
     try:
         kind = AutoModelForImageTextToText if has_tower(saved) else AutoModelForCausalLM
         loaded = kind.from_pretrained(path, **kwargs)
@@ -301,10 +307,10 @@ def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool
             raise
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"The model {path!r} is neither a folder with a model nor a Hub model that can be loaded ({reason}) Give "
-            "model_name_or_path a folder that save_pretrained wrote, or a Hub id; `make model`, or "
-            "`python -m colograd.apps.quickstart.quickstart`, makes the quickstart's."
+            f"The model {path!r} is neither a folder with a model nor a Hub model that can be loaded ({reason}) Set "
+            "model_name_or_path to a folder that save_pretrained wrote, or to a Hub id. The quickstart's model is made "
+            "by `make model` or `python -m colograd.apps.quickstart.quickstart`."
         ) from None
     finally:
         if not config.verbose:
-            hf_logging.disable_progress_bar()  # no progress bars for saved files either
+            hf_logging.disable_progress_bar()  # Saving files needs no progress bar.

@@ -1,9 +1,9 @@
-"""Packed forward: from a packed row to the log-probability and entropy of each label.
+"""Forward of a packed row: from a `MicroBatch` to the log-probability and entropy of each label.
 
-    MicroBatch -> hidden states of the model's body -> states that predict a label -> `head`, one tile at a time
+    MicroBatch -> hidden states of the model's body -> states that predict labels -> `head`, tile by tile of logits
 
-Options wrap this chain. A `ForwardStep` of an extension is installed on a model once (`install`), or comes with the
-term of the objective that reads its values. A model without steps runs the plain chain alone.
+An extension can wrap this chain by a `ForwardStep`. A step is installed on a model once (`install`), or belongs to the
+loss term that reads its values. For a model without steps, the chain runs unwrapped.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from .packing import PackedSequence, collate
 
 @dataclass(slots=True)
 class Pass:
-    """One forward of a row. Steps change it on the way in, and add values on the way out."""
+    """Data of one forward of a row. A `ForwardStep` may change it before the forward, and add `values` afterwards."""
 
-    model: Any  # without wrappers
+    model: Any  # The transformers model, without a PeftModel around it.
     batch: MicroBatch
     temperature: float
     entropy_gradient: bool = False
-    inputs: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of the body
-    # Outputs of the layers, (T, ...) each, by their name in the body's output. A step adds an empty list to get them.
+    inputs: dict[str, Any] = field(default_factory=dict)  # Additional keyword arguments of the model's body.
+    # `of_layers`: name in the body's output -> tensors (T, ...), one per layer. A step adds a name with an empty list.
     of_layers: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    candidates: Candidates | None = None  # tokens that each label's distribution is over; None: all
-    other: Callable[[Pass], OtherDistribution] | None = None  # makes a distribution for `divergence` in `values`
-    values: dict[str, torch.Tensor] = field(default_factory=dict)  # further results of the forward
+    candidates: Candidates | None = None  # Tokens that the softmax of each label is over. None means all tokens.
+    other: Callable[[Pass], OtherDistribution] | None = None  # Makes a teacher's distribution, for a KL divergence.
+    values: dict[str, torch.Tensor] = field(default_factory=dict)  # Additional results of the forward, by name.
 
     def label_states(self) -> torch.Tensor:
         """Compute the hidden states that predict the labels, (N, hidden)."""
@@ -52,69 +52,68 @@ Compute = Callable[[Pass], tuple[torch.Tensor, ...]]
 
 
 class ForwardStep:
-    """Option of a model's forwards. A subclass overrides some of these methods."""
+    """An extension's wrapper around a model's forward of packed rows. A subclass overrides the methods it needs."""
 
-    of_rows = False  # whether the rows' data needs this step, so that second models (e.g. a teacher) get it, too
+    of_rows = False  # Whether the rows' data needs the step, so that reference and teacher models get the step, too.
 
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
-        """Wrap the whole forward. The model's hooks run outside of it, before and after."""
+        """Wrap the whole forward: call ``inner(row)`` and return its tensors. The model's forward hooks run outside."""
         return inner(row)
 
     def states(self, inner: Callable[[Pass], torch.Tensor], row: Pass) -> torch.Tensor:
-        """Wrap the computation of the hidden states."""
+        """Wrap the computation of the hidden states: call ``inner(row)`` and return its result, (1, T, hidden)."""
         return inner(row)
 
     def attention(self, model: Any, name: str) -> str | dict[str, str]:
-        """Return the argument of `set_attn_implementation` for rows with the attention ``name``."""
+        """Return what `set_attn_implementation` needs to give the model's text layers the attention ``name``."""
         return name
 
     def own_inputs(self, part: PackedSequence) -> dict[str, Any]:
-        """Return further inputs of the model's own forward for one sequence (see `row_proof`)."""
+        """Return additional inputs of transformers' forward for one sequence, to check packed rows by that forward."""
         return {}
 
     def misreads(self, model: Any, part: PackedSequence) -> bool:
-        """Return whether the model's own forward would misread a completion's sampled tokens."""
+        """Return whether transformers' forward would misread sampled tokens of a completion, e.g. as placeholders."""
         return False
 
 
 def steps_of(model: Any) -> tuple[ForwardStep, ...]:
-    """Return a model's installed steps. Each wraps those before it."""
+    """Return the `ForwardStep`s installed on a model. A later step wraps the earlier steps."""
     return getattr(model, "forward_steps", ())
 
 
 def install(model: Any, step: ForwardStep) -> None:
-    """Let a model's forwards go through a step. It replaces an earlier one of its class."""
+    """Install a `ForwardStep` on a model, in place of an installed step of the same class."""
     remove(model, type(step))
     unwrap(model).forward_steps = (*steps_of(unwrap(model)), step)
 
 
 def remove(model: Any, kind: type[ForwardStep]) -> None:
-    """Undo `install`."""
+    """Remove the `ForwardStep`s of class ``kind`` that `install` has put on a model."""
     unwrap(model).forward_steps = tuple(step for step in steps_of(unwrap(model)) if type(step) is not kind)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyForward:
-    """Forward of the policy, from a packed row to its labels' log-probabilities.
+    """Forward of the policy, from a packed row to the log-probabilities of its labels. All computation runs inside
+    calls of the model and of its head, because a sharded model gathers its weights in the hooks of these modules. If
+    ranks exchange tensors in a forward, the model's ``around_forward`` is a context manager that makes the forward fail
+    on all ranks or on none."""
 
-    Everything is computed inside calls of the model (or its wrapper) and of its head, so that their hooks run: a
-    sharded model gathers its weights in hooks. If ranks exchange tensors in a forward, the model's ``around_forward``
-    is a context that makes the forward fail on all ranks or on none.
-    """
-
-    model: torch.nn.Module  # or a wrapper around it, such as a PeftModel
+    model: torch.nn.Module  # The transformers model, or a wrapper such as a PeftModel.
     temperature: float
     entropy_gradient: bool = False
-    steps: tuple[ForwardStep, ...] = ()  # wrap the model's own steps
+    steps: tuple[ForwardStep, ...] = ()  # Steps of loss terms, which wrap the steps installed on the model.
 
     def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Compute `policy_logprobs`, and the steps' further values by name."""
+        """Return log-probabilities (N,), entropies (N,), and the values that `ForwardStep`s have computed, by name."""
         (logprobs, entropy), values = self.run(label_values, micro_batch)
         return logprobs, entropy, values
 
     def run(self, last: Compute, micro_batch: MicroBatch) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-        """Run a forward that ends with ``last``; return its tensors, and the steps' further values by name."""
-        watchdog.progress()  # each row of a long pass is progress
+        """Run a forward with ``last`` as its innermost function (e.g. `label_values`). Return the tensors of ``last``,
+        and the values that `ForwardStep`s have computed, by name."""
+        watchdog.progress()  # The forward of each row resets the timer of `rank_timeout`.
         names: list[str] = []
 
         def compute(batch: MicroBatch) -> tuple[torch.Tensor, ...]:
@@ -124,7 +123,7 @@ class PolicyForward:
             row = Pass(model, batch, self.temperature, self.entropy_gradient)
             results = run(row)
             names.extend(row.values)
-            return *results, *row.values.values()  # flat, because a sharded model's hooks need that
+            return *results, *row.values.values()  # A flat tuple of tensors, because a sharded model's hooks need that.
 
         with calls(self.model, compute), getattr(self.model, "around_forward", nullcontext)():
             results: tuple[torch.Tensor, ...] = self.model(micro_batch)
@@ -135,19 +134,15 @@ class PolicyForward:
 def policy_logprobs(
     model: torch.nn.Module, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute each label's log-probability and the entropy of its distribution at ``temperature``.
-
-    Both are (N,) float32 in nats. The log-probability is differentiable, the entropy only with ``entropy_gradient``.
-    """
+    """Compute for each label its log-probability and the entropy of its distribution, at ``temperature``. Return two
+    tensors (N,) float32 in nats. The entropy is differentiable only with ``entropy_gradient``."""
     return PolicyForward(model, temperature, entropy_gradient)(micro_batch)[:2]
 
 
 @torch.no_grad()
 def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: float) -> StepBatch:
-    """Return the step with the present weights' log-probabilities added to every row.
-
-    Dropout is off, because the sampler has none and a resumed run must compute the same values.
-    """
+    """Return the step with `old_logprobs` in every row, computed by a forward with the present weights. Dropout is off,
+    because the sampler has no dropout and a resumed run must compute equal values."""
     forward = PolicyForward(model, temperature)
     with evaluation_mode(model):
         rows = tuple(dataclasses.replace(row, old_logprobs=forward(collate(row))[0]) for row in step.rows)
@@ -155,18 +150,19 @@ def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: floa
 
 
 def run_body(row: Pass, body: Any = None) -> torch.Tensor:
-    """Run the model's body, or another one, on a row: packed, or padded without packed attention; (1, T, hidden)."""
+    """Run the body (decoder without head) of the model, or ``body``, on a packed row. Return (1, T, hidden). A model
+    without packed attention computes on padded rows."""
     model, batch = row.model, row.batch
     if body is None:
         body = model.base_model if model.base_model is not model else model.get_decoder()
-    if body is model:  # the class names another attribute (Llama 4)
+    if body is model:  # Llama 4's `get_decoder` returns the whole model.
         body = model.model
     if model.config._attn_implementation != attention.NAME:
         return padded.hidden_states(body, batch, row.inputs, row.of_layers)
     with attention.packed_rows():
         output = body(
             input_ids=batch.input_ids,
-            # Hides nothing. Without a mask transformers reads the positions' values, and the host would wait for them.
+            # A mask that hides nothing. Without a mask transformers reads position values, a device-to-host sync.
             attention_mask=torch.ones_like(batch.input_ids, dtype=torch.bool),
             position_ids=batch.position_ids,
             layout=batch.layout,
@@ -180,7 +176,7 @@ def run_body(row: Pass, body: Any = None) -> torch.Tensor:
 
 
 def label_values(row: Pass) -> tuple[torch.Tensor, ...]:
-    """Compute the labels' log-probabilities and entropies, (N,) each, from the hidden states and the head."""
+    """Run the model's body and head on a row. Return the labels' log-probabilities (N,) and entropies (N,)."""
     hidden, head = row.label_states(), row.model.get_output_embeddings()
 
     def of_labels(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -197,8 +193,8 @@ def label_values(row: Pass) -> tuple[torch.Tensor, ...]:
 
 @contextmanager
 def calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[None]:
-    """Replace ``module``'s forward by ``compute`` while the context lasts; a call still runs the module's hooks."""
-    own = {name: value for name, value in vars(module).items() if name == "forward"}  # accelerate may have set one
+    """Replace the ``forward`` of ``module`` by ``compute`` inside the context. Calls still run the module's hooks."""
+    own = {name: value for name, value in vars(module).items() if name == "forward"}  # accelerate may set `forward`.
     module.forward = compute
     try:
         yield
@@ -209,7 +205,7 @@ def calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[None
 
 @contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Turn dropout off while the context lasts."""
+    """Put the model into evaluation mode (no dropout) inside the context, then restore the previous mode."""
     was_training = model.training
     model.eval()
     try:
@@ -219,5 +215,5 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def products_in_float32(model: Any) -> None:
-    """Compute the logits of the model and of its copies with a float32 product in the head."""
+    """Make the head of the model and of its copies compute logits by a float32 product (`cast_lm_head_to_fp32`)."""
     setattr(unwrap(model).get_output_embeddings(), FLOAT32_PRODUCTS, True)

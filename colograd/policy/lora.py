@@ -1,6 +1,6 @@
-"""LoRA policies (peft): the adapted layers, and the model inside the wrapper. The extension `lora` makes adapters.
+"""LoRA policies (peft): the layers with an adapter, and the model inside a PeftModel. Extension `lora` adds adapters.
 
-The base stays as in the checkpoint: nothing here or in `weights/` ever merges the adapter into the policy.
+The base model's weights stay as in the checkpoint, because the adapter is never merged into the policy.
 """
 
 from __future__ import annotations
@@ -16,42 +16,40 @@ import torch
 from ..runtime import registry
 from .packed_weights import packed_weight
 
-PREFIX = "base_model.model."  # prefix of every parameter name of a PeftModel
+PREFIX = "base_model.model."  # Prefix of every parameter name in a PeftModel.
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Adapter that a run trains instead of the model's weights."""
+    """The LoRA adapter that a run trains instead of the model's weights."""
 
-    name: str  # peft's name of the adapter, usually `default`
-    rank: int  # largest rank of its layers
-    targets: tuple[str, ...]  # last names of the adapted layers: q_proj, down_proj, ...
-    why_merged: str  # reason why vLLM can't serve it and gets merged weights instead; empty: vLLM can
+    name: str  # Name of the adapter in peft, usually `default`.
+    rank: int  # Largest rank of the adapter's layers.
+    targets: tuple[str, ...]  # Last parts of the names of layers with an adapter: q_proj, down_proj, ...
+    why_merged: str  # Reason why vLLM can't load the adapter and gets merged weights. Empty: vLLM loads the adapter.
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
-    """Layer y = W x + scaling * B A x (LoRA, arXiv 2106.09685).
+    """A layer with a LoRA adapter, y = W x + scaling * B A x (LoRA, arXiv 2106.09685). With DoRA (arXiv 2402.09353,
+    equation 5) each row of W + scaling * B A is scaled to a trained length. For a parameter of E experts, A has E times
+    as many rows and B has E times as many columns as for one expert."""
 
-    With DoRA (arXiv 2402.09353, equation 5) each row of W + scaling * B A is scaled to a trained length. For a
-    parameter of E experts, A has E times the rows and B has E times the columns.
-    """
-
-    name: str  # name in the model without adapters: model.layers.0.self_attn.q_proj, or ... .mlp.experts.down_proj
-    parameter: str  # adapted parameter: model.layers.0.self_attn.q_proj.weight; for experts equal to ``name``
-    module: Any  # peft's layer around the base's
-    lora_a: torch.Tensor  # A, (rank, in); for an embedding (rank, vocabulary)
-    lora_b: torch.Tensor  # B, (out, rank)
-    scaling: float  # alpha / rank, or alpha / sqrt(rank) with rank-stabilised LoRA
-    magnitude: torch.Tensor | None  # DoRA's row lengths, (out,); None without DoRA
+    name: str  # Name of the layer in the model without adapters, e.g. model.layers.0.self_attn.q_proj.
+    parameter: str  # Name of the parameter, e.g. model.layers.0.self_attn.q_proj.weight. For experts equal to `name`.
+    module: Any  # Layer of peft around the base model's layer.
+    lora_a: torch.Tensor  # Matrix A, (rank, in), or (rank, vocabulary) for an embedding.
+    lora_b: torch.Tensor  # Matrix B, (out, rank).
+    scaling: float  # Factor alpha / rank, or alpha / sqrt(rank) with rank-stabilised LoRA.
+    magnitude: torch.Tensor | None  # Row lengths of DoRA, (out,). None without DoRA.
     is_embedding: bool
-    experts: int = 0  # number of experts E; 0: an ordinary layer
+    experts: int = 0  # Number of experts E. 0 means a layer without experts.
 
     @classmethod
     def of(cls, name: str, module: Any, adapter: str) -> AdaptedLayer:
-        """Describe the layer that carries peft's ``adapter``; the tensors are the parameters themselves."""
+        """Make the `AdaptedLayer` of a peft layer with ``adapter``. Its tensors are the parameters, not copies."""
         parameter = f"{name}.weight"
-        if (own := getattr(module, "parameter_name", None)) is not None:  # peft nests such layers
+        if (own := getattr(module, "parameter_name", None)) is not None:  # peft nests its layers for fused experts.
             name = parameter = ".".join([*(part for part in name.split(".") if part != "base_layer"), own])
         scaling, magnitudes = float(module.scaling[adapter]), getattr(module, "lora_magnitude_vector", None) or {}
         magnitude = magnitudes[adapter].weight if adapter in magnitudes else None
@@ -64,7 +62,7 @@ class AdaptedLayer:
 
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
-        """Merge base and adapter into one matrix: a new float32 tensor in the base weight's layout."""
+        """Return the base weight plus the adapter's change as a new float32 tensor, in the base weight's layout."""
         if self.experts:
             base = self.module.get_param()
             a = self.lora_a.float().view(self.experts, -1, self.lora_a.shape[1])  # (E, rank, in)
@@ -75,7 +73,7 @@ class AdaptedLayer:
             return (delta if base.dim() == 3 else delta[0]).add_(base)
         packed = packed_weight(self.module.get_base_layer())
         base = self.module.get_base_layer().weight if packed is None else packed.values()
-        turned = self.is_embedding or getattr(self.module, "fan_in_fan_out", False)  # stored as (in, out)
+        turned = self.is_embedding or getattr(self.module, "fan_in_fan_out", False)  # Weight is stored as (in, out).
         delta = (self.lora_b.float() @ self.lora_a.float()).mul_(self.scaling)
         weight = delta.add_(base.t() if turned else base)
         if self.magnitude is not None:
@@ -84,20 +82,19 @@ class AdaptedLayer:
 
 
 def is_adapted(model: Any) -> bool:
-    """Return whether the model is a PeftModel."""
+    """Return whether ``model`` is a PeftModel (a model with an adapter of peft)."""
     return hasattr(type(model), "get_base_model")
 
 
 def unwrap(model: Any) -> Any:
-    """Return the transformers model inside a PeftModel, or any other model unchanged."""
+    """Return the transformers model inside a PeftModel. A model that isn't a PeftModel is returned unchanged."""
     return model.get_base_model() if is_adapted(model) else model
 
 
 def base_name(name: str) -> str | None:
-    """Return a parameter's name in the model without adapters; None for tensors that only the adapter has.
-
-    ``base_model.model.lm_head.base_layer.weight`` -> ``lm_head.weight``; also for the engine's wrapped layers.
-    """
+    """Convert a parameter's name in a PeftModel to its name in the model without adapters, e.g.
+    ``base_model.model.lm_head.base_layer.weight`` to ``lm_head.weight``. Return None for a tensor of the adapter. Names
+    of vLLM's LoRA layers are converted, too."""
     parts = name.removeprefix(PREFIX).split(".")
     if "modules_to_save" in parts or any(part.startswith("lora_") for part in parts):
         return None
@@ -105,7 +102,7 @@ def base_name(name: str) -> str | None:
 
 
 def adapted_layers(model: Any) -> list[AdaptedLayer]:
-    """Return the layers of a PeftModel that carry its active adapter, in the model's order."""
+    """Return the layers of a PeftModel that have the active adapter, in the order of the model's modules."""
     (adapter,) = model.active_adapters
     return [
         AdaptedLayer.of(name.removeprefix(PREFIX), module, adapter)
@@ -115,7 +112,8 @@ def adapted_layers(model: Any) -> list[AdaptedLayer]:
 
 
 def trained_copies(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name in the model without adapters, parameter) of modules that peft trains whole (``modules_to_save``)."""
+    """Yield (name in the model without adapters, parameter) for the parameters that peft trains completely, without
+    LoRA (``modules_to_save``)."""
     (adapter,) = model.active_adapters
     for name, parameter in model.named_parameters():
         head, found, tail = name.partition(f".modules_to_save.{adapter}.")
@@ -124,14 +122,15 @@ def trained_copies(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def wrap(model: Any, peft_config: Any, seed: int) -> Any:
-    """Make a PeftModel around ``model``, with a new adapter that is the same on every rank: seam ``wrap``."""
+    """Return a PeftModel around ``model`` with a new adapter. Equal seeds give equal adapters on all ranks."""
     registry.require("lora", "peft_config")
     (make,) = registry.hooks("wrap")
     return make(model, peft_config, seed)
 
 
 def adapter_folder(path: str) -> dict[str, Any] | None:
-    """Read the ``adapter_config.json`` of a folder that holds an adapter and no model; None for any other path."""
+    """Return the content of ``adapter_config.json`` in a folder that holds an adapter but no model. Return None for any
+    other path."""
     file = os.path.join(path, "adapter_config.json")
     if not os.path.isfile(file) or os.path.isfile(os.path.join(path, "config.json")):
         return None

@@ -1,18 +1,18 @@
-"""Attention of a packed row without copies of keys: several fused calls, merged by their log-sum-exps.
+"""Attention of a packed row without copies of keys: several calls of fused kernels, merged by their log-sum-exps.
 
-One call is each segment's causal attention to its own keys. Further calls are the attention to the keys of earlier
-segments, where nothing is masked. So all completions of a group read one copy of their prompt's keys. With outputs o_i
+The first call computes every segment's causal attention to its own keys. Further calls compute the unmasked attention
+to the keys of earlier segments. So all completions of a group read one copy of their prompt's keys. With outputs o_i
 and log-sum-exps l_i of the calls, the attention over all keys is
 
     whole = log(sum of exp(l_i))    out = sum of exp(l_i - whole) o_i
 
-A fused backward reads its forward's output and log-sum-exp only in two places (arXiv 2307.08691, algorithm 2):
-p = exp(score - l_i), and D, the sum of output times gradient. With ``whole`` and ``out`` in their place, it computes
-for its call's keys the gradients of the attention over all keys (as in ring attention, arXiv 2310.01889). No keys are
-copied, no scores are stored, and only the row's queries, keys, values, ``out`` and ``whole`` are saved.
+A fused backward uses its forward's output and log-sum-exp only for p = exp(score - l_i) and for D, the sum of output
+times gradient (arXiv 2307.08691, algorithm 2). If ``whole`` and ``out`` replace l_i and o_i there, the backward of a
+call computes the gradients of the attention over all keys, for the keys of this call (as in ring attention, arXiv
+2310.01889). No scores are stored. The row's queries, keys, values, ``out`` and ``whole`` are saved for the backward.
 
-A sink is the logit of a further key of value 0: one more term of ``whole``. Its gradient is a key's gradient with
-dP = 0.
+A sink is the logit of an additional key of value 0. It adds one term to the sum in ``whole``. The sink's gradient is
+that of a key with dP = 0.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from ..batch import SegmentLayout
 from . import cpu_attention
 from .sending import to_device_async
 
-Places: TypeAlias = slice | torch.Tensor | None  # tokens of a row; None: all tokens
+Places: TypeAlias = slice | torch.Tensor | None  # Indices of tokens in a row. None means all tokens.
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call of a fused kernel with some of a row's queries and some of its keys."""
+    """Arguments of one call of a fused attention kernel, with some of a packed row's queries and keys."""
 
     queries: Places
     keys: Places
-    causal: bool  # whether attention is causal, the last query at the last key; else a query sees its sequence's keys
-    window: int | None = None  # number of keys that a query sees, with its own
-    # For a kernel that takes many sequences: starts of their queries and starts of their keys, each with the end
-    # (N + 1,). Then the largest numbers of queries and of keys in a sequence.
+    causal: bool  # Whether attention is causal, with the last query at the last key. False: nothing is masked.
+    window: int | None = None  # Number of keys that a query attends to, including the key at its position.
+    # `sequences`, for a kernel of many sequences (flash): start indices of the sequences' queries and of their keys,
+    # (N + 1,) each, with the end as last entry; then the maximum numbers of queries and of keys in a sequence.
     sequences: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
-    lengths: tuple[int, ...] = ()  # for a kernel that takes one sequence: tokens of each; empty: one sequence
+    lengths: tuple[int, ...] = ()  # `lengths`, for CPU kernels: tokens of each sequence. Empty means one sequence.
 
 
 class MergedAttention(torch.autograd.Function):
-    """Attention of one row over the keys of all its calls.
+    """Autograd function for the attention of one packed row, merged from several kernel calls.
 
     Args:
-        query: (T, heads, D); key, value: (T, key-value heads, D).
-        sinks: (heads,) logits of a key of value 0 that every token attends to; None: no sinks.
-        calls: kernel calls; the first one has every query once.
-        scale: factor of the scores.
+        query: (T, heads, D). Keys and values: (T, key-value heads, D).
+        sinks: (heads,) logits of an additional key of value 0 that every token attends to. None means no sinks.
+        calls: kernel calls. The first call must have every query exactly once.
+        scale: factor of the scores (query x key).
 
     Returns:
-        (T, heads, D).
+        The attention's output, (T, heads, D).
     """
 
     @staticmethod
@@ -104,7 +104,8 @@ def _taken(call: Call, *row: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _merge(
     out: torch.Tensor, whole: torch.Tensor, places: slice | torch.Tensor, found: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """Merge a call's output (Q, heads, D) and log-sum-exp (Q, heads) into the row's, in float32."""
+    """Merge a call's output ``found`` (Q, heads, D) and log-sum-exp ``lse`` (Q, heads) into the row's ``out`` and
+    ``whole``, in place. The merge is computed in float32."""
     before = _at(whole, places)
     together = torch.logaddexp(before, lse)
     merged = found * (lse - together).exp_().unsqueeze(-1)
@@ -117,7 +118,7 @@ def _merge(
 
 
 def _sum(total: torch.Tensor | None, like: torch.Tensor, places: Places, found: torch.Tensor) -> torch.Tensor:
-    """Add a call's gradient to the gradient of the row's queries, keys or values."""
+    """Add one call's gradient ``found`` to ``total``, the gradient of all queries, keys or values of the row."""
     if places is None:
         assert total is None
         return found
@@ -128,11 +129,12 @@ def _sum(total: torch.Tensor | None, like: torch.Tensor, places: Places, found: 
     return total
 
 
-# -- the kernels, on (tokens, heads, D)
+# -- Calls of the fused kernels. Tensors are (tokens, heads, D).
 
 
 def _attend(call: Call, inputs: tuple[torch.Tensor, ...], scale: float) -> tuple[torch.Tensor, ...]:
-    """Compute the output (Q, heads, D) and the log-sum-exp (Q, heads) float32 of a call's queries, keys and values."""
+    """Run a call's kernel on its queries, keys and values. Return the output (Q, heads, D) and the log-sum-exp of the
+    scores (Q, heads), float32."""
     if call.sequences is None:
         each = _one_by_one(call, *inputs)
         return _joined(cpu_attention.attend(q, k, v, call.causal, scale) for q, k, v in each)
@@ -144,56 +146,51 @@ def _attend(call: Call, inputs: tuple[torch.Tensor, ...], scale: float) -> tuple
 def _gradients(
     call: Call, inputs: tuple[torch.Tensor, ...], rows: tuple[torch.Tensor, ...], scale: float
 ) -> tuple[torch.Tensor, ...]:
-    """Compute the gradients of a call's ``inputs`` (queries, keys, values).
-
-    ``rows`` are the output's gradient, the output and the log-sum-exp of the call's queries.
-    """
+    """Run the backward of a call's kernel. Return the gradients of its ``inputs`` (queries, keys, values). ``rows`` has
+    three tensors for the call's queries: the output's gradient, the output, and the log-sum-exp."""
     if call.sequences is None:
         each = _one_by_one(call, rows[0], *inputs, *rows[1:])
         return _joined(cpu_attention.gradients(of[0], of[1:4], of[4:], call.causal, scale) for of in each)
     (gradient, out, whole), (causal, window) = rows, _window(call)
     row, none = (gradient, *inputs, out, whole.t().contiguous()), out.new_zeros(2, dtype=torch.uint64)
-    options = 0.0, causal, none, none  # no dropout, and so no seed and no offset
+    options = 0.0, causal, none, none  # Kernel arguments: dropout 0, causal flag, two unused tensors.
     return tuple(kernels()[1](*row, *call.sequences, *options, scale=scale, **window))
 
 
 def _one_by_one(call: Call, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Split tensors (tokens, heads, ...) into (1, heads, tokens, ...) of each sequence."""
+    """Split tensors (tokens, heads, ...) of several sequences. Yield (1, heads, tokens, ...) for each sequence."""
     whole = [x.transpose(0, 1)[None] for x in tensors]
     return zip(*(x.split(call.lengths or x.shape[2], dim=2) for x in whole), strict=True)
 
 
 def _joined(parts: Iterable[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-    """Concatenate the sequences' tensors (1, heads, tokens, ...) to (tokens, heads, ...)."""
+    """Concatenate tensors (1, heads, tokens, ...) of several sequences to tensors (tokens, heads, ...)."""
     alike = ([x[0].transpose(0, 1) for x in each] for each in zip(*parts, strict=True))
     return tuple(torch.cat(each) if len(each) > 1 else each[0] for each in alike)
 
 
 def _window(call: Call) -> tuple[bool, dict[str, int]]:
-    """Return the kernel's causal flag, and the numbers of keys that a query sees before and after its own; -1: all."""
+    """Return the flash kernel's causal flag, and its window: how many keys before and after its position a query
+    attends to. -1 means all keys."""
     left = -1 if call.window is None else call.window - 1
     sizes = {"window_size_left": left, "window_size_right": 0 if call.causal else -1}
-    return call.causal and call.window is None, sizes  # the sizes of a window express causality
+    return call.causal and call.window is None, sizes  # With a window, `window_size_right` 0 hides later keys.
 
 
 def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return torch's flash attention, forward and backward, for sequences of any lengths and for grouped heads.
-
-    `torch.nn.attention.varlen` isn't used. Since torch 2.14 it calls cuDNN on some GPUs, and cuDNN's backward isn't
-    known to accept another call's output.
-    """
+    """Return torch's flash attention, forward and backward, for sequences of different lengths and grouped heads.
+    `torch.nn.attention.varlen` isn't used, because since torch 2.14 it calls cuDNN on some GPUs. It isn't known whether
+    cuDNN's backward accepts an output and log-sum-exp that its forward didn't compute."""
     return torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 
 
-# -- the calls of a layout
+# -- The calls that a `SegmentLayout` needs
 
 
 def blocks(layout: SegmentLayout) -> list[list[Call]]:
-    """Return calls by depth: depth d has the keys of the d-th earlier segment that each segment attends to.
-
-    A call has the queries of neighbouring segments that attend to the same one. Prompts and their completions have one
-    depth with a call per prompt.
-    """
+    """Return the calls for attention to earlier segments, as a list per depth d. At depth d, each segment attends to
+    the d-th of its earlier segments. Neighbouring segments that attend to one earlier segment share a call. For prompts
+    and completions there is one depth, with a call per prompt."""
     calls = []
     for depth in range(max(map(len, layout.attends_to), default=0)):
         names = [seen[depth] if depth < len(seen) else None for seen in layout.attends_to]
@@ -211,17 +208,17 @@ def _tokens(layout: SegmentLayout, *segments: int) -> slice:
 
 @functools.lru_cache(maxsize=16)
 def calls_one_by_one(layout: SegmentLayout) -> tuple[Call, ...]:
-    """Return a call for the segments' own keys and one per block, for a kernel that takes one sequence at a time."""
+    """Return the calls for a kernel that takes one sequence at a time (CPU): a call for all segments' attention to
+    their own keys, then a call per earlier segment that others attend to (`blocks`)."""
     return Call(None, None, True, lengths=layout.lengths), *itertools.chain(*blocks(layout))
 
 
 @functools.lru_cache(maxsize=16)
 def calls_at_once(layout: SegmentLayout, window: int | None, device: torch.device) -> tuple[Call, ...]:
-    """Return a call for all segments' own keys and one call per depth, for a kernel that takes many sequences.
-
-    With a ``window`` there is one call, because a query's place decides how much of an earlier segment it sees. Each
-    segment has a copy of the earlier keys that its first query sees.
-    """
+    """Return the calls for a kernel that takes many sequences (flash): a call for all segments' attention to their own
+    keys, then a call per depth of `blocks`. With a ``window`` there is a single call, because the query's position
+    decides how many keys of an earlier segment are in the window. Each segment then gets a copy of the earlier keys in
+    the window of its first query."""
     own = [_tokens(layout, segment) for segment in range(len(layout.lengths))]
     if window is None:
         calls = [Call(None, None, True, None, _sequences(own, own))]

@@ -1,4 +1,4 @@
-"""Parameters of a model without their values: on the meta device, from the model's configuration."""
+"""Outlines: models on the meta device, made from a configuration, with parameters that have shapes but no values."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..runtime.hub import check_model_name
 from .lora import adapter_folder, wrap
 from .towers import has_tower
 
-LARGE = 1.0  # billions of parameters; a CPU trains larger models at few tokens per second
+LARGE = 1.0  # Billions of parameters. A CPU trains larger models at only a few tokens per second.
 
 
 def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revision: str | None = None) -> Any:
-    """Make the model at ``path`` (a folder or a Hub id) on the meta device. Only its config.json is read."""
+    """Make the model at ``path`` (a folder or a Hub id) on the meta device, without values, from its config.json."""
     check_model_name(path, revision=revision)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
@@ -30,13 +30,13 @@ def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revi
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{path!r} has no configuration of a causal language model ({reason}) Give a folder with its config.json, "
-            "or a Hub id."
+            f"{path!r} has no configuration of a causal language model ({reason}) Give a folder with a config.json, or "
+            "a Hub id."
         ) from None
 
 
 def note_on_cpu(model: Any, config: GRPOConfig) -> str:
-    """Return a warning that a model named by the user is large and will train on the CPU; empty: no warning."""
+    """Return a warning if there is no GPU and the model that the user named has over 10^9 parameters, else ""."""
     if torch.accelerator.is_available() or not isinstance(model, str | os.PathLike):
         return ""
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ def note_on_cpu(model: Any, config: GRPOConfig) -> str:
     trust = given.get("trust_remote_code", config.trust_remote_code)
     try:
         found = outline(path, torch.bfloat16, trust, given.get("revision"))
-    except Exception:  # a model's own code may raise anything; loading will report the error
+    except Exception:  # Code from a model's folder may raise anything. Loading the model will report the error.
         return ""
     billions = sum(parameter.numel() for parameter in found.parameters()) / 1e9
     if billions < LARGE:
@@ -57,18 +57,16 @@ def note_on_cpu(model: Any, config: GRPOConfig) -> str:
 
 
 def with_adapter(model: Any, rank: int) -> Any:
-    """Add a LoRA of ``rank`` to all linear layers of an outline except the head."""
+    """Add a LoRA adapter of ``rank`` to all linear layers, except the head, of a model on the meta device."""
     import peft
 
     with torch.device("meta"), warnings.catch_warnings():
-        # peft adds rank patterns for fused experts, then warns that they match no linear layer.
+        # peft adds rank patterns for fused experts, then warns that these patterns match no linear layer.
         warnings.filterwarnings("ignore", ".*_pattern keys did not match")
         return wrap(model, peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"), seed=0)
 
 
 def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
-    """Map each weight that loading would quantise with ``settings`` to its packed bytes; empty without settings.
-
-    ``model`` is an `outline`. An extension does the work, at the seam ``to_pack``.
-    """
+    """Return the weights of an `outline` that loading with the quantisation ``settings`` would quantise, each with its
+    number of bytes after quantisation. Return an empty dict without settings. Extension `quantized` does this."""
     return registry.hooks("to_pack")[0](model, settings) if settings else {}

@@ -1,4 +1,4 @@
-"""Weights that a layer stores packed, such as quantised ones. An extension finds them."""
+"""Access to weights that a layer stores in a packed form, such as quantised weights. Extensions find such weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..runtime import registry
 
 
 class PackedWeight(Protocol):
-    """Stored weight of a layer: W of y = x W^T + b, (out, in)."""
+    """The packed (e.g. quantised) weight of a linear layer: the matrix W (out, in) in y = x W^T + b."""
 
     layer: Any
 
@@ -19,25 +19,23 @@ class PackedWeight(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed values and their scales."""
+        """Number of bytes of the packed values and their quantisation scales."""
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute x W^T, (..., out), as the layer does."""
+        """Compute x W^T, (..., out), by the layer's method, without its bias."""
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Unpack into the matrix for products: a new tensor (out, in), rounded to ``dtype`` at the end."""
+        """Return the unpacked (dequantised) matrix W, a new tensor (out, in), finally converted to ``dtype``."""
 
 
 def packed_weight(module: Any) -> PackedWeight | None:
-    """Return a layer's packed weight; None for other modules.
-
-    Extensions offer functions of a module at the seam "packed_weight".
-    """
+    """Return the packed (e.g. quantised) weight of a layer, or None for a module without a packed weight. An extension
+    lists a function (module) -> `PackedWeight` or None under "packed_weight" in its `HOOKS`."""
     found = (find(module) for find in registry.hooks("packed_weight"))
     return next((packed for packed in found if packed is not None), None)
 
 
 def packed_weights(model: torch.nn.Module) -> dict[str, PackedWeight]:
-    """Return a model's packed weights by parameter name."""
+    """Return all packed (e.g. quantised) weights of a model, by the name of the parameter."""
     found = ((f"{name}.weight" if name else "weight", packed_weight(module)) for name, module in model.named_modules())
     return {name: packed for name, packed in found if packed is not None}

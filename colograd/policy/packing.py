@@ -1,8 +1,8 @@
-"""Groups -> rows -> micro-batches of a token budget. The only place where labels are shifted against logit_positions.
+"""Pack groups into rows of at most a token budget, and convert rows to `MicroBatch`es. Only this file shifts labels.
 
-A group is packed as [prompt][completion 1] ... [completion G]: the prompt goes through the model once, and each
-completion attends to the prompt and itself. A row holds as many groups as the budget allows; nothing is padded. A
-completion that is a tree (`batch.Branch`) has a segment per branch, which attends to the branches that lead to it.
+A group is packed as [prompt][completion 1] ... [completion G]. The prompt goes through the model once, and a completion
+attends to the prompt and to its own tokens. A row holds as many groups as the budget allows, without padding. A
+completion that is a tree (`batch.Branch`) has one segment per branch; a branch attends to its parents and the prompt.
 """
 
 from __future__ import annotations
@@ -31,52 +31,52 @@ from ..parallel.ranks import gather, on_all_ranks
 from ..riders import Media
 from .sending import to_device_async
 
-NOBODY = -1  # prompt position of dummies, which belong to no prompt
+NOBODY = -1  # Prompt position of dummy completions, which fill rows and belong to no prompt.
 
 
 @dataclass(frozen=True, slots=True)
 class PackingRules:
-    """Rules that turn a run's groups into micro-batches."""
+    """A run's settings for packing groups into micro-batches."""
 
-    max_tokens: int  # token budget of a micro-batch
-    mask_truncated: bool
-    skip_without_signal: bool  # whether groups that would get no gradient are left out
-    share_prompts: bool  # whether a row has one prompt per group; False: rows are padded later, see `padded`
-    balance_ranks: bool  # whether groups move between ranks of unequal cost, see `balance`
-    equal_counts: bool  # whether each rank has the same number of micro-batches, because ranks step together
-    pair_cost: float  # cost of one query-key pair, in tokens, see `balance.pair_cost`
+    max_tokens: int  # Token budget of a micro-batch.
+    mask_truncated: bool  # Whether truncated completions are left out of the loss.
+    skip_without_signal: bool  # Whether groups with only zero advantages are left out.
+    share_prompts: bool  # Whether a group's completions share one copy of the prompt. False: rows will be padded.
+    balance_ranks: bool  # Whether groups move between ranks to balance the ranks' cost.
+    equal_counts: bool  # Whether all ranks need equal numbers of micro-batches, because they run forwards in step.
+    pair_cost: float  # Cost of one query-key pair of attention, as a number of tokens.
     device: torch.device
-    ranks_per_engine: int = 1  # number of ranks that share out the groups of their engine
-    ranks_per_row: int = 1  # number of ranks that train each row together, see `RankLayout`
+    ranks_per_engine: int = 1  # Number of ranks that run one engine and divide its groups among themselves.
+    ranks_per_row: int = 1  # Number of ranks that train every row together (tensor or sequence parallel).
 
 
 def has_signal(group: ScoredGroup) -> bool:
-    """Return whether any completion of the group would get a gradient."""
+    """Return whether any advantage of the group differs from 0, so that the group has a policy gradient."""
     return bool((group.advantages != 0).any())
 
 
 def loss_tokens(rollout: Rollout, mask_truncated: bool) -> torch.Tensor:
-    """Return [C] bool, True for the tokens of a completion that count in the loss."""
+    """Return a mask [C] bool, True for the tokens of a completion that count in the loss. Tokens of tools don't count,
+    and with ``mask_truncated`` no token of a truncated completion counts."""
     if mask_truncated and rollout.finish_reason.is_truncated:
         return torch.zeros_like(rollout.sampled)
     return rollout.sampled
 
 
 def pack_step(groups: Sequence[ScoredGroup], rules: PackingRules) -> tuple[PackedRow, ...]:
-    """Pack one step's rows on this rank. A collective; with ``equal_counts`` ranks with fewer rows add dummies."""
+    """Pack one optimizer step's groups into rows on this rank. A collective. With ``rules.equal_counts`` a rank with
+    fewer rows than other ranks appends dummy rows without a gradient."""
     with on_all_ranks("packing"):
         rows = plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
-    if rules.equal_counts:  # each rank of a row needs a token, or its experts would get no gradient
+    if rules.equal_counts:  # A dummy row has a token per rank, for gradients of experts.
         filler = dummy(rules.device, ((1, (max(1, rules.ranks_per_row - 1),)),))
         rows += (filler,) * (max(gather(len(rows))) - len(rows))
     return rows
 
 
 def dummy(device: torch.device, groups: Sequence[tuple[int, Sequence[int]]] = ((1, (1,)),)) -> PackedRow:
-    """Make a row of token 0 that has zero gradients and counts in no metric, because no token is in the loss.
-
-    ``groups`` has the number of tokens of each prompt and of its completions.
-    """
+    """Make a row of token 0 that counts in no metric and has zero gradients, because no token is in the loss. For each
+    group, ``groups`` has (number of prompt tokens, numbers of tokens of the completions)."""
     parts = []
     for prompt, completions in groups:
         dummy_prompt = ModelInput((0,) * prompt)
@@ -101,18 +101,18 @@ def is_dummy(row: PackedRow) -> bool:
 
 
 class PackedSequence(NamedTuple):
-    """Completion in a packed row."""
+    """One completion of a packed row, with its prompt and the range of its entries in the row's [N] tensors."""
 
     rollout: RolloutId
-    prompt_ids: torch.Tensor  # [P]
-    completion_ids: torch.Tensor  # [C]
-    place: slice  # place in the row's [N] tensors
-    images: tuple[Any, ...] = ()  # media of the prompt, with places in it
-    answers: tuple[Any, ...] = ()  # media of the completion, with places in it
+    prompt_ids: torch.Tensor  # Token ids of the prompt, [P].
+    completion_ids: torch.Tensor  # Token ids of the completion, [C].
+    place: slice  # Range of the completion's entries in the row's [N] tensors.
+    images: tuple[Any, ...] = ()  # Images of the prompt. Their token positions count from the prompt's start.
+    answers: tuple[Any, ...] = ()  # Images in tools' answers. Their token positions count from the completion's start.
 
 
 def sequences(row: MicroBatch) -> list[PackedSequence]:
-    """Return the completions of a row without trees."""
+    """Return the completions of a row, each with its prompt. No completion of the row may be a tree."""
     segments, found, at = row.input_ids[0].split(row.layout.lengths), list[PackedSequence](), 0
     ids, media = iter(row.rollouts), row.media or {}
     for index, (completion, context) in enumerate(zip(segments, row.layout.attends_to, strict=True)):
@@ -124,7 +124,7 @@ def sequences(row: MicroBatch) -> list[PackedSequence]:
 
 
 def places(row: PackedRow) -> list[tuple[RolloutId, slice]]:
-    """Return the completions of a row, each with its place in the row's [N] tensors."""
+    """Return the identity of every completion in a row, with the range of its entries in the row's [N] tensors."""
     lengths = [len(rollout.completion_ids) for part in row.parts for rollout in part.rollouts]
     ends = itertools.accumulate(lengths)
     return [(identity, slice(end - n, end)) for identity, n, end in zip(row.rollouts, lengths, ends, strict=True)]
@@ -133,18 +133,17 @@ def places(row: PackedRow) -> list[tuple[RolloutId, slice]]:
 def pack(
     groups: Sequence[ScoredGroup], budget: int, mask_truncated: bool, device: torch.device, share_prompts: bool = True
 ) -> tuple[MicroBatch, ...]:
-    """Pack groups into micro-batches, all at once; see `plan_rows`."""
+    """Pack groups into rows by `plan_rows` (see there for the arguments), and make the micro-batches of all rows."""
     return tuple(collate(row) for row in plan_rows(groups, budget, mask_truncated, device, share_prompts))
 
 
 def plan_rows(
     groups: Sequence[ScoredGroup], budget: int, mask_truncated: bool, device: torch.device, share_prompts: bool = True
 ) -> tuple[PackedRow, ...]:
-    """Pack groups into rows of at most ``budget`` tokens, first-fit decreasing.
-
-    A group over the budget is split by completions, and each part repeats the prompt. A single sequence over the budget
-    has a row of its own. Without ``share_prompts`` each completion has its prompt, and padding counts (`padded`).
-    """
+    """Pack groups into rows of at most ``budget`` tokens, by first-fit decreasing. A group larger than the budget is
+    split between completions, and every piece repeats the prompt. A single sequence larger than the budget gets a row
+    without others. Without ``share_prompts`` every completion has a copy of its prompt, and a row is budgeted at its
+    padded size."""
     parts: list[PackedGroup] = []
     for scored in groups:
         rollouts, advantages, position = scored.group.rollouts, advantages_of(scored), scored.group.position
@@ -160,7 +159,7 @@ def plan_rows(
         parts += [PackedGroup(ids[cut], rollouts[cut], advantages[cut], scored.group.example) for cut in cuts]
     rows: list[list[PackedGroup]] = []
     room: list[int] = []
-    widths: list[int] = []  # tokens of each row's longest part
+    widths: list[int] = []  # Number of tokens of the longest `PackedGroup` in each row, the width if rows are padded.
     for size, part in sorted(((part.num_tokens, part) for part in parts), key=lambda sized: -sized[0]):
         for index, free in enumerate(room):
             needs = size if share_prompts else widths[index]
@@ -176,7 +175,8 @@ def plan_rows(
 
 
 def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
-    """Return the group's advantages as one tensor per completion: shape (), or [C] if each token has its own."""
+    """Return a group's advantages as a tuple with one tensor per completion: of shape () if all tokens share one
+    advantage, else [C]."""
     rollouts = group.group.rollouts
     if group.advantages.shape == (len(rollouts),):
         return tuple(group.advantages)
@@ -184,26 +184,24 @@ def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
 
 
 class _End(NamedTuple):
-    """End of a segment, where later segments continue."""
+    """End of a segment (a prompt or branch) of a row, where a following segment can continue."""
 
-    path: tuple[int, ...]  # indices of the segments up to and including this one
-    tokens: int  # number of tokens in the path
-    place: int  # index in the row of the segment's last token
+    path: tuple[int, ...]  # Indices of the segments from the prompt's first segment up to this segment.
+    tokens: int  # Number of tokens in the segments of `path`.
+    place: int  # Index in the row of this segment's last token.
 
 
 def collate(row: PackedRow) -> MicroBatch:
-    """Lay out the row's tokens one after the other on its device.
-
-    Token t of a completion is predicted at the place before it: the prompt's last token, or token t-1. In a tree the
-    first token of a branch is predicted at the last token of the branch that it continues.
-    """
+    """Make the `MicroBatch` of a row: all tokens one after the other, in tensors on the row's device. Token t of a
+    completion is predicted at token t-1, and token 0 at the prompt's last token. In a tree the first token of a branch
+    is predicted at the last token of its parent branch."""
     segments: list[torch.Tensor] = []
     position_ids: list[torch.Tensor] = []
     attends_to: list[tuple[int, ...]] = []
     media: dict[int, tuple[Media, ...]] = {}
     logit_positions: list[torch.Tensor] = []
     labels: list[torch.Tensor] = []
-    at = 0  # number of tokens so far
+    at = 0  # Number of the row's tokens laid out so far.
 
     def add(ids: torch.Tensor, before: _End) -> _End:
         nonlocal at
@@ -217,9 +215,9 @@ def collate(row: PackedRow) -> MicroBatch:
         prompt = part.rollouts[0].input
         if prompt.media is not None:
             media[len(segments)] = (prompt.media,)
-        # The prompt is cut at the inner places where a branch of these rollouts begins.
+        # A prompt is split into segments where a branch begins after only a part of the prompt.
         cuts = {branch.prompt for r in part.rollouts for branch in r.branches if branch.after is None}
-        ends = {0: _End((), 0, at)}  # by number of tokens; this place is arbitrary, as first tokens aren't predicted
+        ends = {0: _End((), 0, at)}  # `ends`: number of prompt tokens -> `_End` after this prefix of the prompt.
         for first, last in itertools.pairwise((0, *sorted(cuts - {0, len(prompt)}), len(prompt))):
             ends[last] = add(torch.tensor(prompt.ids[first:last]), ends[first])
         for rollout in part.rollouts:

@@ -1,7 +1,7 @@
-"""Run a packed row as padded rows, one per sequence, and put the hidden states back into the packed order.
+"""Run a model on a packed row as padded rows, one per sequence, and return the hidden states in the packed row's order.
 
-This serves models that mix tokens without transformers' attention interface (state-space layers, convolutions, custom
-code). Padding is on the right, where a causal model doesn't look. A prompt goes through once per completion.
+Models that mix tokens outside transformers' attention interface (state-space layers, convolutions, custom code) need
+padded rows. Padding is on the right, where a causal model doesn't attend. Every completion has a copy of its prompt.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from .sending import to_device_async
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """Sequences of a packed row, padded on the right: one for each segment that no other segment attends to.
+    """Indices that map a packed row to padded rows: one padded row per sequence (a completion with its prompt).
 
-    Example: the prompt p p p with completions a a and b b b b (see `SegmentLayout`):
+    Example: the prompt p p p with the completions a a and b b b b has B = 2 padded rows of L = 7 tokens:
 
         tokens = 0 1 2 3 4 0 0    lengths = 5    places = 0 1 2 3 4 10 11 12 13
                  0 1 2 5 6 7 8              7
     """
 
-    tokens: torch.Tensor  # (B, L) int64, index of each token in the packed row; 0 for padding
-    lengths: torch.Tensor  # (B,) int64, tokens of each sequence
-    places: torch.Tensor  # (T,) int64, first index of each packed token in the flattened (B * L)
-    chains: tuple[tuple[int, ...], ...] = ()  # [B] segments of each sequence
+    tokens: torch.Tensor  # Index in the packed row of each padded token, (B, L) int64. Padding has 0.
+    lengths: torch.Tensor  # Number of tokens of each sequence, (B,) int64.
+    places: torch.Tensor  # Index in the flattened padded rows (B * L) of each packed token, (T,) int64: its first copy.
+    chains: tuple[tuple[int, ...], ...] = ()  # Indices of the segments of each sequence, [B].
 
 
 def rows_of(layout: SegmentLayout) -> PaddedRows:
-    """Lay out a layout's sequences as padded rows."""
+    """Return the padded rows of a packed row's `SegmentLayout`: a row for each segment that no other attends to."""
     starts = layout.starts
     ends = set(range(len(layout.lengths))) - {s for seen in layout.attends_to for s in seen}
     chains = [(*layout.attends_to[end], end) for end in sorted(ends)]
@@ -51,13 +51,13 @@ def rows_of(layout: SegmentLayout) -> PaddedRows:
 
 @dataclass(frozen=True, slots=True)
 class PaddedInputs:
-    """A packed row's sequences as padded rows on the device."""
+    """Padded rows of a packed row as tensors on the device: B sequences of at most L tokens."""
 
     rows: PaddedRows
-    tokens: torch.Tensor  # (B, L) int64, see `PaddedRows`
-    mask: torch.Tensor  # (B, L) bool, False for padding
-    places: torch.Tensor  # (T,) int64, see `PaddedRows`
-    ids: torch.Tensor  # (B, L) int64; padding is token 0, which nothing attends to
+    tokens: torch.Tensor  # Copy of `PaddedRows.tokens`, (B, L) int64.
+    mask: torch.Tensor  # Attention mask, (B, L) bool, False for padding.
+    places: torch.Tensor  # Copy of `PaddedRows.places`, (T,) int64.
+    ids: torch.Tensor  # Token ids, (B, L) int64. Padding has id 0.
 
     @classmethod
     def of(cls, batch: MicroBatch) -> PaddedInputs:
@@ -67,12 +67,12 @@ class PaddedInputs:
         return cls(rows, tokens, mask, to_device_async(rows.places, device), batch.input_ids[0][tokens] * mask)
 
     def of_tokens(self, values: torch.Tensor, padding: float) -> torch.Tensor:
-        """Lay out values (T, ...) of the row's tokens, (B * L, ...)."""
+        """Convert values (T, ...) of a packed row's tokens to padded order, (B * L, ...), filled with ``padding``."""
         mask = self.mask.view(*self.mask.shape, *[1] * (values.dim() - 1))
         return values[self.tokens].masked_fill(~mask, padding).flatten(0, 1)
 
     def packed(self, states: torch.Tensor) -> torch.Tensor:
-        """Put states (B, L, hidden) into the packed row's order, (1, T, hidden)."""
+        """Convert hidden states (B, L, hidden) of padded rows to the packed row's order, (1, T, hidden)."""
         return states.flatten(0, 1).index_select(0, self.places)[None]
 
 
@@ -82,9 +82,10 @@ def hidden_states(
     """Compute a model's last hidden states on padded rows, and return them in the packed row's order, (1, T, hidden).
 
     Args:
-        more: further keyword arguments of ``body``.
-        of_layers: outputs of ``body`` per layer, by name, e.g. router logits. Each list is filled with one tensor
-            (T, ...) per layer. The tokens of a prompt have their values from the row of its first completion.
+        body: the model without its head.
+        more: additional keyword arguments of ``body``.
+        of_layers: names of outputs of ``body`` that exist per layer, e.g. router logits, each with an empty list. The
+            list is filled with a tensor (T, ...) per layer. A prompt's values come from its first completion's row.
     """
     rows = PaddedInputs.of(batch)
     inputs: dict[str, Any] = {

@@ -1,7 +1,8 @@
-"""Prove on a few tokens whether a model can take packed rows, or only padded ones.
+"""Check on a few tokens whether a model computes right log-probabilities on packed rows, or only on padded rows.
 
-An architecture may mix tokens outside the attention interface, ignore the interface's options (windows, biases), or
-change its logits in an unknown way. A comparison with its own logits of each sequence shows this.
+An architecture may mix tokens outside transformers' attention interface, ignore options of the interface (windows,
+biases), or change its logits in an unknown way. The check compares the log-probabilities of packed rows with
+log-probabilities from the logits that transformers computes for each sequence.
 """
 
 from __future__ import annotations
@@ -26,34 +27,35 @@ from .lora import unwrap
 from .packing import PackedSequence, pack, sequences
 
 PACKABLE = {"full_attention", "sliding_attention"}
-# Largest mean difference of log-probabilities in nats: far above rounding errors, far below the effect of another
-# context.
+# Largest allowed mean difference of log-probabilities in nats. Rounding errors are far smaller, and the effect of a
+# wrong context is far larger.
 TOLERANCE = {torch.float32: 1e-3}
 TOLERANCE_16_BIT = 0.1
 
 
 class RowSupport(NamedTuple):
-    """Packed rows for layers that mix tokens without attention. An extension offers it at the seam "rows"."""
+    """An extension's support of packed rows for layers that mix tokens without attention, such as state-space layers.
+    The extension lists a `RowSupport` under "rows" in its `HOOKS`."""
 
-    layer_types: Callable[[Any], frozenset[str]]  # types of a model's layers that it covers; empty: none
-    prepare: Callable[[Any], None]  # lets the model's layers take packed rows
+    layer_types: Callable[[Any], frozenset[str]]  # Maps a model to the supported types among its layers, maybe none.
+    prepare: Callable[[Any], None]  # Changes a model's layers so that they take packed rows.
 
 
 def choose_rows(model: Any, device: torch.device | None = None, why: str = "", asked: Sequence[ModelInput] = ()) -> str:
-    """Set the model's attention for packed rows if it computes them rightly, or else its own for padded rows.
+    """Choose packed or padded rows for a model by a check, and set the model's attention implementation accordingly.
 
-    The proof runs the device's real kernels, with autocast and compilation if they are on.
+    The check runs the kernels of ``device``, with autocast and compilation if they are on.
 
     Args:
-        device: device that computes; default: the model's.
-        why: reason to pad rows without a proof of packed ones; empty: no reason.
-        asked: prompts with images, for the proof in addition to made-up ones.
+        device: device that computes. None means the model's device.
+        why: known reason to pad rows; then packed rows aren't checked. Empty means that there is no known reason.
+        asked: prompts with images. They are checked in addition to made-up token ids.
 
     Returns:
-        Reason why rows are padded; empty if they are packed.
+        The reason why rows must be padded. Empty means that rows are packed.
 
     Raises:
-        ValueError: padded rows don't give the model's own probabilities either.
+        ValueError: on padded rows, too, log-probabilities differ from the model's.
     """
     device, model = device or model.device, unwrap(model)
     own, name = _own_attention(model), type(model).__name__
@@ -84,13 +86,13 @@ def choose_rows(model: Any, device: torch.device | None = None, why: str = "", a
             fault = str(refusal).splitlines()[0]
     if fault:
         raise ValueError(
-            f"{name} can't be trained ({fault}): choose another architecture, such as Llama, Qwen, Gemma or SmolLM."
+            f"{name} can't be trained ({fault}): choose a different model, such as Llama, Qwen, Gemma or SmolLM."
         )
     return why
 
 
 def obstacle(model: Any) -> str:
-    """Return why the architecture can't take packed rows, from its configuration alone; empty: it may."""
+    """Return the reason in a model's class and configuration why it can't take packed rows. Empty: it may take them."""
     config = model.config.get_text_config()
     covered = frozenset[str]().union(*(support.layer_types(model) for support in registry.hooks("rows")))
     if not (covered or getattr(model, "_supports_attention_backend", False)):
@@ -102,10 +104,9 @@ def obstacle(model: Any) -> str:
 
 
 def expect_rows(model: Any, why: str = "") -> str:
-    """Set the model's attention for the rows that its configuration suggests: padded ones if there is a reason ``why``.
-
-    `choose_rows` proves them later, on the device that trains. Returns the reason to pad rows; empty: they are packed.
-    """
+    """Choose packed or padded rows from a model's configuration, without a check, and set the attention accordingly.
+    Return the reason to pad rows (``why``, if that isn't empty), or "" for packed rows. `choose_rows` checks the choice
+    later, on the device that trains."""
     model = unwrap(model)
     install_steps(model)
     if why := why or obstacle(model):
@@ -118,14 +119,14 @@ def expect_rows(model: Any, why: str = "") -> str:
 
 
 def install_steps(model: Any) -> None:
-    """Install the forward's steps that a model's architecture needs: offers (model -> step, or None) at "forward"."""
+    """Install the `ForwardStep`s (wrappers of the forward) that extensions offer for a model's architecture."""
     for make in registry.hooks("forward"):
         if (step := make(model)) is not None:
             install(model, step)
 
 
 def set_attention(model: Any, name: str) -> None:
-    """Set the attention of the model, and of its parts as its steps say."""
+    """Set the model's attention implementation to ``name``. A `ForwardStep` may choose different ones for submodels."""
     answers = (step.attention(model, name) for step in steps_of(model))
     model.set_attn_implementation(next((answer for answer in answers if answer != name), name))
 
@@ -133,7 +134,8 @@ def set_attention(model: Any, name: str) -> None:
 def choose_rows_where_it_trains(
     model: Any, device: torch.device, others: Sequence[Any] = (), asked: Sequence[ModelInput] = ()
 ) -> str:
-    """Run `choose_rows` for a model on its device, with one result for all ranks and ``others``. A collective."""
+    """Run `choose_rows` on all ranks. If one rank must pad rows, all ranks pad. ``others`` (reference and teacher
+    models) get the attention implementation of ``model``. Return the reason to pad. A collective."""
     with on_all_ranks("the proof of the rows"):
         found = choose_rows(model, device, asked=asked)
     why = next(filter(None, gather(found)), "")
@@ -146,20 +148,18 @@ def choose_rows_where_it_trains(
 
 
 def _own_attention(model: Any) -> str:
-    """Return the attention implementation for rows of one sequence each."""
+    """Return the name of transformers' attention implementation that the model uses for rows of one sequence."""
     config, current = model.config.get_text_config(), model.config._attn_implementation
     if getattr(config, "attn_logit_softcapping", None):
-        return "eager"  # transformers' `sdpa` leaves the soft cap out
+        return "eager"  # transformers' `sdpa` ignores the soft cap.
     if current not in (None, attention.NAME):
         return str(current)
     return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
 
 
 def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
-    """Make two groups of two completions from tokens that any vocabulary has, and one group per given prompt.
-
-    A third completion repeats a given prompt with its images.
-    """
+    """Make groups for the check of rows: two groups with made-up tokens, and a group for each prompt in ``given``. A
+    group has two completions. A prompt with images gets a third completion that repeats the prompt and its images."""
     vocabulary = vocabulary_size(model)
     groups: list[ScoredGroup] = []
     token = 11
@@ -171,7 +171,7 @@ def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
         token += 101 * len(lengths)
         asked = ModelInput(tuple(prompt)) if len(groups) < 2 else given[len(groups) - 2]
         rollouts = [_written(asked, ids) for ids in completions]
-        if asked.media is not None:  # like images in a tool's answer
+        if asked.media is not None:  # A completion with images, like a tool's answer with images.
             rollouts.append(_written(asked, array("i", asked.ids), (asked.media,)))
         group = Group({}, tuple(rollouts), len(groups))
         groups.append(ScoredGroup(group, torch.zeros(len(rollouts), 1), torch.ones(len(rollouts))))
@@ -184,7 +184,7 @@ def _written(asked: ModelInput, ids: array[int], riders: tuple[Media, ...] = ())
 
 
 def _own_logprobs(model: Any, part: PackedSequence, temperature: float) -> torch.Tensor:
-    """Compute a completion's log-probabilities [C] from the model's own logits, without packing or padding."""
+    """Compute a completion's log-probabilities [C] from transformers' logits, for one sequence without padding."""
     ids = torch.cat([part.prompt_ids, part.completion_ids])[None]
     more = {name: value.to(ids.device) for step in steps_of(model) for name, value in step.own_inputs(part).items()}
     logits = model(input_ids=ids, **more).logits[0, len(part.prompt_ids) - 1 : -1].float() / temperature
@@ -195,11 +195,10 @@ def _own_logprobs(model: Any, part: PackedSequence, temperature: float) -> torch
 def differences(
     model: Any, rows: Sequence[MicroBatch], temperature: float, own: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return absolute differences of the trainer's log-probabilities to the sampler's and to the model's own.
-
-    Both are (N,) float32 in nats. The model's own are computed one sequence at a time with ``own`` attention (default:
-    transformers' usual one). They lack completions that the model itself would misread (`ForwardStep.misreads`).
-    """
+    """Return two tensors of absolute differences in nats, float32: from the trainer's log-probabilities on ``rows`` to
+    the sampler's, and to the log-probabilities of transformers' forward of one sequence at a time. ``own`` is the
+    attention implementation of transformers' forward; None means the model's usual one. The second tensor leaves out
+    completions that transformers' forward would misread (`ForwardStep.misreads`)."""
     to_sampler, to_own = [], []
     with evaluation_mode(model):
         with as_it_trains(model):
@@ -214,10 +213,11 @@ def differences(
 
 
 def _difference(model: Any, own: str, device: torch.device, asked: Sequence[ModelInput], share_prompts: bool) -> float:
-    """Return the samples' mean absolute difference from the model's own in nats; 0 if it is within tolerance."""
+    """Return the mean absolute difference in nats between log-probabilities on the check's rows and from transformers'
+    forward. Return 0 if the difference is within the tolerance."""
     rows = pack(_samples(model, asked), 1000, False, device, share_prompts=share_prompts)
     limit = allowed(attention.autocast_dtype(device) or model.dtype)
-    # On a CPU these two thresholds together run each of its attention paths on any row.
+    # On a CPU the threshold chooses between two attention paths. The two extreme values check each path on all rows.
     both = share_prompts and device.type == "cpu"
     for tokens in (sys.maxsize, 0) if both else (attention.IN_PLACE_FROM,):
         with attention.keys_in_place_from(tokens):
@@ -228,15 +228,13 @@ def _difference(model: Any, own: str, device: torch.device, asked: Sequence[Mode
 
 
 def allowed(dtype: torch.dtype) -> float:
-    """Return the largest allowed mean difference in nats between two computations of log-probabilities."""
+    """Return the largest mean difference in nats that two computations of log-probabilities in ``dtype`` may have."""
     return TOLERANCE.get(dtype, TOLERANCE_16_BIT)
 
 
 def completion_logprobs(model: Any, asked: ModelInput, ids: Sequence[int]) -> torch.Tensor:
-    """Compute the log-probabilities [C] float32 of tokens after a prompt, in a padded row.
-
-    Packed rows may not be proved yet.
-    """
+    """Compute the log-probabilities [C] float32 of the tokens ``ids`` after the prompt ``asked``. The row is padded,
+    because packed rows may not have been checked yet."""
     rollout = _written(asked, array("i", ids))
     group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.ones(1))
     (row,) = pack([group], 1, False, model.device, share_prompts=False)
@@ -246,7 +244,7 @@ def completion_logprobs(model: Any, asked: ModelInput, ids: Sequence[int]) -> to
 
 @torch.no_grad()
 def own_sample_logprobs(model: Any, device: torch.device) -> torch.Tensor:
-    """Compute log-probabilities (N,) of tokens that any vocabulary has, from the model's own logits."""
+    """Compute the log-probabilities (N,) of made-up tokens from transformers' logits, one sequence at a time."""
     with _with_attention(model):
         parts = [part for row in pack(_samples(model), 1000, False, device) for part in sequences(row)]
         return torch.cat([_own_logprobs(model, part, 1.0) for part in parts])
@@ -254,7 +252,7 @@ def own_sample_logprobs(model: Any, device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def _with_attention(model: Any, name: str | None = None) -> Iterator[None]:
-    """Set the model's attention while the context lasts, by default to transformers' usual one."""
+    """Set the model's attention implementation to ``name`` inside the context. None means the model's usual one."""
     chosen = model.config._attn_implementation
     try:
         set_attention(model, name or _own_attention(model))

@@ -1,7 +1,7 @@
-"""Second models, such as the reference of the KL term. The objective needs their values of the rows.
+"""Second models: models besides the policy that compute values for the rows, e.g. the reference model of the KL term.
 
-They are computed once, after a round has been sampled, and travel with the rows. A further kind is a `Kind` at the seam
-"second_model", a field of `PackedRow` and `MicroBatch`, and a term of the objective.
+The values are computed once, after the groups have been sampled, and are stored in the rows. To add a kind of second
+model, an extension lists a `Kind` under "second_model" in its `HOOKS`, and a loss term that reads the values.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .packing import collate
 
 
 class SecondModel(Protocol):
-    """Model that runs on the policy's rows: a separate one, or the policy's with other weights."""
+    """A reference or teacher model that runs on the policy's rows. It may be the policy with different weights."""
 
     model: Any
-    of_policy: bool  # whether it has the policy's architecture, and runs rows as the policy does
+    of_policy: bool  # Whether the model has the policy's architecture, and takes rows in the same form as the policy.
 
     def present(self) -> AbstractContextManager[Any]:
-        """Return a context with the model in evaluation mode, with its weights, on the policy's device."""
+        """Return a context that yields the model in evaluation mode, with its weights on the policy's device."""
 
     def describe(self) -> str: ...
 
@@ -42,7 +42,8 @@ class SecondModel(Protocol):
 
 
 def prepared(row: PackedRow) -> MicroBatch:
-    """Return a row's tensors for a second model. Its own routers choose its experts."""
+    """Return a row's `MicroBatch` for a reference or teacher model, without data that is only for the policy, such as
+    the experts that vLLM's router chose."""
     return collate(row).for_other_models()
 
 
@@ -51,29 +52,31 @@ def own_logprobs(second: SecondModel, model: Any, row: PackedRow, temperature: f
 
 
 class Kind(NamedTuple):
-    """A kind of second models."""
+    """A kind of second model (a model besides the policy that computes values for the rows), such as "reference"."""
 
-    field: str  # field of the rows that it fills
-    name: str  # name in the memory plan
-    make: Callable[[GRPOConfig, Policy], SecondModel]  # constructor, called when the policy is on its device
-    nbytes: Callable[[GRPOConfig, Policy], int]  # bytes on the policy's device
-    # Function from the second model, the model in its `present()`, a row, the temperature, and its name among several.
+    field: str  # Name of the row's values that the model computes, e.g. "ref_logprobs".
+    name: str  # Name in the memory plan.
+    make: Callable[[GRPOConfig, Policy], SecondModel]  # Constructor, called when the policy is on its device.
+    nbytes: Callable[[GRPOConfig, Policy], int]  # Number of bytes that the model takes on the policy's device.
+    # `read` computes the values of a row from: the second model, the model that `present()` yields, the row, the
+    # temperature, and the model's name if several models have this kind (else "").
     read: Callable[[SecondModel, Any, PackedRow, float, str], torch.Tensor] = own_logprobs
-    # Configuration of each model of this kind, as if it were the only one; by name if there are several.
+    # `configs` returns {name: configuration} for the models of this kind, with the name "" for a single model.
     configs: Callable[[GRPOConfig], Mapping[str, GRPOConfig]] = lambda config: {"": config}
 
 
-OF = " of "  # separator of a field and a model's name, if several models fill the field
-SecondModels = dict[str, SecondModel]  # by the field of the rows, plus the name if several models fill the field
+OF = " of "  # Separator between a row's field and a model's name in a key of `SecondModels`: "teacher_top of math".
+SecondModels = dict[str, SecondModel]  # Maps a row's field, plus `OF` and a name if several models fill it, to a model.
 
 
 def kinds() -> dict[str, Kind]:
-    """Return the kinds by the field of the rows that they fill."""
+    """Return the kinds of second models that extensions offer, by the name of the row's values that a kind computes."""
     return {kind.field: kind for kind in registry.hooks("second_model")}
 
 
 def second_models(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> SecondModels:
-    """Make the second models that an objective `needs`, by the field of the rows that each fills."""
+    """Make the reference and teacher models that compute the row's values named in ``needs``. The keys of the result
+    are these names, plus a model's name if several models compute them."""
     found = {key: kind.make(each, policy) for key, kind, each in _of_run(needs, config)}
     for second in found.values():
         present = {type(step) for step in steps_of(unwrap(second.model))}
@@ -84,7 +87,7 @@ def second_models(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> S
 
 
 def _of_run(needs: Sequence[str], config: GRPOConfig) -> Iterator[tuple[str, Kind, GRPOConfig]]:
-    """Yield each second model's key, its kind, and the configuration as if it were the only one of its kind."""
+    """Yield (key in `SecondModels`, kind, configuration of this model) for each second model of the run."""
     if "ref_logprobs" in needs:
         registry.require("reference", f"beta: {config.beta:g}")
     for field in needs:
@@ -94,7 +97,7 @@ def _of_run(needs: Sequence[str], config: GRPOConfig) -> Iterator[tuple[str, Kin
 
 
 def second_model_bytes(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> dict[str, int]:
-    """Return the second models' bytes on the policy's device before they are cut, by their names in the memory plan."""
+    """Return the bytes that reference and teacher models take on the device before sharding, by `Kind.name`."""
     nbytes = Counter[str]()
     for _, kind, each in _of_run(needs, config):
         nbytes[kind.name] += kind.nbytes(each, policy)
@@ -103,7 +106,7 @@ def second_model_bytes(needs: Sequence[str], config: GRPOConfig, policy: Policy)
 
 @torch.no_grad()
 def fill(models: SecondModels, rows: Sequence[PackedRow], temperature: float) -> tuple[PackedRow, ...]:
-    """Return the rows with each second model's values added."""
+    """Return the rows with the values that all reference and teacher models compute for them."""
     for key, second in models.items() if rows else ():
         field, _, name = key.partition(OF)
         with second.present() as model:
@@ -114,10 +117,8 @@ def fill(models: SecondModels, rows: Sequence[PackedRow], temperature: float) ->
 
 
 def with_second_logprobs(models: SecondModels, steps: Sequence[StepBatch], temperature: float) -> list[StepBatch]:
-    """Return a round's steps with the second models' values added. Each model is brought to the device once.
-
-    Rows that are already trained have their values.
-    """
+    """Return the steps with the values of all reference and teacher models in their rows. The weights of a model are
+    copied to the device once for all steps. Rows that are already trained are skipped, because they have the values."""
     rows = iter(fill(models, [row for step in steps for row in step.rows[step.trained :]], temperature))
     filled = [step.rows[: step.trained] + tuple(next(rows) for _ in step.rows[step.trained :]) for step in steps]
     return [dataclasses.replace(step, rows=rows_of_step) for step, rows_of_step in zip(steps, filled, strict=True)]

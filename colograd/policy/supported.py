@@ -1,6 +1,6 @@
-"""What options change where a model is checked and loaded (`ModelFeature`), and the checks from its configuration.
+"""Checks whether a model can be trained, from its configuration, before its weights are read.
 
-The checks run before weights are read.
+`ModelFeature` is the base class of extensions that add checks or change how a model is loaded.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from ..runtime.sizes import num_experts
 from .lora import adapter_folder, is_adapted, unwrap
 from .towers import TEXT_FIRST, takes_images
 
-BASE_QUANTIZATION = "base_quantization.json"  # in a saved adapter's folder: its base must be loaded in the same way
+BASE_QUANTIZATION = "base_quantization.json"  # File in an adapter's folder with the quantisation of the base model.
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A run's model before its weights are read."""
+    """The model that a run is going to train, as known before its weights are read. The checks take this object."""
 
-    model_config: Any  # of the model or of an adapter's base; None: it can't be read, and loading will raise the error
+    model_config: Any  # Configuration of the model, or of an adapter's base. None: it can't be read.
     config: GRPOConfig
-    name: str | None  # of the model or adapter to load; None: the model is an object
+    name: str | None  # Name or folder of the model or adapter. None: the user passed a model object.
     has_adapter: bool
-    has_images: bool  # whether the run has images, see `towers.TEXT_FIRST`
+    has_images: bool  # Whether the run trains on images.
 
 
 def check_installed(wanted: Wanted) -> None:
-    """Raise a ValueError if the extension for the model's kind is missing: without it the model would be another."""
+    """Raise a ValueError if the model needs an extension (experts, images, quantised base) that isn't installed."""
     model_config, given = wanted.model_config, dict(wanted.config.model_init_kwargs or {})  # type: ignore[arg-type]
     if model_config is None:
         return
@@ -50,63 +50,60 @@ def check_installed(wanted: Wanted) -> None:
         ("quantized", packed or beside, "on a quantised base"),
     ):
         if is_one:
-            registry.require(extension, f"{kind}, {words},", "choose another model")
+            registry.require(extension, f"{kind}, {words},", "choose a different model")
 
 
 class ModelFeature:
-    """What an extension changes where a model is checked and loaded: nothing, unless it overrides a method.
-
-    Extensions offer derived classes at the seam "model_feature". A model is a transformers model, without an adapter
-    around it. The methods are called in the order below.
-    """
+    """Base class of an extension's checks and changes while a model is loaded. Every method does nothing by default. An
+    extension lists a derived class under "model_feature" in its `HOOKS`. The argument ``model`` is a transformers model
+    without an adapter around it. The methods are called in the order of their definitions."""
 
     def check(self, wanted: Wanted) -> None:
         """Raise a ValueError if the model can't be trained with the run's settings."""
 
     def check_split(self, model_config: Any, ranks: int) -> None:
-        """Raise a ValueError if ``ranks`` ranks can't share an engine of the model."""
+        """Raise a ValueError if vLLM can't run the model with ``ranks`` tensor-parallel ranks."""
 
     def can_be_cut(self, model_config: Any) -> bool:
-        """Return whether the policy can lie in the engine's tensor-parallel layout."""
+        """Return whether the policy can be stored in vLLM's tensor-parallel layout (each rank with its shards)."""
         return False
 
     def load_arguments(self, saved_config: Any, config: GRPOConfig, name: str) -> dict[str, Any]:
-        """Return arguments of `from_pretrained`. ``name`` is that of the model, or of an adapter on it."""
+        """Return additional arguments of `from_pretrained`. ``name`` is the name of the model or of its adapter."""
         return {}
 
     def on_read(self, model: Any) -> None:
-        """Change a model whose weights have just been read from a checkpoint."""
+        """Change the model right after its weights have been read from a checkpoint."""
 
     def on_load(self, model: Any, path: str, config: GRPOConfig) -> None:
-        """Change a model of the checkpoint at ``path``, before an adapter is put around it."""
+        """Change the model of the checkpoint at ``path`` before an adapter is added to the model."""
 
     def processor(self, model: Any, path: str, given: Any, config: GRPOConfig) -> Any:
-        """Return the processor of a model that reads more than text. ``given`` is the user's, a tokenizer, or None."""
+        """Return the processor of a model that reads images, or None for any other model. ``given`` is the
+        `processing_class` that the user passed: a processor, a tokenizer, or None."""
         return None
 
     def why_rows_stay_whole(self, model: Any) -> str:
-        """Return why ranks can't share out a row's tokens; empty: they can."""
+        """Return the reason why the tokens of one row can't be divided among ranks (sequence parallel), or ""."""
         return ""
 
     def check_adapter(self, policy: Any, folder: str) -> None:
-        """Raise a ValueError if the adapter in a checkpoint's folder was trained on another base."""
+        """Raise a ValueError if the adapter in ``folder`` was trained on a base model unlike the policy's."""
 
     def notes(self, policy: Any, config: GRPOConfig) -> Iterator[str]:
-        """Yield lines about a `loading.Policy` for the user at start."""
+        """Yield lines about ``policy``, a `loading.Policy`, that are printed at the start of a run."""
         yield from ()
 
 
 @functools.cache
 def features() -> tuple[ModelFeature, ...]:
-    """Return what the installed extensions offer."""
+    """Return one object of each `ModelFeature` class that the installed extensions offer."""
     return tuple(kind() for kind in registry.hooks("model_feature"))
 
 
 def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has_images: bool = False) -> None:
-    """Raise a ValueError if a model (name or object) can't be trained, or not with the run's settings.
-
-    ``peft_config`` is the new adapter's; None: no new adapter.
-    """
+    """Raise a ValueError if ``model`` (a name or an object) can't be trained with the run's settings. ``peft_config``
+    is the configuration of a new adapter. None means that no adapter is added."""
     by_name, model_config = isinstance(model, str | os.PathLike), _configuration(model, config)
     has_adapter = peft_config is not None or (adapter_folder(str(model)) is not None if by_name else is_adapted(model))
     wanted = Wanted(model_config, config, str(model) if by_name else None, has_adapter, has_images)
@@ -116,32 +113,35 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has
     text = None if model_config is None else model_config.get_text_config()
     if (seen := getattr(text, "use_bidirectional_attention", None)) in (True, "all"):
         raise ValueError(
-            f"{model_config.model_type} has use_bidirectional_attention {seen!r}: its tokens see later ones, and can't "
-            "be sampled one after the other. Choose another model."
+            f"{model_config.model_type} has use_bidirectional_attention {seen!r}: its tokens attend to later ones, so "
+            "a completion can't be sampled token by token. Choose a different model."
         )
 
 
 def check_planned(model_config: Any, ranks: int) -> None:
-    """Run the checks of `check_supported` that a memory plan needs; ``ranks`` share an engine."""
+    """Raise a ValueError if vLLM can't run the model with ``ranks`` tensor-parallel ranks. For memory plans, which need
+    only this check of `check_supported`."""
     for feature in features():
         feature.check_split(model_config, ranks)
 
 
 def can_be_cut(model_config: Any) -> bool:
-    """Return whether a policy of this configuration can lie in the engine's tensor-parallel layout."""
+    """Return whether an extension can store a policy of this configuration in vLLM's tensor-parallel layout."""
     return any(feature.can_be_cut(model_config) for feature in features())
 
 
 def check_shared_rows(model: Any, size: int, why_padded: str) -> None:
-    """Raise a ValueError if ``size`` ranks share out the tokens of rows, but the model's rows can't be cut."""
+    """Raise a ValueError if `sequence_parallel_size` is ``size`` > 1, but the model's rows can't be divided."""
     if size > 1 and (reason := why_rows_stay_whole(model, why_padded)):
         raise ValueError(
-            f"sequence_parallel_size is {size}, but {reason}, which ranks can't share out in this version: set it to 1."
+            f"sequence_parallel_size is {size}, but {reason}, so ranks can't divide a row's tokens: set "
+            "sequence_parallel_size to 1."
         )
 
 
 def why_rows_stay_whole(model: Any, why_padded: str) -> str:
-    """Return why ranks can't share out a row's tokens, from the model's modules and configuration; empty: they can."""
+    """Return the reason why one row's tokens can't be divided among ranks, judged by the model's modules and
+    configuration. Empty: they can be divided."""
     inner = unwrap(model)
     if why_padded:
         return f"rows of {type(inner).__name__} are padded ({why_padded})"
@@ -149,7 +149,7 @@ def why_rows_stay_whole(model: Any, why_padded: str) -> str:
 
 
 def _configuration(model: Any, config: GRPOConfig) -> Any:
-    """Return the configuration of the model or of an adapter's base; None: it can't be read."""
+    """Return the transformers configuration of a model, or of the base of an adapter. None: it can't be read."""
     if not isinstance(model, str | os.PathLike):
         return getattr(unwrap(model), "config", None)
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
@@ -162,7 +162,8 @@ def _configuration(model: Any, config: GRPOConfig) -> Any:
 
 
 def read_config(path: str, config: GRPOConfig) -> Any:
-    """Read the configuration of the model at ``path`` with the run's revision and trust; None: it can't be read."""
+    """Read the transformers configuration at ``path`` with the run's `revision` and `trust_remote_code`. None means
+    that no configuration can be read there."""
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     trust = given.get("trust_remote_code", config.trust_remote_code)
     try:

@@ -1,4 +1,4 @@
-"""Models that read more than text: which they are, the names of their parts, and what of them a run trains."""
+"""Models that read images or audio: model types, names of their vision and audio modules, and which are frozen."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-# transformers' model types that can be trained on images.
+# `FAMILIES`: model types of transformers that can be trained on images.
 FAMILIES = ("gemma3", "gemma4", "idefics3", "internvl", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm")
-TEXT_FIRST = ("gemma4", "internvl", "mistral3", "qwen3_5")  # families trained like text models in a run without images
-TOWERS = ("visual", "vision_model", "vision_tower")  # vision towers; the projectors map their features to text space
+TEXT_FIRST = ("gemma4", "internvl", "mistral3", "qwen3_5")  # Families trained like text models if no prompt has images.
+TOWERS = ("visual", "vision_model", "vision_tower")  # Names of vision towers. Their projectors are in `PROJECTORS`.
 PROJECTORS = ("merger", "deepstack_merger_list", "connector", "multi_modal_projector", "embed_vision")
-HEARS = ("audio_tower", "embed_audio")  # audio towers: neither trained nor in the engine
+HEARS = ("audio_tower", "embed_audio")  # Names of audio modules, which are neither trained nor loaded into vLLM.
 
 
 def takes_images(model_config: Any) -> bool:
@@ -20,26 +20,24 @@ def takes_images(model_config: Any) -> bool:
 
 
 def has_tower(model_config: Any) -> bool:
-    """Return whether the model reads images or audio."""
+    """Return whether a model's configuration has a vision or audio part."""
     return any(getattr(model_config, name, None) is not None for name in ("vision_config", "audio_config"))
 
 
 def reads_text_alone(model: Any) -> bool:
-    """Return whether a model that could read more than text is trained on text alone.
-
-    That is a model outside `FAMILIES`, or one of `TEXT_FIRST` in a run without images (`set_text_alone`).
-    """
+    """Return whether a model with a vision or audio part is trained only on text: if its model type isn't in
+    `FAMILIES`, or if its type is in `TEXT_FIRST` and the run has no images (`set_text_alone`)."""
     config = getattr(model, "config", None)
     return has_tower(config) and (not takes_images(config) or getattr(model, "text_alone", False))
 
 
 def set_text_alone(model: Any, has_images: bool) -> None:
-    """Record before training that a model of `TEXT_FIRST` is trained on text alone if the run has no images."""
+    """Set the attribute ``text_alone`` of the model: whether its type is in `TEXT_FIRST` and the run has no images."""
     model.text_alone = not has_images and getattr(model.config, "model_type", None) in TEXT_FIRST
 
 
 def read_parameters(model: Any) -> set[int] | None:
-    """Return the ids of the parameters that the run's rows use; None: the rows use all parameters."""
+    """Return ``id(parameter)`` of all parameters that a forward of the run uses. None means all parameters."""
     if reads_text_alone(model):
         head = model.get_output_embeddings()
         return {id(parameter) for part in (model.get_decoder(), head) for parameter in part.parameters()}
@@ -53,7 +51,7 @@ def hears(model_config: Any) -> bool:
 
 
 def freeze_unread(model: Any) -> None:
-    """Freeze the parameters that no row uses."""
+    """Freeze all parameters that no forward of the run uses (unused vision parts, audio towers)."""
     read = read_parameters(model)
     for parameter in model.parameters():
         if read is not None and id(parameter) not in read:
@@ -61,7 +59,8 @@ def freeze_unread(model: Any) -> None:
 
 
 def keep_gradients_out(layers: Sequence[torch.nn.Module]) -> None:
-    """Stop gradients before frozen layers, even if checkpointing has made their inputs require gradients."""
+    """Detach the inputs of the first of some frozen layers, because activation checkpointing may have made these inputs
+    require gradients."""
 
     def detach(layer: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in inputs)
@@ -71,18 +70,18 @@ def keep_gradients_out(layers: Sequence[torch.nn.Module]) -> None:
 
 
 def in_tower(name: str) -> bool:
-    """Return whether a parameter of that name belongs to the vision tower."""
+    """Return whether the parameter or module ``name`` belongs to a vision tower (without its projector)."""
     parts = {*name.split(".")}
     return bool(parts & {*TOWERS}) and not parts & {*PROJECTORS}
 
 
 def sees(name: str) -> bool:
-    """Return whether a parameter of that name belongs to the vision tower or its projector."""
+    """Return whether the parameter ``name`` belongs to a vision tower or to its projector."""
     return bool({*name.split(".")} & {*TOWERS, *PROJECTORS})
 
 
 def tower_layers(model: Any) -> list[torch.nn.Module]:
-    """Return the vision tower's layers; empty: the model has no vision tower."""
+    """Return the layers of the model's vision tower. The list is empty for a model without a vision tower."""
     if not takes_images(model.config):
         return []
     modules = (module for name, module in model.named_modules() if in_tower(name))

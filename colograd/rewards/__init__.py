@@ -1,18 +1,19 @@
-"""Reward functions: resolve, call, time, isolate, check.
+"""Reward functions: find them, call them in worker processes or in the trainer's process, and check their rewards.
 
-`functions` finds reward functions. `builtin` has the built-in ones, `answers` reads texts and numbers. `calling` makes
-one call's keywords and checks the returned values. `scoring` decides where and when each call runs. Extensions offer
-further reward functions at the seam ``rewards``, and turn models into functions at the seam ``reward_models``.
+`functions` finds reward functions. `builtin` has the built-in functions, `answers` reads texts and numbers. `calling`
+makes the keywords of one call and checks the returned values. `scoring` decides where and when each call runs.
+Extensions offer further reward functions (hook ``rewards``) and convert reward models to functions (``reward_models``).
 
 A reward function has TRL's signature, and is called with keywords only, for one group at a time:
 
     f(prompts, completions, completion_ids, completion_mask, trainer_state, log_extra, log_metric, **columns)
-        -> list[float | None]    # G numbers; for an agent's session also a list with a number per answer
+        -> list[float | None]    # G rewards; for an agent's session a reward may be a list with a number per turn
 
-``columns`` are the dataset's other columns, each repeated G times. ``None`` means that the function abstains. A
-function without ``**kwargs`` gets only the keywords that it names. ``async def`` functions of a group run concurrently.
+``columns`` are all columns of the dataset except ``prompt``, each value repeated G times. ``None`` means that the
+function abstains. A function without ``**kwargs`` gets only the keywords that it names. ``async def`` functions of a
+group run concurrently.
 
-The functions of the core are imported with the package, the rest on first use, because their workers need no torch.
+Some names of this package are imported on first use, because reward workers import the package and need no torch.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "values": ("weighted_sum",),
     "functions": ("RewardError", "RewardFunction", "resolve_rewards"),
-    "mathematics": ("accuracy_reward", "math_answer_reward", "reasoning_accuracy_reward"),  # of an extension
-    "models": ("RewardModel", "with_models"),  # of an extension
+    "mathematics": ("accuracy_reward", "math_answer_reward", "reasoning_accuracy_reward"),
+    "models": ("RewardModel", "with_models"),  # `mathematics` and `models` are modules of the extension `graders`.
     "scoring": ("Ready", "Scorer", "Scoring"),
 }
 

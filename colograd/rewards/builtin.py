@@ -1,4 +1,4 @@
-"""The built-in reward functions, by their names in recipes."""
+"""The built-in reward functions, by the names that `reward_funcs` in a recipe uses."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MUL
 
 
 def think_format_reward(completions: list[Any], prompt_texts: list[str] | None = None, **kwargs: Any) -> list[float]:
-    """Return 1.0 if the completion starts with one ``<think>...</think>`` block, else 0.0 (TRL's rule).
+    """Return 1.0 if the completion starts with exactly one ``<think>...</think>`` block, else 0.0, as in TRL.
 
-    The block may begin in the prompt, if the chat template writes ``<think>``. It may also be a separate field of the
-    message, if the tokenizer's parser puts it there.
-    """
+    The block may begin in the prompt, if the chat template ends with ``<think>``. A thought that the tokenizer's parser
+    has moved to a separate key of the message counts as such a block."""
     begun = thought_begun(prompt_texts, len(completions))
     return [
         float(has_thought_apart(completion) or _THINK.match("<think>" * within + text_of(completion)) is not None)
@@ -27,7 +26,7 @@ def think_format_reward(completions: list[Any], prompt_texts: list[str] | None =
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
-    """Make DAPO's soft punishment of long completions (https://arxiv.org/abs/2503.14476, equation 13; as in TRL).
+    """Make DAPO's soft punishment of long completions (https://arxiv.org/abs/2503.14476, equation 13), as in TRL.
 
     With L = ``max_completion_len``, K = ``soft_punish_cache`` and n tokens in the completion, the reward is
 
@@ -35,19 +34,19 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
         (L - K - n) / K    for L - K < n <= L
         -1                 for n > L
 
-    n counts the tokens that the model wrote. TRL also counts tokens of tools, but the model can't shorten these.
+    n counts only the tokens that the model wrote. TRL also counts tokens of tools, which the model can't shorten.
 
     Args:
-        max_completion_len: tokens; usually the run's ``max_completion_length``.
-        soft_punish_cache: length in tokens of the range below it where the reward falls from 0 to -1.
+        max_completion_len: L in tokens, usually the run's ``max_completion_length``.
+        soft_punish_cache: K, the length in tokens of the range below L where the reward falls from 0 to -1.
 
     Raises:
         ValueError: ``soft_punish_cache`` isn't between 1 and ``max_completion_len``.
     """
     if not 1 <= soft_punish_cache <= max_completion_len:
         raise ValueError(
-            f"soft_punish_cache is {soft_punish_cache}, but must be from 1 to max_completion_len "
-            f"({max_completion_len}): change it."
+            f"soft_punish_cache is {soft_punish_cache}, but soft_punish_cache must be from 1 to max_completion_len "
+            f"({max_completion_len})."
         )
 
     def soft_overlong_punishment_reward(
@@ -62,12 +61,12 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
 @functools.cache
 def builtin_rewards() -> dict[str, Callable[..., Any]]:
-    """Return the reward functions by their names in recipes, with those of the extensions' seam ``rewards``."""
+    """Return all named reward functions, name -> function: built-in ones and functions that extensions offer."""
     return {
         "last_number": last_number,
         "gsm8k_reward": gsm8k_reward,
         "think_format_reward": think_format_reward,
-        # TRL's name and values for its command line. For other values, call the factory in a module of your own.
+        # Name and values are TRL's. For different values, a user's module calls `get_soft_overlong_punishment`.
         "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
         **{function.__name__: function for function in registry.hooks("rewards")},
     }

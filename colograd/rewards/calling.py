@@ -1,4 +1,4 @@
-"""One call of a reward function: its keywords, and a check of the returned values."""
+"""Make the keyword arguments of one call of a reward function, and check the values that the function returns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RESERVED = (
     "prompt", "prompts", "prompt_texts", "completions", "completion_ids", "completion_mask", "trainer_state",
     "log_extra", "log_metric",
 )  # fmt: skip
-PARTS = "judged_turns"  # name of a rollout's column: {name of a reward function: rewards of the completion's turns}
+PARTS = "judged_turns"  # Column of a rollout: {name of a reward function: rewards of the single turns of a completion}.
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -35,19 +35,19 @@ def keywords_for(
     trainer_state: Any,
     log: CallLog | None = None,
 ) -> dict[str, Any]:
-    """Return the keywords of one call. They are copies, so that a function may change its arguments.
+    """Return the keyword arguments of one call of ``reward``, as copies that the function may change.
 
     Args:
-        groups: one group, or all groups of a rank. If ``group.example["prompt"]`` is a list of messages, functions get
-            each completion as ``[{"role": "assistant", "content": text}]``, or as all messages of a conversation with
-            tools; else as text. A rollout's own ``columns`` override the example's.
+        groups: one group, or all groups of a rank. If ``group.example["prompt"]`` is a list of messages, the function
+            gets each completion as ``[{"role": "assistant", "content": text}]``, or as all messages of a conversation
+            with tools. Otherwise it gets texts. ``Rollout.columns`` override columns of ``group.example``.
         texts: the decoded completions of each group.
-        trainer_state: the Trainer's state, for rewards that depend on the training's progress.
-        log: log for ``log_extra`` and ``log_metric``; None: the call runs in a worker, which has its own log.
+        trainer_state: transformers' `TrainerState`, for rewards that depend on the training's progress.
+        log: the log that ``log_extra`` and ``log_metric`` write to. None: a worker process will add its own log.
     """
     columns = dict.fromkeys(name for group in groups for name in group.example if name not in RESERVED)
     own = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.columns)
-    own.pop(PARTS, None)  # rewards of an earlier scoring
+    own.pop(PARTS, None)  # `PARTS` has rewards of a previous scoring, which functions don't get.
     shared = {"trainer_state": trainer_state, "log_extra": log and log.extra, "log_metric": log and log.metric}
     names = dict.fromkeys(("prompts", "completions", *PER_TOKEN, *columns, *own, *shared))
     parameters = parameters_of(reward.function)
@@ -65,11 +65,11 @@ def keywords_for(
                 "completions": messages if isinstance(prompt, list) else text,
                 **rollout.columns,
             }
-            # A worker gets arrays or bytes, together 5 bytes per token, and makes the lists.
+            # For a worker process, ids and mask are an array and bytes, 5 bytes per token. The worker makes lists.
             if "completion_ids" in names:
                 ids = rollout.completion_ids
                 keywords["completion_ids"].append(list(ids) if log is not None else ids)
-            if "completion_mask" in names:  # 1 for each token that the model wrote
+            if "completion_mask" in names:  # The mask is 1 for a token that the model wrote, else 0.
                 mask = rollout.sampled.to(torch.uint8)
                 keywords["completion_mask"].append(mask.tolist() if log is not None else mask.numpy().tobytes())
             for name in own_names:
@@ -80,14 +80,14 @@ def keywords_for(
 
 
 def check_columns_for(rewards: Sequence[RewardFunction], columns: Sequence[str]) -> None:
-    """Check that a dataset has all columns that the reward functions need."""
+    """Raise a ValueError if the dataset's ``columns`` lack a parameter that a reward function needs."""
     for reward in rewards:
         if problem := _lacking(reward, {*RESERVED, *columns} - {"prompt"}, columns):
             raise ValueError(f"reward function {reward.name!r}: {problem}")
 
 
 def _lacking(reward: RewardFunction, given: Container[str], columns: Iterable[str]) -> str:
-    """Return a message on the parameters that are missing in ``given``, with the remedy, or ""."""
+    """Return an error text with the parameters of ``reward`` that ``given`` lacks, or "" if it lacks no parameter."""
     missing = [
         p.name
         for p in parameters_of(reward.function).values()
@@ -105,23 +105,24 @@ def _lacking(reward: RewardFunction, given: Container[str], columns: Iterable[st
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return a function's parameters, or ``**kwargs`` for callables written in C that don't expose theirs."""
+    """Return a function's parameters. A callable in C without a signature counts as one that takes ``**kwargs``."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
         return inspect.signature(lambda **kwargs: None).parameters
 
 
-# Seam ``part_rewards``: reads the values of functions that may return a list of rewards, one per turn of a completion.
-# (values, rollouts) -> the values, with a number in place of each list; and the lists, with None for other values. It
-# refuses a list with ValueError(index of the completion, problem).
+# Function of an extension (hook ``part_rewards``) for reward functions that return a list per completion, with a reward
+# per turn. (values, rollouts) -> (values with a number instead of each list; for each completion its list or None). For
+# a wrong list it raises ValueError(index of the completion, problem).
 SplitParts = Callable[[Sequence[Any], Sequence[Rollout]], tuple[list[Any], list[Any]]]
 
 
 def checked_values(
     reward: RewardFunction, position: int, rollouts: Sequence[Rollout], values: Any, split_parts: SplitParts | None
 ) -> tuple[list[float], list[Any]]:
-    """Check a function's values. Return a number per completion (NaN for None), and the lists of ``split_parts``."""
+    """Check the values that a reward function returned. Return a number per completion, NaN for None, and the lists of
+    rewards per turn that ``split_parts`` returns. A wrong value raises `RewardError`."""
     size, parts = len(rollouts), list[Any]()
     place = place_of(reward.function)
 
@@ -133,14 +134,14 @@ def checked_values(
     if not isinstance(values, (list, tuple, np.ndarray)) or (isinstance(values, np.ndarray) and values.ndim == 0):
         raise fail(
             None,
-            f"it returned {reprlib.repr(values)} ({type(values).__name__}), but must return a list of {size} numbers, "
-            "one per completion.",
+            f"it returned {reprlib.repr(values)} ({type(values).__name__}), but a reward function must return a list "
+            f"of {size} numbers, one per completion.",
         )
     if len(values) != size:
         raise fail(
             None,
-            f"it returned {len(values)} rewards for {size} completions: return exactly one per completion, and None "
-            "where it has no opinion.",
+            f"it returned {len(values)} rewards for {size} completions. A reward function must return exactly one "
+            "number per completion, or None to abstain from that completion.",
         )
     if split_parts is not None and any(hasattr(value, "__len__") for value in values):
         try:
@@ -155,8 +156,8 @@ def checked_values(
             hint = " To abstain, return None." if is_nan else ""
             raise fail(
                 index,
-                f"its reward is {reprlib.repr(value)} ({type(value).__name__}), but must be a finite float32 number or "
-                f"None.{hint}",
+                f"its reward is {reprlib.repr(value)} ({type(value).__name__}), but a reward must be a finite float32 "
+                f"number or None.{hint}",
             )
         numbers_G.append(number)
     return numbers_G, parts
@@ -168,7 +169,7 @@ def _reward_number(value: Any) -> float | None:
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.ndim == 0):
         value = value.item()
     with contextlib.suppress(OverflowError):
-        # The comparison is false for NaN too.
+        # For NaN the comparison with FLOAT32_MAX is false, so NaN isn't returned as a reward.
         if isinstance(value, numbers.Real) and abs(number := float(value)) <= FLOAT32_MAX:
             return number
     return None

@@ -1,4 +1,4 @@
-"""Reward functions: given by name, by import path or as callables; each has a name and a weight."""
+"""Find reward functions by name, import path or callable, and give each of them a unique name and a weight."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .builtin import builtin_rewards
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function, with its name in metrics and its weight in the sum."""
+    """A reward function, with its name in metrics and its weight in the sum over all reward functions."""
 
     name: str
     function: Callable[..., Any]
@@ -35,13 +35,14 @@ class RewardFunction:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether calls return awaitables: an async function, its partial, or an object with async `__call__`."""
+    """Return whether a call of ``function`` returns an awaitable: an async function, a partial of an async function, or
+    an object with an async `__call__`."""
     function = _unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def is_of_module(function: Callable[..., Any]) -> bool:
-    """Return whether another process can import the function: a plain function that its module has under its name."""
+    """Return whether a worker process can import ``function``: a plain function that is an attribute of its module."""
     module = sys.modules.get(getattr(function, "__module__", ""))
     return (
         inspect.isfunction(function)
@@ -51,29 +52,29 @@ def is_of_module(function: Callable[..., Any]) -> bool:
 
 
 class ModelReward(ABC):
-    """Base class of reward functions that run a model in this process, on all completions after the generation."""
+    """Base class of reward models. They run in the trainer's process, on all completions after the generation."""
 
     tokenizer: Any
 
     @abstractmethod
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        """Return the rewards of any number of completions."""
+        """Return one reward per completion. Prompts and completions may come from several groups."""
 
 
 class RewardError(RuntimeError):
-    """The error of a reward function that raised, or returned a value that can't be a reward.
+    """The error of a reward function that raised an exception, or returned a value that can't be a reward.
 
     Attributes:
-        function: the function's name.
-        position: the prompt's place in the stream of prompts.
-        completion: the completion's index in its group, 0 ... G-1; None: the problem concerns the whole group.
-        problem: the value, the rule and the remedy; if the function raised, its traceback.
+        function: the reward function's name.
+        position: the prompt's position in the stream of prompts.
+        completion: the completion's index in its group, 0 ... G-1. None means that the error concerns the whole group.
+        problem: the wrong value, the rule and the remedy. If the function raised, also the function's traceback.
     """
 
-    says_all = True  # see `process.tell_briefly`
+    says_all = True  # Printed without a traceback, because the message is complete (see `process.tell_briefly`).
 
     def __init__(self, function: str, position: int, completion: int | None, problem: str) -> None:
-        # All arguments go into `args`, so that the error can be pickled and sent to other ranks.
+        # All arguments go into `Exception.args`, so that the error can be pickled and sent to other ranks.
         super().__init__(function, position, completion, problem)
         self.function, self.position, self.completion, self.problem = function, position, completion, problem
 
@@ -83,7 +84,7 @@ class RewardError(RuntimeError):
 
 
 def as_list(reward_funcs: Any) -> list[Any]:
-    """Return the user's reward function or functions as a list."""
+    """Return ``reward_funcs`` (one reward function, several, or None) as a list."""
     single = isinstance(reward_funcs, str) or callable(reward_funcs)
     return [reward_funcs] if single else list(reward_funcs or ())
 
@@ -91,31 +92,34 @@ def as_list(reward_funcs: Any) -> list[Any]:
 def resolve_rewards(
     reward_funcs: str | Callable[..., Any] | Sequence[str | Callable[..., Any]], weights: list[float] | None
 ) -> list[RewardFunction]:
-    """Turn names, import paths and callables into functions with unique names and weights.
+    """Convert names, import paths and callables to `RewardFunction`s with unique names and weights.
 
     Args:
-        reward_funcs: one or several of: a key of `builtin_rewards`, an import path (``package.module:function`` or
-            ``package.module.function``; modules in the current directory are found), a callable. `with_models` turns
-            models into callables first.
-        weights: one per function; None: 1 for each.
+        reward_funcs: one reward function or several. Each is a key of `builtin_rewards`, an import path
+            (``package.module:function`` or ``package.module.function``, also of a module in the current directory), or
+            a callable. Reward models must have been converted by `with_models`.
+        weights: one weight per function. None means 1 for each function.
+
+    Raises:
+        ValueError: there is no function, a function can't be found or called, or the number of weights is wrong.
     """
     given = as_list(reward_funcs)
     if not given:
         raise ValueError(
-            "there is no reward function, but GRPO needs at least one: set reward_funcs to a built-in "
-            f"({', '.join(builtin_rewards())}), an import path (package.module:function) or a callable."
+            "there is no reward function, but GRPO needs at least one: set reward_funcs to a built-in function "
+            f"({', '.join(builtin_rewards())}), to an import path (package.module:function) or to a callable."
         )
     if weights is not None and len(weights) != len(given):
         raise ValueError(
-            f"reward_weights has {len(weights)} weights {list(weights)} for {len(given)} reward functions: give "
-            "exactly one weight per function, or none for 1 each."
+            f"reward_weights has {len(weights)} weights {list(weights)} for {len(given)} reward functions. Give "
+            "exactly one weight per function, or leave reward_weights out to weigh each function by 1."
         )
     resolved: list[RewardFunction] = []
     for item, weight in zip(given, weights or [1.0] * len(given), strict=True):
         function = _found(item) if isinstance(item, str) else item
         if problem := _problem(function):
             raise ValueError(f"reward function {item if isinstance(item, str) else reprlib.repr(item)!r} {problem}")
-        if check := getattr(function, "check_settings", None):  # of a judge
+        if check := getattr(function, "check_settings", None):  # LLM judges have `check_settings`.
             check()
         name, taken = function_name(function), {reward.name for reward in resolved}
         names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
@@ -133,8 +137,8 @@ def _found(spec: str) -> Any:
         near = difflib.get_close_matches(spec, builtin_rewards(), n=1, cutoff=0.0)[0]
         raise ValueError(
             f"reward function {spec!r} isn't one of the built-in ones ({', '.join(builtin_rewards())}): the nearest is "
-            f"{near!r}. For a function of your own give its import path (package.module:function), for a reward model "
-            "its folder or Hub id."
+            f"{near!r}. For a function of your own give its import path (package.module:function). For a reward model "
+            "give its folder or Hub id."
         )
     return find_object(spec, "reward function", inspect.isroutine)
 
@@ -156,7 +160,8 @@ def _problem(function: Any) -> str:
 
 
 def function_name(function: Any) -> str:
-    """Return a function's name. A partial has its function's name, an object its class's name."""
+    """Return the name of a reward function: of a partial the name of the wrapped function, of a callable object the
+    name of its class."""
     function = _unwrapped(function)
     return str(getattr(function, "__name__", type(function).__name__))
 
@@ -168,8 +173,9 @@ def _unwrapped(function: Any) -> Any:
 
 
 def code_digest(function: Any) -> str:
-    """Return a digest of a function's source, and of its module's statements that define the names it uses. Comments,
-    formatting and values that a module computes don't count. Without sources it is an empty module's digest."""
+    """Return a digest of a function's source and of the statements of its module that define the names it uses.
+    Comments, formatting, and values that a module computes at run time don't change the digest. A function without
+    source has the digest of an empty module."""
     function = _unwrapped(function)
     function = function if inspect.isroutine(function) else type(function)
     found, defined = hashlib.blake2b(digest_size=8), dict[str, list[ast.stmt]]()
@@ -183,7 +189,7 @@ def code_digest(function: Any) -> str:
         for name in names:
             defined.setdefault(name, []).append(statement)
     todo: list[ast.AST] = [_parsed(function)]
-    for node in todo:  # the loop appends to `todo`
+    for node in todo:  # The loop's body appends to `todo`.
         found.update(ast.dump(node).encode())
         for name in sorted({each.id for each in ast.walk(node) if isinstance(each, ast.Name)}):
             todo += defined.pop(name, [])

@@ -1,6 +1,5 @@
-"""GSM8K (arXiv 2110.14168) as verl and SkyRL ask it: the question with their instruction, and the number as the answer.
-
-`rows` is a recipe's dataset, `gsm8k_reward` its reward.
+"""The dataset GSM8K (arXiv 2110.14168) in the form that verl and SkyRL use: the question with an instruction, and
+the final number as the answer. A recipe uses `rows` as its dataset and `gsm8k_reward` as its reward.
 """
 
 from __future__ import annotations
@@ -18,11 +17,14 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 
 
 def rows(split: str = "train", path: str = PATH) -> Any:
-    """Load a split: columns ``prompt`` (a user's message) and ``answer`` (the number). None: there is no such split.
+    """Load a split of GSM8K with the columns ``prompt`` (one user message) and ``answer`` (the number as a text).
 
     Args:
-        split: ``train`` with 7,473 problems, or ``test`` with 1,319.
-        path: a folder or Hub id with the dataset's files, or one file of rows, which is the split ``train``.
+        split: ``train`` with 7,473 problems, or ``test`` with 1,319 problems.
+        path: a folder or Hub id with the dataset's files, or one file of rows, which counts as the split ``train``.
+
+    Returns:
+        A `datasets.Dataset`, or None if ``path`` has no such split.
     """
     from datasets import Dataset
 
@@ -34,12 +36,12 @@ def rows(split: str = "train", path: str = PATH) -> Any:
 
 
 def training_rows(path: str = PATH) -> Any:
-    """Load the split ``train`` alone, see `rows`."""
+    """Load GSM8K's split ``train`` from ``path``. For the columns see `rows`."""
     return rows("train", path)
 
 
 def _row(row: Mapping[str, Any], number: int) -> dict[str, Any]:
     gold = behind_hashes(str(row["answer"]))
     if gold is None:
-        raise ValueError(f"gsm8k, row {number}: the answer {row['answer']!r} doesn't end with `#### NUMBER`.")
+        raise ValueError(f"gsm8k, row {number}: the answer {row['answer']!r} doesn't end with `#### NUMBER`")
     return {"prompt": [{"role": "user", "content": f"{row['question']} {INSTRUCTION}"}], "answer": gold}

@@ -1,4 +1,4 @@
-"""Errors of calls of reward functions, with their remedies; and copies of the trainer's state for the functions."""
+"""Error messages for failed calls of reward functions, and copies of the trainer's state for reward functions."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ..usercode.copies import own_copy
 from ..usercode.worker_process import CallLog
 from .functions import RewardError, RewardFunction
 
-TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")  # errors of using messages
+TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")
 
 
 class StateCopies:
-    """Copies of the trainer's state, which functions may change."""
+    """Makes copies of transformers' `TrainerState` for reward functions, because a function may change its copy."""
 
     def __init__(self) -> None:
-        self._state: tuple[Any, Any] = ((), None)  # a key of the trainer's state, and a copy for functions
+        self._state: tuple[Any, Any] = ((), None)  # Key of the last copied state (step, epoch, ...), and the copy.
         self._pickled: tuple[Any, bytes] = ((), b"")
 
     def copy(self, trainer_state: Any) -> tuple[Any, Any]:
-        """Return a key of the trainer's state, and a copy. The state is copied once per step, not once per call."""
+        """Return a key (step, epoch, ...) and a copy of the trainer's state. A new key makes a new copy."""
         fields = vars(trainer_state) if hasattr(trainer_state, "__dict__") else {}
         key = (fields.get("global_step"), fields.get("epoch"), len(fields.get("log_history") or ()))
         if key != self._state[0]:
@@ -38,8 +38,9 @@ class StateCopies:
         return self._state
 
     def pickled(self, trainer_state: Any) -> tuple[Any, bytes]:
-        """Return the same key, and the pickled state for workers. transformers' state is pickled as its bare fields.
-        Otherwise a worker would import transformers, and that would use up the first call's time limit."""
+        """Return a key (step, epoch, ...) and the trainer's state, pickled for worker processes. A dataclass such as
+        transformers' `TrainerState` is pickled as a `SimpleNamespace`. Otherwise a worker would have to import
+        transformers, and the import would use up the first call's time limit."""
         key, own = self.copy(trainer_state)
         if key != self._pickled[0]:
             bare = SimpleNamespace(**vars(own)) if dataclasses.is_dataclass(own) else own
@@ -78,6 +79,7 @@ def raised_error(reward: RewardFunction, group: Group, outcome: Outcome) -> Rewa
 
 
 async def logged_outcome(awaitable: Awaitable[Any], elapsed: float, timeout: float | None, log: CallLog) -> Outcome:
-    """Await an async call that returned its awaitable after ``elapsed`` seconds. Return its outcome with its log."""
+    """Await the result of an async reward function for at most ``timeout`` seconds. Return the call's outcome with the
+    logged values. ``elapsed`` seconds, which the call took to return its awaitable, count in the outcome's time."""
     outcome = await awaited_outcome(awaitable, timeout)
     return dataclasses.replace(outcome, seconds=elapsed + outcome.seconds, logged=log.content())

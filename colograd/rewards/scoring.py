@@ -1,10 +1,11 @@
-"""Scoring groups: reward functions run in workers, on an event loop or in this process, while the engine decodes.
+"""Score groups: call reward functions while the engine is still generating.
 
-    sync functions     in a worker process, if there are workers and the function can be pickled; else here, at once
-    async functions    on one event loop in a thread, all groups together
-    reward models      here, all waiting groups together, when the first result is needed after the generation
+    sync functions     in a worker process, if there are workers and the function can be pickled; else in this process
+    async functions    on one event loop in a thread, all groups concurrently
+    reward models      in this process, all waiting groups together, when the first result is needed
 
-A late call becomes an abstention. But a late call in this process ends the run, as nothing can reliably end the call.
+If a call takes longer than `reward_timeout`, the function abstains. But with `reward_on_error: raise` a late sync call
+in this process ends the run, because nothing can reliably interrupt the call.
 """
 
 from __future__ import annotations
@@ -37,33 +38,34 @@ from .functions import ModelReward, RewardError, RewardFunction, is_async, is_of
 from .outcomes import StateCopies, late_error, logged_outcome, raised_error
 from .values import check_log, with_parts
 
-MOST_WORKERS = 4  # maximum number of workers by default
+MOST_WORKERS = 4  # Maximum of the default number of reward worker processes.
 
 
 @dataclass(eq=False)
 class Scoring:
-    """The pending rewards of some groups: `PendingRewards` of rollout/stages.py."""
+    """The pending rewards of some groups, like a future. It implements `PendingRewards` of rollout/stages.py."""
 
     scorer: Scorer
     groups: Sequence[Group]
-    calls: Sequence[Future[Outcome]]  # [R]
+    calls: Sequence[Future[Outcome]]  # Calls of the R reward functions.
 
     def done(self) -> bool:
-        """Return whether the result is available without waiting."""
+        """Return whether all calls have finished, so that `result` returns without waiting."""
         return all(call.done() for call in self.calls)
 
     def cancel(self) -> None:
-        """Cancel the calls, as nobody needs the result. Queued calls never begin, and nobody waits for running ones."""
+        """Cancel the calls, because nobody needs the rewards. Queued calls never begin. Running calls aren't stopped,
+        but their results are dropped."""
         for call in self.calls:
             call.cancel()
 
     def result(self) -> torch.Tensor:
-        """Wait for the rewards. Return them as [completions, R] float32, NaN where a function abstained. Then
-        `Scorer.take_logged` returns the logged values, and `Scorer.take_turns` the rewards of completions' parts."""
+        """Wait for the rewards, and return them as [completions, R] float32, NaN where a function abstained. Afterwards
+        `Scorer.take_logged` returns logged values, and `Scorer.take_turns` rewards of single turns."""
         scorer, log = self.scorer, CallLog()
         scorer.score_with_models()
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
-        columns, of_parts = list[list[float]](), dict[str, list[Any]]()  # by function, an item per completion
+        columns, of_parts = list[list[float]](), dict[str, list[Any]]()
         for reward, call in zip(scorer.rewards, self.calls, strict=True):
             watchdog.progress(f"reward function {reward.name!r}")
             try:
@@ -78,7 +80,7 @@ class Scoring:
             if any(part is not None for part in parts):
                 of_parts[reward.name] = parts
         start, metrics = 0, {name: (sum(values), len(values)) for name, values in log.metrics.items()}
-        for group in self.groups:  # the first group gets the metrics of the whole call
+        for group in self.groups:  # Metrics aren't logged per group. So the first group gets all metrics.
             own = slice(start, start + len(group.rollouts))
             cut = {storable(name): tuple(map(storable, values[own])) for name, values in log.columns.items()}
             scorer.logged[group.position] = Logged(cut, metrics)
@@ -90,17 +92,18 @@ class Scoring:
     def _column(
         self, reward: RewardFunction, call: Future[Outcome], rollouts: Sequence[Rollout], log: CallLog
     ) -> tuple[list[float], list[Any]]:
-        """Return one function's rewards and its rewards of parts of completions. Add its logged values to ``log``."""
+        """Wait for one reward function's call. Return a reward per completion, and for each completion its list of
+        rewards per turn or None. Add the values that the function logged to ``log``."""
         scorer, position = self.scorer, self.groups[0].position
         fail = functools.partial(RewardError, reward.name, position, None)
-        # An async call ends itself in time, unless it blocks the event loop.
+        # An async call ends in time by its own timeout, unless the call blocks the event loop.
         limit = None if isinstance(call, WorkerCall) or scorer.timeout is None else scorer.timeout + GRACE
         try:
             outcome = call.result(limit)
         except futures.TimeoutError:
             raise fail(
-                f"it blocks the event loop for longer than reward_timeout ({scorer.timeout:g} s). Await slow calls, "
-                "or make it a plain function and set reward_workers."
+                f"the function blocks the event loop for longer than reward_timeout ({scorer.timeout:g} s). Await slow "
+                "calls in an async reward function, or make the function a sync function and set reward_workers."
             ) from None
         scorer.counts[f"rewards/{reward.name}/seconds"] += outcome.seconds
         if outcome.kind == "late":
@@ -110,15 +113,15 @@ class Scoring:
             raise raised_error(reward, self.groups[0], outcome)
         if outcome.kind == "died":
             raise fail(
-                f"its worker process ended with status {outcome.value}: it exits, crashes, or runs out of memory. Set "
-                "reward_on_error: abstain to go on without its rewards."
+                f"the function's worker process ended with status {outcome.value}: the function exits, crashes, or "
+                "runs out of memory. Set reward_on_error: abstain to go on without the rewards of a call that fails."
             )
         column, parts = checked_values(reward, position, rollouts, outcome.value, scorer.split_parts)
         columns, metrics = outcome.logged
         if columns or metrics:
             check_log(reward, position, rollouts, columns, metrics)
         for name in columns.keys() & log.columns.keys():
-            raise fail(f"it logged the column {name!r}, as another reward function did: rename one of the columns.")
+            raise fail(f"the function logged the column {name!r}, as another function did: rename one of the two.")
         log.columns |= columns
         for name, values in metrics.items():
             log.metrics.setdefault(name, []).extend(values)
@@ -126,14 +129,14 @@ class Scoring:
 
 
 class Lender(Protocol):
-    """Lends environments to conversations: `extensions.tools.environments.Environments`."""
+    """Lends a user's environments to conversations. `extensions.tools.environments.Environments` implements it."""
 
     def begin_scoring(self, groups: Sequence[Group]) -> None: ...
     def end_scoring(self, groups: Sequence[Group]) -> None: ...
 
 
 class Ready(Future[torch.Tensor]):
-    """Rewards that are already computed: `PendingRewards` with nothing to wait for."""
+    """A finished future with rewards that are already computed. It implements `PendingRewards`."""
 
     def __init__(self, rewards: torch.Tensor) -> None:
         super().__init__()
@@ -141,19 +144,20 @@ class Ready(Future[torch.Tensor]):
 
 
 def usual_workers(on_gpu: bool) -> int:
-    """Return the default number of workers: 0 on a CPU, as its cores sample; else 1 to 4, by the rank's cores."""
+    """Return the default number of reward workers. If the policy runs on the CPU, it is 0, because the cores are busy
+    with sampling. On a GPU it is 1 to 4, depending on the rank's CPU cores."""
     return min(MOST_WORKERS, max(1, process.cpu_threads() - 1)) if on_gpu else 0
 
 
 class Scorer:
-    """Calls reward functions on groups.
+    """Calls reward functions on groups, and keeps logged values until a caller takes them.
 
     Args:
         rewards: R reward functions.
-        workers: number of worker processes for functions that can be pickled. 0: all functions run in this process.
-            None: `usual_workers`, for functions that can be imported.
-        timeout: maximum seconds of a call; None: no limit.
-        on_error: ``raise`` ends the run with the function's error; with ``abstain`` the function abstains.
+        workers: number of worker processes for functions that can be pickled. 0 runs all functions in this process.
+            None means `usual_workers` processes, and only for functions that a worker can import.
+        timeout: maximum duration of a call in seconds. None means no limit.
+        on_error: ``raise`` ends the run with the function's error. ``abstain`` makes the function abstain.
         on_gpu: whether the policy trains and samples on a GPU.
     """
 
@@ -167,16 +171,16 @@ class Scorer:
     ) -> None:
         self.rewards, self.timeout, self.on_error = list(rewards), timeout, on_error
         self.reads_prompt_texts = any("prompt_texts" in parameters_of(reward.function) for reward in self.rewards)
-        self.counts: dict[str, float] = defaultdict(float)  # metrics since `take_counts`
-        self.logged: dict[int, Logged] = {}  # by position, until `take_logged`
-        self.of_parts: dict[int, dict[str, list[Any]]] = {}  # by position and function, until `take_turns`
+        self.counts: dict[str, float] = defaultdict(float)  # Metric -> sum since the last `take_counts`.
+        self.logged: dict[int, Logged] = {}  # Prompt position -> logged values, removed by `take_logged`.
+        self.of_parts: dict[int, dict[str, list[Any]]] = {}  # Prompt position -> function's name -> rewards per turn.
         self.split_parts: SplitParts | None = next(iter(hooks("part_rewards")), None)
-        # Called with a function's name, the start and the end of a call, and its number of completions.
+        # `on_call` gets a function's name, the start and end of a call in seconds, and the number of completions.
         self.on_call: Callable[[str, float, float, int], None] | None = None
-        self.environments: Lender | None = None  # takes a group's environments back once it is scored
+        self.environments: Lender | None = None  # `Lender` that takes a group's environments back after scoring.
         self._told_late: set[str] = set()
         self._state = StateCopies()
-        self._for_models: list[tuple[ModelReward, dict[str, Any], Future[Outcome]]] = []  # waiting calls
+        self._for_models: list[tuple[ModelReward, dict[str, Any], Future[Outcome]]] = []
         sync = [r for r in self.rewards if not (isinstance(r.function, ModelReward) or is_async(r.function))]
         here = [reward for reward in sync if "environments" in parameters_of(reward.function)]
         able = {reward.name: reward.function for reward in sync if reward not in here}
@@ -184,14 +188,14 @@ class Scorer:
             able = {name: function for name, function in able.items() if is_of_module(function)}
             workers = usual_workers(on_gpu)
         self._pool = WorkerPool("rewards", able, workers, timeout)
-        self.notes = self._pool.notes  # messages for the user
+        self.notes = self._pool.notes  # Lines to print for the user at the start.
         if workers:
             why = "it takes environments, which live here"
             self.notes += [f"rewards: {reward.name} runs in the trainer's process ({why})" for reward in here]
 
     def submit(self, groups: Sequence[Group], texts: Sequence[Sequence[str]], trainer_state: Any = None) -> Scoring:
-        """Begin to score some groups with one call of each function; see `keywords_for` for the arguments. Sync
-        functions in this process have ended when this returns."""
+        """Start one call of each reward function for all ``groups``; for the arguments see `keywords_for`. Return
+        a future. Sync functions that run in this process finish before `submit` returns."""
         calls: list[Future[Outcome]] = []
         scoring, completions = Scoring(self, groups, calls), sum(map(len, texts))
         if self.environments is not None:
@@ -204,7 +208,7 @@ class Scorer:
         except RewardError:
             scoring.cancel()
             raise
-        if (lender := self.environments) is not None:  # environments live in this process
+        if (lender := self.environments) is not None:  # Only functions in this process use environments.
             here = [
                 call
                 for reward, call in zip(self.rewards, calls, strict=True)
@@ -214,7 +218,7 @@ class Scorer:
         return scoring
 
     def note_late(self, name: str, completions: int) -> None:
-        """Count a late call, and warn the first time, because the function abstains from its completions."""
+        """Count a call that exceeded `reward_timeout`. At a function's first late call, warn the user."""
         self.counts[f"rewards/{name}/timeouts"] += 1
         if name not in self._told_late:
             self._told_late.add(name)
@@ -226,21 +230,23 @@ class Scorer:
             )
 
     def take_counts(self) -> dict[str, float]:
-        """Return the sums since the last call: ``rewards/<name>/seconds``, ``/timeouts`` and ``/errors``."""
+        """Return and reset the metrics ``rewards/<name>/seconds``, ``/timeouts`` and ``/errors``, summed over calls."""
         taken = dict(self.counts)
         self.counts.clear()
         return taken
 
     def take_logged(self, position: int) -> Logged:
-        """Return the values that functions logged for the group at ``position``. Its rewards must be computed."""
+        """Return the values that reward functions logged for the group of the prompt at ``position``, and forget them.
+        Call this after `Scoring.result`."""
         return self.logged.pop(position, Logged({}, {}))
 
     def take_turns(self, group: Group) -> Group:
-        """Return the group with the functions' rewards of its completions' parts. Its rewards must be computed."""
+        """Return the group with the rewards of single turns that reward functions returned. Call this after
+        `Scoring.result`."""
         return with_parts(group, self.of_parts.pop(group.position, {}))
 
     def score_with_models(self) -> None:
-        """Score all waiting completions with the reward models."""
+        """Run the reward models on all completions of the waiting calls, and complete these calls."""
         waiting, self._for_models = self._for_models, []
         for model in dict.fromkeys(model for model, _, _ in waiting):
             calls = [(k, call) for m, k, call in waiting if m is model and call.set_running_or_notify_cancel()]
@@ -261,7 +267,7 @@ class Scorer:
                 start += size
 
     def close(self) -> None:
-        """End the workers."""
+        """End the reward worker processes."""
         self._pool.close()
 
     def _begin_call(
@@ -288,7 +294,7 @@ class Scorer:
                 raise late from None
             done.set_result(Outcome("late", None, self.timeout or 0.0))
             return done
-        except (Exception, SystemExit) as error:  # SystemExit would end this rank without a message
+        except (Exception, SystemExit) as error:  # Uncaught, SystemExit would end this rank silently.
             done.set_result(raised_outcome(error))
             if self.on_error == "raise":
                 raise raised_error(reward, groups[0], done.result()) from None

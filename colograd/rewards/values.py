@@ -1,4 +1,4 @@
-"""Values around a call of a reward function: its log, its rewards of parts, and the sum over functions."""
+"""Check the values that reward functions log, store rewards of single turns, and sum rewards over functions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..runtime.registry import hooks, require
 from .calling import PARTS
 from .functions import RewardError, RewardFunction
 
-ROUNDING = 4 * torch.finfo(torch.float32).eps  # relative to the terms: rounding of rewards, weights and sum, twice
-# The trainer's own metrics: their names, and their families, the part before the slash.
+ROUNDING = 4 * torch.finfo(torch.float32).eps  # Largest relative difference of two equal sums of float32 rewards.
+# Names of the trainer's metrics (`OWN_METRICS`), and their prefixes before a slash (`OWN_FAMILIES`).
 OWN_METRICS = (
     "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "entropy", "kl", "reward",
     "reward_std", "frac_reward_zero_std",
@@ -41,19 +41,19 @@ def check_log(
     columns: Mapping[str, Sequence[Any]],
     metrics: Mapping[str, Any],
 ) -> None:
-    """Check the columns and metrics that a function logged for some completions."""
+    """Raise a `RewardError` if ``columns`` or ``metrics`` that a reward function logged for ``rollouts`` are wrong."""
     fail = functools.partial(RewardError, reward.name, position)
     for name, values in columns.items():
         if len(values) != len(rollouts):
             raise fail(
                 None,
-                f"it logged {len(values)} values in the column {name!r} for {len(rollouts)} completions: give "
-                "log_extra exactly one per completion, and None where there is none.",
+                f"the function logged {len(values)} values in the column {name!r} for {len(rollouts)} completions. "
+                "Pass exactly one value per completion to log_extra, with None for a completion without a value.",
             )
     for name in metrics:
         if name in OWN_METRICS or name.partition("/")[0] in OWN_FAMILIES:
-            raise fail(None, f"it logged the metric {name!r}, which is the trainer's own: rename it.")
-    if "token_weights" in columns:  # without its extension they would have no effect
+            raise fail(None, f"the function logged the metric {name!r}, a name of the trainer's metrics: rename it.")
+    if "token_weights" in columns:  # This column needs the extension `token_weights`.
         require("token_weights", f"the column token_weights, which {reward.name} logs,", "log no such column")
     for kind in (kind for kind in hooks("riders") if kind.COLUMN in columns):
         for index, (rollout, value) in enumerate(zip(rollouts, columns[kind.COLUMN], strict=True)):
@@ -64,7 +64,8 @@ def check_log(
 
 
 def with_parts(group: Group, of_parts: Mapping[str, Sequence[Any]]) -> Group:
-    """Return the group with functions' rewards of its completions' parts, by name. Earlier ones are removed."""
+    """Return the group with rewards of single turns stored in its rollouts' ``columns``, in place of present ones.
+    ``of_parts`` maps the name of a reward function to a list [G], for each completion its turns' rewards or None."""
     if not of_parts and not any(PARTS in rollout.columns for rollout in group.rollouts):
         return group
     rollouts = []
@@ -77,7 +78,8 @@ def with_parts(group: Group, of_parts: Mapping[str, Sequence[Any]]) -> Group:
 
 
 def with_logged_riders(group: Group, logged: Logged) -> Group:
-    """Return the group with the riders that reward functions logged for its completions, e.g. token weights."""
+    """Return the group with riders (data of extensions, such as token weights) that reward functions have logged for
+    its completions by `log_extra`."""
     for kind in (kind for kind in hooks("riders") if kind.COLUMN in logged.columns):
         pairs = zip(group.rollouts, logged.columns[kind.COLUMN], strict=True)
         riders = ((one, () if value is None else (kind.from_json(value, one),)) for one, value in pairs)
@@ -86,13 +88,13 @@ def with_logged_riders(group: Group, logged: Logged) -> Group:
 
 
 def weighted_sum(rewards: torch.Tensor, weights: Sequence[float] | torch.Tensor) -> torch.Tensor:
-    """Sum a group's rewards [G, R], weighted by R weights, over the functions that didn't abstain.
+    """Sum a group's rewards [G, R], weighted by R weights, over the functions that didn't abstain (NaN).
 
-    If the totals differ only by the rounding of float32 rewards, they become equal: 0.6 + 0.1 is 0.7. Otherwise the
-    group would train on the rounding, because advantages divide it by its own deviation.
+    If the sums of a group differ only by float32 rounding (0.6 + 0.1 and 0.7), all become equal. Otherwise a group of
+    equal rewards would train on rounding errors, because advantages are divided by the standard deviation.
 
     Returns:
-        [G] float32, NaN where all functions abstained.
+        Sums [G] float32, NaN for a completion where all functions abstained.
     """
     weights_R = torch.as_tensor(weights, dtype=torch.float32, device=rewards.device)
     terms = rewards.double() * weights_R.double()

@@ -284,7 +284,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda _: load_policy("no/such/model/folder", None, config()),
         "'no/such/model/folder'",
         "neither a folder with a model nor a Hub model",
-        "Give model_name_or_path a folder",
+        "Set model_name_or_path to a folder",
     ),
     "a vLLM that is too old": (vllm("0.24.9"), r"vLLM 0\.24\.9", r"0\.25 to 0\.32", "pip install"),
     "a vLLM that is too new": (vllm("0.34.0rc1"), r"vLLM 0\.34\.0rc1", r"0\.25 to 0\.32", "pip install"),
@@ -504,14 +504,14 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "a processor in the tokenizer's place": (
         lambda _: check_tokenizer(SimpleNamespace(tokenizer=None)),
         "processing_class is a SimpleNamespace",
-        "the model reads text alone",
+        "the model reads only text",
         r"processing_class\.tokenizer",
     ),
     "no tokenizer in the tokenizer's place": (
         lambda _: check_tokenizer(Words()),
         "processing_class is a Words",
         "must be a tokenizer",
-        "give one",
+        "or None",
     ),
     "a dtype that doesn't exist": (
         lambda _: ModelConfig(dtype="int8"),
@@ -529,7 +529,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda _: score([1.0, 2.0]),
         "'my_reward', prompt 17: it returned 2 rewards",
         "for 3 completions",
-        "exactly one per",
+        "exactly one number per",
     ),
     "a reward function that returns no list": (
         lambda _: score(1.0),

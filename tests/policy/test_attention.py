@@ -184,15 +184,15 @@ def test_more_than_one_row_is_refused() -> None:
     "feature", [{"s_aux": torch.zeros(4), "softcap": 50.0}, {"s_aux": torch.zeros(4), "both_ways": [(0, 2)]}]
 )
 def test_what_would_be_computed_wrongly_is_refused(feature: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="two of soft-capping, sinks"):
+    with pytest.raises(ValueError, match="two of these: soft-capping, sinks"):
         attention.packed_attention(torch.nn.Module(), *random_qkv(4), None, layout=ONE, **feature)
 
 
 def test_a_mask_a_bias_or_a_bidirectional_layer_is_refused() -> None:
-    for wrong, said in (({"is_causal": False}, "isn't causal"), ({"position_bias": torch.zeros(4)}, "of its own")):
+    for wrong, said in (({"is_causal": False}, "isn't causal"), ({"position_bias": torch.zeros(4)}, "mask or bias")):
         with pytest.raises(ValueError, match=said):
             attention.packed_attention(torch.nn.Module(), *random_qkv(4), None, layout=ONE, **wrong)
-    with pytest.raises(ValueError, match="of its own"):
+    with pytest.raises(ValueError, match="mask or bias"):
         attention.packed_attention(torch.nn.Module(), *random_qkv(4), torch.zeros(1, 1, 4, 4), layout=ONE)
     bidirectional = torch.nn.Module()
     bidirectional.is_causal = False  # as in Gemma 3's embedding models

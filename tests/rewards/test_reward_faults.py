@@ -17,9 +17,9 @@ pytestmark = pytest.mark.engine
 
 SCRIPT = SCRIPTS / "reward_faults.py"
 REFUSED = {
-    "nothing": "it returned None (NoneType), but must return a list of 4 numbers",
-    "nan": "its reward is nan (float), but must be a finite float32 number or None",
-    "text": "its reward is 'good' (str), but must be a finite float32 number or None",
+    "nothing": "it returned None (NoneType), but a reward function must return a list of 4 numbers",
+    "nan": "its reward is nan (float), but a reward must be a finite float32 number or None",
+    "text": "its reward is 'good' (str), but a reward must be a finite float32 number or None",
     "length": "it returned 5 rewards for 4 completions",
 }
 TAKEN = ("abstain", "megabyte", "alarm")

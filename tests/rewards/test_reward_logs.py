@@ -84,11 +84,11 @@ def test_one_call_for_several_groups_logs_each_completion_in_its_own(scorer_of, 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_bad_use_is_an_error_with_the_functions_name_and_leaves_nothing_logged(scorer_of, workers: int) -> None:
     said = {
-        short: "it logged 2 values in the column 'answer' for 3 completions",
+        short: "the function logged 2 values in the column 'answer' for 3 completions",
         bare: r"log_extra\('answer', ...\) got 'text' \(str\), but takes a list with one value per completion",
         worded: r"log_metric\('share', ...\) got 'a lot' \(str\), but takes a finite number",
         unbounded: r"log_metric\('share', ...\) got nan \(float\), but takes a finite number",
-        presumptuous: "it logged the metric 'completions/mean_length', which is the trainer's own: rename it",
+        presumptuous: "the function logged the metric 'completions/mean_length', a name of the trainer's metrics",
     }
     scorer = scorer_of(*said, workers=workers, on_error="abstain")
     assert score(scorer).isnan().all() and scorer.take_logged(17) == Logged({}, {})
@@ -103,7 +103,7 @@ def test_bad_use_is_an_error_with_the_functions_name_and_leaves_nothing_logged(s
 
 
 def test_two_functions_cannot_log_the_same_column(scorer_of) -> None:
-    with pytest.raises(RewardError, match=r"'talkative_2', .*it logged the column '.*', as another"):
+    with pytest.raises(RewardError, match=r"'talkative_2', .*the function logged the column '.*', as another"):
         score(scorer_of(talkative, talkative))
 
 

@@ -392,7 +392,7 @@ def test_one_that_takes_messages_for_text_is_told_so(wrong: Any) -> None:
         (None, None, "returned None .*list of 3 numbers"),
         (0.5, None, r"returned 0.5 \(float\)"),
         ("abc", None, r"returned 'abc' \(str\)"),
-        ({0: 1.0, 1: 1.0, 2: 1.0}, None, r"\(dict\), but must return a list of 3"),
+        ({0: 1.0, 1: 1.0, 2: 1.0}, None, r"\(dict\), but a reward function must return a list of 3"),
         (torch.tensor(1.0), None, "must return a list of 3"),
         ([0.0, "1.0", 0.0], 1, r"reward is '1.0' \(str\)"),
         ([0.0, 0.0, math.inf], 2, r"reward is inf \(float\)"),

@@ -174,7 +174,7 @@ def test_a_policy_in_rows_goes_on_from_any_way_and_any_way_from_it(tiny_qwen, tm
         # The slow two take the same way to all ranks as the first; test_reward_workers.py has them on one rank.
         pytest.param(
             "dies",
-            r"Rank 1 failed in the rollout: RewardError: .*'reward'.* its worker process ended with status 9",
+            r"Rank 1 failed in the rollout: RewardError: .*'reward'.* function's worker process ended with status 9",
             marks=pytest.mark.slow,
         ),
         pytest.param(

@@ -117,10 +117,10 @@ def test_a_late_function_abstains_and_its_worker_is_replaced(scorer_of) -> None:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (dying, "its worker process ended with status 7"),
+        (dying, "the function's worker process ended with status 7"),
         (raising, "it raised KeyError: 'no such test case' .*, but must return one number per completion"),
         (leaving, "it raised SystemExit: enough"),
-        (lambda **kwargs: None, r"it returned None \\(NoneType\\), but must return a list of 3 numbers"),
+        (lambda **kwargs: None, r"it returned None \\(NoneType\\), but a reward function must return a list of 3"),
         (lambda **kwargs: [1.0], "it returned 1 rewards for 3 completions"),
         (lambda **kwargs: [1.0, NAN, 1.0], "completion 1: its reward is nan"),
         (lambda **kwargs: [1.0, 2.0, "3"], "completion 2: its reward is '3'"),
@@ -327,7 +327,7 @@ def test_an_async_call_that_blocks_the_loop_ends_the_run_with_its_name(scorer_of
         return [1.0] * len(completions)
 
     scoring = scorer_of(blocks, workers=0, timeout=0.2).submit([make_group()], [texts()])
-    with pytest.raises(RewardError, match=r"'blocks'.*it blocks the event loop"):
+    with pytest.raises(RewardError, match=r"'blocks'.*the function blocks the event loop"):
         scoring.result()
     told.set()
 

@@ -180,7 +180,7 @@ def test_models_with_undividable_rows_are_named_at_start() -> None:
     dense, hybrid = row_cases.PACKED["llama"](), row_cases.RECURRENT["falcon_h1"]()
     for model in (dense, *(row_cases.RECURRENT[name]() for name in ("lfm2", "qwen3_5", "granitemoehybrid"))):
         check_shared_rows(model, 2, "")
-    with pytest.raises(ValueError, match=r"is 2, but FalconH1ForCausalLM has layers of .*FalconH1Mixer.* set it to 1"):
+    with pytest.raises(ValueError, match=r"is 2, but FalconH1ForCausalLM has layers of .*FalconH1Mixer.* to 1"):
         check_shared_rows(hybrid, 2, "")
     with pytest.raises(ValueError, match=r"rows of LlamaForCausalLM are padded \(a reason\)"):
         check_shared_rows(dense, 2, "a reason")
@@ -203,5 +203,5 @@ def test_frequencies_that_the_last_position_chooses_are_refused(rope: dict[str, 
         model.config.rope_parameters = {"rope_type": kind, "factor": 2.0}
         check_shared_rows(model, 2, "")
     model.config.rope_parameters = rope
-    with pytest.raises(ValueError, match=r"is 2, but LlamaForCausalLM chooses its rotary frequencies .* set it to 1"):
+    with pytest.raises(ValueError, match=r"is 2, but LlamaForCausalLM chooses its rotary frequencies .* to 1"):
         check_shared_rows(model, 2, "")
