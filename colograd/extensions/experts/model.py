@@ -1,4 +1,4 @@
-"""Mixtures of experts where a model is checked and loaded."""
+"""Checks and changes of a mixture of experts when a model is loaded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .router_replay import SHARES
 if TYPE_CHECKING:
     from ...policy.loading import Policy
 
-# Mixtures of experts that tests train, see docs/models.md. Others are proved when a run starts.
+# Model types of mixtures that tests train, see docs/models.md. Other mixtures are checked when a run starts.
 TRIED = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-WHOLE = ("gpt_oss", "olmoe")  # mixtures that need a whole engine on each rank
+WHOLE = ("gpt_oss", "olmoe")  # Model types of mixtures that can't run with vLLM's tensor parallelism.
 
 
 class Experts(ModelFeature):
@@ -33,8 +33,8 @@ class Experts(ModelFeature):
         self.check_split(wanted.model_config, config.vllm_tensor_parallel_size)
         if config.router_replay and kind not in SHARES:
             raise ValueError(
-                f"router_replay is true, but how {kind}'s router shares a token out among experts isn't known: set it "
-                f"to false, or choose one of {', '.join(SHARES)}."
+                f"router_replay is true, but it isn't known how {kind}'s router computes the experts' weights: set "
+                f"router_replay to false, or choose one of {', '.join(SHARES)}."
             )
         if noise := float(getattr(text, "router_jitter_noise", None) or 0.0):
             raise ValueError(
@@ -60,9 +60,9 @@ class Experts(ModelFeature):
             )
 
     def on_read(self, model: Any) -> None:
-        """Freeze the parameters that the class makes without a gradient, such as a router's correction biases.
+        """Freeze the parameters that the model's class makes without a gradient, such as a router's correction biases.
 
-        Loading forgets this.
+        transformers makes these parameters trainable when it loads weights.
         """
         if not num_experts(model.config) or getattr(model.config, "quantization_config", None) is not None:
             return

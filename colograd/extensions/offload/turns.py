@@ -24,7 +24,7 @@ class OptimizerOffload:
 
     @torch.no_grad()
     def to_host(self, optimizer: torch.optim.Optimizer) -> int:
-        """Move the state to the host, and return the moved bytes: 0 if the state is on the host already, or not allocated."""
+        """Move the state to the host, and return the moved bytes: 0 if the state is on the host, or not yet made."""
         if self._away:
             return 0
         values = [value for state in optimizer.state.values() for value in state.values()]

@@ -1,4 +1,4 @@
-"""Checks at the loading of a model whose policy is to have the engine's tensor-parallel layout."""
+"""Checks of a model for `sharding: tensor`, whose policy has the engine's tensor-parallel layout."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
             "trained without an engine: set sharding: gradients or fsdp."
         )
     if config.tensor_parallel:
-        from ...weights import check_adapter_in_parts  # with its imports, which the check of a model does without
+        from ...weights import check_adapter_in_parts  # Not above, because the checks of a model need no such imports.
 
         check_adapter_in_parts(policy.adapter, config.sharding)
     return policy

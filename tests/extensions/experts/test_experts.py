@@ -259,7 +259,7 @@ def test_experts_that_the_engine_packed_away_are_an_error_with_the_reason(models
         with pytest.raises((UnmappedParameter, RuntimeError), match=r"layout of weights|its own layout"):
             build(models["mixtral"], tmp_path)
     monkeypatch.delattr("vllm.model_executor.layers.fused_moe.experts.cpu_moe.CPUUnquantizedExperts")
-    with pytest.raises(RuntimeError, match=r"whose weights vLLM [\d.]+ packs away on a CPU: install 0.31"):
+    with pytest.raises(RuntimeError, match=r"whose weights vLLM [\d.]+ repacks on a CPU"):
         kernels.check_experts(8, on_cpu=True)
     kernels.check_experts(0, on_cpu=True)
     kernels.check_experts(8, on_cpu=False)

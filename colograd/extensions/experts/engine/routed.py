@@ -1,8 +1,8 @@
 """Record of the experts that the engine's routers chose for each token of a sequence, for `router_replay`.
 
-vLLM's Model Runner V2, used on a GPU, returns them itself (``enable_return_routed_experts``). With V1, on a CPU, each
-router passes its choice to a function, and the model runner knows each token's request. There the prefix cache is off,
-because a cached token is in no step of its sequence.
+vLLM's Model Runner V2, used on a GPU, returns the experts (``enable_return_routed_experts``). With V1, used on a CPU,
+each router passes its choice to a function here, and the model runner knows each token's request. V1 runs without
+prefix cache, because the routers don't run for a cached token.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
 from ....engine.protocol import Sampled
 from ..rider import RoutedExperts, filled
 
-TELLS_EXPERTS = "enable_return_routed_experts"  # argument of vLLM's engine, used with Model Runner V2 only
+TELLS_EXPERTS = "enable_return_routed_experts"  # Argument of vLLM's engine, used with Model Runner V2 only.
 
-# vLLM's name of one completion's request: "1_request-7-a06c1b92" is the second completion of our "request-7".
+# Pattern of vLLM's request id of a completion: "1_request-7-a06c1b92" is the second completion of our "request-7".
 NAME = re.compile(r"(?:(\d+)_)?(request-\d+)(?:-[0-9a-f]{8})?$")
 
 
 class RouterLog(EngineFeature):
-    """The experts of an engine's sequences, which are all sampled with one version of the weights."""
+    """Engine feature that adds to each completion a rider with the experts that vLLM's routers chose for its tokens."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
-        self.itself = False  # whether vLLM returns the experts; otherwise its routers are watched
-        # [n, L, K] by request name and completion index, allocated for more tokens than there are.
+        self.itself = False  # Whether vLLM returns the experts. Otherwise this object observes vLLM's routers.
+        # Experts [n, L, K] by request name and completion index. n may exceed the number of tokens.
         self._seen: dict[str, dict[int, torch.Tensor]] = {}
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -56,19 +56,19 @@ class RouterLog(EngineFeature):
         return {TELLS_EXPERTS: True}
 
     def built(self, engine: BuiltEngine) -> None:
-        """Start the record on the engine's first rank."""
+        """Start the recording of experts. Only the engine's first rank records."""
         from vllm import __version__ as found
 
         core = engine.core
         if engine.layout.engine_place > 0:
-            if self.itself:  # vLLM's worker returns experts on the first rank only, and other schedulers would fail
+            if self.itself:  # vLLM's worker returns experts on the first rank only. The other schedulers would fail.
                 core.engine_core.engine_core.scheduler.aux_output_connector = None
             return
         runner = core.model_executor.driver_worker.worker.model_runner
         self.version = found
         try:
             from vllm.model_executor.layers.fused_moe.layer import MoERunner
-        except ImportError:  # a version with them in another module
+        except ImportError:  # This version of vLLM has the class in another module.
             layers: list[Any] = []
         else:
             layers = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
@@ -79,8 +79,8 @@ class RouterLog(EngineFeature):
         routers = [getattr(layer, "router", None) for layer in self._layers]
         if not routers or not (self.itself or all(hasattr(router, "set_capture_fn") for router in routers)):
             raise RuntimeError(
-                f"router_replay is true, but vLLM {found} has no routers for this model that tell which experts they "
-                "choose: set router_replay: false, or install vLLM 0.31."
+                f"router_replay is true, but vLLM {found} has no routers for this model that report their choice of "
+                "experts: set router_replay: false, or install vLLM 0.31."
             )
         if not self.itself:
             for place, router in enumerate(routers):
@@ -89,10 +89,11 @@ class RouterLog(EngineFeature):
             runner.execute_model = functools.partial(self._watched, runner)
 
     def _keep(self, place: int, chosen: torch.Tensor) -> None:
-        self._step[place] = chosen.to(self.dtype)  # a router's choice in a step, (tokens of the step, K)
+        self._step[place] = chosen.to(self.dtype)  # Experts that a router chose in an engine step, (step's tokens, K).
 
     def _watched(self, runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a step of the model runner, then add the experts of its tokens to their sequences."""
+        """Run a step of vLLM's model runner, then add the experts of the step's tokens to the record of each
+        request."""
         result = self._execute(scheduled, *args, **kwargs)
         counts = scheduled.num_scheduled_tokens
         if not counts:
@@ -102,7 +103,7 @@ class RouterLog(EngineFeature):
         for row, name in enumerate(batch.req_ids):
             start, own = int(batch.num_computed_tokens_cpu[row]), chosen[at : at + counts[name]]
             at += counts[name]
-            if (ours := NAME.fullmatch(name)) is None:  # a foreign request
+            if (ours := NAME.fullmatch(name)) is None:  # The request isn't ours.
                 continue
             of_request, index, end = self._seen.setdefault(ours[2], {}), int(ours[1] or 0), start + len(own)
             rows = of_request.get(index, own[:0])
@@ -113,7 +114,7 @@ class RouterLog(EngineFeature):
         return result
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
-        """Add the experts of each completion. All completions of a request share the prompt's tensor."""
+        """Add a rider with its experts to each completion. All completions of a request share the prompt's tensor."""
         outputs = sorted(output.outputs, key=lambda completion: int(completion.index))
         experts = [
             self._take(request, completion, len(prompt.ids), len(one.ids))
@@ -125,9 +126,9 @@ class RouterLog(EngineFeature):
         ]
 
     def _take(self, request: str, completion: Any, prompt: int, length: int) -> RoutedExperts:
-        """Return and remove the experts of a finished ``completion`` of vLLM's."""
+        """Return the experts of a finished completion, and remove them from the record. ``completion`` is vLLM's."""
         if self.itself:
-            told = getattr(completion, "routed_experts", None)  # (tokens, all layers, K); no row for the last token
+            told = getattr(completion, "routed_experts", None)  # (tokens without the last one, all layers, K)
             if told is None:
                 raise RuntimeError(
                     f"router_replay is true, but vLLM {self.version} returned no experts for a completion: set "
@@ -143,7 +144,7 @@ class RouterLog(EngineFeature):
                 "its experts are unknown: set router_replay: false, or install vLLM 0.31."
             )
         whole = filled(rows, prompt + length)
-        # A group shares the prompt's tensor, and each tensor may be sent to another rank.
+        # Copy the parts, because all completions share the prompt's tensor, and ranks may send tensors separately.
         return RoutedExperts(whole[:prompt].clone(), whole[prompt:].clone())
 
     def drop(self, request: str) -> None:
