@@ -345,8 +345,7 @@ def _top(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.T
 def _of_its_groups(
     field: str, read: Read, second: Any, model: Any, row: PackedRow, temperature: float, name: str
 ) -> torch.Tensor:
-    """Compute a teacher's values for a row, (N,). With several teachers only for the groups whose prompt names this
-    one.
+    """Compute a teacher's values for a row, (N,). With several teachers only groups whose prompt names this one count.
 
     Values of all other groups stay as they are, or are UNTAUGHT. An empty ``name`` means a single teacher.
     """
