@@ -48,7 +48,7 @@ class PartialCompletion:
 
     @classmethod
     def of_record(cls, rollout: Rollout) -> Self:
-        """Rebuild a partial completion from the rollout that `recorded` made of it."""
+        """Rebuild a partial completion from a rollout that `recorded` returned."""
         spans, riders = rollout.get(Versions), tuple(r for r in rollout.riders if not isinstance(r, Versions))
         logprobs = array("f", rollout.sampler_logprobs.numpy().tobytes())
         ended = None if rollout.finish_reason is FinishReason.ABORT else rollout.finish_reason
@@ -182,10 +182,8 @@ def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
 
 
 def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks: int) -> RoundEnd | None:
-    """Read the file of a round's end that `write_round_end` wrote.
-
-    Return None if the file is missing or incomplete, if the number of ranks differs, or if a position has no prompt.
-    """
+    """Read the file of a round's end that `write_round_end` wrote. Return None if the file is missing or incomplete, if
+    the number of ranks differs, or if a position has no prompt."""
     records = list(read_records(path)) if path.is_file() else []
     if not records:
         return None

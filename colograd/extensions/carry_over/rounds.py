@@ -31,7 +31,7 @@ def carried_round(trainer: Any) -> CarriedRound | None:
 
 
 class CarriedRound(PlainRound):
-    """A round of sampling that leaves groups in flight. Groups are trained in the order in which prompts were drawn."""
+    """A round of sampling that leaves groups in flight. Groups are trained in the order of their prompts' drawing."""
 
     longest_first = False  # The engine gets the oldest prompts first.
 
@@ -89,7 +89,7 @@ class CarriedRound(PlainRound):
                 LOGGER.warning(line)
 
     def _recorded(self, pool: Sequence[Prompt], end: RoundEnd, stages: Stages) -> list[ScoredGroup] | None:
-        """Return the scored groups of a recorded round, or None if the rollout log lacks one of them."""
+        """Return the scored groups of a recorded round, or None if the rollout log lacks a group."""
         done = [prompt for prompt in pool if prompt.position in end.done]
         scoring = stages.scoring(stages, done)
         assert stages.journal is not None

@@ -48,10 +48,8 @@ class CarryOver:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Yield the first `InFlight.takes` groups of a training round that finish, or all groups of an evaluation.
-
-        The arguments are those of `RolloutSource.generate`.
-        """
+        """Yield the first `InFlight.takes` groups of a training round that finish, or all groups of an evaluation. The
+        arguments are those of `RolloutSource.generate`."""
         if purpose != "train":
             yield from self.engine.generate(prompts, sampling, version=version, seed=seed, purpose=purpose)
             return

@@ -59,10 +59,8 @@ class TeacherHead:
         return self.logits(micro_batch.scores["teacher_states"], temperature, candidates)
 
     def logits(self, states: torch.Tensor, temperature: float, candidates: Candidates | None = None) -> TeacherLogits:
-        """Return the teacher's logits for last hidden states (N, hidden) on the head's device.
-
-        ``candidates`` are the tokens that each label's distribution is over. None means the whole vocabulary.
-        """
+        """Return the teacher's logits for last hidden states (N, hidden) on the head's device. ``candidates`` are the
+        tokens that each label's distribution is over. None means the whole vocabulary."""
         dtype = product_dtype(self.weight, states.device, self.wide)
         head = Head(temperature, dtype=dtype, wide=self.wide, candidates=candidates, **self.transform)
         return TeacherLogits(states.to(head.dtype), self.weight, self.bias, head)
@@ -71,10 +69,7 @@ class TeacherHead:
 @dataclass(slots=True, eq=False)
 class TeacherLogits:
     """The teacher's logits y for the policy's N labels, and running sums of KL(policy || teacher) over vocabulary
-    tiles.
-
-    With the policy's logits x, the divergence is E_policy[x - y] - log sum e^x + log sum e^y.
-    """
+    tiles. With the policy's logits x, the divergence is E_policy[x - y] - log sum e^x + log sum e^y."""
 
     states: torch.Tensor  # The teacher's last hidden states, (N, hidden).
     weight: torch.Tensor
@@ -110,10 +105,8 @@ class TeacherLogits:
         self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the divergence (N,) and the teacher's log sum e^y (N,).
-
-        ``total`` is the policy's sum of e^(x - max x), and ``normaliser`` is the policy's log sum e^x.
-        """
+        """Return the divergence (N,) and the teacher's log sum e^y (N,). ``total`` is the policy's sum of e^(x - max
+        x), and ``normaliser`` is the policy's log sum e^x."""
         theirs = self.maximum + self.total.log()
         return self.gap / total - normaliser + theirs, theirs
 
@@ -146,9 +139,7 @@ class TopTokens:
 @dataclass(slots=True, eq=False)
 class TeacherTop:
     """The teacher's K most probable tokens for each of N labels, and the KL divergence computed with these tokens.
-
-    KL(policy || teacher) counts all tokens outside the top K as one token, so the result is a lower bound.
-    """
+    KL(policy || teacher) counts all tokens outside the top K as one token, so the result is a lower bound."""
 
     ids: torch.Tensor  # Ids of the teacher's most probable tokens, (N, K) int64.
     logprobs: torch.Tensor  # The teacher's log-probabilities of these tokens, (N, K).
@@ -169,10 +160,8 @@ class TeacherTop:
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
         """Return the gradient of the divergence for a tile's logits, added to the gradient ``first`` of other values.
-
         For a token of probability p the gradient is p (gap - KL). For a top token the gap is log p - log q, with the
-        teacher's probability q. All tokens outside the top K share one gap, of their total probabilities.
-        """
+        teacher's probability q. All tokens outside the top K share one gap, of their total probabilities."""
         divergence, of_teacher = saved
         own, of_rest = of_teacher[:, :-1], of_teacher[:, -1]
         slope, constant = torch.zeros_like(gradient), gradient * (divergence - of_rest)
@@ -233,10 +222,8 @@ def label_top_tokens(k: int, row: Pass) -> tuple[torch.Tensor, ...]:
 
 
 def top_tokens(logits: TeacherLogits, k: int, tile: tuple[int, int]) -> torch.Tensor:
-    """Compute the K most probable tokens of each label: ids and log-probabilities, (N, 2, K) float32.
-
-    ``tile`` is the shape (labels, tokens) of the logits that are in memory at one time.
-    """
+    """Compute the K most probable tokens of each label: ids and log-probabilities, (N, 2, K) float32. ``tile`` is the
+    shape (labels, tokens) of the logits that are in memory at one time."""
     found = []
     for row in parts(len(logits.states), tile[0]):
         best = logits.states.new_empty((row.stop - row.start, 0), dtype=logits.head.exact)

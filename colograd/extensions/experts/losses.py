@@ -88,8 +88,8 @@ class BalanceTerm(LossTerm):
 
 
 class ReplayTerm(LossTerm):
-    """Metrics of router replay: the fraction of tokens with replayed experts, and the fraction of choices (a token's
-    experts in a layer) in which the engine and the trainer differ."""
+    """Metrics of router replay: the fraction of tokens with replayed experts, and the fraction of the engine's choices
+    (an expert for a token in a layer) that the trainer's router didn't choose."""
 
     def observe(self, old: torch.Tensor, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> Means:
         if all(identity.position == NOBODY for identity in batch.rollouts):

@@ -61,9 +61,7 @@ class Experts(ModelFeature):
 
     def on_read(self, model: Any) -> None:
         """Freeze the parameters that the model's class makes without a gradient, such as a router's correction biases.
-
-        transformers makes these parameters trainable when it loads weights.
-        """
+        transformers makes these parameters trainable when it loads weights."""
         if not num_experts(model.config) or getattr(model.config, "quantization_config", None) is not None:
             return
         with torch.device("meta"):

@@ -25,7 +25,7 @@ from ...policy.padded import PaddedInputs
 from .rider import UNKNOWN, RowExperts
 
 ROUTED = "routed_experts"  # Name of a layer's keyword argument with the experts of its tokens.
-APART = "experts/apart"  # Key of a forward's counts, (2,): choices in which engine and trainer differ, all choices.
+APART = "experts/apart"  # Key of two counts, (2,): experts that only the engine chose, and all experts that it chose.
 
 
 def softmax_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -28,12 +28,10 @@ class Routing:
 
     @property
     def balance_loss(self) -> torch.Tensor:
-        """Load-balancing loss: E times the sum over experts of (fraction of tokens) times (mean probability).
-
-        All layers are pooled. An even spread with K experts per token gives K. The formula is of Switch Transformer,
-        arXiv 2101.03961, equations 4 to 6, as in transformers' `load_balancing_loss_func`. The gradient flows through
-        the probabilities.
-        """
+        """Load-balancing loss: E times the sum over experts of (fraction of tokens) times (mean probability). All
+        layers are pooled. An even spread with K experts per token gives K. The formula is of Switch Transformer, arXiv
+        2101.03961, equations 4 to 6, as in transformers' `load_balancing_loss_func`. The gradient flows through the
+        probabilities."""
         rows = self._rows
         return self.loads.shape[1] * (self.loads.sum(0) / rows * self.probabilities / rows).sum()
 

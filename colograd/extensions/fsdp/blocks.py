@@ -75,7 +75,7 @@ class Blocks(NamedTuple):
 @dataclass(eq=False, slots=True)
 class _Comm:
     block: FSDPModule
-    strategy: Any  # The `FullySharded` strategy, whose `on_gather` or `on_reduce` is called at each exchange.
+    strategy: Any  # The `FullySharded` strategy. Its `on_gather` or `on_reduce` is called at each exchange.
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

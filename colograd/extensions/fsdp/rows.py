@@ -1,4 +1,4 @@
-"""Parameters of which each rank has some rows (FSDP2), and an all-gather of the rows with a limit on memory."""
+"""Parameters that FSDP2 shards by rows, and an all-gather of the rows with a limit on memory."""
 
 from __future__ import annotations
 

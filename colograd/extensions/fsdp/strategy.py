@@ -54,7 +54,7 @@ class FullySharded(SharedParts):
         self._gradients = max(dtypes, key=lambda dtype: dtype.itemsize)
         self._exchanges: list[Exchange] = []  # Exchanges so far in the running forward or backward.
         self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}  # All exchanges of a whole one.
-        self._entered: dict[Any, None] = {}  # Models whose forward has begun. `discard` resets these models.
+        self._entered: dict[Any, None] = {}  # Models that have begun a forward. `discard` resets these models.
         self._began = False  # Whether a forward or backward has begun since `agree` was entered.
         # `_summed` has this rank's rows of one block's summed gradients. `_offset` counts the elements that parameters'
         # hooks have read from `_summed`.
@@ -167,7 +167,8 @@ class FullySharded(SharedParts):
                 block.reshard()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward. A rank on which it fails still takes part in the other ranks' exchanges. A collective."""
+        """Run the backward. If it fails on this rank, the rank still takes part in other ranks' exchanges. A
+        collective."""
         self._began = True
         with self._answering(self.model, BACKWARD):
             try:

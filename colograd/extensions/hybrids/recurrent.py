@@ -135,7 +135,7 @@ class _States:
     def update_conv_state(
         self, inputs: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> torch.Tensor:
-        """Append inputs (B, channels, tokens) to a convolution's saved inputs. Save the last K, and return all of them,
+        """Append inputs (B, channels, tokens) to a convolution's saved inputs. Save the last K, and return all inputs,
         padded in front with zeros to at least K."""
         kernel = conv_kernel_size or inputs.shape[-1]
         if self.continues:
@@ -153,7 +153,7 @@ class _Run(NamedTuple):
     """Segments of a packed row that go through a recurrent layer as one sequence, e.g. a prompt, or a completion."""
 
     segments: tuple[int, ...]  # Indices of the segments in the row. Only the outputs of the last segment are used.
-    parent: int  # Index of the segment at whose end the starting state is taken. -1 means no starting state.
+    parent: int  # Index of the segment that ends with the starting state. -1 means no starting state.
     length: int  # Number of tokens of all segments.
 
 
@@ -168,8 +168,8 @@ class _Batch(NamedTuple):
 
 
 class _Plan:
-    """Batches in which a recurrent layer computes a packed row, prompts before their completions. ``places`` has each
-    token's index in the concatenated outputs of the batches."""
+    """The batches that a recurrent layer computes for a packed row, prompts before their completions. ``places`` has
+    each token's index in the concatenated outputs of the batches."""
 
     def __init__(self, layout: SegmentLayout, device: torch.device) -> None:
         lengths, runs = layout.lengths, list[_Run]()

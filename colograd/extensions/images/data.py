@@ -37,9 +37,9 @@ from ...training.prompts import Prompts
 from .rider import PER_TOKEN, Images, digest_of
 
 TEXT_INPUTS = ("input_ids", "attention_mask")  # Outputs of a processor that belong to the text.
-PROMPTS_IN_MEMORY = 64  # Maximum number of prompts whose images stay in memory.
+PROMPTS_IN_MEMORY = 64  # Maximum number of prompts that stay in memory with their images.
 BYTES_IN_MEMORY = 2**29  # Maximum bytes of prompts in memory, if all had the latest prompt's size.
-ROWS_LOOKED_AT = 64  # Number of rows in which a prompt with images is searched for the check of rows at start.
+ROWS_LOOKED_AT = 64  # Number of rows that are searched for a prompt with images, for the check of packed rows at start.
 Row = dict[str, Any]
 PROBES = 4  # Number of processed rows of different lengths, in addition to the first, shortest and longest row.
 AT_ONCE = 4  # Number of rows per thread that have their images in memory.
@@ -88,9 +88,7 @@ class ImageReader:
 
     def read(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> ModelInput:
         """Convert a row into its prompt: token ids, with one image token per image feature, and the processed images.
-
-        ``arguments`` are the chat template's. ``where`` is the row's name in error messages.
-        """
+        ``arguments`` are the chat template's. ``where`` is the row's name in error messages."""
         with _refusals(row, where):
             return self.made(*self._messages(row, where), arguments)
 
@@ -121,7 +119,7 @@ class ImageReader:
         return text, tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
 
     def made_up(self) -> ModelInput:
-        """Return an artificial prompt with one image, for checks of a run whose dataset has no image."""
+        """Return an artificial prompt with one image, for checks of a run without images in its dataset."""
         from PIL import Image
 
         picture = Image.linear_gradient("L").resize((64, 64)).convert("RGB")
@@ -129,10 +127,8 @@ class ImageReader:
         return self.read(row, {"add_generation_prompt": True}, "a made-up prompt")
 
     def again(self, pictures: Sequence[Any], engine_ids: Sequence[int], places: Sequence[int]) -> Images:
-        """Rebuild the `Images` object of recorded pictures by processing them again.
-
-        ``engine_ids`` and ``places`` are the recorded fields of that object.
-        """
+        """Rebuild the `Images` object of recorded pictures by processing them again. ``engine_ids`` and ``places`` are
+        the recorded fields of that object."""
         text = self.processor.image_token * len(pictures)
         made = self.processor(text=[text], images=[[*pictures]], return_tensors="pt")
         inputs = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
@@ -298,10 +294,8 @@ def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
 
 
 def in_rgb(image: Any, where: str) -> Any:
-    """Convert an image of a dataset (a PIL image, a path, or a dict with bytes or path) into a PIL image in RGB.
-
-    An image with a camera's orientation tag is rotated, as in datasets and transformers.
-    """
+    """Convert an image of a dataset (a PIL image, a path, or a dict with bytes or path) into a PIL image in RGB. An
+    image with a camera's orientation tag is rotated, as in datasets and transformers."""
     from PIL import ExifTags, Image, ImageOps
 
     if isinstance(image, Mapping):
@@ -361,10 +355,8 @@ def reader_of(policy: Any) -> ImageReader | None:
 
 
 def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
-    """Return one prompt with images, for the check of packed rows at start. Empty if the run has no images.
-
-    The prompt is artificial if only tools, or rows after the first ROWS_LOOKED_AT, have images.
-    """
+    """Return one prompt with images, for the check of packed rows at start. Empty if the run has no images. The prompt
+    is artificial if only tools, or rows after the first ROWS_LOOKED_AT, have images."""
     if (reader := reader_of(policy)) is None:
         return []
     if isinstance(prompts[0], PromptDataset) and prompts[0].most_images:

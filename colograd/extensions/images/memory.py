@@ -18,10 +18,8 @@ class Tower:
 
     @classmethod
     def of(cls, model: Any) -> Tower | None:
-        """Read the size of a model's vision tower. Frozen parameters must have `requires_grad` false already.
-
-        None means that the model has no tower, or that the tower is frozen.
-        """
+        """Read the size of a model's vision tower. Frozen parameters must have `requires_grad` false already. None
+        means that the model has no tower, or that the tower is frozen."""
         config = model.config
         if not has_tower(config) or getattr(config, "vision_config", None) is None:
             return None

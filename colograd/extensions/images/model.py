@@ -34,7 +34,7 @@ class Images(ModelFeature):
         if getattr(text, "hidden_size_per_layer_input", None) and text.pad_token_id != 0:
             raise ValueError(
                 f"{kind} has pad_token_id {text.pad_token_id}. Image tokens get this token's per-layer embeddings in "
-                "transformers, but those of token 0 in vLLM: set pad_token_id to 0, or choose another model."
+                "transformers, but token 0's in vLLM: set pad_token_id to 0, or choose another model."
             )
         settings = {
             "torch_compile": wanted.config.torch_compile,

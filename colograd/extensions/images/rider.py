@@ -53,7 +53,7 @@ class Images(Media):
     engine_ids: tuple[int, ...]  # Token ids of the text with one placeholder per image, as input of the engine.
     pictures: tuple[Any, ...]  # PIL images in RGB, in the order of their placeholders. Empty on ranks that only train.
     inputs: Mapping[str, torch.Tensor]  # Inputs of the model's forward in addition to token ids, in host memory.
-    places: tuple[int, ...]  # Indices of the image tokens in the text, whose embeddings are replaced by features.
+    places: tuple[int, ...]  # Indices in the text of the image tokens. Features replace the embeddings of these tokens.
     placeholder: int = -1  # Id of the placeholder token.
 
     MARK = b"PICTURES"
@@ -75,11 +75,9 @@ class Images(Media):
         return dataclasses.replace(self, places=tuple(tokens + place for place in self.places))
 
     def followed_by(self, before: ModelInput, ids: Sequence[int], media: Media | None) -> Images:
-        """Join the images of a prompt and of a further turn of the conversation: ``ids`` with their images ``media``.
-
-        A placeholder token that the model or a user wrote stands for no image, but the engine would insert an image
-        there. So the engine gets the token `STAND_IN`, and `engine.features` puts the placeholder back afterwards.
-        """
+        """Join the images of a prompt and of a further turn of the conversation: ``ids`` with their images ``media``. A
+        placeholder token that the model or a user wrote stands for no image, but the engine would insert an image
+        there. So the engine gets the token `STAND_IN`, and `engine.features` puts the placeholder back afterwards."""
         first, second = before.media, media
         assert isinstance(first, Images | None) and isinstance(second, Images | None)
 

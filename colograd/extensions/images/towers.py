@@ -24,25 +24,21 @@ from ...policy.sending import to_device_async
 from ...policy.towers import has_tower, in_tower, keep_gradients_out, reads_text_alone, takes_images, tower_layers
 from .rider import PER_TOKEN, Images
 
-# Attribute of a model whose vision tower must run for rows of text, too, because ranks exchange weights there (FSDP).
+# Attribute of a model with FSDP. Its vision tower must run for rows of text, too, because ranks gather weights there.
 IN_EACH_FORWARD = "tower_in_each_forward"
 
 
 def see_both_ways(model_config: Any) -> str:
     """Return in which layers the tokens of an image attend to each other bidirectionally: `all`, `window`, or empty.
-
     `window` means the layers with a sliding window, and empty means no layer. For Gemma 4 the model's configuration
-    decides, because its small models have no bidirectional attention.
-    """
+    decides, because its small models have no bidirectional attention."""
     asked = getattr(model_config.get_text_config(), "use_bidirectional_attention", None)
     return {"gemma3": "all", "gemma4": "window" if asked == "vision" else ""}.get(model_config.model_type, "")
 
 
 def hidden_tokens(model_config: Any) -> tuple[int, ...]:
-    """Return the ids that transformers' forward reads as padding: Gemma 4's placeholders of images, video and audio.
-
-    In Colograd and in vLLM a placeholder without an image, in a prompt or a completion, is an ordinary token.
-    """
+    """Return the ids that transformers' forward reads as padding: Gemma 4's placeholders of images, video and audio. In
+    Colograd and in vLLM a placeholder without an image, in a prompt or a completion, is an ordinary token."""
     if getattr(model_config, "model_type", None) != "gemma4":
         return ()
     found = (getattr(model_config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
@@ -100,10 +96,8 @@ def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
 def padded_hidden_states(
     model: Any, micro_batch: MicroBatch, ids: torch.Tensor, mask: torch.Tensor, chains: Sequence[tuple[int, ...]]
 ) -> torch.Tensor:
-    """Compute the last hidden states of padded rows with images, (B, L, hidden).
-
-    ``ids`` and ``mask`` are (B, L). ``chains`` has the indices of the segments (prompt, completion) of each row.
-    """
+    """Compute the last hidden states of padded rows with images, (B, L, hidden). ``ids`` and ``mask`` are (B, L).
+    ``chains`` has the indices of the segments (prompt, completion) of each row."""
     width = ids.shape[1]
     rows = [_placed(micro_batch, chain) for chain in chains]
     placed = [(row * width + at, of) for row, images in enumerate(rows) for at, of in images]
@@ -143,9 +137,7 @@ def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Im
 
 def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return embeddings of ``ids`` (B, L), with features at image tokens, and further arguments of the language model.
-
-    Offsets in ``placed`` count in the flattened ids. Features of equal images are computed once.
-    """
+    Offsets in ``placed`` count in the flattened ids. Features of equal images are computed once."""
     embeds, decoder = model.get_input_embeddings()(ids), model.get_decoder()
     more: dict[str, Any] = {}
     if getattr(decoder, "hidden_size_per_layer_input", None):  # Each layer of Gemma 4 adds embeddings of the tokens.
@@ -246,10 +238,8 @@ def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[
 
 
 def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
-    """Concatenate one image input of several prompts. Pixels (..., height, width) are padded to one size.
-
-    With ``tiled``, for models with a pixel mask, the inputs are (1, tiles, ...).
-    """
+    """Concatenate one image input of several prompts. Pixels (..., height, width) are padded to one size. With
+    ``tiled``, for models with a pixel mask, the inputs are (1, tiles, ...)."""
     if parts[0].dim() > 2 and (tiled or len({part.shape[1:] for part in parts}) > 1):
         height, width = (max(part.shape[axis] for part in parts) for axis in (-2, -1))
         pad = torch.nn.functional.pad
@@ -258,11 +248,9 @@ def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
 
 
 def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """Return the rotary positions (time, height, width) of a packed row, (3, 1, T).
-
-    Segments with images get the model's positions, which don't depend on later segments. The positions of a completion
-    without images continue after its prompt.
-    """
+    """Return the rotary positions (time, height, width) of a packed row, (3, 1, T). Segments with images get the
+    model's positions, which don't depend on later segments. The positions of a completion without images continue after
+    its prompt."""
     layout, starts = micro_batch.layout, micro_batch.layout.starts
     positions = micro_batch.position_ids.cpu().expand(3, 1, -1).clone()
     segments = micro_batch.input_ids[0].cpu().split(layout.lengths)

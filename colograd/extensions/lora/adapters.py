@@ -1,4 +1,4 @@
-"""Creation and loading of LoRA adapters (peft), and checks of what peft, vLLM and saved files allow."""
+"""Creation and loading of LoRA adapters (peft), and checks of the limits of peft, vLLM and saved files."""
 
 from __future__ import annotations
 

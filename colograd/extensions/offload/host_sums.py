@@ -34,11 +34,9 @@ def buffer_bytes(gradients: int) -> int:
 
 
 class HostSums:
-    """Gradient sums of one optimizer step, by key, in page-locked host memory that every step reuses.
-
-    An addition runs in parallel to the backward: the sum is copied to the device in pieces, added to, and copied back.
-    Additions to a sum run in the order of the calls, so that the sum equals a sum on the device bit for bit.
-    """
+    """Gradient sums of one optimizer step, by key, in page-locked host memory that every step reuses. An addition runs
+    in parallel to the backward: the sum is copied to the device in pieces, added to, and copied back. Additions to a
+    sum run in the order of the calls, so that the sum equals a sum on the device bit for bit."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

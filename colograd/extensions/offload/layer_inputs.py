@@ -2,7 +2,7 @@
 
 A checkpointed layer saves only its input, and is computed again in the backward. Here the input is copied to
 page-locked host memory while the next layers run. The input is copied back during the backward of the layer behind. So
-the device holds the inputs of a few layers. Gradients equal those of `gradient_checkpointing: true` bit by bit.
+the device holds the inputs of a few layers. Gradients are equal bit for bit with `gradient_checkpointing: true`.
 """
 
 from __future__ import annotations
@@ -68,10 +68,8 @@ class LayerInputs:
         return kept.tensor
 
     def take_place(self, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Return page-locked host memory of at least ``nbytes``, and the event that must end before a write to it.
-
-        Rows differ in length. Memory that is too small is freed, so that in the end every piece fits the longest row.
-        """
+        """Return page-locked host memory of at least ``nbytes``, and the event that must end before a write to it. Rows
+        differ in length. Memory that is too small is freed, so that in the end every piece fits the longest row."""
         self._largest = max(self._largest, nbytes)
         while self.free:
             place, read = self.free.pop()
@@ -137,8 +135,8 @@ def inputs_of_run(model: Any, config: GRPOConfig) -> AbstractContextManager[None
 
 @contextmanager
 def inputs_on_host(model: Any, inputs: LayerInputs | None) -> Iterator[None]:
-    """Context in which gradient checkpointing, once enabled in transformers, keeps the layers' inputs in host memory.
-    ``inputs`` copies them. None means no copies, because on a CPU all memory is host memory."""
+    """Context that makes transformers' gradient checkpointing, if it is enabled inside, keep layers' inputs on the
+    host. ``inputs`` copies the inputs. None means no copies, because on a CPU all memory is host memory."""
     usual = model._set_gradient_checkpointing
 
     def enable(enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any) -> None:

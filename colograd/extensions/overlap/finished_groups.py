@@ -45,16 +45,13 @@ class FinishedGroups:
         self.layout, self.between_engines, self.accepts = layout, between_engines, accepts
         engines = range(0, layout.world_size, layout.ranks_per_engine)
         owners = [*engines] if between_engines else [layout.engine_group[0]]
-        self._others = [owner for owner in owners if owner != layout.rank]  # Ranks whose groups this rank may take.
+        self._others = [owner for owner in owners if owner != layout.rank]  # Ranks that may have groups for this rank.
         self._wanted = "wanted/all" if between_engines else f"wanted/{layout.data_rank}"
         self._number, self._round, self._offered = next(_numbers), 0, 0
 
     def begin(self, positions: Iterable[int]) -> None:
         """Begin a round (the prompts sampled with one set of weights) on all ranks, with a collective between two
-        rounds.
-
-        ``positions`` are those of this rank's groups in the next optimizer step.
-        """
+        rounds. ``positions`` are those of this rank's groups in the next optimizer step."""
         if self._round:  # Delete the last round's values in the store. The first ranks also delete shared values.
             rank, first_of_engine = self.layout.rank, not self.layout.engine_place
             notes = [f"{kind}/{rank}/{index}" for index in range(self._offered) for kind in ("group", "taken")]
@@ -65,7 +62,7 @@ class FinishedGroups:
                 self._store().delete_key(self._key(note))
         self._round += 1
         self._positions = set(positions)
-        self._own: list[ScoredGroup] = []  # This rank's accepted groups, in the order in which they finished.
+        self._own: list[ScoredGroup] = []  # This rank's accepted groups, in the order of finishing.
         self._known: set[int] = set()  # Positions of finished groups, whether accepted or not.
         self._offered = 0  # Number of groups offered in the store. These are the first groups of `_own`.
         self._sizes: list[int] = []  # Tokens of each offered group. 0 means that other ranks can't take the group.
@@ -131,12 +128,10 @@ class FinishedGroups:
             self._count("training", -1)
 
     def take(self, budget: int) -> list[ScoredGroup]:
-        """Take finished groups for a row of ``budget`` tokens, and return them. Empty: there is no group to take.
-
-        This rank's groups come first, then other ranks', each time the largest first. A group above the budget is taken
+        """Take finished groups for a row of ``budget`` tokens, and return them. Empty: there is no group to take. This
+        rank's groups come first, then other ranks', each time the largest first. A group above the budget is taken
         without further groups. When all ranks have sampled, take only a fraction of one rank's remaining groups, so
-        that all ranks end at the same time.
-        """
+        that all ranks end at the same time."""
         hungry = self._count(self._wanted, 0)
         if hungry:
             self._offer()
@@ -160,9 +155,7 @@ class FinishedGroups:
 
     def _take(self, free: dict[int, dict[int, int]], budget: int, shares: int) -> list[ScoredGroup]:
         """Take some of the groups in ``free`` (owner's rank -> group's index -> tokens) for a row of ``budget`` tokens.
-
-        ``shares``: take at most 1 / ``shares`` of the largest owner's tokens. 0 means no such limit.
-        """
+        ``shares``: take at most 1 / ``shares`` of the largest owner's tokens. 0 means no such limit."""
         most = max((sum(sizes.values()) for sizes in free.values()), default=0)
         room = min(budget, most // shares) if shares else budget
         taken: list[ScoredGroup] = []

@@ -45,7 +45,7 @@ def read_partition(folder: Path, step: int) -> Partition | None:
 
 
 def pieces_of(partition: Partition) -> Iterator[Piece]:
-    """Yield the pieces of groups in all rows of all ranks, without those of dummy rows."""
+    """Yield the pieces of groups in all rows of all ranks. Dummy rows are left out."""
     return (piece for rows in partition for row in rows for piece in row if piece[0] != NOBODY)
 
 

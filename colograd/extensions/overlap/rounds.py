@@ -59,10 +59,7 @@ def overlapped_round(trainer: Any) -> OverlappedRound | None:
 
 class OverlappedRound(PlainRound):
     """A round (the prompts sampled with one set of weights) whose first optimizer step is partly trained during
-    sampling.
-
-    A step that was recorded is trained again in the recorded micro-batches, after sampling.
-    """
+    sampling. A step that was recorded is trained again in the recorded micro-batches, after sampling."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer.times, trainer.args.reward_call == "all")
@@ -117,10 +114,8 @@ class OverlappedRound(PlainRound):
         return self._sampled
 
     def _train_early(self, finished: FinishedGroups) -> EarlyRows:
-        """Train finished groups, micro-batch by micro-batch, until no rank samples or trains. Not a collective.
-
-        If memory runs out, this rank drops all gradients, and its groups are trained after sampling.
-        """
+        """Train finished groups, micro-batch by micro-batch, until no rank samples or trains. Not a collective. If
+        memory runs out, this rank drops all gradients, and its groups are trained after sampling."""
         rules, early = self.learner.rules, EarlyRows()
         self.learner.model.train()
         while not finished.is_over():

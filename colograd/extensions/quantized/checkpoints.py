@@ -68,10 +68,8 @@ def name_of(settings: Mapping[str, Any]) -> str:
 
 def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
     """Return the quantisation settings that a run requests, as in a checkpoint's config.json. None: none are requested.
-
     The settings come from ``model_init_kwargs``, or else from the record in the adapter's folder ``name``. The compute
-    dtype of 4-bit layers is the policy's dtype, unless the settings have another one.
-    """
+    dtype of 4-bit layers is the policy's dtype, unless the settings have another one."""
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     found: Any = given.get("quantization_config")
     flags = {name: True for name in ("load_in_4bit", "load_in_8bit") if given.get(name)}
@@ -88,8 +86,8 @@ def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
     bits = [name for name in ("load_in_4bit", "load_in_8bit") if settings.get(name)]
     if len(bits) != 1:
         raise ValueError(
-            f"The base is to be quantised to {'4 and 8 bits' if bits else 'neither 4 nor 8 bits'}: set load_in_4bit or "
-            "load_in_8bit, one of them."
+            f"The base is to be quantised to {'4 and 8 bits' if bits else 'neither 4 nor 8 bits'}: set either "
+            "load_in_4bit or load_in_8bit."
         )
     if is_4bit(settings) and settings.get("bnb_4bit_compute_dtype") is None and config.policy_dtype != "auto":
         settings["bnb_4bit_compute_dtype"] = config.policy_dtype
@@ -123,7 +121,8 @@ def saved_in(model_config: Any) -> dict[str, Any] | None:
 
 
 def settings_of(model_config: Any, config: GRPOConfig, name: str) -> dict[str, Any] | None:
-    """Return the quantisation settings of a checkpoint, or else those that the run requests. None: no quantisation."""
+    """Return a checkpoint's quantisation settings, or else the settings that the run requests. None: no
+    quantisation."""
     return saved_in(model_config) or asked_for(config, name)
 
 

@@ -100,11 +100,9 @@ def _row_scales(layer: Any) -> torch.Tensor:
 
 
 def settle(model: Any) -> None:
-    """Make a quantised model multiply with its dequantised weights.
-
-    bitsandbytes' matmuls may differ from products with dequantised weights: on some CPUs bitsandbytes repacks 4-bit
-    weights for evaluation, and in 8-bit layers it rounds the inputs, too. `_has_broken_rows` is a third case.
-    """
+    """Make a quantised model multiply with its dequantised weights. bitsandbytes' matmuls may differ from products with
+    dequantised weights: on some CPUs bitsandbytes repacks 4-bit weights for evaluation, and in 8-bit layers it rounds
+    the inputs, too. `_has_broken_rows` is a third case."""
     head = model.get_output_embeddings()
     if packed_weight(head) is not None:
         raise ValueError(
@@ -144,11 +142,9 @@ def is_4bit(settings: Mapping[str, Any]) -> bool:
 
 
 def packed_bytes(shape: tuple[int, ...] | torch.Size, settings: Mapping[str, Any]) -> int:
-    """Return the bytes of a weight (out, in) after quantisation, including its scales.
-
-    With 4 bits a block of 64 values has a float32 scale. With double quantisation it has a scale of one byte, and 256
-    scales share a float32. With 8 bits each row has a float32 scale.
-    """
+    """Return the bytes of a weight (out, in) after quantisation, including its scales. With 4 bits a block of 64 values
+    has a float32 scale. With double quantisation it has a scale of one byte, and 256 scales share a float32. With 8
+    bits each row has a float32 scale."""
     numel = math.prod(shape)
     if not is_4bit(settings):
         return numel + 4 * shape[0]
@@ -159,9 +155,7 @@ def packed_bytes(shape: tuple[int, ...] | torch.Size, settings: Mapping[str, Any
 
 def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
     """Return the weights of a model on the meta device that transformers would quantise, each with its packed bytes.
-
-    transformers quantises all linear layers except the head and the modules that ``settings`` skip.
-    """
+    transformers quantises all linear layers except the head and the modules that ``settings`` skip."""
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 

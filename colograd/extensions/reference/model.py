@@ -1,6 +1,6 @@
 """Reference policy of the KL term: its memory and its updates.
 
-The reference depends on what the run trains:
+The reference depends on the weights that the run trains:
 
     all weights of the policy           a frozen copy of the policy, made on the policy's device before training
     a new adapter on a model            the model with the adapter disabled: no copy is needed
@@ -32,7 +32,7 @@ from ...policy.logprobs import evaluation_mode
 from ...policy.lora import base_name
 from ...policy.second_models import Kind
 
-FILE = "reference.safetensors"  # File in a checkpoint of a run whose reference is mixed with the policy.
+FILE = "reference.safetensors"  # File in a checkpoint, if the run mixes the reference with the policy.
 
 
 class FrozenCopy(FrozenModel):
@@ -42,7 +42,7 @@ class FrozenCopy(FrozenModel):
         model: the policy.
         offload: whether the copy's weights wait in host memory between uses (pinned memory if there is a GPU).
         follows: log text about later mixing with the policy, so that checkpoints need the copy; empty: no mixing.
-        place: device on which the copy is made. None means the device where the copy stays.
+        place: device for making the copy. None means the device where the copy stays.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class FrozenCopy(FrozenModel):
         place: torch.device | None = None,
     ) -> None:  # fmt: skip
         place, pin = torch.device("cpu") if offload else place or device, offload and device.type == "cuda"
-        # Each tensor is copied to its destination before `deepcopy`, so that `deepcopy` makes no second copy of it.
+        # Each tensor is copied to its destination before `deepcopy`, so that `deepcopy` doesn't copy tensors, too.
         made: dict[int, Any] = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
         for parameter in model.parameters():
             values = torch.empty_like(parameter, device=place, pin_memory=pin).copy_(parameter.detach())
@@ -81,7 +81,7 @@ class FrozenCopy(FrozenModel):
 
     @torch.no_grad()
     def load(self, checkpoint: str | Path) -> None:
-        """Load the reference's weights from a checkpoint, if the checkpoint has a file of them."""
+        """Load the reference's weights from a checkpoint, if the checkpoint has a file of the reference."""
         path = Path(checkpoint) / FILE
         if not path.is_file():
             return
@@ -163,10 +163,8 @@ def _keeps_no_copy(policy: Policy) -> bool:
 
 
 def reference_bytes(config: GRPOConfig, policy: Policy) -> int:
-    """Return the bytes of the whole reference on the policy's device, before FSDP shards the reference.
-
-    Offloaded weights count as 0: they are on the device only before gradients exist, and fit into the gradients' room.
-    """
+    """Return the bytes of the whole reference on the policy's device, before FSDP shards the reference. Offloaded
+    weights count as 0: they are on the device only before gradients exist, and fit into the gradients' room."""
     parameters = [*policy.model.parameters()]
     if policy.adapter is None:
         return 0 if offloads(config, config.offload_reference) else sum(parameter.nbytes for parameter in parameters)

@@ -125,10 +125,8 @@ class RowPart:
         return slice(start, start + self.tokens[self.group.place])
 
     def cut(self, row: MicroBatch) -> MicroBatch:
-        """Return the row with only this rank's tokens and labels in the fields that a forward reads.
-
-        The field ``layout`` still describes the whole row, because attention and recurrent layers compute all tokens.
-        """
+        """Return the row with only this rank's tokens and labels in the fields that a forward reads. The field
+        ``layout`` still describes the whole row, because attention and recurrent layers compute all tokens."""
         tokens, own = self.range, self.own
         return dataclasses.replace(
             row,
@@ -140,10 +138,8 @@ class RowPart:
         )
 
     def gather(self, of_labels: torch.Tensor) -> torch.Tensor:
-        """Gather values of labels: from this rank's (n, ...) to all labels of the row in order, (N, ...).
-
-        In the backward each rank keeps the gradient of its own labels.
-        """
+        """Gather values of labels: from this rank's (n, ...) to all labels of the row in order, (N, ...). In the
+        backward each rank keeps the gradient of its own labels."""
         found: torch.Tensor = _Gather.apply(of_labels, self)
         return found
 
@@ -166,9 +162,7 @@ class RowPart:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Exchange queries, keys and values: from this rank's tokens of all heads to all tokens of this rank's heads.
-
-        Shapes: (1, heads, own tokens, D) -> (1, own heads, T, D).
-        """
+        Shapes: (1, heads, own tokens, D) -> (1, own heads, T, D)."""
         size, heads, keys = self.group.size, query.shape[1], key.shape[1]
         if heads % size or keys % size:  # Repeat or add heads, so that each rank gets an equal number, in their order.
             if heads % size == 0 and size % keys == 0:  # Several ranks need the same key-value head.
@@ -192,10 +186,8 @@ class RowPart:
         return found
 
     def to_all_tokens(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Exchange this rank's tokens of all heads for all tokens of this rank's heads.
-
-        Shapes: (1, own tokens, heads, D) -> (1, T, own heads, D).
-        """
+        """Exchange this rank's tokens of all heads for all tokens of this rank's heads. Shapes: (1, own tokens, heads,
+        D) -> (1, T, own heads, D)."""
         filled = -of_tokens.shape[2] % self.group.size
         by_rank = F.pad(of_tokens[0], (0, 0, 0, filled)).unflatten(1, (self.group.size, -1)).transpose(0, 1)
         return self._to_heads(by_rank)[None]
@@ -208,10 +200,8 @@ class RowPart:
         return F.pad(of_heads, behind).split(each)[self.group.place]
 
     def to_tokens(self, output: torch.Tensor, heads: int) -> torch.Tensor:
-        """Exchange all tokens of this rank's heads for this rank's tokens of all heads.
-
-        Shapes: (1, T, own heads, D) -> (1, own tokens, heads, D). Heads that `to_heads` added are removed.
-        """
+        """Exchange all tokens of this rank's heads for this rank's tokens of all heads. Shapes: (1, T, own heads, D) ->
+        (1, own tokens, heads, D). Heads that `to_heads` added are removed."""
         found: torch.Tensor = _Exchange.apply(output[0], self.send_tokens, self.send_heads)
         return found.transpose(0, 1).flatten(1, 2)[None, :, :heads]
 

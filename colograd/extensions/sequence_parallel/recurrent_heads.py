@@ -22,7 +22,7 @@ Run = Callable[[Any, torch.Tensor], torch.Tensor]  # Function (layer, inputs) th
 
 
 class _StandIn:
-    """A recurrent layer in which some attributes are replaced. All other attributes are the layer's."""
+    """Stand-in for a recurrent layer with some attributes replaced. All other attributes are the layer's."""
 
     def __init__(self, mixer: torch.nn.Module, **own: Any) -> None:
         self.__dict__.update(own, mixer=mixer)
@@ -52,10 +52,8 @@ def _short_convolution(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run
 
 
 def _gated_delta_net(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
-    """Run Qwen3.5's Gated DeltaNet on all tokens of this rank's heads: some key heads with all their value heads.
-
-    (1, own tokens, hidden) -> the same shape.
-    """
+    """Run Qwen3.5's Gated DeltaNet on all tokens of this rank's heads: some key heads with all their value heads. (1,
+    own tokens, hidden) -> the same shape."""
     heads, values = mixer.num_k_heads, mixer.num_v_heads // mixer.num_k_heads
     key, value = mixer.head_k_dim, values * mixer.head_v_dim
     convolved = [heads * key, heads * key, heads * value]
@@ -85,11 +83,9 @@ def _gated_delta_net(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) 
 
 
 def _mamba(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
-    """Run Granite's Mamba-2 on all tokens of this rank's heads: (1, own tokens, hidden) -> the same shape.
-
-    The ranks exchange each head's inputs and time step, and B and C of the head's group. The norm over all heads runs
-    after the exchange back, on this rank's tokens, so that the ranks needn't exchange the gate.
-    """
+    """Run Granite's Mamba-2 on all tokens of this rank's heads: (1, own tokens, hidden) -> the same shape. The ranks
+    exchange each head's inputs and time step, and B and C of the head's group. The norm over all heads runs after the
+    exchange back, on this rank's tokens, so that the ranks needn't exchange the gate."""
     heads, groups, size = mixer.num_heads, mixer.n_groups, mixer.ssm_state_size
     inner = heads * mixer.head_dim
     convolved = [inner, groups * size, groups * size]
@@ -132,8 +128,6 @@ WAYS = {
 
 def way_of(mixer: torch.nn.Module) -> Callable[[Any, torch.Tensor, RowPart, Run], torch.Tensor] | None:
     """Return the function that runs a recurrent layer with its heads divided among ranks. None: no function is known.
-
-    The function maps (1, own tokens, hidden) to the same shape.
-    """
+    The function maps (1, own tokens, hidden) to the same shape."""
     kinds = (kind.__name__ for kind in type(mixer).__mro__)
     return next((WAYS[name] for name in kinds if name in WAYS), None)

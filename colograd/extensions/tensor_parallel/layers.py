@@ -46,10 +46,8 @@ class VocabularyPart:
     def combine(
         self, maximum: torch.Tensor, sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Combine the ranks' maximum logits and sums over their vocabulary parts into those of the whole vocabulary.
-
-        ``maximum`` is this rank's largest logit per label. ``sums`` are as in `HeadPart.combine`.
-        """
+        """Combine the maximum logits and sums of all ranks' vocabulary parts into the whole vocabulary's maximum and
+        sums. ``maximum`` is this rank's largest logit per label. ``sums`` are as in `HeadPart.combine`."""
         label_logit, moment, total = sums
         largest = self.group.max_(maximum.clone())
         fall = maximum - largest
@@ -61,10 +59,8 @@ class VocabularyPart:
 
 def _enter_region(group: RankGroup, region: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Pre-forward hook of an attention, a convolution or an MLP: the backward sums the ranks' gradients of the inputs.
-
     The first linear layers of such a region are cut by outputs, the last linear layer by inputs. A hook works for
-    recurrent layers, too, whose forward `hybrids` replaces.
-    """
+    recurrent layers, too, whose forward `hybrids` replaces."""
 
     def entered(value: Any) -> Any:
         return enter(value, group) if isinstance(value, torch.Tensor) else value
@@ -73,10 +69,8 @@ def _enter_region(group: RankGroup, region: nn.Module, args: Any, kwargs: dict[s
 
 
 class _Experts(nn.Module):
-    """Experts of a mixture: each rank has some of every expert's intermediate features.
-
-    Each rank has the whole router. The router gets whole gradients, because its outputs are inputs here, like tokens.
-    """
+    """Experts of a mixture: each rank has some of every expert's intermediate features. Each rank has the whole router.
+    The router gets whole gradients, because its outputs are inputs here, like tokens."""
 
     cut_group: RankGroup
 
@@ -86,7 +80,7 @@ class _Experts(nn.Module):
 
 
 class _RowParallel(nn.Linear):
-    """Linear layer of which each rank has some input columns. The bias is added to the sum over the ranks."""
+    """Linear layer with some input columns on each rank. The bias is added to the sum over the ranks."""
 
     cut_group: RankGroup
 
@@ -106,7 +100,7 @@ class _Embedding(nn.Embedding):
 
 
 class _Head(nn.Linear):
-    """Language-model head of which each rank has some vocabulary rows. Its forward returns the logits of the whole
+    """Language-model head with some vocabulary rows on each rank. Its forward returns the logits of the whole
     vocabulary. The training's `logprobs` doesn't call it, and computes this rank's logits only."""
 
     vocabulary: VocabularyPart
@@ -210,10 +204,8 @@ def _layer_of(path: str) -> str:
 
 
 def adapter_shards(adapted: Iterable[AdaptedLayer], shards: Mapping[str, Shard]) -> dict[int, Shard]:
-    """Return this rank's parts of the adapter's A and B matrices, by the `id` of the parameter.
-
-    ``shards``: this rank's parts of the base's parameters, by parameter names of a model without adapters.
-    """
+    """Return this rank's parts of the adapter's A and B matrices, by the `id` of the parameter. ``shards``: this rank's
+    parts of the base's parameters, by parameter names of a model without adapters."""
     found: dict[int, Shard] = {}
     for layer in adapted:
         base, rank = shards[layer.parameter], len(layer.lora_a)
@@ -227,10 +219,8 @@ def adapter_shards(adapted: Iterable[AdaptedLayer], shards: Mapping[str, Shard])
 
 
 def _sum_partial_gradients(model: nn.Module, regions: Mapping[str, nn.Module], parts: TensorParts) -> None:
-    """Add hooks that sum gradients over the ranks with the same part of a parameter of an attention or MLP.
-
-    Without the sum each rank would have the gradient of its own heads or columns only.
-    """
+    """Add hooks that sum gradients over the ranks with the same part of a parameter of an attention or MLP. Without the
+    sum each rank would have the gradient of its own heads or columns only."""
     among: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
     inside = ((f"{path}.{own}", p) for path, region in regions.items() for own, p in region.named_parameters())
     partial = {name: parameter for name, parameter in inside if parameter.requires_grad}

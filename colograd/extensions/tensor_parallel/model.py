@@ -1,4 +1,4 @@
-"""Checks of a model for `sharding: tensor`, whose policy has the engine's tensor-parallel layout."""
+"""Checks of a model for `sharding: tensor`, where the policy has the engine's tensor-parallel layout."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class TensorStrategy(SharedRows):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        # Names of parameters whose gradients this rank adds to the norm. One of the ranks with the same part adds it.
+        # Names of parameters that this rank adds to the gradient's norm. If ranks have the same part, one rank adds it.
         self._counted = {name for name in self.cut.shards if self.cut.holders(name)[0] == self.cut.engine.place}
 
     @property
@@ -127,7 +127,7 @@ class TensorStrategy(SharedRows):
                 files.copy_part(names[id(parameter)], parameter.detach(), self.cut.shards[name])
             return True
         (adapter,) = self.model.active_adapters
-        tensors = load_file(folder / "adapter_model.safetensors")  # This file is small, so each rank reads all of it.
+        tensors = load_file(folder / "adapter_model.safetensors")  # Each rank reads the whole file, which is small.
         for name, parameter in self._saved():
             saved = tensors.get(name.replace(f".{adapter}.", "."))
             shard = self.cut.shards[name]

@@ -21,11 +21,9 @@ from .layers import adapter_shards, split
 
 
 def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
-    """Make every parameter of a whole policy share memory with this rank's engine, and return the weight sync.
-
-    The map from parameters to engine tensors is checked before, while the policy is whole. An adapter is cut like its
-    base layers, because vLLM's LoRA slots are cut in this way.
-    """
+    """Make every parameter of a whole policy share memory with this rank's engine, and return the weight sync. The map
+    from parameters to engine tensors is checked before, while the policy is whole. An adapter is cut like its base
+    layers, because vLLM's LoRA slots are cut in this way."""
     policy, engine = pairing.policy, pairing.engine
     with on_all_ranks("the plan of the policy's parts"):
         parts = _parts(pairing.slices)

@@ -116,7 +116,7 @@ def check_experts(experts: int, on_cpu: bool) -> None:
 
 
 def live_experts() -> contextlib.AbstractContextManager[None]:
-    """Context in which vLLM on a CPU builds an engine without repacking the experts' weights."""
+    """Context that keeps vLLM on a CPU from repacking the experts' weights while it builds an engine."""
     theirs = _unquantized_experts()
     if theirs is None:
         return contextlib.nullcontext()
@@ -128,11 +128,9 @@ def live_experts() -> contextlib.AbstractContextManager[None]:
 
 
 def groups_of_experts() -> contextlib.AbstractContextManager[None]:
-    """Context in which the engine of a mixture can be built after the engine of a dense model.
-
-    vLLM creates its process groups once per process, and the group for experts only if the first model has experts. So
-    this context creates the missing group.
-    """
+    """Context in which the engine of a mixture can be built after the engine of a dense model. vLLM creates its process
+    groups once per process, and the group for experts only if the first model has experts. So this context creates the
+    missing group."""
     from vllm.config import get_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.v1.worker import gpu_worker

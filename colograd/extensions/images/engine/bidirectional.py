@@ -101,7 +101,7 @@ class BothWays(cpu_attn.CPUAttentionBackend):
 
 @contextlib.contextmanager
 def both_ways() -> Iterator[None]:
-    """Context in which vLLM builds engines on a CPU with bidirectional attention among an image's tokens."""
+    """Context that makes vLLM build engines on a CPU with bidirectional attention among an image's tokens."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{BothWays.__module__}.{BothWays.__qualname__}")
     try:
         yield

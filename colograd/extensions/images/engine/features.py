@@ -109,10 +109,8 @@ def towers_of(config: GRPOConfig, use: EngineUse) -> EngineFeature | None:
 
 
 def find_gemma3() -> None:
-    """Register vLLM's class of Gemma 3 if torchvision isn't installed.
-
-    vLLM's module of Gemma 3 imports a processor that needs torchvision, but uses that processor in annotations only.
-    """
+    """Register vLLM's class of Gemma 3 if torchvision isn't installed. vLLM's module of Gemma 3 imports a processor
+    that needs torchvision, but uses that processor in annotations only."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     from vllm.model_executor.models import ModelRegistry
@@ -131,11 +129,9 @@ def find_gemma3() -> None:
 
 
 def prompt_with_images(core: Any, asked: ModelInput) -> Any:
-    """Return a prompt with images in the form that vLLM's `LLMEngine.add_request` takes.
-
-    vLLM would insert an image at a placeholder token that the model or a tool wrote. So `Images.engine_ids` has the
-    token `STAND_IN` there. This function lets vLLM insert the image tokens, then restores the written placeholders.
-    """
+    """Return a prompt with images in the form that vLLM's `LLMEngine.add_request` takes. vLLM would insert an image at
+    a placeholder token that the model or a tool wrote. So `Images.engine_ids` has the token `STAND_IN` there. This
+    function lets vLLM insert the image tokens, then restores the written placeholders."""
     images = asked.images
     assert images is not None and images.pictures, "the pictures of a prompt stay on the rank that samples it"
     prompt: Any = {"prompt_token_ids": list(images.engine_ids), "multi_modal_data": {"image": list(images.pictures)}}
@@ -166,11 +162,8 @@ def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
 
 
 def _check_same_processor(model_config: Any, processor: Any) -> None:
-    """Raise a ValueError if the image processors of vLLM and the trainer differ in a setting.
-
-    For Gemma 4 also raise a ValueError if vLLM would count an image's tokens by a different value in the model's
-    config.
-    """
+    """Raise a ValueError if the image processors of vLLM and the trainer differ in a setting. For Gemma 4 also raise a
+    ValueError if vLLM would count an image's tokens by a different value in the model's config."""
     from vllm.transformers_utils.processor import cached_processor_from_config
 
     # Pass the class, because otherwise vLLM uses a class of its own for some models (InternVL), for older checkpoints.
@@ -200,11 +193,9 @@ def _plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def whole_on_cpu() -> Iterator[None]:
-    """Context in which vLLM builds engines on a CPU that never split an image over two engine steps.
-
-    On GPUs vLLM never splits an image whose tokens attend to each other bidirectionally. The context changes engines of
-    such models only, because vLLM would refuse a model whose largest image has more tokens than a step.
-    """
+    """Context that makes vLLM build engines on a CPU that never split an image over two engine steps. On GPUs vLLM
+    never splits an image whose tokens attend to each other bidirectionally. The context changes engines of such models
+    only, because vLLM would refuse a model whose largest image has more tokens than a step."""
     from vllm.platforms import current_platform
 
     platform: Any = type(current_platform)

@@ -49,7 +49,7 @@ class KeptTokensRecord(EngineFeature):
         """Let vLLM return the kept tokens with each completion."""
         self._vocabulary = engine.vocab_size
         if self.itself:
-            # With the flag vLLM would refuse requests without a top_k, such as those of checks and greedy evaluations.
+            # With the flag vLLM would refuse requests without a top_k, which checks and greedy evaluations make.
             engine.core.input_processor.model_config.return_sampling_mask = False
             return
         scheduler = engine.core.engine_core.engine_core.scheduler

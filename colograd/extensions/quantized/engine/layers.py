@@ -143,7 +143,7 @@ def served_layers(config: GRPOConfig, use: EngineUse) -> ServedLayers | None:
 
 def packed_parts(policy: torch.nn.Module, engine: EngineTensors) -> dict[str, list[PackedWeight]]:
     """Return the policy's packed weights for each of vLLM's linear layers, by the layer's name. A fused layer has its
-    weights in vLLM's order. A layer of which a weight isn't packed is left out."""
+    weights in vLLM's order. A layer with a weight that isn't packed is left out."""
     weights = {base_name(name): weight for name, weight in packed_weights(policy).items()}
     packed = {engine.renamed(str(name)).removesuffix(".weight"): weight for name, weight in weights.items()}
     packed |= {name.replace(*TOWER, 1): weight for name, weight in packed.items() if name.startswith(TOWER[0])}
