@@ -129,11 +129,8 @@ class InFlight:
         write_round_end(Path(folder, FILE.format(rank=rank)), RoundEnd((), self.groups), ranks)
 
     def load(self, folder: str | Path, rank: int, ranks: int, prompt_at: Callable[[int], Prompt]) -> str:
-        """Load this rank's groups in flight from a checkpoint. If the number of ranks has changed, load a part of all
-        ranks' groups.
-
-        Returns: a warning that groups are missing, or "".
-        """
+        """Load this rank's groups in flight from a checkpoint, or a part of all ranks' groups if the number of ranks
+        has changed. Return a warning if groups are missing, or else an empty text."""
         own = read_round_end(Path(folder, FILE.format(rank=rank)), prompt_at, ranks)
         if own is None:
             files = [*Path(folder).glob(FILE.format(rank="*"))]

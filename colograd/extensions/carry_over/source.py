@@ -69,12 +69,8 @@ class CarryOver:
 
 
 class _Round:
-    """The groups of one round of sampling: unfinished groups, and whole groups that aren't yielded yet.
-
-    Args:
-        due: positions of the groups that the round must wait for, because of their age.
-        takes: number of groups that the round yields.
-    """
+    """The groups of one round of sampling: unfinished groups, and whole groups that aren't yielded yet. ``due`` are the
+    positions of groups that the round must wait for, because of their age. ``takes``: number of groups to yield."""
 
     def __init__(self, engine: Engine, groups: Sequence[GroupInFlight], due: set[int], takes: int) -> None:
         self.engine, self.due, self.lacks = engine, due, takes

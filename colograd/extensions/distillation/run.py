@@ -35,11 +35,8 @@ def check_teacher_column(prompts: Prompts, args: GRPOConfig) -> None:
 
 
 def goes_without_rewards(args: GRPOConfig) -> bool:
-    """Return whether a run without reward functions is possible, because it has a teacher.
-
-    Raises:
-        ValueError: a setting of the run needs rewards.
-    """
+    """Return whether a run without reward functions is possible, because the run has a teacher. Raise a ValueError if
+    another setting of the run needs rewards."""
     if not args.distils:
         return False
     if args.dynamic_sampling:

@@ -54,8 +54,7 @@ class Teacher(Unsaved, FrozenModel):
     """Teacher as a separate model in addition to the policy.
 
     Args:
-        name: the teacher's name in the configuration, for the log.
-        head: copy of the teacher's head on the device, with `distillation_kl: exact`.
+        head: the teacher's head on the device, with `distillation_kl: exact`.
         top: number of most probable tokens per label, with `distillation_kl: top_k`.
     """
 
@@ -164,11 +163,8 @@ def configs_of(config: GRPOConfig) -> dict[str, GRPOConfig]:
 
 
 def check_teacher(policy: Policy, config: GRPOConfig, samples: bool = True) -> Policy:
-    """Check, without loading weights, that the teachers can score the policy's samples. Return the policy.
-
-    Raises:
-        ValueError: a teacher has other tokens or images than the policy, or can't be used with the run's settings.
-    """
+    """Return the policy if the teachers can score its samples. Raise a ValueError if a teacher reads other tokens or
+    images than the policy, or can't be used with the run's settings. No weights are loaded."""
     for each in configs_of(config).values():
         source = _source_of(each, policy)
         model = source.outline()

@@ -61,10 +61,8 @@ def set_up(model: Any, config: GRPOConfig) -> None:
 
 def make_replaying(model: Any) -> None:
     """Let the model's layers take chosen experts as keyword argument `ROUTED`. Without `ROUTED` the routers choose.
-
-    Raises:
-        ValueError: transformers recomputes layers without keyword arguments, or a router computes unknown weights.
-    """
+    Raise a ValueError if a router computes the experts' weights in an unknown way, or transformers recomputes layers
+    without keyword arguments."""
     if "__call__" not in vars(GradientCheckpointingLayer):
         raise ValueError(
             "router_replay is true, but with transformers 5.23 or later a checkpointed layer is computed again without "

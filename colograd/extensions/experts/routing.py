@@ -57,9 +57,8 @@ def routing_of(
 ) -> Routing:
     """Compute a packed row's routing statistics from each layer's ``router_logits`` (T, E), in the row's token order.
 
-    Args:
-        chosen: number of experts per token.
-        part: this rank's part of the row, if the logits are of this rank's tokens only (sequence parallelism).
+    ``chosen`` is the number of experts per token. ``part`` is this rank's part of the row, if the logits are of this
+    rank's tokens only (sequence parallelism).
     """
     weights = token_weights(micro_batch)
     weights = weights if part is None else part.own_weights(weights)

@@ -54,9 +54,8 @@ class Blocks(NamedTuple):
         return [self.root, *self.embedding, *self.layers, *self.head]
 
     def backward(self, sizes: Mapping[Any, int], reshard: bool) -> Iterator[Exchange]:
-        """Yield the exchanges of a backward in order. A block's weights are gathered one block ahead.
-
-        Root and embedding come last, because their inputs have no gradient. A frozen tower has no exchange.
+        """Yield the exchanges of a backward in order. A block's weights are gathered one block ahead. Root and
+        embedding come last, because their inputs have no gradient. A frozen tower has no exchange.
 
         Args:
             sizes: number of gradient elements of each block.

@@ -68,12 +68,8 @@ class ImageReader:
         return self.read(example, _arguments(example, row, rules), rules.where(row))
 
     def of_row(self, example: dict[str, Any], row: int, rules: PromptRules) -> ModelInput:
-        """Convert a row of a dataset into its prompt, with a cache for steps that use the same row soon after each
-        other.
-
-        Raises:
-            ValueError: the prompt with its images is longer than the limit.
-        """
+        """Convert a row into its prompt, with a cache for steps that use the same row soon after each other. Raise a
+        ValueError if the prompt with its images is longer than the limit."""
         made = self._latest.pop(row, None) or self.prompt(example, row, rules)
         if len(made.ids) > rules.max_prompt_tokens:
             raise ValueError(
@@ -230,11 +226,8 @@ class ImageReader:
         return messages, pictures
 
     def _placeholders(self, text: str, special: bool, pictures: int) -> tuple[int, ...]:
-        """Return the token ids of a text with one placeholder token per image.
-
-        Raises:
-            ValueError: the text has more or fewer image tokens than ``pictures``, the number of images.
-        """
+        """Return the token ids of a text with one placeholder token per image. Raise a ValueError if the text has more
+        or fewer image tokens than ``pictures``, the number of images."""
         ids = tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
         own = self.placeholder, self.image_token
         if self.rows:
@@ -315,12 +308,8 @@ def in_rgb(image: Any, where: str) -> Any:
 
 
 def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Separate a conversation from its images.
-
-    Returns:
-        The messages with all contents as lists of parts, where ``{"type": "image"}`` parts mark images, and the images
-        in the order of these parts.
-    """
+    """Separate a conversation from its images. Return the messages with contents as lists of parts, of which
+    ``{"type": "image"}`` marks an image, and the images in the order of these parts."""
     if not isinstance(prompt, list):
         raise Unreadable(
             f"{where}: the prompt is plain text, but images need a conversation: give a list of messages, such as "

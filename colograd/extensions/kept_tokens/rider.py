@@ -23,8 +23,7 @@ ROWS = pa.schema([pa.field("ids", pa.binary()), pa.field("counts", pa.binary())]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptTokens(Rider, RowRider):
-    """Rider (data that travels with a rollout or packed row): the tokens that top-k, top-p and min-p kept for each
-    token.
+    """Rider (data that travels with a rollout): the tokens that top-k, top-p and min-p kept for each sampled token.
 
     Example: of a completion of four tokens, 23 was sampled from the whole vocabulary, so its count is 0:
 

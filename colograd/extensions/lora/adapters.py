@@ -176,11 +176,8 @@ def _check_head(model: Any, layers: list[AdaptedLayer]) -> None:
 def from_adapter(
     folder: str, saved: dict[str, Any], config: GRPOConfig, peft_config: Any, has_images: bool
 ) -> tuple[PreTrainedModel, str, str]:
-    """Load the base model and the trainable adapter of a folder with an adapter_config.json.
-
-    Returns:
-        The PeftModel, the base model's path, and the path of the tokenizer.
-    """
+    """Load the base model and the trainable adapter of a folder with an adapter_config.json. Return the PeftModel, the
+    base model's path, and the tokenizer's path."""
     if peft_config is not None:
         raise ValueError(
             f"{folder!r} holds an adapter and a new one is asked for too (use_peft, peft_config), but one is trained: "

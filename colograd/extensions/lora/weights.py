@@ -120,14 +120,9 @@ class AdapterWeights(PlannedSync):
 
 
 def map_adapter(policy: torch.nn.Module, engine: Engine, shards: Mapping[int, Shard] | None = None) -> list[Slot]:
-    """Return a `Slot` with the engine's LoRA slot for every tensor of the policy's adapter.
-
-    Args:
-        shards: for tensor parallelism, this rank's parts of the adapter's matrices by the parameters' `id`.
-
-    Raises:
-        Unserved: vLLM has no LoRA slot for an adapted layer.
-    """
+    """Return a `Slot` with the engine's LoRA slot for every tensor of the policy's adapter. Raise `Unserved` if vLLM
+    has no slot for an adapted layer. ``shards``: with tensor parallelism, this rank's parts of A and B by parameter
+    `id`."""
     slots, missing, holders = [], [], engine.tensors.lora_layers()
     for layer in adapted_layers(policy):
         name = engine.tensors.renamed(layer.parameter).removesuffix(".weight")
@@ -159,11 +154,8 @@ def _fits(slot: Slot) -> bool:
 
 @torch.no_grad()
 def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
-    """Check that vLLM loads an adapter of random numbers into exactly the mapped slots. Then set the slots to zeros.
-
-    Raises:
-        RuntimeError: vLLM stores a matrix elsewhere.
-    """
+    """Raise a RuntimeError unless vLLM loads an adapter of random numbers into exactly the mapped slots. Then set the
+    slots to zeros."""
     import peft
 
     generator = torch.Generator().manual_seed(0)

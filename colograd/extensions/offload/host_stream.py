@@ -59,12 +59,8 @@ class HostStream:
 
     @torch.no_grad()
     def push(self, job: Job, made: Any = None, arrived: Any = None) -> None:
-        """Queue a job. The host doesn't wait for the job's end.
-
-        Args:
-            made: event that the kernel waits for.
-            arrived: event after which the job's host tensors may be read.
-        """
+        """Queue a job. The host doesn't wait for the job's end. ``made``: event that the kernel waits for. ``arrived``:
+        event after which the job's host tensors may be read."""
         present = self._torch.current_stream()
         computing = self._apart or present
         self._lanes = self._lanes or [_Lane(self._torch, self.device) for _ in range(BUFFERS)]

@@ -19,12 +19,8 @@ LIMIT = 2**30  # Largest number of gradient bytes in transfer at once. With more
 
 
 def on_way(gradients: int, largest: int) -> int:
-    """Return the peak device memory of gradients during a backward, in bytes.
-
-    Args:
-        gradients: bytes of all gradients.
-        largest: bytes of the largest gradient, which is computed while others are in transfer.
-    """
+    """Return the peak device memory of gradients during a backward, in bytes, from the bytes of all ``gradients`` and
+    of the ``largest`` gradient, which is computed while other gradients are in transfer."""
     return min(gradients, LIMIT + largest)
 
 

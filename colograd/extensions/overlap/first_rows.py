@@ -51,10 +51,7 @@ def pieces_of(partition: Partition) -> Iterator[Piece]:
 
 def fits(partition: Partition, sizes: Mapping[int, int]) -> bool:
     """Return whether a partition (first rows of all ranks) has only whole groups of the step, each on one rank.
-
-    Args:
-        sizes: number of completions of each group of the step, by the group's position.
-    """
+    ``sizes`` are the numbers of completions of the step's groups, by the groups' positions."""
     seen: set[int] = set()
     for rows in partition:
         of_rank: dict[int, list[int]] = {}
@@ -91,9 +88,8 @@ class FirstRows:
 def first_rows(
     groups: Sequence[ScoredGroup], early: EarlyRows | None, recorded: Partition | None, rules: PackingRules
 ) -> FirstRows:
-    """Divide a step's groups into groups of first rows and groups that must be packed.
-
-    A collective, unless both ``early`` and ``recorded`` are None.
+    """Divide a step's groups into groups of first rows (trained early) and groups that must be packed. A collective,
+    unless both ``early`` and ``recorded`` are None.
 
     Args:
         groups: groups with a gradient that this rank sampled.

@@ -84,9 +84,8 @@ class RowStep(ForwardStep):
 
 @dataclass(frozen=True, eq=False)
 class RowPart:
-    """Division of a packed row's tokens and labels among the row's ranks, from the point of view of this rank.
-
-    Example: a row of 7 tokens on 2 ranks. Label i belongs to the rank of the token at logit_positions[i]:
+    """Division of a packed row's tokens and labels among the row's ranks, from the point of view of this rank. Example:
+    a row of 7 tokens on 2 ranks. Label i belongs to the rank of the token at logit_positions[i]:
 
         tokens           4 3
         logit_positions  1 2 | 1 3 4 5

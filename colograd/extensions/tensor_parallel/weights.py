@@ -51,10 +51,7 @@ def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
 
 def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
     """Return for each parameter its tensor in this rank's engine, and which part of the parameter that tensor has.
-
-    Raises:
-        ValueError: a parameter can't share the engine's memory.
-    """
+    Raise a ValueError if a parameter can't share the engine's memory."""
     placed = []
     for name, group in itertools.groupby(slices, key=lambda part: part.name):
         same_name = list(group)

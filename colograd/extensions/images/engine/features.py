@@ -53,13 +53,8 @@ class ImagePrompts(EngineFeature):
         self.core = engine.core
 
     def check_processor(self, processor: Any) -> None:
-        """Check that vLLM processes images like the trainer's ``processor``, and that vLLM's attention among an image's
-        tokens is the model's.
-
-        Raises:
-            RuntimeError: vLLM on a CPU is too old for bidirectional attention.
-            ValueError: vLLM's processor has other settings.
-        """
+        """Raise an error if vLLM processes images unlike the trainer's ``processor``, or if vLLM on a CPU is too old
+        for the model's bidirectional attention among an image's tokens."""
         model_config = self.core.vllm_config.model_config
         if self.on_cpu and getattr(model_config, "is_mm_prefix_lm", False):
             from vllm.v1.attention.backend import CommonAttentionMetadata

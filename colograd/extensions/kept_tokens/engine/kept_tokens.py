@@ -31,11 +31,8 @@ class KeptTokensRecord(EngineFeature):
         self.itself = False  # Whether vLLM records kept tokens. Otherwise vLLM's sampler is observed (`_Watched`).
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the engine argument with which vLLM returns kept tokens, if Model Runner V2 is used.
-
-        Raises:
-            RuntimeError: the installed vLLM can't return kept tokens.
-        """
+        """Return vLLM's engine argument for returning kept tokens, if Model Runner V2 is used, or else no argument.
+        Raise a RuntimeError if the installed vLLM can't return kept tokens."""
         truncates = "top_k truncates the sampler's distribution"
         self.itself = runs_v2(self._config, truncates, "vllm_importance_sampling_correction: false")
         if self.itself and not accepted(TELLS_KEPT):
