@@ -1,5 +1,5 @@
-"""Setting `carry_over`: a round of sampling ends with the groups that finish first. The next round continues the
-rest."""
+"""Setting `carry_over`: a round of sampling ends with the groups that finish first. The next round continues all
+others."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "advice": "conflicts:advice",

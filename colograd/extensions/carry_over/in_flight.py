@@ -35,10 +35,10 @@ class PartialCompletion:
     """The tokens of one completion that are sampled so far. The completion may be unfinished or whole."""
 
     ids: array[int] = field(default_factory=lambda: array("i"))
-    logprobs: array[float] = field(default_factory=lambda: array("f"))  # [T], from the weights that sampled a token.
+    logprobs: array[float] = field(default_factory=lambda: array("f"))  # Log-probabilities [T].
     spans: tuple[VersionSpan, ...] = ()  # Versions of the weights that sampled the tokens.
     riders: tuple[Rider, ...] = ()
-    finish_reason: FinishReason | None = None  # None for an unfinished completion.
+    finish_reason: FinishReason | None = None  # None means that the completion is unfinished.
 
     def extended(self, part: Sampled, version: int) -> PartialCompletion:
         ended = None if part.finish_reason is FinishReason.ABORT else part.finish_reason
@@ -72,8 +72,7 @@ class PartialCompletion:
 
 @dataclass(frozen=True, slots=True)
 class GroupInFlight:
-    """A group that isn't trained yet: completions are unfinished, or the group finished after its round was
-    complete."""
+    """A group that isn't trained yet: completions are unfinished, or the group finished when its round was full."""
 
     prompt: Prompt
     completions: tuple[PartialCompletion, ...]  # The G completions of the prompt.
@@ -110,8 +109,8 @@ class InFlight:
         self.groups: tuple[GroupInFlight, ...] = ()  # Groups in flight, the oldest first.
 
     def begin(self, prompts: Sequence[Prompt], version: int) -> list[GroupInFlight]:
-        """Return a group for each prompt of a round: a carried group, or a new group without tokens. ``version``:
-        optimizer step of the round."""
+        """Return a group for each prompt of the round at step ``version``: a carried group, or a new one without
+        tokens."""
         begun = {
             group.prompt.position: group
             for group in self.groups

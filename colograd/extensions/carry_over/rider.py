@@ -1,5 +1,4 @@
-"""Versions of the weights that sampled the tokens of a completion, as data that travels with a rollout
-(`carry_over`)."""
+"""Versions of the weights that sampled a completion's tokens, as data that travels with a rollout (`carry_over`)."""
 
 from __future__ import annotations
 
@@ -60,8 +59,8 @@ class Versions(Rider):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenAges(RowRider):
-    """Ages of a packed row's labels: the optimizer step of the round that trains a label, minus the step of the weights
-    that sampled the label."""
+    """Ages of a packed row's labels: the optimizer step of a label's round minus that of the weights that sampled
+    it."""
 
     ages: torch.Tensor  # Age of each label in optimizer steps, (N,) float32.
 

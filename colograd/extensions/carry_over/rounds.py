@@ -93,7 +93,7 @@ class CarriedRound(PlainRound):
         done = [prompt for prompt in pool if prompt.position in end.done]
         scoring = stages.scoring(stages, done)
         assert stages.journal is not None
-        samples = stages.journal.recall_samples([p for p in done if p.position not in scoring.rewarded])  # To rescore.
+        samples = stages.journal.recall_samples([p for p in done if p.position not in scoring.rewarded])
         if len(scoring.rewarded) + len(samples) < self.in_flight.takes:
             return None
         return self._score(samples, scoring, done)
@@ -120,8 +120,7 @@ class CarriedRound(PlainRound):
             scoring.cancel()
 
     def _score(self, samples: Sequence[Group], scoring: InScoring, prompts: Sequence[Prompt]) -> list[ScoredGroup]:
-        """Score the groups ``samples`` in one call. Return the scored groups of all ``prompts`` in the prompts'
-        order."""
+        """Score the groups ``samples`` in one call. Return the scored groups of ``prompts``, in that order."""
         with self.times.phase("reward"):
             if samples:
                 scoring.score_together(samples)

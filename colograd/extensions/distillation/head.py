@@ -31,8 +31,7 @@ from ...policy.logprobs import Compute, ForwardStep, Pass, calls
 
 @dataclass(frozen=True, slots=True)
 class TeacherHead:
-    """Head of a teacher model, which makes the teacher's logits. A larger vocabulary of the teacher is cut to the
-    tokens of the policy."""
+    """Head of a teacher model. It computes the teacher's logits of the policy's tokens, without further tokens."""
 
     weight: torch.Tensor  # Weight of the head without gradient, (V, hidden).
     bias: torch.Tensor | None
@@ -113,8 +112,7 @@ class TeacherLogits:
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Return the gradient of the divergence for a tile's logits, added to the gradient ``first`` of other
-        values."""
+        """Return the divergence's gradient for a tile's logits, added to a gradient ``first`` of another value."""
         divergence, of_teacher = saved
         logq = self.tile(*place).sub_(of_teacher[:, None]).mul_(gradient[:, None])
         slope, constant = gradient, gradient * divergence
@@ -159,8 +157,8 @@ class TeacherTop:
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Return the gradient of the divergence for a tile's logits, added to the gradient ``first`` of other values.
-        For a token of probability p the gradient is p (gap - KL). For a top token the gap is log p - log q, with the
+        """Return the divergence's gradient for a tile's logits, added to a gradient ``first`` of another value. For a
+        token of probability p the gradient is p (gap - KL). For a top token the gap is log p - log q, with the
         teacher's probability q. All tokens outside the top K share one gap, of their total probabilities."""
         divergence, of_teacher = saved
         own, of_rest = of_teacher[:, :-1], of_teacher[:, -1]
@@ -183,7 +181,7 @@ class TeacherTop:
         top K) for each top token, and the gap of the tokens outside the top K."""
         logp, logq = self.own - normaliser[:, None], self.logprobs.to(self.own)
         p, gap = logp.exp(), logp - logq
-        here = logq.exp().where(self.own > HIDDEN / 2, 0.0)  # A top token without a policy logit counts as outside.
+        here = logq.exp().where(self.own > HIDDEN / 2, 0.0)  # Tokens hidden from the policy aren't counted.
         rest, theirs = ((1 - of.sum(1)).clamp(min=REST) for of in (p, here))
         of_rest = rest.log() - theirs.log()
         found = torch.linalg.vecdot(p, gap) + rest * of_rest
@@ -229,7 +227,7 @@ def top_tokens(logits: TeacherLogits, k: int, tile: tuple[int, int]) -> torch.Te
         best = logits.states.new_empty((row.stop - row.start, 0), dtype=logits.head.exact)
         ids = best.long()
         total = torch.zeros_like(best.sum(1))
-        maximum = torch.full_like(total, torch.finfo(total.dtype).min / 2)  # Finite, because -inf - -inf is NaN.
+        maximum = torch.full_like(total, torch.finfo(total.dtype).min / 2)  # Finite, as -inf minus -inf is NaN.
         for vocabulary in parts(len(logits.weight), tile[1]):
             values = logits.tile(row, vocabulary)
             largest = torch.maximum(maximum, values.amax(1))

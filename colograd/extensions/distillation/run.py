@@ -15,8 +15,7 @@ def prompt_columns(config: GRPOConfig) -> tuple[str, ...]:
 
 
 def check_teacher_column(prompts: Prompts, args: GRPOConfig) -> None:
-    """Raise a ValueError if the dataset of a run with several teachers has no column of teachers' names, or names an
-    unknown teacher."""
+    """Raise a ValueError if, with several teachers, the dataset has no column of teachers or names an unknown one."""
     if not args.names_teachers:
         return
     known = ", ".join(args.teachers)

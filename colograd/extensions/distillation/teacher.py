@@ -324,7 +324,7 @@ def _adapter_values(file: str) -> dict[str, torch.Tensor]:
 
 UNTAUGHT = float("inf")  # Stands for a teacher's log-probability where the prompt names no teacher.
 
-Read = Callable[[Any, Any, PackedRow, float], torch.Tensor]  # Like `Kind.read`, but without the teacher's name.
+Read = Callable[[Any, Any, PackedRow, float], torch.Tensor]  # Function like `Kind.read`, without the teacher's name.
 
 
 def _states(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:
@@ -350,7 +350,7 @@ def _of_its_groups(
     values = torch.full((sum(lengths),), UNTAUGHT, device=row.device) if values is None else values.clone()
     own = [index for index, part in enumerate(row.parts) if str(part.example.get(TEACHER) or "") == name]
     if own:
-        places = values.split(lengths)  # Views of each group's values.
+        places = values.split(lengths)  # Views of `values`, one per group.
         parts = tuple(row.parts[index] for index in own)
         said = read(second, model, PackedRow(parts, row.mask_truncated, row.device), temperature)
         for index, of_part in zip(own, said.split([lengths[index] for index in own]), strict=True):

@@ -47,8 +47,7 @@ class RoutedExperts(Rider):
 
     @classmethod
     def shared(cls, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-        """Replace the prompt's experts in all rollouts of a group by the first rollout's, because a packed row contains
-        the prompt once."""
+        """Give all rollouts of a group the first rollout's experts of the prompt, which a packed row contains once."""
         first = rollouts[0].get(cls)
         if first is None:
             return rollouts

@@ -35,8 +35,7 @@ def softmax_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> t
 
 
 def sigmoid_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return the weights of the chosen experts: the sigmoid of each expert's logit. (A router's correction bias affects
-    only the choice of experts.)"""
+    """Return the weights of the chosen experts: the sigmoid of each logit, without the router's correction bias."""
     shares = logits.sigmoid().gather(1, chosen)
     if router.norm_topk_prob:
         shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)

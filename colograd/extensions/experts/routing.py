@@ -29,16 +29,14 @@ class Routing:
     @property
     def balance_loss(self) -> torch.Tensor:
         """Load-balancing loss: E times the sum over experts of (fraction of tokens) times (mean probability). All
-        layers are pooled. An even spread with K experts per token gives K. The formula is of Switch Transformer, arXiv
-        2101.03961, equations 4 to 6, as in transformers' `load_balancing_loss_func`. The gradient flows through the
-        probabilities."""
+        layers are pooled. An even spread with K experts per token gives K. From Switch Transformer, arXiv 2101.03961,
+        equations 4 to 6, as in transformers' `load_balancing_loss_func`. Only the probabilities have a gradient."""
         rows = self._rows
         return self.loads.shape[1] * (self.loads.sum(0) / rows * self.probabilities / rows).sum()
 
     @property
     def largest_load(self) -> torch.Tensor:
-        """Largest load of an expert in a layer divided by the layer's mean load, averaged over layers, (). 1 is
-        even."""
+        """Largest load of an expert in a layer divided by the mean load, averaged over layers, (). 1 means even."""
         loads = self.loads
         return (loads.amax(1) / loads.mean(1).clamp(min=torch.finfo(loads.dtype).tiny)).mean()
 
@@ -56,10 +54,8 @@ def routing_of(
     router_logits: Sequence[torch.Tensor], chosen: int, micro_batch: MicroBatch, part: RowPart | None = None
 ) -> Routing:
     """Compute a packed row's routing statistics from each layer's ``router_logits`` (T, E), in the row's token order.
-
     ``chosen`` is the number of experts per token. ``part`` is this rank's part of the row, if the logits are of this
-    rank's tokens only (sequence parallelism).
-    """
+    rank's tokens only (sequence parallelism)."""
     weights = token_weights(micro_batch)
     weights = weights if part is None else part.own_weights(weights)
     loads, probabilities, entropy = [], [], []

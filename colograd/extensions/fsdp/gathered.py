@@ -29,8 +29,8 @@ class Place:
     rows: torch.Tensor | None = None
 
     def of(self, rows: Rows) -> tuple[slice | torch.Tensor, torch.Tensor] | None:
-        """Return indices in ``destination``, and the values for them, from some rows of the parameter. None: no row of
-        them belongs into this tensor."""
+        """Return indices in ``destination`` and the values to write there, from ``rows``. None: no row belongs
+        there."""
         if self.rows is not None:
             indices = ((self.rows >= rows.first) & (self.rows < rows.first + len(rows.values))).nonzero()[:, 0]
             return indices, rows.values[self.rows[indices] - rows.first]
@@ -44,8 +44,7 @@ class Place:
 
 
 class GatheredWeights(PlannedSync):
-    """Weight sync of a policy that FSDP shards by rows, now or later. The rows may change their memory between
-    publishes."""
+    """Weight sync of a policy that FSDP shards by rows. The rows' memory may change between publishes."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice]) -> None:
         super().__init__(policy, engine)
@@ -70,7 +69,7 @@ class GatheredWeights(PlannedSync):
         return self.nbytes
 
     def differing(self) -> list[str]:
-        """See `WeightSync.differing`. A collective."""
+        """Return the names of parameters that differ from the engine's weights. A collective."""
         differences: dict[str, bool] = {}
         for name, destination, where, values in self._rows():
             differences[name] = differences.get(name, False) or not torch.equal(destination[where], values)
@@ -94,6 +93,6 @@ def gathered_weights(pairing: Pairing) -> GatheredWeights:
     the device never has two copies."""
     if not any(shared.obstacle(part) for part in pairing.slices):
         shared.bind(pairing.slices)
-        move(pairing.policy, pairing.device)  # Only buffers are left to move.
+        move(pairing.policy, pairing.device)  # This moves the policy's buffers.
     proof.check_read(pairing.slices, pairing.policy, pairing.engine, tower_prompt=pairing.tower_prompt)
     return GatheredWeights(pairing.policy, pairing.engine, pairing.slices)

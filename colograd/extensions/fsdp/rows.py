@@ -108,7 +108,7 @@ def _exchange(bucket: Sequence[tuple[Cut, range]], dtype: torch.dtype, device: t
     watchdog.progress()
     for owner, part in enumerate(received.split(len(sent))):
         for (cut, rows), values in zip(bucket, part.split(sizes), strict=True):
-            actual = cut.rows_of(owner)[rows.start : rows.stop]  # The owner's rows without padding.
+            actual = cut.rows_of(owner)[rows.start : rows.stop]  # Indices of the owner's rows, without padding.
             if actual:
                 shape = (len(actual), *cut.shape[1:])
                 yield Rows(cut.name, actual.start, values[: cut.row * len(actual)].view(shape), cut.shape[0])

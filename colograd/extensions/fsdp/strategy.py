@@ -52,8 +52,8 @@ class FullySharded(SharedParts):
         # Gradients are summed in the widest gradient dtype of a trained parameter.
         dtypes = {getattr(p, "grad_dtype", None) or p.dtype for p in model.parameters() if p.requires_grad}
         self._gradients = max(dtypes, key=lambda dtype: dtype.itemsize)
-        self._exchanges: list[Exchange] = []  # Exchanges so far in the running forward or backward.
-        self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}  # All exchanges of a whole one.
+        self._exchanges: list[Exchange] = []  # Exchanges of the running forward or backward so far.
+        self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}  # Exchanges of a complete one.
         self._entered: dict[Any, None] = {}  # Models that have begun a forward. `discard` resets these models.
         self._began = False  # Whether a forward or backward has begun since `agree` was entered.
         # `_summed` has this rank's rows of one block's summed gradients. `_offset` counts the elements that parameters'
@@ -63,7 +63,7 @@ class FullySharded(SharedParts):
         self._whole = [p for block in self.blocks.all() for p in whole_parameters(block) if p.requires_grad]
         for parameter in self._whole:
             if hasattr(parameter, "grad_dtype"):
-                parameter.grad_dtype = self._gradients  # So the two gradients of a tied embedding add up precisely.
+                parameter.grad_dtype = self._gradients  # A tied embedding adds up two gradients in one backward.
         self.cuts = cuts_of(model)
         self._pieces: dict[str, Owned] = {}
         # The root block contains all parameters. It comes first, so that the other blocks overwrite it as the owner.
@@ -118,7 +118,7 @@ class FullySharded(SharedParts):
 
         def take(parameter: torch.Tensor) -> None:
             """Add this rank's rows of the block's summed gradients to the gradient of the optimizer's parameter."""
-            parameter.grad = None  # This gradient is rounded to the parameter's dtype.
+            parameter.grad = None  # torch has rounded this gradient to the parameter's dtype.
             first, self._offset = self._offset, self._offset + one.share * one.row
             piece = self._pieces.get(one.name)
             if piece is not None:
@@ -167,8 +167,7 @@ class FullySharded(SharedParts):
                 block.reshard()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward. If it fails on this rank, the rank still takes part in other ranks' exchanges. A
-        collective."""
+        """Run the backward. If it fails on this rank, the rank still takes part in all exchanges. A collective."""
         self._began = True
         with self._answering(self.model, BACKWARD):
             try:

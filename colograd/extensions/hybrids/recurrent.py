@@ -33,7 +33,7 @@ SHORTEST = 0.75  # Minimum length of a batch's sequences, as a fraction of the l
 
 class Hybrids(ModelFeature):
     def why_rows_stay_whole(self, model: Any) -> str:
-        shares_out = registry.hooks("shares_out_mixer")  # Functions: can ranks divide this recurrent layer's heads?
+        shares_out = registry.hooks("shares_out_mixer")  # Functions of a recurrent layer: can ranks divide its heads?
         stay = {type(mixer).__name__ for mixer in mixers_of(model) if not any(can(mixer) for can in shares_out)}
         reason = f"has layers of {', '.join(sorted(stay))}, whose state goes from token to token"
         return f"{type(model).__name__} {reason}" if stay else ""
@@ -102,7 +102,7 @@ def _forward(own: Any, cache: str, mixer: Any, /, hidden_states: torch.Tensor, *
 class _States:
     """Convolution and recurrent states of one layer for B sequences, with the interface of transformers' caches."""
 
-    record_past = True  # With False a recurrent layer would change the convolution's inputs in place.
+    record_past = True  # With False a layer would change the convolution's inputs in place.
 
     def __init__(self, parents: list[_States]) -> None:
         """Concatenate the states of ``parents``, one per sequence. Empty ``parents``: the sequences have no past."""
@@ -135,8 +135,8 @@ class _States:
     def update_conv_state(
         self, inputs: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> torch.Tensor:
-        """Append inputs (B, channels, tokens) to a convolution's saved inputs. Save the last K, and return all inputs,
-        padded in front with zeros to at least K."""
+        """Append inputs (B, channels, tokens) to a convolution's saved inputs, and save the last K inputs. Return all
+        inputs, with zeros in front if there are fewer than K."""
         kernel = conv_kernel_size or inputs.shape[-1]
         if self.continues:
             inputs = torch.cat([self.conv_states[state_idx], inputs], dim=-1)

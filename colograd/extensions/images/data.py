@@ -109,8 +109,7 @@ class ImageReader:
         )
 
     def tokens(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-        """Return a conversation without images as text and as token ids. An image token in the text is an ordinary
-        token."""
+        """Return a conversation without images as text and as token ids. An image token counts as text."""
         text, special = self._text(messages, arguments)
         return text, tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
 
@@ -123,8 +122,7 @@ class ImageReader:
         return self.read(row, {"add_generation_prompt": True}, "a made-up prompt")
 
     def again(self, pictures: Sequence[Any], engine_ids: Sequence[int], places: Sequence[int]) -> Images:
-        """Rebuild the `Images` object of recorded pictures by processing them again. ``engine_ids`` and ``places`` are
-        the recorded fields of that object."""
+        """Rebuild an `Images` object from its recorded fields by processing its pictures again."""
         text = self.processor.image_token * len(pictures)
         made = self.processor(text=[text], images=[[*pictures]], return_tensors="pt")
         inputs = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
@@ -135,12 +133,11 @@ class ImageReader:
         return Images(digest_of(pictures), tuple(engine_ids), tuple(pictures), inputs, tuple(places), self.placeholder)
 
     def split(self, messages: Sequence[dict[str, Any]], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
-        """Separate images from the parts of messages, as `with_images` does."""
+        """Separate messages from their images: return the messages without images, and the images, as `with_images`."""
         return with_images([*messages], (), where)
 
     def own_messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], bool]:
-        """Return a row's conversation with each image in its part, and whether the images come from the row's
-        columns."""
+        """Return a row's conversation with each image in its part, and whether the row has a column of images."""
         of_columns = images_of(row, where)
         messages, images = with_images(row["prompt"], of_columns, where)
         waiting = iter(images)
@@ -157,18 +154,18 @@ class ImageReader:
         return int(self.processor.tokenizer.convert_tokens_to_ids(self.processor.image_token))
 
     def count(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> int | None:
-        """Count the tokens of a row's prompt from the images' sizes, without processing pixels. None: the processor
-        can't compute the count."""
+        """Count the tokens of a row's prompt from the sizes of its images. None: the processor can't compute the
+        count."""
         with _refusals(row, where):
             messages, pictures = self._messages(row, where)
             text, special = self._text(messages, arguments)
             placeholders = len(self._placeholders(text, special, len(pictures)))
             if not pictures:
                 return placeholders
-            if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3: all images have the same tokens.
+            if whole := getattr(self.processor, "full_image_sequence", ""):  # In Gemma 3 all images have equal tokens.
                 text = text.replace(self.processor.boi_token, whole)
                 return len(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
-            if not hasattr(self.processor, "_get_num_multimodal_tokens"):  # A private method that vLLM calls, too.
+            if not hasattr(self.processor, "_get_num_multimodal_tokens"):  # vLLM calls this private method, too.
                 return None
             sizes = [(picture.height, picture.width) for picture in pictures]
             each = self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
@@ -184,7 +181,7 @@ class ImageReader:
 
         found = self._counted(rows, rules)
         if found is not None:
-            of_each: dict[int, int] = {}  # First row of each length.
+            of_each: dict[int, int] = {}  # First row of each prompt length.
             for row, length in enumerate(found):
                 of_each.setdefault(length, row)
             probes = sorted({0, of_each[min(found)], of_each[max(found)], *[*of_each.values()][:PROBES]})
@@ -200,7 +197,7 @@ class ImageReader:
         """Count the tokens of each row from its images' sizes. None: the processor can't compute the counts."""
         lengths, size = [], AT_ONCE * cpu_threads()
         raw = rows.with_format(None)
-        raw.info.features = _undecoded(raw.features)  # Reads images as bytes and paths.
+        raw.info.features = _undecoded(raw.features)  # The dataset then returns images as bytes and paths.
 
         def load(example: Row, row: int) -> Row:
             return example | {"images": images_of(example, rules.where(row)) or None, "image": None}
@@ -241,8 +238,8 @@ class ImageReader:
         return ids
 
     def _text(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return a conversation's text with a placeholder token per image, and whether the tokenizer must add special
-        tokens to the text."""
+        """Return a conversation's text with a placeholder per image, and whether the tokenizer must add special
+        tokens."""
         text = self.processor.apply_chat_template([*messages], tokenize=False, **arguments)
         start = self.processor.tokenizer.bos_token
         return text, not (start and text.startswith(start))
@@ -296,11 +293,11 @@ def in_rgb(image: Any, where: str) -> Any:
     try:
         if not isinstance(image, Image.Image):
             image = Image.open(image)
-        image.load()  # A truncated file raises an error here.
+        image.load()  # A truncated image file raises its error here.
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
             image = ImageOps.exif_transpose(image)
         return image if image.mode == "RGB" else image.convert("RGB")
-    except Exception as error:  # A broken file raises errors of many kinds.
+    except Exception as error:  # A broken image file raises errors of many kinds.
         raise Unreadable(
             f"{where}: an image can't be read ({type(error).__name__}: {error}): give a PIL image, a file's path "
             f"(relative to {os.getcwd()}), or a column of `datasets.Image`."
@@ -308,7 +305,7 @@ def in_rgb(image: Any, where: str) -> Any:
 
 
 def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Separate a conversation from its images. Return the messages with contents as lists of parts, of which
+    """Separate a conversation from its images. Return the messages with contents as lists of parts, in which
     ``{"type": "image"}`` marks an image, and the images in the order of these parts."""
     if not isinstance(prompt, list):
         raise Unreadable(

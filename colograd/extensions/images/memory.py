@@ -45,7 +45,7 @@ class Tower:
         return cls(shape, patches)
 
     def bytes(self, tokens: int, lengths: Lengths, itemsize: int, checkpointing: int) -> int:
-        """Estimate the bytes of the tower's activations for a row of ``tokens``, if all prompt tokens are image
+        """Estimate the activation bytes of the tower for a row of ``tokens``, as if all prompt tokens were image
         tokens."""
         patches = self.patches * tokens * lengths.prompts_share(tokens)
         return int(patches * sum(kept_by_layers(self.shape, itemsize, checkpointing)))

@@ -93,7 +93,7 @@ class Images(Media):
                 *(plain(ids) if second is None else second.engine_ids),
             ),
             pictures=tuple(picture for part in both for picture in part.pictures),
-            inputs={},  # Empty, because the engine processes the images again.
+            inputs={},  # The engine needs no model inputs. It processes images again.
             places=(*(first.places if first else ()), *moved),
             placeholder=self.placeholder,
         )
@@ -108,8 +108,7 @@ class Images(Media):
 
     @classmethod
     def table(cls, rollouts: Sequence[Rollout]) -> bytes:
-        """Return the bytes of an Arrow table with a group's images: those of tools' answers, and those of prompts that
-        environments changed."""
+        """Return an Arrow table with a group's images: of tools' answers, and of prompts that environments changed."""
         rows: list[tuple[Any, ...]] = []
         written: set[str] = set()
         for index, rollout in enumerate(rollouts):

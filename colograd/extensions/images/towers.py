@@ -124,7 +124,7 @@ def padded_hidden_states(
     return model.get_decoder()(inputs_embeds=embeds, use_cache=False, **more).last_hidden_state
 
 
-Placed = Sequence[tuple[int, Images]]  # Images, each with an offset: the index in the ids of place 0.
+Placed = Sequence[tuple[int, Images]]  # Images with offsets. An image's `places` count from its offset.
 
 
 def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Images]]:
@@ -147,7 +147,7 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
             read = read.index_fill(0, places, decoder.config.pad_token_id)
         more["per_layer_inputs"] = decoder.get_per_layer_inputs(read.view_as(ids), None)
     if not placed:
-        if getattr(model, IN_EACH_FORWARD, False):  # The tower reads an unused image. The embeddings don't change.
+        if getattr(model, IN_EACH_FORWARD, False):  # Run the tower on an artificial image, without effect.
             features, deeper = _features(model, [_unseen_picture(model.config)])
             embeds = _Beside.apply(embeds, features, *deeper)
         return embeds, more
@@ -179,8 +179,7 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
 
 
 class _Beside(torch.autograd.Function):
-    """Identity of the first tensor. The other tensors join the autograd graph with zero gradients, so that the backward
-    of the vision tower runs on every rank."""
+    """Identity of the first tensor. All other tensors join the autograd graph with zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -193,8 +192,7 @@ class _Beside(torch.autograd.Function):
 
 
 def _unseen_picture(config: Any) -> Images:
-    """Make the smallest image that the model's tower takes. The image is white, because some towers read black as
-    padding."""
+    """Make the smallest image that the model's tower takes, in white, because some towers read black as padding."""
     vision = config.vision_config
     if hasattr(vision, "pooling_kernel_size"):
         axis = torch.arange(vision.pooling_kernel_size)
@@ -220,8 +218,7 @@ def _unseen_picture(config: Any) -> Images:
 
 
 def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Compute the features of several images in order, (F, hidden), and a list of features for the language model's
-    first layers (DeepStack; usually empty)."""
+    """Compute the features of several images in order, (F, hidden), and a list of features for the first layers."""
     body = _body(model)
     taken = inspect.signature(body.get_image_features).parameters
     given = {name for of in images for name in of.inputs if name in taken}
@@ -249,8 +246,8 @@ def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
 
 def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     """Return the rotary positions (time, height, width) of a packed row, (3, 1, T). Segments with images get the
-    model's positions, which don't depend on later segments. The positions of a completion without images continue after
-    its prompt."""
+    model's positions, which don't depend on later segments. A completion without images continues after its prompt's
+    largest position."""
     layout, starts = micro_batch.layout, micro_batch.layout.starts
     positions = micro_batch.position_ids.cpu().expand(3, 1, -1).clone()
     segments = micro_batch.input_ids[0].cpu().split(layout.lengths)

@@ -86,12 +86,11 @@ class KeptTokens(Rider, RowRider):
 
 
 class Candidates:
-    """Kept tokens of N labels, indexed for tiles of logits. ``first`` is the id of the head's first vocabulary
-    entry."""
+    """Kept tokens of N labels, indexed for tiles of logits. ``first``: id of the head's first vocabulary entry."""
 
     def __init__(self, kept: KeptTokens, device: torch.device, first: int = 0) -> None:
         counts = kept.counts.long()
-        self.ends = [0, *counts.cumsum(0).tolist()]  # In host memory, so that no tile waits for the device.
+        self.ends = [0, *counts.cumsum(0).tolist()]  # Indices in host memory, so that no tile waits for the device.
         self.ids = to_device_async(kept.ids.long() - first, device)
         self.labels = to_device_async(torch.arange(len(counts)).repeat_interleave(counts), device)
         self.all = to_device_async(counts == 0, device)

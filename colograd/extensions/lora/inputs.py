@@ -17,8 +17,7 @@ from ...policy.attention import autocast_dtype
 
 
 def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
-    """Make each LoRA on a linear layer save its uncast input. LoRAs with dropout or DoRA stay as they are, because they
-    need the cast input."""
+    """Make each LoRA on a linear layer save its uncast input. With dropout or DoRA peft needs the cast input."""
     for layer in model.modules():
         inputs: Any = getattr(layer, "lora_A", None)
         if not inputs or getattr(layer, "lora_variant", None) or not hasattr(layer, "cast_input_dtype_enabled"):
@@ -28,7 +27,7 @@ def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
         if all(type(a) is torch.nn.Linear for a in inputs.values()) and not drops:
             layer.cast_input_dtype_enabled = False
             for a in inputs.values():
-                a.forward = types.MethodType(_product, a)  # A bound method, because copying a model binds it anew.
+                a.forward = types.MethodType(_product, a)  # A bound method is bound anew when a model is copied.
 
 
 def _product(a: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:

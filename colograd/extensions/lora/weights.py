@@ -44,8 +44,7 @@ class Slot:
 
     @property
     def destination(self) -> torch.Tensor:
-        """View of vLLM's first LoRA slot in the shape of ``source``. A slot of higher rank has zeros outside the
-        view."""
+        """View of vLLM's first LoRA slot in the shape of ``source``. Outside of the view a slot has zeros."""
         rows, columns = self.source.shape
         return self.stack[0, 0, :rows, :columns]
 
@@ -120,9 +119,8 @@ class AdapterWeights(PlannedSync):
 
 
 def map_adapter(policy: torch.nn.Module, engine: Engine, shards: Mapping[int, Shard] | None = None) -> list[Slot]:
-    """Return a `Slot` with the engine's LoRA slot for every tensor of the policy's adapter. Raise `Unserved` if vLLM
-    has no slot for an adapted layer. ``shards``: with tensor parallelism, this rank's parts of A and B by parameter
-    `id`."""
+    """Return the engine's LoRA slot of every tensor of the policy's adapter. Raise `Unserved` if vLLM has no slot for
+    a layer. ``shards``: with tensor parallelism, this rank's parts of A and B by parameter `id`."""
     slots, missing, holders = [], [], engine.tensors.lora_layers()
     for layer in adapted_layers(policy):
         name = engine.tensors.renamed(layer.parameter).removesuffix(".weight")
@@ -159,7 +157,7 @@ def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
     import peft
 
     generator = torch.Generator().manual_seed(0)
-    shapes = [slot.source.shape if slot.shard is None else slot.shard.shape for slot in slots]  # Shapes of A and B.
+    shapes = [slot.source.shape if slot.shard is None else slot.shard.shape for slot in slots]
     probes = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
         targets = sorted({slot.layer.rpartition(".")[2] for slot in slots})

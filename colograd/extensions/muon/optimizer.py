@@ -20,7 +20,7 @@ from ...policy.lora import is_adapted
 from ...training.adamw_split import AdamWSplit, join_master, split_master
 
 MOMENTUM = "momentum_buffer"
-COEFFICIENTS, ITERATIONS, EPSILON = (3.4445, -4.775, 2.0315), 5, 1e-7  # torch's defaults for Newton-Schulz
+COEFFICIENTS, ITERATIONS, EPSILON = (3.4445, -4.775, 2.0315), 5, 1e-7  # torch's defaults for Newton-Schulz iterations.
 
 
 def matrices_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -109,8 +109,7 @@ class HostStream:
 
 
 class _Lane:
-    """One of the two buffers on the device: views with the shapes of a job's tensors, and events of the job's
-    stages."""
+    """One of two buffers on the device: views with the shapes of a job's tensors, and events of the job's stages."""
 
     def __init__(self, module: Any, device: torch.device) -> None:
         self.device, self.filled, self.computed, self.emptied = device, module.Event(), module.Event(), module.Event()

@@ -38,8 +38,9 @@ class HostSums:
         self.device = device
         self._stream = HostStream(device, apart=True)
         self._places: dict[Hashable, torch.Tensor] = {}
-        self._arrived: dict[Hashable, Any] = {}  # Event of the last copy to the host, for each sum of this step.
-        self._on_way: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()  # Gradients in transfer.
+        self._arrived: dict[Hashable, Any] = {}  # Event of the last copy to the host, by the sum's key.
+        # Gradients on their way to the host, each with an event at the end of its copy.
+        self._on_way: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()
 
     def __contains__(self, key: Hashable) -> bool:
         """Return whether this step has added a gradient to the sum of ``key``."""
@@ -70,8 +71,7 @@ class HostSums:
             stream.let_wait(event)
 
     def let_go(self) -> None:
-        """Free gradients of earlier backwards on the device. After a forward their copies to the host have ended, so
-        nothing has to wait."""
+        """Free gradients of earlier backwards on the device. After a forward their copies to the host have ended."""
         while self._on_way:
             self._stream.let_wait(self._on_way.popleft()[0])
 

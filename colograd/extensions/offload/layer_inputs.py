@@ -105,7 +105,7 @@ class _Input:
         place, readable = owner.take_place(tensor.nbytes)
         self.whole_place, self.place = place, place[: tensor.nbytes]
         self.sent = owner.copy(self.place, self.tensor.view(-1).view(torch.uint8), owner.leaving, readable)
-        self.come: Any = None  # Event of the copy back to the device.
+        self.come: Any = None  # Event at the end of the copy to the device.
 
     def leave(self) -> None:
         self.sent.wait(self.owner.torch.current_stream())
@@ -126,8 +126,7 @@ class _Input:
 
 
 def inputs_of_run(model: Any, config: GRPOConfig) -> AbstractContextManager[None]:
-    """Return the context around a run's training: `inputs_on_host` for `gradient_checkpointing: offload`, or else a
-    context that does nothing."""
+    """Return `inputs_on_host` for `gradient_checkpointing: offload`, or else a context that does nothing."""
     if not config.offloads_activations:
         return nullcontext()
     return inputs_on_host(unwrap(model), None if config.on_cpu else LayerInputs(config.device))
@@ -141,7 +140,7 @@ def inputs_on_host(model: Any, inputs: LayerInputs | None) -> Iterator[None]:
 
     def enable(enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any) -> None:
         given = {**getattr(gradient_checkpointing_func, "keywords", {})}
-        given.pop("offload", None)  # transformers' offloading, which would copy on the stream that computes.
+        given.pop("offload", None)  # Leave out transformers' offloading, which copies on the computing stream.
         function = functools.partial(checkpoint if inputs is None else inputs.checkpoint, **given)
         usual(enable=enable, gradient_checkpointing_func=function, **options)
 

@@ -63,7 +63,7 @@ class AddedInBackward(OnHost):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self._inside = False  # Whether this strategy's `backward` runs.
+        self._inside = False  # Whether `backward` is running.
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.trained]
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
@@ -160,13 +160,11 @@ class OptimizerOnHost(AddedInBackward, PartsOnHost):
 
 
 class GradientsOnHost(PartsOnHost, SharedGradients):
-    """Strategy of `sharding: gradients` with `offload_gradients`: the host has this rank's part of each gradient
-    sum."""
+    """Strategy of `sharding: gradients` with `offload_gradients`: the host has this rank's parts of gradient sums."""
 
 
 def on_host(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStrategy]:
-    """Return a strategy's variant with gradient sums in host memory. Without `offload_gradients` return the
-    strategy."""
+    """Return a strategy's variant with gradient sums in host memory, or with `offload_gradients` off the strategy."""
     return ON_HOST[way.name] if config.offloads_gradients else way
 
 

@@ -13,8 +13,8 @@ def moves_of(config: GRPOConfig) -> OptimizerOffload | None:
 
 class OptimizerOffload:
     """Moves an optimizer's state to the host and back. Only the storage of the state's tensors changes, so references
-    to the tensors stay valid. Scalars (`step`) don't move. The host memory is pinned if there is a GPU, and the next
-    move reuses it."""
+    to the tensors stay valid. Scalars (`step`) don't move. The next move reuses the host memory, which is pinned if
+    there is a GPU."""
 
     def __init__(self) -> None:
         self._host: dict[int, torch.Tensor] = {}

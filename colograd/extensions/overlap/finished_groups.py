@@ -81,8 +81,7 @@ class FinishedGroups:
         return position in self._positions and position not in self._known
 
     def serve(self) -> None:
-        """Write finished groups to the store if another rank wants groups. Called after each engine step, and most
-        calls only read a clock."""
+        """Write finished groups to the store if another rank wants groups. Called after each step of the engine."""
         now = time.monotonic()
         if now - self._looked < EVERY or self._offered == len(self._own):
             return

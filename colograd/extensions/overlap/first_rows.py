@@ -67,15 +67,14 @@ def fits(partition: Partition, sizes: Mapping[int, int]) -> bool:
 class EarlyRows:
     """Rows of the next optimizer step that this rank has trained before all groups were sampled."""
 
-    groups: list[ScoredGroup] = field(default_factory=list)  # Groups that this rank has trained, wherever sampled.
+    groups: list[ScoredGroup] = field(default_factory=list)  # Groups that this rank has trained, from any rank.
     rows: list[PackedRow] = field(default_factory=list)  # Packed rows of the groups, with computed gradients.
     metrics: Metrics = field(default_factory=Metrics)  # Metrics of the rows' losses.
 
 
 @dataclass(frozen=True, slots=True)
 class FirstRows:
-    """A step's groups on this rank, divided into groups of first rows (trained early) and groups that must be
-    packed."""
+    """A step's groups on this rank: groups of first rows (trained early), and groups that must be packed."""
 
     rest: list[ScoredGroup]  # Groups that must be packed.
     groups: tuple[ScoredGroup, ...] = ()  # Groups of the first rows.
@@ -132,8 +131,7 @@ def first_rows(
 def _as_recorded(
     groups: Sequence[ScoredGroup], recorded: Partition, held: Sequence[Sequence[tuple[int, int]]], rules: PackingRules
 ) -> EarlyRows:
-    """Exchange groups, and return this rank's untrained rows of a recorded partition with their groups. A
-    collective."""
+    """Exchange groups, and return this rank's groups and untrained rows of a recorded partition. A collective."""
     places = {position: (owner, index) for owner, row in enumerate(held) for index, (position, _) in enumerate(row)}
     positions = [dict.fromkeys(position for position, _ in pieces_of((rows,))) for rows in recorded]
     taken = exchange(groups, [[places[position] for position in of_rank] for of_rank in positions])

@@ -38,13 +38,13 @@ EVERY = 0.01  # Seconds between two polls for finished groups.
 
 
 def overlapped_round(trainer: Any) -> OverlappedRound | None:
-    """Return an `OverlappedRound` for a run that trains finished groups early, or that repeats a record of such a run.
-    Otherwise return None. A collective."""
+    """Return an `OverlappedRound` for a run that trains groups early or repeats such a run, or else None. A
+    collective."""
     args, journal = trainer.args, trainer.journal
     if args.dynamic_sampling:
         return None
     round_ = OverlappedRound(trainer)
-    if trainer.samples and args.overlap != "off" and not why_no_overlap(trainer):  # False for a replay.
+    if trainer.samples and args.overlap != "off" and not why_no_overlap(trainer):
         between_engines = args.balance_ranks and args.layout.data_size > 1
         round_.finished = FinishedGroups(args.layout, between_engines, round_.accepts)
     recorded = args.keeps_journal
@@ -123,7 +123,7 @@ class OverlappedRound(PlainRound):
             if not groups:
                 with self.times.phase("wait"):
                     watchdog.progress("waiting for ranks that sample")
-                    time.sleep(EVERY * max(1.0, finished.layout.world_size / 8))  # Ranks share one store.
+                    time.sleep(EVERY * max(1.0, finished.layout.world_size / 8))  # All ranks poll one store.
                 continue
             early.groups += groups
             try:
@@ -160,8 +160,7 @@ class OverlappedRound(PlainRound):
         times: PhaseTimes,
         tell: Callable[[RolloutStatistics], None],
     ) -> StepBatch:
-        """Pack a sampled step into a `StepBatch`. A round's first step begins with rows that are trained or
-        recorded."""
+        """Pack a sampled step into a `StepBatch`. A round's first step begins with trained or recorded rows."""
         if not self._is_first:
             return step_batch(step, statistics, rules, reward_names, times, tell)
         early, self.early, self._is_first = self.early, None, False

@@ -40,8 +40,7 @@ class Quantization:
 
 
 def beside(folder: str | Path) -> tuple[dict[str, Any], torch.dtype] | None:
-    """Read the base's quantisation settings and the policy's dtype from a saved adapter's folder. None: the folder has
-    no such record."""
+    """Read what `Quantization.write` recorded in a saved adapter's folder: settings and dtype. None: no record."""
     file = Path(folder, BASE_QUANTIZATION)
     if not file.is_file():
         return None
@@ -95,8 +94,7 @@ def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
 
 
 def take_quantization(config: GRPOConfig, model: Any, quantization_config: Any) -> None:
-    """Move the trainer's argument ``quantization_config`` into ``model_init_kwargs``, where a recipe has this
-    setting."""
+    """Move the trainer's argument ``quantization_config`` into ``model_init_kwargs``, where recipes have it."""
     if quantization_config is None:
         return
     if not isinstance(model, str | os.PathLike):
@@ -121,8 +119,7 @@ def saved_in(model_config: Any) -> dict[str, Any] | None:
 
 
 def settings_of(model_config: Any, config: GRPOConfig, name: str) -> dict[str, Any] | None:
-    """Return a checkpoint's quantisation settings, or else the settings that the run requests. None: no
-    quantisation."""
+    """Return a checkpoint's quantisation settings, or else the run's requested settings. None: no quantisation."""
     return saved_in(model_config) or asked_for(config, name)
 
 
@@ -200,8 +197,7 @@ class Quantized(ModelFeature):
         return load_arguments(None if packed else asked, config.device) if packed or asked is not None else {}
 
     def on_load(self, model: Any, path: str, config: GRPOConfig) -> None:
-        """Set the model's attribute ``quantization``, and make its layers multiply with dequantised weights
-        (`settle`)."""
+        """Set the model's attribute ``quantization``, and make its layers multiply with dequantised weights."""
         if not packed_weights(model):
             return
         settle(model)

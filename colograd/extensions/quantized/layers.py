@@ -43,8 +43,7 @@ class PackedWeight:
         return int(self.layer.weight.nbytes + sum(scale.nbytes for scale in scales))
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Dequantise the weight into a new tensor (out, in), and round the values to ``dtype`` (default: the
-        layer's)."""
+        """Dequantise the weight into a new tensor (out, in) of ``dtype``. None means the layer's dtype."""
         layer, weight = self.layer, self.layer.weight
         if type(weight).__name__ == "Int8Params":
             values: torch.Tensor = weight.detach() * _row_scales(layer)[:, None]
@@ -52,7 +51,7 @@ class PackedWeight:
         import bitsandbytes
 
         state, shape = weight.quant_state, weight.quant_state.shape
-        if _has_broken_rows(weight):  # Dequantise the matrix as one long row.
+        if _has_broken_rows(weight):  # Dequantise the whole matrix as one row.
             state = copy.copy(state)
             state.shape = torch.Size([1, math.prod(shape)])
         found: torch.Tensor = bitsandbytes.functional.dequantize_4bit(weight.data, state).reshape(shape)
@@ -86,15 +85,13 @@ def packed_weight(module: Any) -> PackedWeight | None:
 
 
 def _has_broken_rows(weight: Any) -> bool:
-    """Return whether a weight on a CPU has 4-bit blocks that span two rows. bitsandbytes (0.50) uses wrong scales
-    there."""
+    """Return whether 4-bit blocks of a weight on a CPU span two rows, where bitsandbytes (0.50) uses wrong scales."""
     state = getattr(weight, "quant_state", None)
     return state is not None and weight.device.type == "cpu" and bool(state.shape[-1] % state.blocksize)
 
 
 def _row_scales(layer: Any) -> torch.Tensor:
-    """Return the scale of each row of an 8-bit weight, (out,) float32. A layer's first forward moves SCB to its
-    state."""
+    """Return the scale of each row of an 8-bit weight, (out,) float32. A layer's first forward moves the scales."""
     largest = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
     return largest.detach().float() / 127
 
@@ -143,8 +140,8 @@ def is_4bit(settings: Mapping[str, Any]) -> bool:
 
 def packed_bytes(shape: tuple[int, ...] | torch.Size, settings: Mapping[str, Any]) -> int:
     """Return the bytes of a weight (out, in) after quantisation, including its scales. With 4 bits a block of 64 values
-    has a float32 scale. With double quantisation it has a scale of one byte, and 256 scales share a float32. With 8
-    bits each row has a float32 scale."""
+    has a float32 scale. With double quantisation a scale has one byte, and 256 scales share a float32. With 8 bits a
+    row has a scale."""
     numel = math.prod(shape)
     if not is_4bit(settings):
         return numel + 4 * shape[0]

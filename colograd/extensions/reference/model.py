@@ -120,8 +120,8 @@ class WithoutAdapter(_OfAdapter):
 
 
 class InitialAdapter(_OfAdapter):
-    """Reference policy of a run with a loaded adapter: the PeftModel, whose trained parameters get copies of their
-    initial values while the reference runs."""
+    """Reference policy of a run with a loaded adapter: the PeftModel with copies of the trained parameters' initial
+    values, which are exchanged for the trained values while the reference runs."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)

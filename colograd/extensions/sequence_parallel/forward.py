@@ -39,8 +39,7 @@ Send = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class RowGroups:
-    """Groups of ranks that train the same packed rows, in a model's attribute ``row_groups``. A deep copy of the model
-    shares this object."""
+    """Groups of ranks that train the same packed rows, in a model's attribute ``row_groups``."""
 
     sequence: RankGroup  # Ranks that divide a row's tokens. All have this rank's (tensor-parallel) part of the policy.
     row: RankGroup  # All ranks that train the row. This group can check that its ranks make the same exchanges.
@@ -151,8 +150,7 @@ class RowPart:
         return leave(of_tokens, self.group)
 
     def mix(self, mixer: Any, hidden: torch.Tensor, run: recurrent_heads.Run) -> torch.Tensor:
-        """Run a recurrent layer: this rank computes all tokens for its heads. (1, own tokens, hidden) -> the same
-        shape."""
+        """Run a recurrent layer, with all tokens of this rank's heads: (1, own tokens, hidden) -> the same shape."""
         way = recurrent_heads.way_of(mixer)
         assert way is not None, f"{type(mixer).__name__} passed `why_rows_stay_whole`"
         return way(mixer, hidden, self, run)
@@ -172,7 +170,7 @@ class RowPart:
                 index = torch.arange(filled).clamp(max=heads - 1) // (heads // keys)
             index = to_device_async(index, key.device)
             key, value = key.index_select(1, index), value.index_select(1, index)
-        inputs = [x[0].unflatten(0, (size, -1)).transpose(1, 2) for x in (query, key, value)]  # (S, tokens, heads, D)
+        inputs = [x[0].unflatten(0, (size, -1)).transpose(1, 2) for x in (query, key, value)]
         if query.shape[-1] == value.shape[-1]:
             found = self._to_heads(torch.cat(inputs, dim=2)).split([x.shape[2] for x in inputs], dim=1)
         else:
@@ -185,8 +183,8 @@ class RowPart:
         return found
 
     def to_all_tokens(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Exchange this rank's tokens of all heads for all tokens of this rank's heads. Shapes: (1, own tokens, heads,
-        D) -> (1, T, own heads, D)."""
+        """Exchange own tokens of all heads for all tokens of own heads: (1, own tokens, heads, D) -> (1, T, own
+        heads, D)."""
         filled = -of_tokens.shape[2] % self.group.size
         by_rank = F.pad(of_tokens[0], (0, 0, 0, filled)).unflatten(1, (self.group.size, -1)).transpose(0, 1)
         return self._to_heads(by_rank)[None]
@@ -205,8 +203,7 @@ class RowPart:
         return found.transpose(0, 1).flatten(1, 2)[None, :, :heads]
 
     def send_heads(self, tokens: torch.Tensor) -> torch.Tensor:
-        """All-to-all: send entry s of (S, own tokens, heads, D) to rank s of S ranks. Return all tokens (T, heads,
-        D)."""
+        """All-to-all: send entry s of (S, own tokens, heads, D) to rank s of S ranks. Return (T, heads, D)."""
         size, count = tokens.shape[:2]
         return self.group.all_to_all(tokens.flatten(0, 1), [count] * size, self.tokens)
 
@@ -218,8 +215,7 @@ class RowPart:
 
 
 def cut(model: Any, row: MicroBatch) -> tuple[MicroBatch, RowPart | None]:
-    """Return this rank's part of a packed row and its `RowPart`. Without sequence parallelism: the whole row and
-    None."""
+    """Return this rank's part of a packed row and its `RowPart`. Without sequence parallelism: the row and None."""
     groups: RowGroups | None = getattr(model, "row_groups", None)
     if groups is None or model.config._attn_implementation != attention.NAME:
         return row, None

@@ -44,7 +44,7 @@ def _convolution(convolution: torch.nn.Conv1d, own: Callable[[torch.Tensor], tor
 def _short_convolution(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
     """Run LFM2's short convolution on all tokens of this rank's channels: (1, own tokens, hidden) -> the same shape.
     The ranks exchange each channel's two gates and input."""
-    projected = mixer.in_proj(hidden).unflatten(-1, (3, -1)).transpose(2, 3)  # (1, tokens, channels, 3)
+    projected = mixer.in_proj(hidden).unflatten(-1, (3, -1)).transpose(2, 3)  # Shape (1, tokens, channels, 3).
     convolution = _convolution(mixer.conv, part.own_heads)
     stand_in = _StandIn(mixer, in_proj=_same, out_proj=_same, conv=convolution)
     mixed = run(stand_in, part.to_all_tokens(projected).transpose(2, 3).flatten(2))
@@ -52,8 +52,8 @@ def _short_convolution(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run
 
 
 def _gated_delta_net(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
-    """Run Qwen3.5's Gated DeltaNet on all tokens of this rank's heads: some key heads with all their value heads. (1,
-    own tokens, hidden) -> the same shape."""
+    """Run Qwen3.5's Gated DeltaNet on all tokens of this rank's heads: (1, own tokens, hidden) -> the same shape. A
+    rank has some key heads with all their value heads."""
     heads, values = mixer.num_k_heads, mixer.num_v_heads // mixer.num_k_heads
     key, value = mixer.head_k_dim, values * mixer.head_v_dim
     convolved = [heads * key, heads * key, heads * value]

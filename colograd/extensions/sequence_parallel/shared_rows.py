@@ -1,5 +1,4 @@
-"""Sharding strategies with sequence parallelism: each rank computes some of a row's tokens
-(`sequence_parallel_size`)."""
+"""Sharding strategies with sequence parallelism: each rank computes some of a packed row's tokens."""
 
 from __future__ import annotations
 

@@ -126,8 +126,7 @@ def _become(module: Any, kind: Any, **attributes: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class TensorParts:
-    """Parts of a tensor-parallel policy on the ranks, in its attribute ``tensor_parts``. A model's copy shares this
-    object."""
+    """Parts of a tensor-parallel policy on each rank. The model has this object as its attribute ``tensor_parts``."""
 
     layout: RankLayout
     engine: RankGroup  # Ranks of one engine, which together have the whole policy.

@@ -49,7 +49,7 @@ def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
             "trained without an engine: set sharding: gradients or fsdp."
         )
     if config.tensor_parallel:
-        from ...weights import check_adapter_in_parts  # Not above, because the checks of a model need no such imports.
+        from ...weights import check_adapter_in_parts  # Imported late, because checks of a model don't need `weights`.
 
         check_adapter_in_parts(policy.adapter, config.sharding)
     return policy

@@ -82,8 +82,7 @@ class TensorStrategy(SharedRows):
         return norm
 
     def owned(self) -> Sequence[Owned]:
-        """Return this rank's pieces of parameters. Their positions are in the whole parameters, not in this rank's
-        parts."""
+        """Return the pieces of parameters that this rank updates, with their positions in the whole parameters."""
         found = []
         for piece in super().owned():  # type: ignore[safe-super]
             shard = self.cut.shards[piece.name]
@@ -96,8 +95,7 @@ class TensorStrategy(SharedRows):
 
     @telling("saving")
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
-        """Return the state dict of the whole policy, or of its LoRA adapter. Empty if ``keep`` is false. A
-        collective."""
+        """Return the state dict of the whole policy or of its LoRA adapter, empty without ``keep``. A collective."""
         cut, whole = self.cut, dict[str, torch.Tensor]()
         for name, parameter in self._saved():
             if keep:
@@ -168,16 +166,15 @@ class TensorParallel(TensorStrategy, WholeCopies):
 
 
 class TensorOptimizer(TensorStrategy, SharedOptimizer):
-    """Strategy `sharding: tensor+optimizer`: ranks with the same part of the policy divide its optimizer state
-    (ZeRO-1)."""
+    """Strategy `sharding: tensor+optimizer`: ranks with the same policy part divide its optimizer state (ZeRO-1)."""
 
     name = "tensor+optimizer"
     state_of = "optimizer state"
 
 
 class TensorGradients(TensorStrategy, SharedGradients):
-    """Strategy `sharding: tensor+gradients`: ranks with the same part of the policy divide its optimizer state and
-    gradients (ZeRO-2)."""
+    """Strategy `sharding: tensor+gradients`: ranks with the same policy part divide its optimizer state and
+    gradients."""
 
     name = "tensor+gradients"
     state_of = "optimizer state and gradients"

@@ -84,7 +84,7 @@ class MixtureBuild(EngineFeature):
 
 
 def mixture_build(config: GRPOConfig, use: EngineUse) -> MixtureBuild | None:
-    """Offer `MixtureBuild` to all engines, unless the model is known to have no experts."""
+    """Return the engine feature `MixtureBuild`, or None for a model that is known to have no experts."""
     model_config = use.model_config if use.policy is None else use.policy.model.config
     if model_config is not None:
         experts = num_experts(model_config)
@@ -128,9 +128,8 @@ def live_experts() -> contextlib.AbstractContextManager[None]:
 
 
 def groups_of_experts() -> contextlib.AbstractContextManager[None]:
-    """Context in which the engine of a mixture can be built after the engine of a dense model. vLLM creates its process
-    groups once per process, and the group for experts only if the first model has experts. So this context creates the
-    missing group."""
+    """Context that creates vLLM's process group for experts, if the engine of a mixture is built after a dense model's.
+    vLLM creates process groups once per process, and the group for experts only if the first model has experts."""
     from vllm.config import get_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.v1.worker import gpu_worker

@@ -1,5 +1,4 @@
-"""Check whether vLLM can serve an adapter of a mixture of experts without changing the layout of the experts'
-weights."""
+"""Check whether vLLM can serve a mixture of experts with an adapter, without repacking the experts' weights."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class RouterLog(EngineFeature):
         self.version = found
         try:
             from vllm.model_executor.layers.fused_moe.layer import MoERunner
-        except ImportError:  # This version of vLLM has the class in another module.
+        except ImportError:  # This version of vLLM has no such class.
             layers: list[Any] = []
         else:
             layers = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
@@ -92,8 +92,7 @@ class RouterLog(EngineFeature):
         self._step[place] = chosen.to(self.dtype)  # Experts that a router chose in an engine step, (step's tokens, K).
 
     def _watched(self, runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a step of vLLM's model runner, then add the experts of the step's tokens to the record of each
-        request."""
+        """Run a step of vLLM's model runner, then add the experts of its tokens to the record of each request."""
         result = self._execute(scheduled, *args, **kwargs)
         counts = scheduled.num_scheduled_tokens
         if not counts:
@@ -103,7 +102,7 @@ class RouterLog(EngineFeature):
         for row, name in enumerate(batch.req_ids):
             start, own = int(batch.num_computed_tokens_cpu[row]), chosen[at : at + counts[name]]
             at += counts[name]
-            if (ours := NAME.fullmatch(name)) is None:  # The request isn't ours.
+            if (ours := NAME.fullmatch(name)) is None:  # Another user of the engine made the request.
                 continue
             of_request, index, end = self._seen.setdefault(ours[2], {}), int(ours[1] or 0), start + len(own)
             rows = of_request.get(index, own[:0])
@@ -126,9 +125,9 @@ class RouterLog(EngineFeature):
         ]
 
     def _take(self, request: str, completion: Any, prompt: int, length: int) -> RoutedExperts:
-        """Return the experts of a finished completion, and remove them from the record. ``completion`` is vLLM's."""
+        """Return the experts of vLLM's finished ``completion``, and remove the experts from the record."""
         if self.itself:
-            told = getattr(completion, "routed_experts", None)  # (tokens without the last one, all layers, K)
+            told = getattr(completion, "routed_experts", None)  # Chosen experts, (tokens - 1, all layers, K).
             if told is None:
                 raise RuntimeError(
                     f"router_replay is true, but vLLM {self.version} returned no experts for a completion: set "

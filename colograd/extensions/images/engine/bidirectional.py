@@ -21,7 +21,7 @@ from ..towers import see_both_ways
 
 @dataclasses.dataclass
 class Pictures:
-    """The image tokens of an engine step, arranged as separate requests."""
+    """The image tokens of an engine step, arranged as separate requests without a causal mask."""
 
     tokens: torch.Tensor  # Indices of the image tokens among the engine step's tokens, [n].
     metadata: cpu_attn.CPUAttentionMetadata

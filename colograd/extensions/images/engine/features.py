@@ -33,7 +33,7 @@ class ImagePrompts(EngineFeature):
         self.most, self.on_cpu = most, on_cpu
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        find_gemma3()  # Done here, because vLLM loads the model's class before it builds an engine.
+        find_gemma3()  # Register Gemma 3 here, because vLLM loads a model's class before it builds an engine.
         name = "limit_mm_per_prompt"
         most = self.most or arguments["max_model_len"]
         return {} if name in arguments else {name: {"image": most, "video": 0, "audio": 0}}
@@ -175,7 +175,7 @@ def _check_same_processor(model_config: Any, processor: Any) -> None:
     if None not in (counted, most) and counted != most:
         raise ValueError(
             f"The processor's max_soft_tokens is {most}, but vLLM counts an image's tokens by the model's "
-            f"vision_config.default_output_length, which is {counted}: make them equal in the model's folder."
+            f"vision_config.default_output_length, which is {counted}: make both values equal in the model's folder."
         )
 
 
@@ -209,8 +209,7 @@ def whole_on_cpu() -> Iterator[None]:
 
 
 def whole_of_known_features() -> None:
-    """Patch vLLM's scheduler: engines that don't split an image over two steps also don't split one whose features are
-    cached."""
+    """Patch vLLM's scheduler, so that engines that never split an image over two steps don't split cached images."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     theirs: Any = getattr(Scheduler, "_try_schedule_encoder_inputs", None)

@@ -101,8 +101,7 @@ class ServedLayers(ServedWeights, EngineFeature):
                 self.number, self.width = number, width
 
             def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-                """Register an empty tensor as the layer's weight, because vLLM reads the layer's device from the
-                weight."""
+                """Register an empty weight, because vLLM reads a layer's device from its weight."""
                 layer.register_parameter("weight", torch.nn.Parameter(torch.empty(0), requires_grad=False))
 
             def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -111,7 +110,7 @@ class ServedLayers(ServedWeights, EngineFeature):
 
         def create(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
             config, name = get_current_vllm_config(), getattr(layer, "prefix", "")
-            if not found:  # Only for the first layer. Later the present configuration may be of a submodel.
+            if not found:  # Done for the first layer only, because later the configuration may be a submodel's.
                 architecture, _ = get_model_architecture(config.model_config)
                 found.append(served._parts_of(VLLMTensors(architecture)))
                 served.reserve(found[0])
@@ -133,8 +132,7 @@ class ServedLayers(ServedWeights, EngineFeature):
 
 
 def served_layers(config: GRPOConfig, use: EngineUse) -> ServedLayers | None:
-    """Return `ServedLayers` if the engine reads the weights of the policy's quantised base (`weights: shared`), or else
-    None."""
+    """Return `ServedLayers` if the engine shares the policy's quantised base (`weights: shared`), or else None."""
     policy = use.policy
     if policy is None or policy.quantization is None or config.weights != "shared":
         return None
