@@ -143,7 +143,7 @@ class InFlight:
         for group in own.carried:
             if len(group.completions) != self.completions:
                 raise JournalError(
-                    f"{folder} has groups in flight of {len(group.completions)} completions, but num_generations is "
+                    f"{folder} has unfinished groups of {len(group.completions)} completions, but num_generations is "
                     f"{self.completions}: set num_generations back, or drop these groups by ignore_data_skip: true."
                 )
             completions = [  # A completion that already has the maximum number of tokens of this run is finished.

@@ -172,8 +172,8 @@ def check_teacher(policy: Policy, config: GRPOConfig, samples: bool = True) -> P
         kind, own = model.config.model_type, unwrap(policy.model).config.model_type
         if policy.processor is not None and kind != own:
             raise ValueError(
-                f"The policy reads images as {own} does, but the teacher {source.name!r} is a {kind}, which needs "
-                f"images processed differently: choose a teacher of model type {own}."
+                f"The policy is {own}, but teacher {source.name!r} is {kind}, a model type that processes images "
+                f"differently: choose a teacher of the policy's model type, {own}."
             )
         settings = source.quantization
         wanted = Wanted(source.configuration(), source.loading, source.path, has_adapter=True, has_images=False)
@@ -201,7 +201,7 @@ def check_teacher_context(config: GRPOConfig, policy: Policy, tokens: int) -> No
         most = getattr(source.outline().config.get_text_config(), "max_position_embeddings", None)
         if most is not None and tokens > most:
             raise ValueError(
-                f"A prompt with its completion may have {tokens:,} tokens, but the teacher {source.name!r} reads "
+                f"A prompt with its completion may have {tokens:,} tokens, but teacher {source.name!r} reads "
                 f"{most:,} (max_position_embeddings): lower vllm_max_model_length, or max_completion_length."
             )
 
@@ -233,11 +233,12 @@ def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
     others = [token for token, index in ours.items() if theirs.get(token) != index]
     if others:
         first = min(others, key=ours.__getitem__)
-        there = "isn't among its" if first not in theirs else f"is {theirs[first]} of its"
+        there = "isn't among" if first not in theirs else f"is number {theirs[first]} of"
         raise ValueError(
             f"The teacher {source.name!r} has another tokenizer: of the policy's {len(ours):,} tokens {len(others):,} "
             f"have another number in the teacher's, such as {first!r}, number {ours[first]} of the policy's, which "
-            f"{there} {len(theirs):,}. A teacher scores the policy's token ids: choose a teacher of the same family."
+            f"{there} the teacher's {len(theirs):,}. A teacher scores the policy's token ids: choose a teacher of the "
+            "same family."
         )
 
 

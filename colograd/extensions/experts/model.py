@@ -28,13 +28,13 @@ class Experts(ModelFeature):
         kind = text.model_type
         if not num_experts(wanted.model_config):
             if config.router_replay:
-                raise ValueError(f"router_replay is true, but {kind} is no mixture of experts: set it to false.")
+                raise ValueError(f"router_replay is true, but the model ({kind}) has no experts: set it to false.")
             return
         self.check_split(wanted.model_config, config.vllm_tensor_parallel_size)
         if config.router_replay and kind not in SHARES:
             raise ValueError(
-                f"router_replay is true, but it isn't known how {kind}'s router computes the experts' weights: set "
-                f"router_replay to false, or choose one of {', '.join(SHARES)}."
+                f"router_replay is true, but it isn't known how routers of {kind} weight their experts: set "
+                f"router_replay: false, or choose a model of one of the types {', '.join(SHARES)}."
             )
         if noise := float(getattr(text, "router_jitter_noise", None) or 0.0):
             raise ValueError(
@@ -49,14 +49,14 @@ class Experts(ModelFeature):
         kind = text.model_type
         if ranks > 1 and (kind in WHOLE or kind not in TRIED):
             raise ValueError(
-                f"vllm_tensor_parallel_size is {ranks}, but the engine of {kind}, a mixture of experts, can't be split "
-                "over ranks in this version: set it to 1 (each rank has a whole engine)."
+                f"vllm_tensor_parallel_size is {ranks}, but {kind} is a mixture of experts, and its engine can't be "
+                "split over ranks in this version: set it to 1 (each rank has a whole engine)."
             )
         size = int(getattr(text, "moe_intermediate_size", None) or text.intermediate_size)
         if size % ranks:
             raise ValueError(
-                f"vllm_tensor_parallel_size is {ranks}, but must divide the size of {kind}'s experts, which is {size}: "
-                "choose another."
+                f"vllm_tensor_parallel_size is {ranks}, but for {kind} it must divide the experts' intermediate size, "
+                f"which is {size}: choose a divisor of that size."
             )
 
     def on_read(self, model: Any) -> None:

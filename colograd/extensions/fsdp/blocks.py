@@ -182,11 +182,11 @@ def check_blocks(model: torch.nn.Module, decoder: Sequence[torch.nn.Module]) -> 
     remedy = "Set sharding: gradients, which cuts only gradients and optimizer state."
     for name, parameter in model.named_parameters():
         if not parameter.dim():
-            raise ValueError(f"sharding is 'fsdp', but {name} is a single number and has no rows to cut. {remedy}")
+            raise ValueError(f"sharding: fsdp fails, as {name} is a single number and has no rows to cut. {remedy}")
     for block in decoder:
         dtypes = {str(p.dtype).removeprefix("torch.") for p in block.parameters() if p.requires_grad}
         if len(dtypes) > 1:
             raise ValueError(
-                f"sharding is 'fsdp', but a {type(block).__name__} has parameters in {' and '.join(sorted(dtypes))}. "
-                f"Their gradients can't be summed in one exchange. {remedy}"
+                f"sharding is 'fsdp', but a block ({type(block).__name__}) has parameters in "
+                f"{' and '.join(sorted(dtypes))}. Gradients of several dtypes can't be summed in one exchange. {remedy}"
             )

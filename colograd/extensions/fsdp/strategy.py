@@ -134,7 +134,7 @@ class FullySharded(SharedParts):
     def on_reduce(self, block: FSDPModule, whole: torch.Tensor) -> None:
         if whole.numel() != self._sizes[block]:
             raise RuntimeError(
-                f"The gradients of a {type(block).__name__.removeprefix('FSDP')} have {whole.numel():,} elements, not "
+                f"Gradients of a {type(block).__name__.removeprefix('FSDP')} have {whole.numel():,} elements, not "
                 f"{self._sizes[block]:,}: the loss doesn't depend on one of its parameters. Freeze parameters that "
                 "have no effect (requires_grad_(False)), or set sharding: gradients."
             )

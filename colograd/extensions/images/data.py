@@ -74,7 +74,7 @@ class ImageReader:
         if len(made.ids) > rules.max_prompt_tokens:
             raise ValueError(
                 f"{rules.where(row)}: with its images the prompt has {len(made.ids)} tokens, over the "
-                f"limit of {rules.max_prompt_tokens}, though fewer were counted at start: remove this row."
+                f"limit of {rules.max_prompt_tokens}, though fewer tokens were counted at start: remove this row."
             )
         self._latest[row] = made
         size = 1 if made.media is None else max(1, made.media.nbytes)
@@ -321,8 +321,8 @@ def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[di
             places = [*images]
     if len(places) != len(images):
         raise Unreadable(
-            f'{where}: the prompt has {len(places)} place(s) for images ({{"type": "image"}} parts) and the row '
-            f"{len(images)} image(s): give as many images as parts."
+            f'{where}: found {len(places)} place(s) for images in the prompt ({{"type": "image"}} parts), and '
+            f"{len(images)} image(s) in the row: give as many images as parts."
         )
     waiting, messages, pictures = iter(images), [], []
     for message, content in zip(prompt, contents, strict=True):

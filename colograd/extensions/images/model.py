@@ -51,7 +51,7 @@ class Images(ModelFeature):
         if not takes_images(model.config) or reads_text_alone(model):
             if config.freeze_vision_tower:
                 raise ValueError(
-                    f"freeze_vision_tower is true, but {type(model).__name__} has no vision tower: remove it."
+                    f"freeze_vision_tower is true, but a {type(model).__name__} has no vision tower: set it to false."
                 )
             return None
         if config.freeze_vision_tower:

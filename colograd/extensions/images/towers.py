@@ -158,7 +158,7 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
     counts = [len(of.places) for of in times]
     if len(features) != sum(counts):
         raise RuntimeError(
-            f"The vision tower computes {len(features)} features for images that have {sum(counts)} tokens in their "
+            f"The tower computes {len(features)} features for images that have {sum(counts)} tokens in their "
             "prompts: the processor doesn't fit the model. Use the processor that was saved with the model."
         )
 

@@ -56,8 +56,8 @@ def check_fits(quantization: Quantization | None, folder: str | Path) -> None:
     now = "without quantisation" if quantization is None else f"quantised to {quantization.name}"
     if then != now:
         raise ValueError(
-            f"{str(folder)!r} has an adapter of a base {then}, but this run's base is {now}: set load_in_4bit or "
-            "load_in_8bit as in the run that trained the adapter."
+            f"{str(folder)!r} has an adapter that was trained on a base {then}, but this run's base is {now}: set "
+            "load_in_4bit or load_in_8bit as in the run that trained the adapter."
         )
 
 

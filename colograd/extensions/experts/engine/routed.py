@@ -50,8 +50,8 @@ class RouterLog(EngineFeature):
             )
         if not accepted(TELLS_EXPERTS):
             raise RuntimeError(
-                f"router_replay is true, but vLLM {found} doesn't return the experts that it chooses: install 0.31, or "
-                "set router_replay: false."
+                f"vLLM {found} doesn't return the experts that it chooses, but router_replay needs them: install vLLM "
+                "0.31, or set router_replay: false."
             )
         return {TELLS_EXPERTS: True}
 
@@ -79,8 +79,8 @@ class RouterLog(EngineFeature):
         routers = [getattr(layer, "router", None) for layer in self._layers]
         if not routers or not (self.itself or all(hasattr(router, "set_capture_fn") for router in routers)):
             raise RuntimeError(
-                f"router_replay is true, but vLLM {found} has no routers for this model that report their choice of "
-                "experts: set router_replay: false, or install vLLM 0.31."
+                f"vLLM {found} has no routers for this model that report their choice of experts, which router_replay "
+                "needs: set router_replay: false, or install vLLM 0.31."
             )
         if not self.itself:
             for place, router in enumerate(routers):
@@ -130,7 +130,7 @@ class RouterLog(EngineFeature):
             told = getattr(completion, "routed_experts", None)  # Chosen experts, (tokens - 1, all layers, K).
             if told is None:
                 raise RuntimeError(
-                    f"router_replay is true, but vLLM {self.version} returned no experts for a completion: set "
+                    f"vLLM {self.version} returned no experts for a completion, but router_replay needs them: set "
                     "router_replay: false, or install vLLM 0.31."
                 )
             layers = [int(layer.layer_id) for layer in self._layers]
