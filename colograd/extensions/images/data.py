@@ -188,7 +188,7 @@ class ImageReader:
             if all(processed(row) == found[row] for row in probes):
                 return found
         rules.tell(
-            f"{rules.name}: images: the processor can't tell numbers of tokens from images' sizes, so each row is "
+            f"{rules.name}: images: the processor can't tell numbers of tokens by images' sizes, so each row is "
             "processed"
         )
         return [processed(row) for row in _marked(range(len(rows)), len(rows), rules)]

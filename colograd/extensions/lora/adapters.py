@@ -110,7 +110,7 @@ def check_lora_config(peft_config: Any) -> None:
         )
     for name in UNSUPPORTED:
         if getattr(peft_config, name, None):
-            raise ValueError(f"The LoRA sets {name}, but vLLM can't serve an adapter with this field: remove it.")
+            raise ValueError(f"The LoRA configuration sets {name}, which can't be published to vLLM: remove it.")
 
 
 def describe_adapter(model: Any) -> Adapter:
