@@ -35,7 +35,7 @@ class PartialCompletion:
     """The tokens of one completion that are sampled so far. The completion may be unfinished or whole."""
 
     ids: array[int] = field(default_factory=lambda: array("i"))
-    logprobs: array[float] = field(default_factory=lambda: array("f"))  # Log-probabilities [T].
+    logprobs: array[float] = field(default_factory=lambda: array("f"))  # Log-probability of each token.
     spans: tuple[VersionSpan, ...] = ()  # Versions of the weights that sampled the tokens.
     riders: tuple[Rider, ...] = ()
     finish_reason: FinishReason | None = None  # None means that the completion is unfinished.

@@ -181,7 +181,8 @@ class TeacherTop:
         top K) for each top token, and the gap of the tokens outside the top K."""
         logp, logq = self.own - normaliser[:, None], self.logprobs.to(self.own)
         p, gap = logp.exp(), logp - logq
-        here = logq.exp().where(self.own > HIDDEN / 2, 0.0)  # Tokens hidden from the policy aren't counted.
+        # A top token that the policy can't sample (its logit is HIDDEN) counts as a token outside the top K.
+        here = logq.exp().where(self.own > HIDDEN / 2, 0.0)
         rest, theirs = ((1 - of.sum(1)).clamp(min=REST) for of in (p, here))
         of_rest = rest.log() - theirs.log()
         found = torch.linalg.vecdot(p, gap) + rest * of_rest

@@ -351,7 +351,7 @@ def _of_its_groups(
     values = torch.full((sum(lengths),), UNTAUGHT, device=row.device) if values is None else values.clone()
     own = [index for index, part in enumerate(row.parts) if str(part.example.get(TEACHER) or "") == name]
     if own:
-        places = values.split(lengths)  # Views of `values`, one per group.
+        places = values.split(lengths)
         parts = tuple(row.parts[index] for index in own)
         said = read(second, model, PackedRow(parts, row.mask_truncated, row.device), temperature)
         for index, of_part in zip(own, said.split([lengths[index] for index in own]), strict=True):

@@ -142,7 +142,7 @@ def cut(
     if not any(parameter.requires_grad for module in blocks.tower for parameter in module.parameters()):
         keep_gradients_out(blocks.tower)
         for module in blocks.tower:
-            module.set_unshard_in_backward(False)  # Without this a backward would gather a tower layer.
+            module.set_unshard_in_backward(False)  # A frozen tower has no backward that needs its weights.
     for module in blocks.embedding:
         shard(module, True).set_unshard_in_backward(False)
     # Freeing the weights of head and root after a forward gains nothing, because their backward follows at once.
@@ -153,7 +153,8 @@ def cut(
         block.set_force_sum_reduction_for_comms(True)
         has_dtype = all(parameter.dtype == gradients for parameter in block.parameters())
         if has_dtype and hasattr(block, "set_reduce_scatter_unused_params"):
-            block.set_reduce_scatter_unused_params(True)  # torch's zeros have the parameter's dtype.
+            # torch makes the zeros for unused parameters in the parameters' dtype, which must be that of the sums.
+            block.set_reduce_scatter_unused_params(True)
         block.set_custom_all_gather(_Gather(block, strategy))
         block.set_custom_reduce_scatter(_Reduce(block, strategy))
     return blocks

@@ -93,6 +93,6 @@ def gathered_weights(pairing: Pairing) -> GatheredWeights:
     the device never has two copies."""
     if not any(shared.obstacle(part) for part in pairing.slices):
         shared.bind(pairing.slices)
-        move(pairing.policy, pairing.device)  # This moves the policy's buffers.
+        move(pairing.policy, pairing.device)  # Parameters are in place, so only buffers move.
     proof.check_read(pairing.slices, pairing.policy, pairing.engine, tower_prompt=pairing.tower_prompt)
     return GatheredWeights(pairing.policy, pairing.engine, pairing.slices)

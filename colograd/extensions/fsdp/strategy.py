@@ -52,8 +52,8 @@ class FullySharded(SharedParts):
         # Gradients are summed in the widest gradient dtype of a trained parameter.
         dtypes = {getattr(p, "grad_dtype", None) or p.dtype for p in model.parameters() if p.requires_grad}
         self._gradients = max(dtypes, key=lambda dtype: dtype.itemsize)
-        self._exchanges: list[Exchange] = []  # Exchanges of the running forward or backward so far.
-        self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}  # Exchanges of a complete one.
+        self._exchanges: list[Exchange] = []  # Exchanges of the running pass (a forward or backward) so far.
+        self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}  # Exchanges of a complete pass.
         self._entered: dict[Any, None] = {}  # Models that have begun a forward. `discard` resets these models.
         self._began = False  # Whether a forward or backward has begun since `agree` was entered.
         # `_summed` has this rank's rows of one block's summed gradients. `_offset` counts the elements that parameters'

@@ -181,7 +181,7 @@ class ImageReader:
 
         found = self._counted(rows, rules)
         if found is not None:
-            of_each: dict[int, int] = {}  # First row of each prompt length.
+            of_each: dict[int, int] = {}
             for row, length in enumerate(found):
                 of_each.setdefault(length, row)
             probes = sorted({0, of_each[min(found)], of_each[max(found)], *[*of_each.values()][:PROBES]})

@@ -31,7 +31,7 @@ ROWS = pa.schema(
     [
         ("rollout", pa.int32()),
         ("in_prompt", pa.bool_()),
-        ("digest", pa.string()),  # Digest of the images.
+        ("digest", pa.string()),
         ("engine_ids", pa.list_(pa.int32())),
         ("places", pa.list_(pa.int32())),
         ("files", pa.list_(pa.binary())),  # PNG files. Null if an earlier row with the same digest has the files.

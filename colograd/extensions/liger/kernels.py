@@ -86,7 +86,7 @@ def apply_liger(model: Any, device: torch.device, given: Any, also: Sequence[Any
         before = own_sample_logprobs(model, device)
         apply(model=model)
         error = float((own_sample_logprobs(model, device) - before).abs().mean())
-    if not error <= allowed(autocast_dtype(device) or model.dtype):  # A NaN is refused, too.
+    if not error <= allowed(autocast_dtype(device) or model.dtype):  # A NaN isn't allowed, either.
         undo()
         raise ValueError(
             f"use_liger_kernel is true, but with Liger's kernels the log-probabilities of a {type(model).__name__} "

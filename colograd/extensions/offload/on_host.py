@@ -63,7 +63,7 @@ class AddedInBackward(OnHost):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self._inside = False  # Whether `backward` is running.
+        self._inside = False  # Whether this strategy's `backward` is running.
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.trained]
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:

@@ -138,7 +138,7 @@ class FinishedGroups:
         left = {i: tokens_of(own) for i, own in enumerate(self._own) if (self.layout.rank, i) not in self._gone}
         taken = self._take({self.layout.rank: left}, budget, shares)
         if self._offered and taken:
-            self._tell_sizes()  # Show the remaining groups to other ranks.
+            self._tell_sizes()  # Update the groups that other ranks see.
         if not taken:
             if not self._is_hungry and self._others:
                 self._is_hungry = True
@@ -166,7 +166,7 @@ class FinishedGroups:
                 is_own, key = owner == self.layout.rank, self._key(f"group/{owner}/{index}")
                 if is_own and index >= self._offered:  # The group isn't offered, so no other rank can take it.
                     taken.append(self._own[index])
-                elif self._count(f"taken/{owner}/{index}", 1) == 1:  # This rank is the first to take the group.
+                elif self._count(f"taken/{owner}/{index}", 1) == 1:
                     taken.append(self._own[index] if is_own else pickle.loads(self._store().get(key)))
                     self._store().delete_key(key)
                 else:

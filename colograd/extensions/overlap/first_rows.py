@@ -76,9 +76,9 @@ class EarlyRows:
 class FirstRows:
     """A step's groups on this rank: groups of first rows (trained early), and groups that must be packed."""
 
-    rest: list[ScoredGroup]  # Groups that must be packed.
+    rest: list[ScoredGroup]  # Groups that must still be packed.
     groups: tuple[ScoredGroup, ...] = ()  # Groups of the first rows.
-    rows: tuple[PackedRow, ...] = ()  # First rows.
+    rows: tuple[PackedRow, ...] = ()  # First rows of this rank.
     trained: bool = False  # Whether the gradients of the first rows are computed.
     moved: int = 0  # Number of groups of the first rows that another engine sampled.
     partition: Partition = ()  # First rows of all ranks.

@@ -83,8 +83,6 @@ class OverlappedRound(PlainRound):
     def _is_trained(self, scored: ScoredGroup) -> bool:
         return has_signal(scored) or not self.learner.rules.skip_without_signal
 
-    # -- sampling
-
     @contextlib.contextmanager
     def _train_meanwhile(self, steps: Steps) -> Iterator[None]:
         """Context around a round's sampling. After this rank has sampled, it trains finished groups until no rank

@@ -35,7 +35,7 @@ def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
         for name, parameter in policy.named_parameters():
             if (shard := lora_shards.get(id(parameter))) is not None:
                 parameter.data, shards[name] = shard.of(parameter.detach()).clone(), shard
-    move(policy, pairing.device)  # This moves the adapter and buffers.
+    move(policy, pairing.device)  # The base is in place, so only the adapter and buffers move.
     split(policy, shards, engine.layout)
     sync: WeightSync = (base := SharedWeights(policy, engine, [part for part, _ in parts]))
     if adapter is not None:

@@ -68,7 +68,7 @@ class RouterLog(EngineFeature):
         self.version = found
         try:
             from vllm.model_executor.layers.fused_moe.layer import MoERunner
-        except ImportError:  # This version of vLLM has no such class.
+        except ImportError:  # This version of vLLM has no class `MoERunner` there.
             layers: list[Any] = []
         else:
             layers = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
