@@ -55,7 +55,7 @@ class PartialCompletion:
         return cls(rollout.completion_ids, logprobs, () if spans is None else spans.spans, riders, ended)
 
     def recorded(self, prompt: ModelInput, since: int) -> Rollout:
-        """Return the partial completion in the form of a rollout, so that it can be recorded like rollouts."""
+        """Return the tokens so far as a `Rollout`, because the rollout log records completions in this form."""
         logprobs, sampled = torch.tensor(self.logprobs), torch.ones(len(self.ids), dtype=torch.bool)
         riders = (*self.riders, *([Versions(self.spans)] if self.spans else []))
         reason = self.finish_reason or FinishReason.ABORT

@@ -23,8 +23,8 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Versions(Rider):
-    """Rider with the versions of the weights that sampled a completion's tokens. All tokens of a completion without
-    this rider have the version `Rollout.policy_version`.
+    """Rider (per-token data of a rollout) with the versions of the weights that sampled a completion's tokens. All
+    tokens of a completion without this rider have the version `Rollout.policy_version`.
 
     Example: the round at step 7 sampled two tokens of a completion, and the round at step 8 two further tokens:
 
@@ -59,8 +59,8 @@ class Versions(Rider):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenAges(RowRider):
-    """Ages of a packed row's labels: the optimizer step of a label's round minus that of the weights that sampled
-    it."""
+    """Ages of a packed row's labels (target tokens): the step of a label's round minus the step of its sampler's
+    weights."""
 
     ages: torch.Tensor  # Age of each label in optimizer steps, (N,) float32.
 

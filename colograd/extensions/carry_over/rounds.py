@@ -113,7 +113,7 @@ class CarriedRound(PlainRound):
                     started = time.perf_counter()
                     scoring.take(group)
                     self.times.move("generate", "reward", time.perf_counter() - started)
-            if done <= scoring.rewarded.keys():  # If a group has no recorded reward, one call scores all groups.
+            if done <= scoring.rewarded.keys():  # One call scores all groups, unless all have recorded rewards.
                 samples.clear()
             return self._score(samples, scoring, [prompt for prompt in pool if prompt.position in done])
         finally:

@@ -1,4 +1,4 @@
-"""Reverse KL divergence KL(policy || teacher) per label, computed one tile of the vocabulary at a time.
+"""Reverse KL divergence KL(policy || teacher) per label (target token), computed one vocabulary tile at a time.
 
 With `distillation_kl: exact` the divergence is computed from the teacher's logits, with `top_k` from the teacher's most
 probable tokens. The policy's head calls an object with three steps: running sums over tiles of the policy's logits
@@ -67,8 +67,8 @@ class TeacherHead:
 
 @dataclass(slots=True, eq=False)
 class TeacherLogits:
-    """The teacher's logits y for the policy's N labels, and running sums of KL(policy || teacher) over vocabulary
-    tiles. With the policy's logits x, the divergence is E_policy[x - y] - log sum e^x + log sum e^y."""
+    """The teacher's logits y for the policy's N labels (target tokens), and running sums of KL(policy || teacher) over
+    vocabulary tiles. With the policy's logits x, the divergence is E_policy[x - y] - log sum e^x + log sum e^y."""
 
     states: torch.Tensor  # The teacher's last hidden states, (N, hidden).
     weight: torch.Tensor
@@ -79,7 +79,8 @@ class TeacherLogits:
     maximum: torch.Tensor = field(init=False)  # Largest y of the tiles so far, (N,).
 
     def tile(self, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Compute a tile (n labels, c tokens) of the teacher's logits, with temperature, soft cap and candidates."""
+        """Compute a tile of the teacher's logits, (n labels, c vocabulary entries), with temperature, cap and
+        candidates."""
         part, bias = cast(self.weight, self.bias, vocabulary, self.head.dtype)
         tile = self.head.logits(self.states[row], part, bias)
         tile = self.head.finish_(self.head.cap_(tile) if self.head.softcap else tile)
@@ -125,8 +126,8 @@ REST = 1e-6  # Minimum probability of all tokens outside the top K, because 1 mi
 
 
 class TopTokens:
-    """Stand-in for a `TeacherHead` with `distillation_kl: top_k`. It reads the teacher's most probable tokens of each
-    label from a micro-batch."""
+    """Stand-in for a `TeacherHead` with `distillation_kl: top_k`. It reads the teacher's most probable tokens for
+    each label (target token) from a micro-batch."""
 
     @staticmethod
     def beside(micro_batch: MicroBatch, temperature: float, candidates: Candidates | None) -> TeacherTop:
@@ -136,8 +137,8 @@ class TopTokens:
 
 @dataclass(slots=True, eq=False)
 class TeacherTop:
-    """The teacher's K most probable tokens for each of N labels, and the KL divergence computed with these tokens.
-    KL(policy || teacher) counts all tokens outside the top K as one token, so the result is a lower bound."""
+    """The teacher's K most probable tokens for each of N labels (target tokens), and the KL divergence computed with
+    them. KL(policy || teacher) counts all tokens outside the top K as one token, so the result is a lower bound."""
 
     ids: torch.Tensor  # Ids of the teacher's most probable tokens, (N, K) int64.
     logprobs: torch.Tensor  # The teacher's log-probabilities of these tokens, (N, K).
@@ -201,13 +202,13 @@ class TeacherStep(ForwardStep):
 
 
 def label_states(row: Pass) -> tuple[torch.Tensor, ...]:
-    """Last step of a teacher's forward: return the head's inputs for the labels, (N, hidden), in the head's dtype."""
+    """Last step of a teacher's forward: return the head's inputs for N labels (target tokens), (N, hidden)."""
     hidden, head = row.label_states(), TeacherHead.of(row.model)
     return (hidden.to(product_dtype(head.weight, hidden.device, head.wide)),)
 
 
 def label_top_tokens(k: int, row: Pass) -> tuple[torch.Tensor, ...]:
-    """Last step of a teacher's forward: return the K most probable tokens of each label, as `top_tokens` does."""
+    """Last step of a teacher's forward: return the K most probable tokens for each label (target token)."""
     hidden, head = row.label_states(), row.model.get_output_embeddings()
 
     def top(hidden: torch.Tensor) -> torch.Tensor:
@@ -221,14 +222,15 @@ def label_top_tokens(k: int, row: Pass) -> tuple[torch.Tensor, ...]:
 
 
 def top_tokens(logits: TeacherLogits, k: int, tile: tuple[int, int]) -> torch.Tensor:
-    """Compute the K most probable tokens of each label: ids and log-probabilities, (N, 2, K) float32. ``tile`` is the
-    shape (labels, tokens) of the logits that are in memory at one time."""
+    """Compute the K most probable tokens for each label (target token): ids and log-probabilities, (N, 2, K) float32.
+    ``tile`` is the shape (labels, tokens) of the logits that are in memory at one time."""
     found = []
     for row in parts(len(logits.states), tile[0]):
         best = logits.states.new_empty((row.stop - row.start, 0), dtype=logits.head.exact)
         ids = best.long()
         total = torch.zeros_like(best.sum(1))
-        maximum = torch.full_like(total, torch.finfo(total.dtype).min / 2)  # Finite, as -inf minus -inf is NaN.
+        # The maximum begins with a finite value, because -inf minus -inf is NaN.
+        maximum = torch.full_like(total, torch.finfo(total.dtype).min / 2)
         for vocabulary in parts(len(logits.weight), tile[1]):
             values = logits.tile(row, vocabulary)
             largest = torch.maximum(maximum, values.amax(1))

@@ -55,7 +55,7 @@ class Teacher(Unsaved, FrozenModel):
 
     Args:
         head: the teacher's head on the device, with `distillation_kl: exact`.
-        top: number of most probable tokens per label, with `distillation_kl: top_k`.
+        top: number of most probable tokens per label (target token), with `distillation_kl: top_k`.
     """
 
     of_policy = False
@@ -309,7 +309,7 @@ def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | No
         return None
     values = _adapter_values(file)
     if source.loading.distillation_kl == "exact" and any("lm_head" in key for key in values):
-        return None  # `exact` reads the head while the policy's adapter values are in place.
+        return None  # `exact` reads the head with the policy's adapter values.
     known = {key.replace(f".{name}.", "."): (key, p) for key, p in policy.model.named_parameters() if p.requires_grad}
     if values.keys() != known.keys() or any(values[key].shape != p.shape for key, (_, p) in known.items()):
         return None
@@ -329,7 +329,7 @@ Read = Callable[[Any, Any, PackedRow, float], torch.Tensor]  # Function like `Ki
 
 
 def _states(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:
-    """Compute the teacher's last hidden states of a row's labels, on the host, because they are large."""
+    """Compute the teacher's last hidden states for a row's target tokens, on the host, because they are large."""
     (states,), _ = PolicyForward(model, temperature).run(label_states, prepared(row))
     return states.cpu()
 

@@ -26,9 +26,9 @@ UNKNOWN = -1  # Stands for the index of an expert that the engine didn't record.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedExperts(Rider):
-    """Rider with the experts that the engine's routers chose for a rollout's tokens: K per token in each of L layers.
-    The experts of the last token are unknown, because the engine never read that token. The tensors are int8 (int16
-    above 128 experts), so a token takes L * K bytes. All completions of a prompt share the prompt's tensor."""
+    """Rider (per-token data of a rollout): the experts that the engine's routers chose, K per token in each of L
+    layers. The experts of the last token are unknown, because the engine never read that token. The tensors are int8
+    (int16 above 128 experts), so a token takes L * K bytes. All completions of a prompt share the prompt's tensor."""
 
     prompt: torch.Tensor  # Experts of the prompt's tokens, [P, L, K]. One tensor for all rollouts of a group.
     completion: torch.Tensor  # Experts of the completion's tokens, [C, L, K].

@@ -30,7 +30,7 @@ class Exchange(NamedTuple):
     summed: int = 0  # Number of gradient elements in a reduce-scatter. 0 means an all-gather of weights.
 
     def answer(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Take part in the exchange on a rank that has failed, because other ranks wait. Its gradients are zeros."""
+        """Take part in the exchange on a rank that has failed, because other ranks wait. Send zeros as gradients."""
         if not self.summed:
             self.block.unshard()
             self.block.reshard()

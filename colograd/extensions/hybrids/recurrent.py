@@ -196,7 +196,7 @@ class _Plan:
         places = torch.empty(layout.num_tokens, dtype=torch.int64)
         for batch in batches:
             begun = tuple(run.parent for run in batch if run.parent >= 0)
-            # A batch that starts from a state has two tokens or more: for one token layers would change it in place.
+            # A batch that starts from a state has two tokens or more: for one token layers would change the state.
             length, tokens = max([2 if begun else 1, *(run.length for run in batch)]), []
             for run in batch:
                 of_segments = [layout.starts[s] + torch.arange(lengths[s]) for s in run.segments]

@@ -31,7 +31,8 @@ class KeptTokens(Rider, RowRider):
         ids              22 27 29        24 12     2
         counts           3           0   2         1
 
-    The object of a packed row has the kept tokens of all its labels. The softmax of each model is over these tokens.
+    The object of a packed row has the kept tokens of all its target tokens. The softmax of each model is over these
+    tokens.
     """
 
     ids: torch.Tensor  # Ids of the kept tokens, [sum of counts] int32, in host memory.
@@ -86,7 +87,8 @@ class KeptTokens(Rider, RowRider):
 
 
 class Candidates:
-    """Kept tokens of N labels, indexed for tiles of logits. ``first``: id of the head's first vocabulary entry."""
+    """Kept tokens of N labels (target tokens), indexed for tiles of logits. ``first``: id of the head's first
+    vocabulary entry."""
 
     def __init__(self, kept: KeptTokens, device: torch.device, first: int = 0) -> None:
         counts = kept.counts.long()
@@ -96,7 +98,8 @@ class Candidates:
         self.all = to_device_async(counts == 0, device)
 
     def hidden(self, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Return the mask of a tile of n labels and c tokens, (n, c) bool. True: sampling didn't keep the token."""
+        """Return the mask of a tile of n target tokens and c vocabulary entries, (n, c) bool. True: the entry wasn't
+        kept."""
         here = slice(self.ends[row.start], self.ends[row.stop])
         shape = row.stop - row.start, vocabulary.stop - vocabulary.start
         columns = self.ids[here] - vocabulary.start

@@ -44,7 +44,7 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
-            return peft.get_peft_model(model, peft_config).eval()  # Evaluation mode, like a model after `from_pretrained`.
+            return peft.get_peft_model(model, peft_config).eval()  # Evaluation mode, as after `from_pretrained`.
         except ValueError as error:
             reason = str(error).strip().splitlines()[0]
             if "lora_dropout" in reason:  # peft adapts parameters (not layers) of experts, such as gate_proj.

@@ -38,7 +38,8 @@ class HostStream:
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
         self.device = device
-        self._torch: Any = torch.get_device_module(device)  # `torch.cuda`, or `torch.cpu` with streams that do nothing.
+        # The device's module in torch. On a CPU this is `torch.cpu`, and its streams do nothing.
+        self._torch: Any = torch.get_device_module(device)
         self.filling, self.emptying = self._torch.Stream(), self._torch.Stream()
         self._apart = self._torch.Stream() if apart else None
         self._lanes: list[_Lane] = []

@@ -32,7 +32,8 @@ class LayerInputs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.torch: Any = torch.get_device_module(device)  # `torch.cuda`, or `torch.cpu` with streams that do nothing.
+        # The device's module in torch. On a CPU this is `torch.cpu`, and its streams do nothing.
+        self.torch: Any = torch.get_device_module(device)
         self.leaving, self.coming = self.torch.Stream(), self.torch.Stream()
         self.free: list[tuple[torch.Tensor, Any]] = []  # Unused host memory, with the event of the last copy from it.
         self._largest = 0  # Bytes of the largest input so far.

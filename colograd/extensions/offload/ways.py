@@ -18,7 +18,7 @@ from .host_sums import buffer_bytes, on_way
 from .layer_inputs import KEPT
 
 BUS = 50.0  # Assumed GB/s in each direction of 16 lanes of PCIe 5 (63 at most). PCIe 4 has half. This isn't measured.
-# Settings that move a part of training to the host. `WAYS` lists the combinations, which the plan chooses from.
+# Settings that move a part of training to the host. The memory plan chooses one of the combinations in `WAYS`.
 STREAM: dict[str, Any] = {"streams": True, "offloads": False}
 GRADIENTS: dict[str, Any] = {"offloads_gradients": True}
 ACTIVATIONS: dict[str, Any] = {"offloads_activations": True, "checkpointing": 1}

@@ -67,7 +67,7 @@ class OverlappedRound(PlainRound):
         self.finished: FinishedGroups | None = None  # Sharing of finished groups. None: no training during sampling.
         self.early: EarlyRows | None = None  # Rows of the next step that were trained during sampling.
         self.recorded: Partition | None = None  # Recorded first rows of the next step, if it was trained before.
-        self._shared: FinishedGroups | None = None  # Equal to `finished`, or None in a round with a record.
+        self._shared: FinishedGroups | None = None  # `finished`, or None in a round with recorded first rows.
         self._is_first = False  # Whether the round's first step isn't packed yet.
         self._sampled: list[SampledStep] = []  # Steps of this round, on the first rank of an engine.
         self.around = self._train_meanwhile

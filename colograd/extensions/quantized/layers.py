@@ -141,7 +141,7 @@ def is_4bit(settings: Mapping[str, Any]) -> bool:
 def packed_bytes(shape: tuple[int, ...] | torch.Size, settings: Mapping[str, Any]) -> int:
     """Return the bytes of a weight (out, in) after quantisation, including its scales. With 4 bits a block of 64 values
     has a float32 scale. With double quantisation a scale has one byte, and 256 scales share a float32. With 8 bits a
-    row has a scale."""
+    row has a float32 scale."""
     numel = math.prod(shape)
     if not is_4bit(settings):
         return numel + 4 * shape[0]

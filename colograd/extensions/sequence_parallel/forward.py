@@ -8,9 +8,9 @@ equals that of one rank, with segments, windows and sinks. A shared prompt exist
 If the number of ranks doesn't divide the number of key-value heads, each head is sent to every rank that needs it. If
 the number of ranks doesn't divide the number of query heads, heads of zeros are added.
 
-The log-probabilities of all labels are gathered, and every rank computes the same loss from them. In the backward a
-rank takes the gradient of its own labels only. So the sum of a parameter's gradients over the ranks counts each label
-once.
+The log-probabilities of all labels (target tokens) are gathered, and every rank computes the same loss from them. In
+the backward a rank takes the gradient of its own labels only. So the sum of a parameter's gradients over the ranks
+counts each label once.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def whole_rows(model: Any) -> None:
 
 
 class RowStep(ForwardStep):
-    """Forward step that computes this rank's tokens of a packed row, and gathers the values of all labels."""
+    """Forward step that computes this rank's tokens of a packed row, and gathers the values of all labels (target
+    tokens)."""
 
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
         row.batch, part = cut(row.model, row.batch)
@@ -83,8 +84,8 @@ class RowStep(ForwardStep):
 
 @dataclass(frozen=True, eq=False)
 class RowPart:
-    """Division of a packed row's tokens and labels among the row's ranks, from the point of view of this rank. Example:
-    a row of 7 tokens on 2 ranks. Label i belongs to the rank of the token at logit_positions[i]:
+    """Division of a packed row's tokens and labels (target tokens) among ranks, from this rank's point of view.
+    Example: a row of 7 tokens on 2 ranks. Label i belongs to the rank of the token at logit_positions[i]:
 
         tokens           4 3
         logit_positions  1 2 | 1 3 4 5
@@ -136,8 +137,8 @@ class RowPart:
         )
 
     def gather(self, of_labels: torch.Tensor) -> torch.Tensor:
-        """Gather values of labels: from this rank's (n, ...) to all labels of the row in order, (N, ...). In the
-        backward each rank keeps the gradient of its own labels."""
+        """Gather values of labels (target tokens): from this rank's (n, ...) to all labels of the row in order, (N,
+        ...). In the backward each rank keeps the gradient of its own labels."""
         found: torch.Tensor = _Gather.apply(of_labels, self)
         return found
 
@@ -183,8 +184,8 @@ class RowPart:
         return found
 
     def to_all_tokens(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Exchange own tokens of all heads for all tokens of own heads: (1, own tokens, heads, D) -> (1, T, own
-        heads, D)."""
+        """Exchange this rank's tokens of all heads, (1, own tokens, heads, D), for all tokens of its heads, (1, T,
+        own heads, D)."""
         filled = -of_tokens.shape[2] % self.group.size
         by_rank = F.pad(of_tokens[0], (0, 0, 0, filled)).unflatten(1, (self.group.size, -1)).transpose(0, 1)
         return self._to_heads(by_rank)[None]

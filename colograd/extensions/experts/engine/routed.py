@@ -29,7 +29,7 @@ NAME = re.compile(r"(?:(\d+)_)?(request-\d+)(?:-[0-9a-f]{8})?$")
 
 
 class RouterLog(EngineFeature):
-    """Engine feature that adds to each completion a rider with the experts that vLLM's routers chose for its tokens."""
+    """Engine feature that adds a rider (per-token data) to each completion: the experts that vLLM's routers chose."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
@@ -113,7 +113,7 @@ class RouterLog(EngineFeature):
         return result
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
-        """Add a rider with its experts to each completion. All completions of a request share the prompt's tensor."""
+        """Add a `RoutedExperts` rider to each completion. All completions of a request share the prompt's tensor."""
         outputs = sorted(output.outputs, key=lambda completion: int(completion.index))
         experts = [
             self._take(request, completion, len(prompt.ids), len(one.ids))

@@ -24,7 +24,7 @@ TELLS_KEPT = "return_sampling_mask"  # Argument of vLLM's engine, not available 
 
 
 class KeptTokensRecord(EngineFeature):
-    """Engine feature that adds to each completion a rider with the tokens that truncated sampling kept."""
+    """Engine feature that adds a rider (per-token data) to each completion: the tokens that truncated sampling kept."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
