@@ -101,7 +101,8 @@ class TeacherLogits:
         return other.neg_().add_(tile)
 
     def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
-        """Add a tile to `gap`. ``power`` is e^(x - max x). ``decay`` rescales the earlier sum to a new maximum of x."""
+        """Add a tile's x - y (``gaps``), weighted by ``power`` = e^(x - max x), to `gap`, after scaling `gap` by
+        ``decay``."""
         self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,8 +179,8 @@ class TeacherTop:
         """Do nothing, because `gaps` has already read the tile's logits."""
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the divergence (N,), and values for its gradient (N, K + 1): p (gap - gap of the tokens outside the
-        top K) for each top token, and the gap of the tokens outside the top K."""
+        """Return the divergence (N,), and values for its gradient, (N, K + 1): p (g - r) for each top token, and r.
+        Here g is log p - log q of the token, and r is log p - log q of all tokens outside the top K together."""
         logp, logq = self.own - normaliser[:, None], self.logprobs.to(self.own)
         p, gap = logp.exp(), logp - logq
         # A top token that the policy can't sample (its logit is HIDDEN) counts as a token outside the top K.

@@ -30,8 +30,9 @@ class AdvantageTerm(LossTerm):
     waits = "a teacher's term isn't trained early"
 
     def before(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
-        """Return the batch with the teacher's part added to the advantages. Its mean over the policy's samples is
-        minus the token's reverse KL divergence (MiniLLM, arXiv 2306.08543, eq. 3, without the part of later tokens)."""
+        """Return the batch with the teacher's part added to the advantages. The mean of that part over the policy's
+        samples is minus the token's reverse KL divergence (MiniLLM, arXiv 2306.08543, eq. 3, without the part of later
+        tokens)."""
         gain = (batch.scores["teacher_logprobs"] - old).where(_taught(batch) > 0, 0.0)
         return dataclasses.replace(batch, advantages=batch.advantages + self.weight * gain)
 

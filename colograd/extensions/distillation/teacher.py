@@ -342,8 +342,9 @@ def _top(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.T
 def _of_its_groups(
     field: str, read: Read, second: Any, model: Any, row: PackedRow, temperature: float, name: str
 ) -> torch.Tensor:
-    """Compute a teacher's values for a row, (N,). With several teachers only groups whose prompt names this one count.
-    Values of all other groups stay as they are, or are UNTAUGHT. An empty ``name`` means a single teacher."""
+    """Compute a teacher's values for a row, (N,). With several teachers compute only values of groups that have
+    ``name`` as their teacher. Values of all other groups stay as they are, or are UNTAUGHT. An empty ``name`` means a
+    single teacher."""
     if not name:
         return read(second, model, row, temperature)
     lengths = [sum(len(rollout.completion_ids) for rollout in part.rollouts) for part in row.parts]

@@ -21,7 +21,7 @@ ROWS = pa.schema(
     [pa.field("prompt", pa.binary()), pa.field("completion", pa.binary()), pa.field("shape", pa.list_(pa.int32()))]
 )
 
-UNKNOWN = -1  # Stands for the index of an expert that the engine didn't record.
+UNKNOWN = -1  # Value in place of an expert's index, if the engine didn't record the expert.
 
 
 @dataclass(frozen=True, slots=True, eq=False)

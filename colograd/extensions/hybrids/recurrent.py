@@ -46,7 +46,7 @@ def make_segmented(model: torch.nn.Module) -> None:
             for mixer in mixers:
                 kind: Any = type(mixer)
                 mixer.layout = mixer.row_part = None
-                # A bound method, because copying the layer then binds the copied method to the copy.
+                # Set a bound method, because a copy of the layer then gets a method that is bound to the copy.
                 mixer.forward = MethodType(functools.partial(_forward, kind.forward, _cache_name(kind)), mixer)
             layer.register_forward_pre_hook(functools.partial(_hand_out, mixers), with_kwargs=True)
 

@@ -162,7 +162,7 @@ class ImageReader:
             placeholders = len(self._placeholders(text, special, len(pictures)))
             if not pictures:
                 return placeholders
-            if whole := getattr(self.processor, "full_image_sequence", ""):  # In Gemma 3 all images have equal tokens.
+            if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3 has equal tokens for all images.
                 text = text.replace(self.processor.boi_token, whole)
                 return len(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
             if not hasattr(self.processor, "_get_num_multimodal_tokens"):  # vLLM calls this private method, too.

@@ -130,7 +130,8 @@ class Images(Media):
 
     @classmethod
     def with_table(cls, reader: Any, rollouts: Sequence[Rollout], encoder: Any) -> Sequence[Rollout]:
-        """Return the rollouts with the images of the table that comes next. ``encoder`` processes the images."""
+        """Read a table of images from a record, and return the rollouts with these images. ``encoder`` processes
+        them."""
         from PIL import Image
 
         assert encoder is not None, "it has images, which the model doesn't read"

@@ -151,7 +151,7 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
             features, deeper = _features(model, [_unseen_picture(model.config)])
             embeds = _Beside.apply(embeds, features, *deeper)
         return embeds, more
-    times: dict[Images, list[torch.Tensor]] = {}  # For each use of an image: its tokens' indices in the flattened ids.
+    times: dict[Images, list[torch.Tensor]] = {}  # Indices of each image's tokens in the flattened ids, once per use.
     for at, of in placed:
         times.setdefault(of, []).append(torch.tensor(of.places) + at)
     features, deeper = _features(model, [*times])

@@ -32,7 +32,8 @@ class HostAdamW(AdamWSplit):
         read = [] if self.host_gradients is None else ["grad"]
 
         def job(piece: Piece, update: Callable[[Piece], None]) -> Job:
-            """Return the job that updates a piece of a parameter. It works on device copies of the host's tensors."""
+            """Return the job that updates a piece of a parameter. The job works on device copies of the host's
+            tensors."""
             state = [name for name in DTYPES if self.streamed and getattr(piece, name) is not None]
 
             def kernel(tensors: Sequence[torch.Tensor]) -> None:

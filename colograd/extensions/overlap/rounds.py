@@ -121,7 +121,8 @@ class OverlappedRound(PlainRound):
             if not groups:
                 with self.times.phase("wait"):
                     watchdog.progress("waiting for ranks that sample")
-                    time.sleep(EVERY * max(1.0, finished.layout.world_size / 8))  # All ranks poll one store.
+                    # With more than 8 ranks poll less often, because all ranks use one store.
+                    time.sleep(EVERY * max(1.0, finished.layout.world_size / 8))
                 continue
             early.groups += groups
             try:

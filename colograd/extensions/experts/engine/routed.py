@@ -22,7 +22,7 @@ from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
 from ....engine.protocol import Sampled
 from ..rider import RoutedExperts, filled
 
-TELLS_EXPERTS = "enable_return_routed_experts"  # Argument of vLLM's engine, used with Model Runner V2 only.
+TELLS_EXPERTS = "enable_return_routed_experts"  # vLLM's engine argument to return experts, for Model Runner V2.
 
 # Pattern of vLLM's request id of a completion: "1_request-7-a06c1b92" is the second completion of our "request-7".
 NAME = re.compile(r"(?:(\d+)_)?(request-\d+)(?:-[0-9a-f]{8})?$")

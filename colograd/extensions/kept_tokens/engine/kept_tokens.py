@@ -20,7 +20,7 @@ from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
 from ....engine.protocol import Sampled
 from ..rider import KeptTokens
 
-TELLS_KEPT = "return_sampling_mask"  # Argument of vLLM's engine, not available on a CPU.
+TELLS_KEPT = "return_sampling_mask"  # vLLM's engine argument to return kept tokens, on a GPU only.
 
 
 class KeptTokensRecord(EngineFeature):
@@ -46,7 +46,7 @@ class KeptTokensRecord(EngineFeature):
         """Let vLLM return the kept tokens with each completion."""
         self._vocabulary = engine.vocab_size
         if self.itself:
-            # With the flag vLLM would refuse requests without a top_k, which checks and greedy evaluations make.
+            # If the flag stayed set, vLLM would refuse requests without a top_k, such as greedy evaluations.
             engine.core.input_processor.model_config.return_sampling_mask = False
             return
         scheduler = engine.core.engine_core.engine_core.scheduler
