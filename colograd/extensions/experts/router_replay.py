@@ -79,8 +79,8 @@ def make_replaying(model: Any) -> None:
                 is_same = torch.equal(share(router, logits, own).to(shares.dtype), shares)
             if not is_same:
                 raise ValueError(
-                    f"router_replay is true, but a router ({type(router).__name__}) of this version of transformers "
-                    "computes the experts' weights in an unknown way: set router_replay: false."
+                    f"A {type(router).__name__} of this version of transformers computes the experts' weights in an "
+                    "unknown way, so that router_replay can't compute them: set router_replay: false."
                 )
             router.replayed, router.apart = None, None
             router.register_forward_hook(functools.partial(_replay, share))

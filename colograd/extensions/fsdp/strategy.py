@@ -151,7 +151,7 @@ class FullySharded(SharedParts):
             try:
                 yield
             except Exception as error:
-                if not self._began:  # Take part in the forward that other ranks run. They fail at its end.
+                if not self._began:  # Take part in the other ranks' forward. All ranks fail at the forward's end.
                     with contextlib.suppress(Exception), self._forward(self.blocks):
                         raise error
                 raise

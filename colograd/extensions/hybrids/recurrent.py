@@ -28,7 +28,7 @@ from ...runtime import registry
 # Possible names of a recurrent layer's cache argument in transformers. It is `cache` since transformers 5.24.
 CACHES = ("cache", "cache_params", "past_key_values")
 WITH_A_STATE = frozenset({"attention", "conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"})
-SHORTEST = 0.75  # Minimum length of a batch's sequences, as a fraction of the longest: at most a quarter is padding.
+SHORTEST = 0.75  # Minimum length of a batch's sequences relative to the longest, so at most a quarter is padding.
 
 
 class Hybrids(ModelFeature):

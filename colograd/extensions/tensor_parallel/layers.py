@@ -187,7 +187,7 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
         elif path.endswith(".experts"):
             _become(module, _Experts, cut_group=engine)
         else:
-            raise RuntimeError(f"The engine's ranks divide {path} ({type(module).__name__}) in an unknown way.")
+            raise RuntimeError(f"An engine's ranks divide a layer in an unknown way: {path} ({type(module).__name__}).")
     for region in regions.values():
         region.register_forward_pre_hook(functools.partial(_enter_region, engine), with_kwargs=True)
         if hasattr(region, "num_key_value_groups"):

@@ -30,7 +30,7 @@ class InEngineLayout(ModelFeature):
         if dropout and not config.disable_dropout:
             name, value = dropout.popitem()
             raise ValueError(
-                f"sharding is {config.sharding!r} and the model has {name} {value}, but the ranks of an engine would "
+                f"sharding is {config.sharding!r} and the model's {name} is {value}, but the ranks of an engine would "
                 "drop different parts of one row: set disable_dropout: true."
             )
 

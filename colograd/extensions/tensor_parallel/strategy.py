@@ -125,7 +125,7 @@ class TensorStrategy(SharedRows):
                 files.copy_part(names[id(parameter)], parameter.detach(), self.cut.shards[name])
             return True
         (adapter,) = self.model.active_adapters
-        tensors = load_file(folder / "adapter_model.safetensors")  # Each rank reads the whole file, which is small.
+        tensors = load_file(folder / "adapter_model.safetensors")  # Each rank reads the whole adapter, which is small.
         for name, parameter in self._saved():
             saved = tensors.get(name.replace(f".{adapter}.", "."))
             shard = self.cut.shards[name]

@@ -11,8 +11,8 @@ from ....runtime.sizes import num_experts
 
 
 def merged_beside_experts(policy: Policy, args: GRPOConfig, samples: bool = True) -> Policy:
-    """Return the policy. If its model is a mixture for which vLLM can't serve an adapter, mark the adapter: the engine
-    gets copies of the weights with the adapter merged. ``samples``: whether the run has an engine."""
+    """Return the policy. If its model is a mixture that vLLM can't serve with an adapter, set the adapter's
+    `why_merged`, so that the engine gets merged weights. ``samples``: whether the run has an engine."""
     adapter = policy.adapter
     if not samples or adapter is None or adapter.why_merged or not num_experts(policy.model.config):
         return policy
