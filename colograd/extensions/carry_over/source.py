@@ -40,7 +40,7 @@ class CarryOverFeature(SourceFeature):
 
 
 class CarryOver:
-    """Rollout source that leaves groups which a round doesn't train in ``in_flight`` for the next round."""
+    """Rollout source that keeps groups that a round doesn't train, in ``in_flight``, for the next round."""
 
     def __init__(self, engine: Engine, in_flight: InFlight) -> None:
         self.engine, self.in_flight = engine, in_flight

@@ -101,8 +101,7 @@ class TeacherLogits:
         return other.neg_().add_(tile)
 
     def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
-        """Add a tile's x - y (``gaps``), weighted by ``power`` = e^(x - max x), to `gap`, after scaling `gap` by
-        ``decay``."""
+        """Add a tile's ``gaps`` (x - y), weighted by ``power`` (e^(x - max x)), to the sum `gap` times ``decay``."""
         self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

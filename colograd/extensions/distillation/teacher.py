@@ -309,7 +309,7 @@ def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | No
         return None
     values = _adapter_values(file)
     if source.loading.distillation_kl == "exact" and any("lm_head" in key for key in values):
-        return None  # `exact` reads the head with the policy's adapter values.
+        return None  # With `distillation_kl: exact` the head is read while the policy's adapter is active.
     known = {key.replace(f".{name}.", "."): (key, p) for key, p in policy.model.named_parameters() if p.requires_grad}
     if values.keys() != known.keys() or any(values[key].shape != p.shape for key, (_, p) in known.items()):
         return None

@@ -16,7 +16,7 @@ from ...policy.sending import to_device_async
 from ...riders import Rider, RowRider
 from ...rollout.group_table import read_table, table_bytes
 
-# Columns of a group's table, with one row per rollout. A null `prompt` means the `prompt` of the row before.
+# Columns of a group's table, with one row per rollout. A null `prompt` means the last row's `prompt`.
 ROWS = pa.schema(
     [pa.field("prompt", pa.binary()), pa.field("completion", pa.binary()), pa.field("shape", pa.list_(pa.int32()))]
 )

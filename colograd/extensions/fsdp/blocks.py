@@ -188,6 +188,6 @@ def check_blocks(model: torch.nn.Module, decoder: Sequence[torch.nn.Module]) -> 
         dtypes = {str(p.dtype).removeprefix("torch.") for p in block.parameters() if p.requires_grad}
         if len(dtypes) > 1:
             raise ValueError(
-                f"sharding is 'fsdp', but a block ({type(block).__name__}) has parameters in "
+                f"sharding is 'fsdp', but a block ({type(block).__name__}) mixes dtypes: "
                 f"{' and '.join(sorted(dtypes))}. Gradients of several dtypes can't be summed in one exchange. {remedy}"
             )

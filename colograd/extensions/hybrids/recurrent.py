@@ -74,7 +74,7 @@ def _cache_name(kind: Any) -> str:
 
 def _hand_out(mixers: list[Any], layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Pre-forward hook of a decoder layer: pass a row's layout and this rank's part of the heads to its recurrent
-    submodules. The hook also runs when gradient checkpointing recomputes the layer."""
+    submodules. Before transformers 5.23 the hook also runs when gradient checkpointing recomputes the layer."""
     for mixer in mixers:
         mixer.layout, mixer.row_part = kwargs.get("layout"), kwargs.get("row_part")
 

@@ -293,7 +293,7 @@ def in_rgb(image: Any, where: str) -> Any:
     try:
         if not isinstance(image, Image.Image):
             image = Image.open(image)
-        image.load()  # A truncated image file raises its error here.
+        image.load()  # Load the pixels now, so that a truncated file raises its error here.
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
             image = ImageOps.exif_transpose(image)
         return image if image.mode == "RGB" else image.convert("RGB")

@@ -1,4 +1,4 @@
-"""The tokens that truncated sampling (top_k, top_p, min_p) kept: a rider of rollouts, and the mask of the logits."""
+"""The tokens that truncated sampling (top_k, top_p, min_p) kept: a rider (per-token data), and a mask of logits."""
 
 from __future__ import annotations
 

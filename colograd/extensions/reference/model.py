@@ -32,7 +32,7 @@ from ...policy.logprobs import evaluation_mode
 from ...policy.lora import base_name
 from ...policy.second_models import Kind
 
-FILE = "reference.safetensors"  # File in a checkpoint, if the run mixes the reference with the policy.
+FILE = "reference.safetensors"  # File of the reference's weights in a checkpoint, with `sync_ref_model`.
 
 
 class FrozenCopy(FrozenModel):
