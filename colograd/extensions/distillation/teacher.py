@@ -211,7 +211,7 @@ def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
     own, rows = (unwrap(model).get_output_embeddings().weight.shape[0] for model in (policy.model, found))
     if rows < own:
         raise ValueError(
-            f"The teacher {source.name!r} has {rows:,} tokens in its vocabulary and the policy {own:,}, so that the "
+            f"The teacher {source.name!r} has {rows:,} tokens in its vocabulary, and the policy {own:,}, so that the "
             "policy may sample a token that the teacher doesn't know: choose a teacher with at least as many tokens."
         )
     if source.base == policy.path and source.revision is None:
@@ -233,10 +233,10 @@ def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
     others = [token for token, index in ours.items() if theirs.get(token) != index]
     if others:
         first = min(others, key=ours.__getitem__)
-        there = "isn't among" if first not in theirs else f"is number {theirs[first]} of"
+        there = "and isn't among" if first not in theirs else f"and is number {theirs[first]} of"
         raise ValueError(
             f"The teacher {source.name!r} has another tokenizer: of the policy's {len(ours):,} tokens {len(others):,} "
-            f"have another number in the teacher's, such as {first!r}, number {ours[first]} of the policy's, which "
+            f"have another number in the teacher's, such as {first!r}, which is number {ours[first]} of the policy's, "
             f"{there} the teacher's {len(theirs):,}. A teacher scores the policy's token ids: choose a teacher of the "
             "same family."
         )

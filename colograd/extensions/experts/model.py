@@ -28,7 +28,7 @@ class Experts(ModelFeature):
         kind = text.model_type
         if not num_experts(wanted.model_config):
             if config.router_replay:
-                raise ValueError(f"router_replay is true, but the model ({kind}) has no experts: set it to false.")
+                raise ValueError(f"router_replay is true, but the model has no experts ({kind}): set it to false.")
             return
         self.check_split(wanted.model_config, config.vllm_tensor_parallel_size)
         if config.router_replay and kind not in SHARES:

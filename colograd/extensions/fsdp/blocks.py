@@ -183,11 +183,11 @@ def check_blocks(model: torch.nn.Module, decoder: Sequence[torch.nn.Module]) -> 
     remedy = "Set sharding: gradients, which cuts only gradients and optimizer state."
     for name, parameter in model.named_parameters():
         if not parameter.dim():
-            raise ValueError(f"sharding: fsdp fails, as {name} is a single number and has no rows to cut. {remedy}")
+            raise ValueError(f"With fsdp, {name} is a single number and has no rows to cut. {remedy}")
     for block in decoder:
         dtypes = {str(p.dtype).removeprefix("torch.") for p in block.parameters() if p.requires_grad}
         if len(dtypes) > 1:
             raise ValueError(
-                f"sharding is 'fsdp', but a block ({type(block).__name__}) mixes dtypes: "
-                f"{' and '.join(sorted(dtypes))}. Gradients of several dtypes can't be summed in one exchange. {remedy}"
+                f"A {type(block).__name__} mixes the dtypes {' and '.join(sorted(dtypes))}, but sharding: fsdp sums "
+                f"the gradients of a block in one exchange, with one dtype. {remedy}"
             )

@@ -165,7 +165,8 @@ class ImageReader:
             if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3 has equal tokens for all images.
                 text = text.replace(self.processor.boi_token, whole)
                 return len(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
-            if not hasattr(self.processor, "_get_num_multimodal_tokens"):  # vLLM calls this private method, too.
+            # Processors have no public method that counts image tokens. vLLM, too, calls the private method.
+            if not hasattr(self.processor, "_get_num_multimodal_tokens"):
                 return None
             sizes = [(picture.height, picture.width) for picture in pictures]
             each = self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]

@@ -110,14 +110,14 @@ def check_lora_config(peft_config: Any) -> None:
         )
     for name in UNSUPPORTED:
         if getattr(peft_config, name, None):
-            raise ValueError(f"The LoRA configuration sets {name}, which can't be published to vLLM: remove it.")
+            raise ValueError(f"Field {name} of the LoRA configuration can't be published to vLLM: remove it.")
 
 
 def describe_adapter(model: Any) -> Adapter:
     if len(model.active_adapters) != 1 or len(model.peft_config) != 1:
         raise ValueError(
-            f"The PeftModel has adapters {', '.join(model.peft_config)} ({len(model.active_adapters)} active), but a "
-            "run trains exactly one adapter: delete all others (delete_adapter)."
+            f"A run trains exactly one adapter, but the PeftModel has {', '.join(model.peft_config)} "
+            f"({len(model.active_adapters)} active): delete all other adapters (delete_adapter)."
         )
     (name,) = model.active_adapters
     config = model.peft_config[name]

@@ -27,7 +27,8 @@ def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
         if all(type(a) is torch.nn.Linear for a in inputs.values()) and not drops:
             layer.cast_input_dtype_enabled = False
             for a in inputs.values():
-                a.forward = types.MethodType(_product, a)  # A bound method is bound anew when a model is copied.
+                # Set a bound method, because a copy of the model then gets a method that is bound to the copy.
+                a.forward = types.MethodType(_product, a)
 
 
 def _product(a: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:

@@ -177,4 +177,4 @@ def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
     torch._foreach_zero_([slot.destination for slot in slots])
     for name, holder in engine.tensors.lora_layers().items():
         if any(bool(stack.any()) for kind in ("lora_A", "lora_B") for stack in holder.stacks(kind)):
-            raise RuntimeError(f"vLLM's LoRA slot of {name} has values outside the adapter. Set weights: copied.")
+            raise RuntimeError(f"A slot for {name} in vLLM has values outside the LoRA adapter. Set weights: copied.")

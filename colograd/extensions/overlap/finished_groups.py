@@ -94,7 +94,7 @@ class FinishedGroups:
             return
         for index, scored in enumerate(self._own[self._offered :], start=self._offered):
             rollouts = scored.group.rollouts
-            content = b""  # Empty: the group is taken, has images or is too large, so other ranks can't take it.
+            content = b""  # Stays empty for a group that is taken, has images or is too large. It isn't offered.
             is_left = (self.layout.rank, index) not in self._gone
             if is_left and not any(r.all(Media) or r.input.media is not None for r in rollouts):
                 content = pickle.dumps(scored.for_training())

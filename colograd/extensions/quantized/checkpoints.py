@@ -85,8 +85,8 @@ def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
     bits = [name for name in ("load_in_4bit", "load_in_8bit") if settings.get(name)]
     if len(bits) != 1:
         raise ValueError(
-            f"The base is to be quantised to {'4 and 8 bits' if bits else 'neither 4 nor 8 bits'}: set either "
-            "load_in_4bit or load_in_8bit."
+            f"The run requests a base of {'4 and 8 bits' if bits else 'neither 4 nor 8 bits'}: set either load_in_4bit "
+            "or load_in_8bit."
         )
     if is_4bit(settings) and settings.get("bnb_4bit_compute_dtype") is None and config.policy_dtype != "auto":
         settings["bnb_4bit_compute_dtype"] = config.policy_dtype
@@ -162,7 +162,7 @@ class Quantized(ModelFeature):
             check_method(saved, "The model's configuration")
         if saved is not None and asked is not None and is_4bit(saved) != is_4bit(asked):
             raise ValueError(
-                f"The base is to be quantised to {name_of(asked)}, but the checkpoint's weights are {name_of(saved)} "
+                f"The run requests {name_of(asked)}, but the checkpoint's weights are quantised to {name_of(saved)} "
                 "already: remove load_in_4bit, load_in_8bit and quantization_config, or take the checkpoint in "
                 "bfloat16."
             )

@@ -62,8 +62,8 @@ def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
         local = dataclasses.replace(part, source=torch.empty(shard.local_shape, dtype=source.dtype, device="meta"))
         if reason := next((obstacle(one) for one in same_name if one.again), "") or obstacle(local):
             raise ValueError(
-                f"sharding is 'tensor', but parameter {name} can't share the engine's memory ({reason}). Set sharding: "
-                "gradients or fsdp."
+                f"Parameter {name} can't share the engine's memory ({reason}), as sharding: tensor requires. Set "
+                "sharding: gradients or fsdp."
             )
         placed.append((part, shard))
     return placed

@@ -68,7 +68,7 @@ class RouterLog(EngineFeature):
         self.version = found
         try:
             from vllm.model_executor.layers.fused_moe.layer import MoERunner
-        except ImportError:  # This version of vLLM has no class `MoERunner` there.
+        except ImportError:  # Some versions of vLLM have no `MoERunner` in that module.
             layers: list[Any] = []
         else:
             layers = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
@@ -139,8 +139,8 @@ class RouterLog(EngineFeature):
             rows = seen
         else:
             raise RuntimeError(
-                f"router_replay is true, but vLLM {self.version} ran the request {request!r} under another name, so "
-                "its experts are unknown: set router_replay: false, or install vLLM 0.31."
+                f"vLLM {self.version} ran the request {request!r} under another name, so that router_replay doesn't "
+                "know its experts: set router_replay: false, or install vLLM 0.31."
             )
         whole = filled(rows, prompt + length)
         # Copy the parts, because all completions share the prompt's tensor, and ranks may send tensors separately.

@@ -149,7 +149,7 @@ def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
         return
     token = asked.ids[asked.images.places[0]]
     raise RuntimeError(
-        f"vLLM read a prompt of {len(found)} tokens, {list(found).count(token)} of them image tokens, but the "
+        f"vLLM read {len(found)} prompt tokens ({list(found).count(token)} image tokens), but the "
         f"trainer's row has {len(asked.ids)} tokens with {len(asked.images.places)} image tokens: their processors "
         "disagree about the images, and what is trained wouldn't be what was sampled. Use the processor that was saved "
         "with the model, and versions of vLLM and transformers that belong together."
