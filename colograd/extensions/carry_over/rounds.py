@@ -31,7 +31,7 @@ def carried_round(trainer: Any) -> CarriedRound | None:
 
 
 class CarriedRound(PlainRound):
-    """A round of sampling that leaves groups in flight. Groups are trained in the order of their prompts' drawing."""
+    """A round of sampling that leaves groups in flight. The first step trains the prompts that were drawn first."""
 
     longest_first = False  # The engine gets the oldest prompts first.
 

@@ -47,7 +47,8 @@ class HostSums:
         return key in self._arrived
 
     def get(self, key: Hashable) -> torch.Tensor | None:
-        """Return the sum of a key. Call `settle` first. None means that this step has added nothing to the sum."""
+        """Return the gradient sum of a key. Call `settle` first. None means that this step has added nothing to the
+        sum."""
         return self._places[key] if key in self else None
 
     def keep_at(self, key: Hashable, place: torch.Tensor) -> None:
@@ -76,7 +77,7 @@ class HostSums:
             self._stream.let_wait(self._on_way.popleft()[0])
 
     def zero(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype) -> None:
-        """Set the sum of a key to zeros. Call `settle` first."""
+        """Set the gradient sum of a key to zeros. Call `settle` first."""
         self._place(key, like, dtype).zero_()
         self._arrived[key] = self._stream.sent()
 

@@ -115,7 +115,7 @@ def first_rows(
     else:
         held, partition, trained = gather(own), recorded, False
         if len(recorded) != len(held) or not fits(recorded, dict(entry for of_rank in held for entry in of_rank)):
-            return FirstRows([*groups])  # The number of ranks has changed, say. The update is equal up to rounding.
+            return FirstRows([*groups])  # The record doesn't fit, so the step is equal to it only up to rounding.
         early = _as_recorded(groups, recorded, held, rules)
     owners = {position: owner for owner, of_rank in enumerate(held) for position, _ in of_rank}
     # If memory ran out on the rank that took a group, the group has no rows. The rank that sampled the group packs it.

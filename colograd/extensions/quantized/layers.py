@@ -91,7 +91,7 @@ def _has_broken_rows(weight: Any) -> bool:
 
 
 def _row_scales(layer: Any) -> torch.Tensor:
-    """Return the scale of each row of an 8-bit weight, (out,) float32. A layer's first forward moves the scales."""
+    """Return an 8-bit weight's scale per row, (out,) float32. A layer's first forward moves scales to its state."""
     largest = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
     return largest.detach().float() / 127
 

@@ -70,7 +70,8 @@ def _enter_region(group: RankGroup, region: nn.Module, args: Any, kwargs: dict[s
 
 class _Experts(nn.Module):
     """Experts of a mixture: each rank has some of every expert's intermediate features. Each rank has the whole router.
-    The router gets whole gradients, because its outputs are inputs here, like tokens."""
+    The router gets whole gradients, because the experts' routing weights are inputs of this module, as the tokens
+    are."""
 
     cut_group: RankGroup
 
@@ -173,7 +174,7 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
                 module.padding_idx = padding - start if start <= padding < stop else None
         elif all(shard.is_whole for shard in own.values()):
             continue
-        elif ".lora_A." in path:  # A is cut by inputs. A hook sums, because `lora` may have replaced the forward.
+        elif ".lora_A." in path:  # A LoRA's A is cut by inputs. A hook adds the sum, as `lora` may replace the forward.
             module.in_features = module.weight.shape[1]
             module.register_forward_hook(lambda layer, args, output: leave(output, engine))
         elif isinstance(module, nn.Linear) and own["weight"].local_shape[0] == own["weight"].shape[0]:
