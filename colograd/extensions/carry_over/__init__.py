@@ -1,4 +1,5 @@
-"""Rounds that end with their first groups; the others go on in the next round (`carry_over`)."""
+"""Setting `carry_over`: a round of sampling ends with the groups that finish first. The next round continues all
+others."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "advice": "conflicts:advice",

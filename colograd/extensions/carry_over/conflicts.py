@@ -1,4 +1,4 @@
-"""Settings that exclude completions that go on in the next round."""
+"""Settings that can't be combined with `carry_over`, where completions go on in the next round of sampling."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from ...config import GRPOConfig
 from ...config.conflicts import ANY, SET, Conflict, When, equal, other_than
 
-# Sampling parameters that a completion can keep when it goes on as a request of its own. Others (`stop`, `min_tokens`)
-# depend on a whole request.
+# Sampling parameters that work for a completion in several requests. `stop`, `min_tokens` and others need a whole
+# request.
 OF_A_TOKEN = ("top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos")
 LEAVE = "leave one of the two out"
 UNCORRECTED = "that leaves tokens of older weights uncorrected"

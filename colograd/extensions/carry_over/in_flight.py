@@ -1,10 +1,10 @@
-"""Groups in flight: the unfinished groups of a round with `carry_over`. The next round continues them.
+"""Groups in flight: groups that a round of sampling with `carry_over` leaves untrained. The next round continues them.
 
-    round at step 7    draws 10 prompts, trains the 8 groups that are done first, carries 2
-    round at step 8    continues these 2, draws 8 new prompts, ...
+    round at step 7    draws 10 prompts, trains the 8 groups that finish first, carries 2 groups over
+    round at step 8    continues these 2 groups, draws 8 new prompts, ...
 
-Each group is trained once, whole. Each token is sampled once. The bytes of the groups are in a checkpoint, and after
-each round in the rollout log.
+Each group is trained once, as a whole. Each token is sampled once. Groups in flight are saved in each checkpoint, and
+after each round in the rollout log.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ...rollout.group_records import NONSENSE, JournalError, RewardedGroup, grou
 from ...rollout.record_file import Record, RecordFile, read_records
 from .rider import Versions, VersionSpan
 
-FILE = "in_flight_{rank}.records"  # file name in a checkpoint
-HEAD = 0  # position of the first record: it has the number of groups that follow, one per record
+FILE = "in_flight_{rank}.records"  # Name of a rank's file in a checkpoint.
+HEAD = 0  # Position number of a file's first record, which has no group but the number of groups.
 
 
 @dataclass(frozen=True, slots=True)
 class PartialCompletion:
-    """The tokens sampled so far of one completion, unfinished or whole."""
+    """The tokens of one completion that are sampled so far. The completion may be unfinished or whole."""
 
     ids: array[int] = field(default_factory=lambda: array("i"))
-    logprobs: array[float] = field(default_factory=lambda: array("f"))  # [T], by the weights that sampled the token
-    spans: tuple[VersionSpan, ...] = ()  # weight versions of all ids
+    logprobs: array[float] = field(default_factory=lambda: array("f"))  # Log-probability of each token.
+    spans: tuple[VersionSpan, ...] = ()  # Versions of the weights that sampled the tokens.
     riders: tuple[Rider, ...] = ()
-    finish_reason: FinishReason | None = None  # None: unfinished
+    finish_reason: FinishReason | None = None  # None means that the completion is unfinished.
 
     def extended(self, part: Sampled, version: int) -> PartialCompletion:
         ended = None if part.finish_reason is FinishReason.ABORT else part.finish_reason
@@ -48,21 +48,21 @@ class PartialCompletion:
 
     @classmethod
     def of_record(cls, rollout: Rollout) -> Self:
-        """Return the completion that `recorded` described."""
+        """Rebuild a partial completion from a rollout that `recorded` returned."""
         spans, riders = rollout.get(Versions), tuple(r for r in rollout.riders if not isinstance(r, Versions))
         logprobs = array("f", rollout.sampler_logprobs.numpy().tobytes())
         ended = None if rollout.finish_reason is FinishReason.ABORT else rollout.finish_reason
         return cls(rollout.completion_ids, logprobs, () if spans is None else spans.spans, riders, ended)
 
     def recorded(self, prompt: ModelInput, since: int) -> Rollout:
-        """Describe the completion as a rollout, to write it like one."""
+        """Return the tokens so far as a `Rollout`, because the rollout log records completions in this form."""
         logprobs, sampled = torch.tensor(self.logprobs), torch.ones(len(self.ids), dtype=torch.bool)
         riders = (*self.riders, *([Versions(self.spans)] if self.spans else []))
         reason = self.finish_reason or FinishReason.ABORT
         return Rollout(prompt, self.ids, logprobs, sampled, reason, since, riders=riders)
 
     def rollout(self, prompt: ModelInput, version: int) -> Rollout:
-        """Return the rollout of a whole completion, in the round at step ``version``."""
+        """Return a whole completion as a rollout of the round at optimizer step ``version``."""
         assert self.finish_reason is not None
         whole = Sampled(self.ids, self.logprobs, self.finish_reason, self.riders).rollout(prompt, version)
         if all(span.version == version for span in self.spans):
@@ -72,11 +72,11 @@ class PartialCompletion:
 
 @dataclass(frozen=True, slots=True)
 class GroupInFlight:
-    """A group that isn't trained yet: some completions are unfinished, or it ended when its round had enough groups."""
+    """A group that isn't trained yet: completions are unfinished, or the group finished when its round was full."""
 
     prompt: Prompt
-    completions: tuple[PartialCompletion, ...]  # [G]
-    since: int  # step of the round that began the group
+    completions: tuple[PartialCompletion, ...]  # The G completions of the prompt.
+    since: int  # Optimizer step of the round that began the group.
 
     @property
     def is_whole(self) -> bool:
@@ -88,17 +88,17 @@ class GroupInFlight:
 
 
 class RoundEnd(NamedTuple):
-    done: tuple[int, ...]  # positions of the groups that the round trains
-    carried: tuple[GroupInFlight, ...]  # the oldest first
+    done: tuple[int, ...]  # Positions of the groups that the round trains.
+    carried: tuple[GroupInFlight, ...]  # Groups that the next round continues, the oldest first.
 
 
 class InFlight:
-    """The groups that a rank carries from round to round.
+    """The groups in flight of a rank, which it carries from one round of sampling to the next.
 
     Args:
         takes: number of groups that a round trains.
-        size: number of groups that are sampled at once.
-        max_age: maximum number of optimizer steps that a group is carried.
+        size: number of groups that are sampled at the same time.
+        max_age: maximum number of optimizer steps between the beginning of a group and its last round.
         completions: number of completions in a group.
         longest: maximum number of tokens in a completion.
     """
@@ -106,10 +106,11 @@ class InFlight:
     def __init__(self, takes: int, size: int, max_age: int, completions: int, longest: int) -> None:
         self.takes, self.size, self.max_age = takes, size, max_age
         self.completions, self.longest = completions, longest
-        self.groups: tuple[GroupInFlight, ...] = ()  # the oldest first
+        self.groups: tuple[GroupInFlight, ...] = ()  # Groups in flight, the oldest first.
 
     def begin(self, prompts: Sequence[Prompt], version: int) -> list[GroupInFlight]:
-        """Return the groups of a round's prompts in their state before the round."""
+        """Return a group for each prompt of the round at step ``version``: a carried group, or a new one without
+        tokens."""
         begun = {
             group.prompt.position: group
             for group in self.groups
@@ -119,7 +120,7 @@ class InFlight:
         return [begun.get(prompt.position) or GroupInFlight(prompt, new, since=version) for prompt in prompts]
 
     def due(self, groups: Sequence[GroupInFlight], version: int) -> set[int]:
-        """Return the positions of groups that can't be carried any further."""
+        """Return the positions of groups that the round at step ``version`` must finish, because of their age."""
         old = [group.prompt.position for group in groups if version - group.since >= self.max_age]
         return set(old[: self.takes])
 
@@ -127,10 +128,8 @@ class InFlight:
         write_round_end(Path(folder, FILE.format(rank=rank)), RoundEnd((), self.groups), ranks)
 
     def load(self, folder: str | Path, rank: int, ranks: int, prompt_at: Callable[[int], Prompt]) -> str:
-        """Load this rank's groups, or its share of all groups if the number of ranks has changed.
-
-        Returns: a warning that groups are missing, or "".
-        """
+        """Load this rank's groups in flight from a checkpoint, or a part of all ranks' groups if the number of ranks
+        has changed. Return a warning if groups are missing, or else an empty text."""
         own = read_round_end(Path(folder, FILE.format(rank=rank)), prompt_at, ranks)
         if own is None:
             files = [*Path(folder).glob(FILE.format(rank="*"))]
@@ -144,10 +143,10 @@ class InFlight:
         for group in own.carried:
             if len(group.completions) != self.completions:
                 raise JournalError(
-                    f"{folder} has groups in flight of {len(group.completions)} completions, but num_generations is "
-                    f"{self.completions}: set it back, or leave them out by ignore_data_skip: true."
+                    f"{folder} has unfinished groups of {len(group.completions)} completions, but num_generations is "
+                    f"{self.completions}: set num_generations back, or drop these groups by ignore_data_skip: true."
                 )
-            completions = [  # completions with as many tokens as this run allows end
+            completions = [  # A completion that already has the maximum number of tokens of this run is finished.
                 dataclasses.replace(each, finish_reason=FinishReason.LENGTH)
                 if each.finish_reason is None and len(each.ids) >= self.longest
                 else each
@@ -159,8 +158,8 @@ class InFlight:
 
 
 def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
-    """Write a round's trained positions and carried groups to a file, replacing an older file. ``ranks``: number of
-    ranks that share the round's prompts."""
+    """Write a round's trained positions and carried groups to a file, in place of an older file. ``ranks``: number of
+    ranks that divide the round's prompts."""
     path.unlink(missing_ok=True)
     file = RecordFile(path)
     head = {"done": end.done, "ranks": ranks, "groups": len(end.carried)}
@@ -179,10 +178,8 @@ def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
 
 
 def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks: int) -> RoundEnd | None:
-    """Read the file that `write_round_end` wrote.
-
-    Return None if there is no file, if it is torn, if the number of ranks differs, or if a position has no prompt.
-    """
+    """Read the file of a round's end that `write_round_end` wrote. Return None if the file is missing or incomplete, if
+    the number of ranks differs, or if a position has no prompt."""
     records = list(read_records(path)) if path.is_file() else []
     if not records:
         return None
@@ -204,5 +201,5 @@ def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks:
     except NONSENSE as error:
         raise JournalError(
             f"{path} can't be read ({type(error).__name__}: {error}). Put dataset and chat template back as they were, "
-            "or leave out what is in flight by ignore_data_skip: true."
+            "or drop the groups in flight by ignore_data_skip: true."
         ) from None

@@ -1,4 +1,4 @@
-"""The weights that sampled each token of a completion that was carried over."""
+"""Versions of the weights that sampled a completion's tokens, as data that travels with a rollout (`carry_over`)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from ...riders import Rider, RowRider
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Consecutive tokens that the same weights sampled."""
+    """Consecutive tokens of a completion that were sampled with the same weights."""
 
-    length: int  # tokens
-    version: int  # optimizer step of the weights that sampled them
+    length: int  # Number of tokens.
+    version: int  # Optimizer step of the weights that sampled the tokens.
 
 
 @dataclass(frozen=True, slots=True)
 class Versions(Rider):
-    """The weights that sampled a completion's tokens. Completions without it were sampled by `Rollout.policy_version`.
+    """Rider (per-token data of a rollout) with the versions of the weights that sampled a completion's tokens. All
+    tokens of a completion without this rider have the version `Rollout.policy_version`.
 
-    The round at step 7 sampled two tokens of the second completion of `batch`, and the round at step 8 the others:
+    Example: the round at step 7 sampled two tokens of a completion, and the round at step 8 two further tokens:
 
         completion_ids   22 23 | 24  2
         spans            VersionSpan(2, version=7), VersionSpan(2, version=8)
@@ -58,9 +59,10 @@ class Versions(Rider):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenAges(RowRider):
-    """How many optimizer steps older the weights that sampled each label are than the weights of its round."""
+    """Ages of a packed row's labels (target tokens): the step of a label's round minus the step of its sampler's
+    weights."""
 
-    ages: torch.Tensor  # (N,) float32
+    ages: torch.Tensor  # Age of each label in optimizer steps, (N,) float32.
 
     def metrics(self, difference: torch.Tensor, scored: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         old = scored * (self.ages > 0)
@@ -68,7 +70,7 @@ class TokenAges(RowRider):
 
 
 def versions_of(rollout: Rollout) -> torch.Tensor:
-    """Return [C] int64: the optimizer step of the weights that sampled each token."""
+    """Return for each token of a completion the optimizer step of the weights that sampled it, [C] int64."""
     versions = rollout.get(Versions)
     if versions is None:
         return torch.full((len(rollout.completion_ids),), rollout.policy_version)

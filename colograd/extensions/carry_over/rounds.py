@@ -1,8 +1,8 @@
-"""One round with `carry_over`: from a pool of groups in flight, score the groups that are done first.
+"""A round of sampling with `carry_over`: of all groups in flight, the groups that finish first are scored and trained.
 
-A recorded round is read from the rollout log, together with the groups that it left in flight. A round that was killed
-before its end is sampled again from its beginning: where an unfinished completion stops depends on everything that was
-decoded in the same round. Rewards that are already recorded are reused.
+A recorded round is read from the rollout log, together with the groups that the round left in flight. A round that was
+killed before its end is sampled again from its beginning, because the place where an unfinished completion stops
+depends on everything that was decoded in the round. Rewards that are already recorded are reused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...rollout.rounds import PlainRound, Steps, more_prompts_of
 from ...rollout.stages import InScoring, Stages
 from .in_flight import InFlight, RoundEnd, read_round_end, write_round_end
 
-FILE = "rank-{rank:05d}.carried"  # file name in a round's folder
+FILE = "rank-{rank:05d}.carried"  # Name of a rank's file in a round's folder.
 
 
 def carried_round(trainer: Any) -> CarriedRound | None:
@@ -31,9 +31,9 @@ def carried_round(trainer: Any) -> CarriedRound | None:
 
 
 class CarriedRound(PlainRound):
-    """A round that leaves groups in flight. The groups that were drawn first are in the first step."""
+    """A round of sampling that leaves groups in flight. The first step trains the prompts that were drawn first."""
 
-    longest_first = False  # the oldest prompts come first
+    longest_first = False  # The engine gets the oldest prompts first.
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer.times, trainer.args.reward_call == "all")
@@ -41,11 +41,11 @@ class CarriedRound(PlainRound):
         age, sizes = args.carry_over_max_age * args.round_length, (args.num_generations, args.max_completion_length)
         self.in_flight = InFlight(args.groups_per_round, args.groups_in_flight, age, *sizes)
         self.trainer, self.more_prompts = trainer, more_prompts_of(trainer)
-        self.ranks: int = trainer.args.layout.data_size  # number of ranks that share a round's prompts
+        self.ranks: int = trainer.args.layout.data_size  # Number of ranks that divide a round's prompts.
         self.tallies.append(self.counts)
 
     def counts(self, steps: Sequence[SampledStep]) -> dict[str, float]:
-        """Return metrics of the round that ended. Ages are reported even if all are 0."""
+        """Return metrics of the round that ended: the number of groups in flight, and 0 as a summand of the ages."""
         return {"carry_over/groups": float(len(self.in_flight.groups)), "carry_over/ages": 0.0}
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
@@ -60,7 +60,7 @@ class CarriedRound(PlainRound):
             if end is None:
                 journal.lacks(
                     f"{journal.folder} doesn't say which groups a round of {self.ranks} rank(s) took at step {version} "
-                    "(carry_over): replay it on as many ranks as the run had."
+                    "(carry_over): replay the run on as many ranks as it had."
                 )
         scored = None if end is None else self._recorded(pool, end, stages)
         if scored is not None and end is not None:
@@ -81,7 +81,7 @@ class CarriedRound(PlainRound):
 
     def load(self, checkpoint: str | Path) -> None:
         trainer, layout = self.trainer, self.trainer.args.layout
-        if trainer.args.ignore_data_skip:  # positions are assigned anew
+        if trainer.args.ignore_data_skip:  # Prompts get new positions, so the saved groups don't fit.
             return
         with on_all_ranks("the groups in flight"):
             at = functools.partial(prompt_at, trainer.train_prompts, trainer.args)
@@ -89,11 +89,11 @@ class CarriedRound(PlainRound):
                 LOGGER.warning(line)
 
     def _recorded(self, pool: Sequence[Prompt], end: RoundEnd, stages: Stages) -> list[ScoredGroup] | None:
-        """Return the groups of a recorded round, or None if one of them wasn't written."""
+        """Return the scored groups of a recorded round, or None if the rollout log lacks a group."""
         done = [prompt for prompt in pool if prompt.position in end.done]
         scoring = stages.scoring(stages, done)
         assert stages.journal is not None
-        samples = stages.journal.recall_samples([p for p in done if p.position not in scoring.rewarded])  # `rescore`
+        samples = stages.journal.recall_samples([p for p in done if p.position not in scoring.rewarded])
         if len(scoring.rewarded) + len(samples) < self.in_flight.takes:
             return None
         return self._score(samples, scoring, done)
@@ -113,14 +113,14 @@ class CarriedRound(PlainRound):
                     started = time.perf_counter()
                     scoring.take(group)
                     self.times.move("generate", "reward", time.perf_counter() - started)
-            if done <= scoring.rewarded.keys():  # else one call scores all groups, including the rewarded ones
+            if done <= scoring.rewarded.keys():  # One call scores all groups, unless all have recorded rewards.
                 samples.clear()
             return self._score(samples, scoring, [prompt for prompt in pool if prompt.position in done])
         finally:
             scoring.cancel()
 
     def _score(self, samples: Sequence[Group], scoring: InScoring, prompts: Sequence[Prompt]) -> list[ScoredGroup]:
-        """Score ``samples`` in one call. Return the groups of ``prompts``, in that order, with advantages."""
+        """Score the groups ``samples`` in one call. Return the scored groups of ``prompts``, in that order."""
         with self.times.phase("reward"):
             if samples:
                 scoring.score_together(samples)

@@ -1,8 +1,8 @@
-"""`CarryOver`: a rollout source that ends a round before its last completion ends.
+"""`CarryOver`: a rollout source that ends a round of sampling before all completions end.
 
-More groups are in flight than a round takes. When the round has its groups, the others stop where they are. The next
-round continues them: their tokens are kept, with the log-probabilities of the weights that sampled them. A round waits
-for a group that was carried long enough, so that no token is older than `carry_over_max_age` allows.
+More groups are in flight than a round trains. When the round has enough whole groups, all other completions stop where
+they are. The next round continues these completions, and keeps their tokens with the log-probabilities of the weights
+that sampled them. A round waits for groups of the maximum age, so that no token is older than `carry_over_max_age`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class CarryOverFeature(SourceFeature):
         others |= {"a column of images": arguments.has_images}
         if name := next((name for name, value in others.items() if value), None):
             raise ValueError(
-                f"carry_over is {config.carry_over}, but with {name} a completion isn't one answer of the engine to a "
-                "text, and that alone can stop and go on: leave one of the two out."
+                f"carry_over is {config.carry_over}, but with {name} a completion isn't a single answer of the engine "
+                "to a text. Only such answers can stop and go on: leave one of the two out."
             )
         return cls()
 
@@ -40,7 +40,7 @@ class CarryOverFeature(SourceFeature):
 
 
 class CarryOver:
-    """A rollout source that keeps its unfinished groups in ``in_flight``."""
+    """Rollout source that keeps groups that a round doesn't train, in ``in_flight``, for the next round."""
 
     def __init__(self, engine: Engine, in_flight: InFlight) -> None:
         self.engine, self.in_flight = engine, in_flight
@@ -48,10 +48,8 @@ class CarryOver:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Yield the first `InFlight.takes` groups of a training round, or all groups of an evaluation.
-
-        See `RolloutSource.generate`.
-        """
+        """Yield the first `InFlight.takes` groups of a training round that finish, or all groups of an evaluation. The
+        arguments are those of `RolloutSource.generate`."""
         if purpose != "train":
             yield from self.engine.generate(prompts, sampling, version=version, seed=seed, purpose=purpose)
             return
@@ -71,35 +69,31 @@ class CarryOver:
 
 
 class _Round:
-    """The groups of one round: unfinished groups, and whole groups that wait to be handed over.
-
-    Args:
-        due: positions of the groups that the round must wait for.
-        takes: number of groups that the round hands over.
-    """
+    """The groups of one round of sampling: unfinished groups, and whole groups that aren't yielded yet. ``due`` are the
+    positions of groups that the round must wait for, because of their age. ``takes``: number of groups to yield."""
 
     def __init__(self, engine: Engine, groups: Sequence[GroupInFlight], due: set[int], takes: int) -> None:
         self.engine, self.due, self.lacks = engine, due, takes
-        self.groups = {group.prompt.position: group for group in groups}  # not handed over yet, by position
-        self.whole = [group.prompt.position for group in groups if group.is_whole]  # positions, as they end
-        self.requests: dict[str, tuple[int, int]] = {}  # request -> the group's position, the completion's index
+        self.groups = {group.prompt.position: group for group in groups}  # Groups that aren't yielded yet, by position.
+        self.whole = [group.prompt.position for group in groups if group.is_whole]  # Positions of whole groups.
+        self.requests: dict[str, tuple[int, int]] = {}  # Request -> position of the group, index of the completion.
 
     def submit(self, sampling: Sampling, seed: int, purpose: str, size: int) -> None:
-        """Queue each unfinished completion of the ``size`` oldest groups. (A resumed run may have more groups, if its
-        share or its number of ranks has changed.)"""
+        """Submit a request to the engine for each unfinished completion of the ``size`` oldest groups. (A resumed run
+        may have more groups, if `carry_over` or the number of ranks has changed.)"""
         for position, group in itertools.islice(self.groups.items(), size):
             for index, each in enumerate(group.completions):
                 if each.finish_reason is not None:
                     continue
-                own = request_seed(seed, position, purpose) + index  # as in one request of n completions
-                if each.ids:  # repeating the random numbers would make the new tokens depend on the earlier ones
+                own = request_seed(seed, position, purpose) + index  # The seed as in one request of n completions.
+                if each.ids:  # A continued completion needs new random numbers, independent of its earlier tokens.
                     own = request_seed(seed, position, f"{purpose}/{index}/{len(each.ids)}")
                 read = group.prompt.input.followed_by(each.ids)
                 request = self.engine.submit(read, sampling, own, n=1, spent=len(each.ids))
                 self.requests[request] = position, index
 
     def hand_over(self, version: int) -> Iterator[Group]:
-        """Yield the whole groups, but reserve a place in the round for each group that is due."""
+        """Yield whole groups, but only so many that the round still has room for each group that it must wait for."""
         for position in [*self.whole]:
             if position in self.due or self.lacks > len(self.due):
                 self.due.discard(position)

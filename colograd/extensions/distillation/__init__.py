@@ -1,4 +1,4 @@
-"""A teacher model: its reverse KL divergence joins the loss."""
+"""On-policy distillation: the reverse KL divergence from a teacher model is added to the loss."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "conflicts:CONFLICTS",

@@ -1,4 +1,4 @@
-"""Settings that exclude a teacher, or need one."""
+"""Settings that can't be combined with a teacher model, or that need a teacher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SEVERAL = When("of several teachers", lambda models: isinstance(models, dict))
 
 
 def _is_no_mapping(models: Any) -> bool:
-    """Return whether a mapping of teachers is empty, or has other things than names and models."""
+    """Return whether a mapping of several teachers is invalid: empty, or with keys or values that aren't texts."""
     if not isinstance(models, dict):
         return False
     return not models or not all(word and isinstance(word, str) for pair in models.items() for word in pair)

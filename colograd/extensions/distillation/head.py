@@ -1,8 +1,8 @@
-"""Divergence of the policy from a teacher, one tile of the vocabulary at a time.
+"""Reverse KL divergence KL(policy || teacher) per label (target token), computed one vocabulary tile at a time.
 
-It is computed from the teacher's logits next to the policy's (`distillation_kl: exact`), or from the teacher's most
-probable tokens (`top_k`). A divergence has three parts: running sums over the policy's tiles (`sums`), their result,
-and its gradient for the logits of each tile (`spread`).
+With `distillation_kl: exact` the divergence is computed from the teacher's logits, with `top_k` from the teacher's most
+probable tokens. The policy's head calls an object with three steps: running sums over tiles of the policy's logits
+(`sums`, `gaps`, `add`), the divergence from the sums (`result`), and its gradient for a tile's logits (`spread`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ...policy.logprobs import Compute, ForwardStep, Pass, calls
 
 @dataclass(frozen=True, slots=True)
 class TeacherHead:
-    """Head of a teacher, for logits next to the policy's. In a larger vocabulary these are only the policy's tokens."""
+    """Head of a teacher model. It computes the teacher's logits of the policy's tokens, without further tokens."""
 
-    weight: torch.Tensor  # (V, hidden), a constant
+    weight: torch.Tensor  # Weight of the head without gradient, (V, hidden).
     bias: torch.Tensor | None
     transform: dict[str, Any]
     wide: bool
@@ -45,7 +45,7 @@ class TeacherHead:
         return cls(head.weight.detach(), None if bias is None else bias.detach(), logit_transform(model), wide)
 
     def copied_to(self, device: torch.device) -> TeacherHead:
-        """Copy the head into separate memory on ``device``, for a model that leaves the device or is cut."""
+        """Copy the head into separate memory on ``device``, for a teacher that is offloaded or sharded by FSDP."""
         bias = None if self.bias is None else self.bias.to(device, copy=True)
         return TeacherHead(self.weight.to(device, copy=True), bias, self.transform, self.wide)
 
@@ -54,14 +54,12 @@ class TeacherHead:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def beside(self, micro_batch: MicroBatch, temperature: float, candidates: Candidates | None) -> TeacherLogits:
-        """Return the teacher's logits for a micro-batch's labels, from the `teacher_states` of its rows."""
+        """Return the teacher's logits for a micro-batch's labels, from the micro-batch's field `teacher_states`."""
         return self.logits(micro_batch.scores["teacher_states"], temperature, candidates)
 
     def logits(self, states: torch.Tensor, temperature: float, candidates: Candidates | None = None) -> TeacherLogits:
-        """Return the logits for (N, hidden) last hidden states of the teacher, on the head's device.
-
-        ``candidates`` are the labels' candidate tokens; None: the whole vocabulary.
-        """
+        """Return the teacher's logits for last hidden states (N, hidden) on the head's device. ``candidates`` are the
+        tokens that each label's distribution is over. None means the whole vocabulary."""
         dtype = product_dtype(self.weight, states.device, self.wide)
         head = Head(temperature, dtype=dtype, wide=self.wide, candidates=candidates, **self.transform)
         return TeacherLogits(states.to(head.dtype), self.weight, self.bias, head)
@@ -69,21 +67,20 @@ class TeacherHead:
 
 @dataclass(slots=True, eq=False)
 class TeacherLogits:
-    """The teacher's logits y for the policy's N labels, and the running sums of KL(policy || teacher) over the tiles.
+    """The teacher's logits y for the policy's N labels (target tokens), and running sums of KL(policy || teacher) over
+    vocabulary tiles. With the policy's logits x, the divergence is E_policy[x - y] - log sum e^x + log sum e^y."""
 
-    With the policy's logits x, the divergence is E_policy[x - y] - log sum e^x + log sum e^y.
-    """
-
-    states: torch.Tensor  # (N, hidden)
+    states: torch.Tensor  # The teacher's last hidden states, (N, hidden).
     weight: torch.Tensor
     bias: torch.Tensor | None
     head: Head
-    gap: torch.Tensor = field(init=False)  # (N,) sum of e^(x - max) (x - y) so far
-    total: torch.Tensor = field(init=False)  # (N,) sum of e^(y - maximum) so far
-    maximum: torch.Tensor = field(init=False)  # (N,)
+    gap: torch.Tensor = field(init=False)  # Sum of e^(x - max x) (x - y) over the tiles so far, (N,).
+    total: torch.Tensor = field(init=False)  # Sum of e^(y - maximum) over the tiles so far, (N,).
+    maximum: torch.Tensor = field(init=False)  # Largest y of the tiles so far, (N,).
 
     def tile(self, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Compute a tile (n, c) of the logits that the teacher would sample from."""
+        """Compute a tile of the teacher's logits, (n labels, c vocabulary entries), with temperature, cap and
+        candidates."""
         part, bias = cast(self.weight, self.bias, vocabulary, self.head.dtype)
         tile = self.head.logits(self.states[row], part, bias)
         tile = self.head.finish_(self.head.cap_(tile) if self.head.softcap else tile)
@@ -95,7 +92,7 @@ class TeacherLogits:
         return self
 
     def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Return x - y (n, c) for the policy's finished ``tile``, and update the teacher's running sum."""
+        """Return x - y (n, c) for a tile of the policy's logits x, and update the running sum of the teacher's e^y."""
         other = self.tile(row, vocabulary)
         largest = torch.maximum(self.maximum[row], other.amax(dim=1))
         self.total[row] *= (self.maximum[row] - largest).exp()
@@ -104,21 +101,19 @@ class TeacherLogits:
         return other.neg_().add_(tile)
 
     def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
-        """Update `gap`. ``power`` is e^(x - max), and ``decay`` rescales the sum from the former maximum."""
+        """Add a tile's ``gaps`` (x - y), weighted by ``power`` (e^(x - max x)), to the sum `gap` times ``decay``."""
         self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the divergence (N,) and the teacher's log sum e^y (N,).
-
-        ``total`` is the policy's sum of e^(x - max), ``normaliser`` its log sum e^x.
-        """
+        """Return the divergence (N,) and the teacher's log sum e^y (N,). ``total`` is the policy's sum of e^(x - max
+        x), and ``normaliser`` is the policy's log sum e^x."""
         theirs = self.maximum + self.total.log()
         return self.gap / total - normaliser + theirs, theirs
 
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Add the gradient of the divergence for a tile's logits to ``first``."""
+        """Return the divergence's gradient for a tile's logits, added to a gradient ``first`` of another value."""
         divergence, of_teacher = saved
         logq = self.tile(*place).sub_(of_teacher[:, None]).mul_(gradient[:, None])
         slope, constant = gradient, gradient * divergence
@@ -127,11 +122,12 @@ class TeacherLogits:
         return Spread(slope, constant, logq)
 
 
-REST = 1e-6  # minimum probability of all tokens outside the top K: 1 minus the top's sum has a rounding error
+REST = 1e-6  # Minimum probability of all tokens outside the top K, because 1 minus the sum of the top K is inexact.
 
 
 class TopTokens:
-    """Replacement of a `TeacherHead` that only reads a micro-batch's most probable tokens of the teacher."""
+    """Stand-in for a `TeacherHead` with `distillation_kl: top_k`. It reads the teacher's most probable tokens for
+    each label (target token) from a micro-batch."""
 
     @staticmethod
     def beside(micro_batch: MicroBatch, temperature: float, candidates: Candidates | None) -> TeacherTop:
@@ -141,19 +137,20 @@ class TopTokens:
 
 @dataclass(slots=True, eq=False)
 class TeacherTop:
-    """Most probable K tokens of the teacher for each of N labels, and KL(policy || teacher) with all others as one
-    token, which is a lower bound."""
+    """The teacher's K most probable tokens for each of N labels (target tokens), and the KL divergence computed with
+    them. KL(policy || teacher) counts all tokens outside the top K as one token, so the result is a lower bound."""
 
-    ids: torch.Tensor  # (N, K) int64
-    logprobs: torch.Tensor  # (N, K)
-    own: torch.Tensor = field(init=False)  # the policy's logits of these tokens (N, K)
+    ids: torch.Tensor  # Ids of the teacher's most probable tokens, (N, K) int64.
+    logprobs: torch.Tensor  # The teacher's log-probabilities of these tokens, (N, K).
+    own: torch.Tensor = field(init=False)  # The policy's logits of these tokens, (N, K).
 
     def sums(self, like: torch.Tensor) -> TeacherTop:
         self.own = like.new_full(self.ids.shape, HIDDEN)
         return self
 
     def columns(self, row: slice, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each token's column in the tile (n, K), or 0, and whether the tile has the token (n, K)."""
+        """Return the column of each top token in a tile, (n, K), with 0 for tokens outside the tile, and whether the
+        tile contains the token, (n, K) bool."""
         ids = self.ids[row]
         inside = (ids >= vocabulary.start) & (ids < vocabulary.stop)
         return (ids - vocabulary.start).where(inside, 0), inside
@@ -161,11 +158,9 @@ class TeacherTop:
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Add the gradient of the divergence for a tile's logits to ``first``.
-
-        It is p (gap - KL) for a token of probability p. A top token has its own gap, log p - log q. All other tokens
-        share the gap of their total probabilities.
-        """
+        """Return the divergence's gradient for a tile's logits, added to a gradient ``first`` of another value. For a
+        token of probability p the gradient is p (gap - KL). For a top token the gap is log p - log q, with the
+        teacher's probability q. All tokens outside the top K share one gap, of their total probabilities."""
         divergence, of_teacher = saved
         own, of_rest = of_teacher[:, :-1], of_teacher[:, -1]
         slope, constant = torch.zeros_like(gradient), gradient * (divergence - of_rest)
@@ -175,18 +170,20 @@ class TeacherTop:
         return Spread(slope, constant, more=(index, (own * gradient[:, None]).where(inside, 0.0)))
 
     def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> None:
-        """Read the top tokens' logits from the policy's finished ``tile``. There are no gaps for `add`."""
+        """Read the top tokens' logits from a tile of the policy's logits. Return None, because `add` needs no gaps."""
         index, inside = self.columns(row, vocabulary)
         self.own[row] = torch.where(inside, tile.gather(1, index), self.own[row])
 
     def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
-        """Do nothing: `gaps` has read the logits."""
+        """Do nothing, because `gaps` has already read the tile's logits."""
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the divergence (N,), and (N, K + 1): p (gap - gap of the rest) of each token, and the rest's gap."""
+        """Return the divergence (N,), and values for its gradient, (N, K + 1): p (g - r) for each top token, and r.
+        Here g is log p - log q of the token, and r is log p - log q of all tokens outside the top K together."""
         logp, logq = self.own - normaliser[:, None], self.logprobs.to(self.own)
         p, gap = logp.exp(), logp - logq
-        here = logq.exp().where(self.own > HIDDEN / 2, 0.0)  # tokens without a policy logit count as rest
+        # A top token that the policy can't sample (its logit is HIDDEN) counts as a token outside the top K.
+        here = logq.exp().where(self.own > HIDDEN / 2, 0.0)
         rest, theirs = ((1 - of.sum(1)).clamp(min=REST) for of in (p, here))
         of_rest = rest.log() - theirs.log()
         found = torch.linalg.vecdot(p, gap) + rest * of_rest
@@ -194,7 +191,7 @@ class TeacherTop:
 
 
 class TeacherStep(ForwardStep):
-    """Forward that also computes the divergence from a teacher."""
+    """Forward step of the policy that computes, in addition to log-probabilities, the KL divergence from a teacher."""
 
     def __init__(self, head: TeacherHead | TopTokens) -> None:
         self.head = head
@@ -205,13 +202,13 @@ class TeacherStep(ForwardStep):
 
 
 def label_states(row: Pass) -> tuple[torch.Tensor, ...]:
-    """End a teacher's forward with the inputs of its head for the labels, (N, hidden), in its products' dtype."""
+    """Last step of a teacher's forward: return the head's inputs for N labels (target tokens), (N, hidden)."""
     hidden, head = row.label_states(), TeacherHead.of(row.model)
     return (hidden.to(product_dtype(head.weight, hidden.device, head.wide)),)
 
 
 def label_top_tokens(k: int, row: Pass) -> tuple[torch.Tensor, ...]:
-    """End a teacher's forward with each label's K most probable tokens, see `top_tokens`."""
+    """Last step of a teacher's forward: return the K most probable tokens for each label (target token)."""
     hidden, head = row.label_states(), row.model.get_output_embeddings()
 
     def top(hidden: torch.Tensor) -> torch.Tensor:
@@ -225,16 +222,15 @@ def label_top_tokens(k: int, row: Pass) -> tuple[torch.Tensor, ...]:
 
 
 def top_tokens(logits: TeacherLogits, k: int, tile: tuple[int, int]) -> torch.Tensor:
-    """Compute each label's K most probable tokens: ids and log-probabilities, (N, 2, K) float32.
-
-    ``tile`` is the number of rows and columns of the logits that exist at once.
-    """
+    """Compute the K most probable tokens for each label (target token): ids and log-probabilities, (N, 2, K) float32.
+    ``tile`` is the shape (labels, tokens) of the logits that are in memory at one time."""
     found = []
     for row in parts(len(logits.states), tile[0]):
         best = logits.states.new_empty((row.stop - row.start, 0), dtype=logits.head.exact)
         ids = best.long()
         total = torch.zeros_like(best.sum(1))
-        maximum = torch.full_like(total, torch.finfo(total.dtype).min / 2)  # see `_LabelLogprobs`
+        # The maximum begins with a finite value, because -inf minus -inf is NaN.
+        maximum = torch.full_like(total, torch.finfo(total.dtype).min / 2)
         for vocabulary in parts(len(logits.weight), tile[1]):
             values = logits.tile(row, vocabulary)
             largest = torch.maximum(maximum, values.amax(1))

@@ -1,4 +1,4 @@
-"""The teacher's term of the objective: a part of the advantage, or a divergence over the vocabulary."""
+"""Terms of the objective for on-policy distillation: a teacher's part of the advantage, or a KL divergence."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ...policy.logprobs import ForwardStep
 from .head import TeacherStep, TopTokens
 from .teacher import UNTAUGHT
 
-DIVERGENCES = {"exact": "teacher_states", "top_k": "teacher_top"}  # the rows' field by `distillation_kl`
+DIVERGENCES = {"exact": "teacher_states", "top_k": "teacher_top"}  # Micro-batch field that a `distillation_kl` reads.
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageTerm(LossTerm):
-    """log teacher - log pi_old of each token, added to its advantage (`distillation_kl: sampled`)."""
+    """Term of `distillation_kl: sampled`: log teacher - log pi_old of each token is added to the token's advantage."""
 
     weight: float
 
@@ -30,8 +30,9 @@ class AdvantageTerm(LossTerm):
     waits = "a teacher's term isn't trained early"
 
     def before(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
-        """Change the advantages. Their average over the policy's samples is minus the token's reverse KL divergence to
-        the teacher (MiniLLM, arXiv 2306.08543, eq. 3, without the later tokens' part)."""
+        """Return the batch with the teacher's part added to the advantages. The mean of that part over the policy's
+        samples is minus the token's reverse KL divergence (MiniLLM, arXiv 2306.08543, eq. 3, without the part of later
+        tokens)."""
         gain = (batch.scores["teacher_logprobs"] - old).where(_taught(batch) > 0, 0.0)
         return dataclasses.replace(batch, advantages=batch.advantages + self.weight * gain)
 
@@ -42,10 +43,10 @@ class AdvantageTerm(LossTerm):
 
 @dataclass(frozen=True, slots=True)
 class DivergenceTerm(LossTerm):
-    """The reverse KL divergence from the teacher, over the vocabulary."""
+    """Term of `distillation_kl: exact` and `top_k`: the reverse KL divergence from the teacher over the vocabulary."""
 
     weight: float
-    field: str  # the rows' field with the teacher's values
+    field: str  # Micro-batch field with the teacher's values.
 
     waits = AdvantageTerm.waits
 
@@ -67,12 +68,12 @@ class DivergenceTerm(LossTerm):
 
 
 def _taught(batch: MicroBatch) -> torch.Tensor:
-    """Return (N,) 1 for the tokens in the loss that a teacher has scored, else 0."""
+    """Return 1 for each token in the loss that a teacher has scored, and 0 for all other tokens, (N,)."""
     return batch.loss_mask * (batch.scores["teacher_logprobs"] != UNTAUGHT)
 
 
 def teacher_term(config: GRPOConfig, policy: Any) -> LossTerm | None:
-    """Return the term of a run with a teacher."""
+    """Return the distillation term of a run. None: the run has no teacher, or `distillation_weight` is 0."""
     if not config.distils or config.distillation_weight == 0:
         return None
     field = DIVERGENCES.get(config.distillation_kl)

@@ -1,4 +1,4 @@
-"""Checks of a run with a teacher: the dataset's column that names each prompt's teacher, and missing rewards."""
+"""Checks of a run with teachers: the dataset's column that names each prompt's teacher, and a run without rewards."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ from ...training.prompts import Prompts
 
 
 def prompt_columns(config: GRPOConfig) -> tuple[str, ...]:
-    """Return the column if the run has several teachers."""
+    """Return the dataset column that names each prompt's teacher. Empty, unless the run has several teachers."""
     return (TEACHER,) if config.names_teachers else ()
 
 
 def check_teacher_column(prompts: Prompts, args: GRPOConfig) -> None:
-    """Raise a ValueError if a prompt names an unknown one of several teachers, or if this can't be checked."""
+    """Raise a ValueError if, with several teachers, the dataset has no column of teachers or names an unknown one."""
     if not args.names_teachers:
         return
     known = ", ".join(args.teachers)
     if not isinstance(prompts, PromptDataset) or TEACHER not in columns_of(prompts.dataset):
         raise ValueError(
             f"teacher_model_name_or_path names several teachers ({known}), but the dataset "
-            f"{'is a stream' if not isinstance(prompts, PromptDataset) else f'has no column {TEACHER!r}'}: give one "
-            f"with a column {TEACHER!r} that names each prompt's, or leaves it empty."
+            f"{'is a stream' if not isinstance(prompts, PromptDataset) else f'has no column {TEACHER!r}'}: give a "
+            f"dataset with a column {TEACHER!r} that names each prompt's teacher, or is empty for a prompt without one."
         )
     strange = {str(name) for name in prompts.dataset[TEACHER] if name} - {*args.teachers}
     if strange:
         raise ValueError(
             f"The dataset's column {TEACHER!r} names {min(strange)!r}, but teacher_model_name_or_path has {known}: "
-            "name one of them, or leave it empty."
+            "name one of these teachers, or leave the column empty."
         )
 
 
 def goes_without_rewards(args: GRPOConfig) -> bool:
-    """Return whether the run only distils, so that it needs no reward function."""
+    """Return whether a run without reward functions is possible, because the run has a teacher. Raise a ValueError if
+    another setting of the run needs rewards."""
     if not args.distils:
         return False
     if args.dynamic_sampling:
         raise ValueError(
-            "dynamic_sampling is true, but there is no reward function by whose rewards prompts could be kept: set it "
-            "to false, or give reward_funcs."
+            "dynamic_sampling is true, but there is no reward function to select prompts by: set dynamic_sampling: "
+            "false, or give reward_funcs."
         )
     best = str(args.metric_for_best_model or "").removeprefix("eval_")
     if best == "reward" or best.startswith(("rewards/", "pass@")):

@@ -1,11 +1,12 @@
-"""Teacher of on-policy distillation: load it, and reject unsuitable ones. One of the `second_models`.
+"""Teacher model of on-policy distillation: loading, checks, and computation of the teacher's values for packed rows.
 
-another model                       loaded in addition to the policy; any size or architecture with the policy's tokens
-an adapter on another base, or      that base with the adapter, not merged
-of another shape
-an adapter of the shape that the    no second model: the policy's own model, with the teacher's values exchanged for
-policy trains, on the policy's      the trained ones while the teacher runs
-base
+The setting `teacher_model_name_or_path` decides what is loaded:
+
+a model                             the model, of any size or architecture with the policy's tokens
+an adapter on another base than     the adapter's base with the unmerged adapter
+the policy's, or of another shape
+an adapter on the policy's base     nothing: the policy's model runs with the teacher's adapter values in place of the
+with the trained adapter's shape    trained values
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from ...policy.supported import Wanted, check_installed, features
 from ...runtime import cpu_products, registry
 from .head import TeacherHead, label_states, label_top_tokens
 
-# Fields of an adapter's configuration that determine the scale of its values.
+# Fields of peft's adapter configuration that determine the factor of the adapter's product.
 SCALE = ("lora_alpha", "r", "use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 
 
 class Unsaved:
-    """A second model that isn't in a checkpoint: the next start loads the same teacher."""
+    """Base class of teachers. Checkpoints don't contain a teacher, because the next start loads it again."""
 
     def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None: ...
 
@@ -50,10 +51,11 @@ class Unsaved:
 
 
 class Teacher(Unsaved, FrozenModel):
-    """Teacher with its own model.
+    """Teacher as a separate model in addition to the policy.
 
     Args:
-        top: number of most probable tokens kept per distribution, with `distillation_kl: top_k`.
+        head: the teacher's head on the device, with `distillation_kl: exact`.
+        top: number of most probable tokens per label (target token), with `distillation_kl: top_k`.
     """
 
     of_policy = False
@@ -73,7 +75,8 @@ class Teacher(Unsaved, FrozenModel):
 
 
 class OtherAdapter(Unsaved):
-    """Teacher that is the policy's model with another adapter's values, exchanged in while the teacher runs."""
+    """Teacher that is the policy's model with another adapter: while the teacher runs, the teacher's adapter values
+    replace the trained values."""
 
     of_policy = True
 
@@ -94,18 +97,18 @@ class OtherAdapter(Unsaved):
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Location of a teacher, and the settings for loading it."""
+    """Location of a teacher model, and the settings for loading the teacher."""
 
-    name: str  # name in the configuration
-    base: str  # folder or Hub id of the model
-    adapter: str  # folder of the adapter on it; empty: none
-    loading: GRPOConfig  # configuration with the teacher's loading settings in place of the policy's
+    name: str  # The teacher's name in the configuration.
+    base: str  # Folder or Hub id of the teacher's model without adapter.
+    adapter: str  # Folder of the teacher's adapter. Empty means no adapter.
+    loading: GRPOConfig  # The run's configuration with the teacher's loading settings in place of the policy's.
     revision: str | None
-    trust: bool  # whether the model's own code may run
+    trust: bool  # Whether code from the model's repository may run.
 
     @property
     def quantization(self) -> dict[str, Any] | None:
-        """Quantisation in the form of a checkpoint's config.json; None: the weights aren't quantised."""
+        """Quantisation settings of the teacher, as in a checkpoint's config.json. None: the teacher isn't quantised."""
         found = (of(self.configuration(), self.loading, self.path) for of in registry.hooks("quantization"))
         return next(filter(None, found), None)
 
@@ -117,7 +120,7 @@ class _Source:
         return AutoConfig.from_pretrained(self.base, revision=self.revision, trust_remote_code=self.trust)
 
     def outline(self) -> Any:
-        """Return the teacher's model on the meta device, from a cache after the first call."""
+        """Return the teacher's model on the meta device (without values). Later calls return it from a cache."""
         dtype = self.loading.torch_dtype()
         if not isinstance(dtype, torch.dtype):
             dtype = getattr(self.configuration(), "dtype", None) or torch.float32
@@ -151,7 +154,8 @@ def _source_of(config: GRPOConfig, policy: Policy) -> _Source:
 
 
 def configs_of(config: GRPOConfig) -> dict[str, GRPOConfig]:
-    """Return each teacher's configuration, as if it were the only one; unchanged if there is only one, named ""."""
+    """Return a configuration for each teacher by name, in which that teacher is the only one. A single teacher has the
+    name "" and the unchanged configuration."""
     configs = {name: copy.copy(config) if name else config for name in config.teachers}
     for name in filter(None, configs):
         configs[name].teacher_model_name_or_path = config.teachers[name]
@@ -159,7 +163,8 @@ def configs_of(config: GRPOConfig) -> dict[str, GRPOConfig]:
 
 
 def check_teacher(policy: Policy, config: GRPOConfig, samples: bool = True) -> Policy:
-    """Return the policy if the teachers can score its samples. Their weights aren't read."""
+    """Return the policy if the teachers can score its samples. Raise a ValueError if a teacher reads other tokens or
+    images than the policy, or can't be used with the run's settings. No weights are loaded."""
     for each in configs_of(config).values():
         source = _source_of(each, policy)
         model = source.outline()
@@ -167,8 +172,8 @@ def check_teacher(policy: Policy, config: GRPOConfig, samples: bool = True) -> P
         kind, own = model.config.model_type, unwrap(policy.model).config.model_type
         if policy.processor is not None and kind != own:
             raise ValueError(
-                f"The policy reads images as {own} does, and the teacher {source.name!r} is a {kind}, for which they "
-                f"would have to be made anew: choose a teacher of {own}."
+                f"The policy is {own}, but teacher {source.name!r} is {kind}, a model type that processes images "
+                f"differently: choose a teacher of the policy's model type, {own}."
             )
         settings = source.quantization
         wanted = Wanted(source.configuration(), source.loading, source.path, has_adapter=True, has_images=False)
@@ -177,7 +182,8 @@ def check_teacher(policy: Policy, config: GRPOConfig, samples: bool = True) -> P
             feature().check(wanted)
         if settings is not None and config.offload_teacher:
             raise ValueError(
-                "offload_teacher is true, but a quantised teacher stays on its device: remove it, or the quantisation."
+                "offload_teacher is true, but a quantised teacher can't leave its device: set offload_teacher: false, "
+                "or remove the teacher's quantisation."
             )
         if config.cuts_weights and (settings is not None or source.adapter) and not config.offload_teacher:
             what = "quantised" if settings is not None else "an adapter on its base"
@@ -189,24 +195,24 @@ def check_teacher(policy: Policy, config: GRPOConfig, samples: bool = True) -> P
 
 
 def check_teacher_context(config: GRPOConfig, policy: Policy, tokens: int) -> None:
-    """Raise a ValueError if a sequence may be longer than a teacher's context."""
+    """Raise a ValueError if ``tokens``, the longest possible sequence, exceeds a teacher's context."""
     for each in configs_of(config).values():
         source = _source_of(each, policy)
         most = getattr(source.outline().config.get_text_config(), "max_position_embeddings", None)
         if most is not None and tokens > most:
             raise ValueError(
-                f"A prompt with its completion may have {tokens:,} tokens, but the teacher {source.name!r} reads "
+                f"A prompt with its completion may have {tokens:,} tokens, but teacher {source.name!r} reads "
                 f"{most:,} (max_position_embeddings): lower vllm_max_model_length, or max_completion_length."
             )
 
 
 def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
-    """Raise a ValueError if a token of the policy has another meaning, or none, for the teacher."""
+    """Raise a ValueError if a token id of the policy is missing in the teacher's vocabulary, or means another token."""
     own, rows = (unwrap(model).get_output_embeddings().weight.shape[0] for model in (policy.model, found))
     if rows < own:
         raise ValueError(
-            f"The teacher {source.name!r} has {rows:,} tokens in its vocabulary and the policy {own:,}, so that the "
-            "policy may sample one that the teacher doesn't know: choose a teacher with at least as many."
+            f"The teacher {source.name!r} has {rows:,} tokens in its vocabulary, and the policy {own:,}, so that the "
+            "policy may sample a token that the teacher doesn't know: choose a teacher with at least as many tokens."
         )
     if source.base == policy.path and source.revision is None:
         return
@@ -220,28 +226,29 @@ def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"The teacher {source.name!r} has no tokenizer that can be loaded ({reason}), and so it isn't known "
-            "whether its tokens are the policy's: put the tokenizer's files into its folder."
+            f"The teacher {source.name!r} has no tokenizer that can be loaded ({reason}), so that its tokens can't be "
+            "compared with the policy's: put the tokenizer's files into the teacher's folder."
         ) from None
     ours = policy.tokenizer.get_vocab()
     others = [token for token, index in ours.items() if theirs.get(token) != index]
     if others:
         first = min(others, key=ours.__getitem__)
-        there = "isn't among its" if first not in theirs else f"is {theirs[first]} of its"
+        there = "and isn't among" if first not in theirs else f"and is number {theirs[first]} of"
         raise ValueError(
             f"The teacher {source.name!r} has another tokenizer: of the policy's {len(ours):,} tokens {len(others):,} "
-            f"have another number there, such as {first!r}, number {ours[first]} of the policy's, which {there} "
-            f"{len(theirs):,}. It scores the policy's tokens as they are: choose a teacher of the same family."
+            f"have another number in the teacher's, such as {first!r}, which is number {ours[first]} of the policy's, "
+            f"{there} the teacher's {len(theirs):,}. A teacher scores the policy's token ids: choose a teacher of the "
+            "same family."
         )
 
 
 def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
-    """Return the teacher's bytes on the policy's device before it is cut."""
+    """Return the bytes of the whole teacher on the policy's device, before FSDP shards the teacher."""
     source = _source_of(config, policy)
     if _values_for(source, policy) is not None:
         return os.path.getsize(os.path.join(source.adapter, "adapter_model.safetensors"))
     found, exact = source.outline(), config.distillation_kl == "exact"
-    head = TeacherHead.of(found).nbytes if exact else 0  # a copy stays on the device if the model is offloaded or cut
+    head = TeacherHead.of(found).nbytes if exact else 0  # An offloaded or sharded teacher has a copy of its head there.
     if offloads(config, config.offload_teacher):
         return head
     packed = to_pack(found, source.quantization or {})
@@ -250,7 +257,7 @@ def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
 
 
 def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
-    """Load the teacher of a policy that is on its device. All ranks load the same teacher."""
+    """Load the configured teacher. All ranks load the same teacher, after the policy is on its device."""
     source = _source_of(config, policy)
     values = _values_for(source, policy)
     if values is not None:
@@ -271,10 +278,10 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
         products_in_float32(model)
     model.requires_grad_(False).eval()
     if config.on_cpu:
-        choose_rows(model)  # on a GPU the rows are proved later, on the device
+        choose_rows(model)  # On a GPU packed rows are checked later, when the teacher is on the device.
     offload = offloads(config, config.offload_teacher)
     stays = offload or config.cuts_weights
-    if stays:  # nothing else will move its buffers
+    if stays:  # Buffers go to the device here, because offloading and FSDP move only parameters.
         for buffer in model.buffers():
             buffer.data = buffer.data.to(config.device)
     else:
@@ -289,10 +296,8 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
 
 
 def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | None:
-    """Return an adapter's values by the policy's parameter names; None: the adapter needs its own model.
-
-    The adapter must have the same base and the same shape as the policy's adapter.
-    """
+    """Return the values of a teacher's adapter by the policy's parameter names, so that the policy's model can run as
+    the teacher. None: the teacher has another base, or its adapter another shape or scale than the policy's adapter."""
     file = os.path.join(source.adapter, "adapter_model.safetensors")
     if policy.adapter is None or source.base != policy.path or not (source.adapter and os.path.isfile(file)):
         return None
@@ -304,7 +309,7 @@ def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | No
         return None
     values = _adapter_values(file)
     if source.loading.distillation_kl == "exact" and any("lm_head" in key for key in values):
-        return None  # the head is read while the policy's own adapter is in its place
+        return None  # With `distillation_kl: exact` the head is read while the policy's adapter is active.
     known = {key.replace(f".{name}.", "."): (key, p) for key, p in policy.model.named_parameters() if p.requires_grad}
     if values.keys() != known.keys() or any(values[key].shape != p.shape for key, (_, p) in known.items()):
         return None
@@ -318,13 +323,13 @@ def _adapter_values(file: str) -> dict[str, torch.Tensor]:
     return dict(load_file(file))
 
 
-UNTAUGHT = float("inf")  # value of a teacher's log-probability if the prompt names no teacher
+UNTAUGHT = float("inf")  # Stands for a teacher's log-probability where the prompt names no teacher.
 
-Read = Callable[[Any, Any, PackedRow, float], torch.Tensor]  # as `Kind.read`, without a name
+Read = Callable[[Any, Any, PackedRow, float], torch.Tensor]  # Function like `Kind.read`, without the teacher's name.
 
 
 def _states(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:
-    """Compute a row's hidden states, and keep them on the host: they are larger than the rest of the row."""
+    """Compute the teacher's last hidden states for a row's target tokens, on the host, because they are large."""
     (states,), _ = PolicyForward(model, temperature).run(label_states, prepared(row))
     return states.cpu()
 
@@ -337,10 +342,9 @@ def _top(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.T
 def _of_its_groups(
     field: str, read: Read, second: Any, model: Any, row: PackedRow, temperature: float, name: str
 ) -> torch.Tensor:
-    """Compute (N,) values of the groups that ``name`` this one of several teachers; empty: there is one teacher.
-
-    Other places keep their value, or are UNTAUGHT.
-    """
+    """Compute a teacher's values for a row, (N,). With several teachers compute only values of groups that have
+    ``name`` as their teacher. Values of all other groups stay as they are, or are UNTAUGHT. An empty ``name`` means a
+    single teacher."""
     if not name:
         return read(second, model, row, temperature)
     lengths = [sum(len(rollout.completion_ids) for rollout in part.rollouts) for part in row.parts]
@@ -348,7 +352,7 @@ def _of_its_groups(
     values = torch.full((sum(lengths),), UNTAUGHT, device=row.device) if values is None else values.clone()
     own = [index for index, part in enumerate(row.parts) if str(part.example.get(TEACHER) or "") == name]
     if own:
-        places = values.split(lengths)  # views
+        places = values.split(lengths)
         parts = tuple(row.parts[index] for index in own)
         said = read(second, model, PackedRow(parts, row.mask_truncated, row.device), temperature)
         for index, of_part in zip(own, said.split([lengths[index] for index in own]), strict=True):

@@ -1,4 +1,4 @@
-"""Mixtures of experts: routing, the load-balancing loss, replayed routing."""
+"""Mixtures of experts: routing metrics, load-balancing loss, and router replay (training with the engine's experts)."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "conflicts:CONFLICTS",

@@ -1,4 +1,4 @@
-"""Settings that exclude the replay of routing."""
+"""Settings that can't be combined with `router_replay`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The objective's terms of a mixture of experts: the load-balancing loss, and the figures of replayed routing."""
+"""Terms of the objective for a mixture of experts: the load-balancing loss, and the metrics of router replay."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .rider import UNKNOWN
 from .router_replay import APART, experts_of
 from .routing import Routing, routing_of
 
-LOGITS = "router_logits"  # name of the routers' logits in the body's output
+LOGITS = "router_logits"  # Key of the routers' logits in the output of the model without its head.
 FIELDS = tuple(field.name for field in dataclasses.fields(Routing))
 
 
@@ -35,15 +35,15 @@ class RoutingStep(ForwardStep):
 
 
 def routing_in(values: Mapping[str, torch.Tensor]) -> Routing:
-    """Return the `Routing` in the values of a forward with a `RoutingStep`."""
+    """Return the routing statistics (`Routing`) from the values of a forward that ran with a `RoutingStep`."""
     return Routing(*(values[f"routing/{name}"] for name in FIELDS))
 
 
 @dataclass(frozen=True, slots=True)
 class BalanceTerm(LossTerm):
-    """The load-balancing loss: a mean over the step's sequences, see `Routing.balance_loss`."""
+    """The load-balancing loss of a mixture: `Routing.balance_loss` of each row, averaged over the step's tokens."""
 
-    coefficient: float  # 0: the metrics alone
+    coefficient: float  # Factor of the loss in the objective. With 0 the term only computes metrics.
 
     @property
     def every_group(self) -> bool:
@@ -75,7 +75,7 @@ class BalanceTerm(LossTerm):
 
     @torch.no_grad()
     def observe(self, old: torch.Tensor, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> Means:
-        """Compute the routing metrics, averaged over micro-batches by their tokens."""
+        """Compute the routing metrics of a micro-batch, weighted by its number of tokens."""
         routing, tokens = routing_in(values), values["routing/tokens"]
         return {
             "aux_loss": (routing.balance_loss * tokens, tokens),
@@ -88,8 +88,8 @@ class BalanceTerm(LossTerm):
 
 
 class ReplayTerm(LossTerm):
-    """Figures of replayed routing: tokens with replayed experts, and choices (one expert of a token in a layer) unlike
-    the trainer's."""
+    """Metrics of router replay: the fraction of tokens with replayed experts, and the fraction of the engine's choices
+    (an expert for a token in a layer) that the trainer's router didn't choose."""
 
     def observe(self, old: torch.Tensor, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> Means:
         if all(identity.position == NOBODY for identity in batch.rollouts):
@@ -101,7 +101,7 @@ class ReplayTerm(LossTerm):
 
 
 def balance_term(config: GRPOConfig, policy: Any) -> LossTerm | None:
-    """Return the term if the policy's forward can return its routers' logits."""
+    """Return the load-balancing term if the policy's forward can return its routers' logits. Otherwise return None."""
     coefficient = 0.0 if policy is None else policy.router_coef(config)
     return BalanceTerm(coefficient) if policy is not None and policy.tells_routing else None
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts where a model is checked and loaded."""
+"""Checks and changes of a mixture of experts when a model is loaded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .router_replay import SHARES
 if TYPE_CHECKING:
     from ...policy.loading import Policy
 
-# Mixtures of experts that tests train, see docs/models.md. Others are proved when a run starts.
+# Model types of mixtures that tests train, see docs/models.md. Other mixtures are checked when a run starts.
 TRIED = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-WHOLE = ("gpt_oss", "olmoe")  # mixtures that need a whole engine on each rank
+WHOLE = ("gpt_oss", "olmoe")  # Model types of mixtures that can't run with vLLM's tensor parallelism.
 
 
 class Experts(ModelFeature):
@@ -28,13 +28,13 @@ class Experts(ModelFeature):
         kind = text.model_type
         if not num_experts(wanted.model_config):
             if config.router_replay:
-                raise ValueError(f"router_replay is true, but {kind} is no mixture of experts: set it to false.")
+                raise ValueError(f"router_replay is true, but the model has no experts ({kind}): set it to false.")
             return
         self.check_split(wanted.model_config, config.vllm_tensor_parallel_size)
         if config.router_replay and kind not in SHARES:
             raise ValueError(
-                f"router_replay is true, but how {kind}'s router shares a token out among experts isn't known: set it "
-                f"to false, or choose one of {', '.join(SHARES)}."
+                f"router_replay is true, but it isn't known how routers of {kind} weight their experts: set "
+                f"router_replay: false, or choose a model of one of the types {', '.join(SHARES)}."
             )
         if noise := float(getattr(text, "router_jitter_noise", None) or 0.0):
             raise ValueError(
@@ -49,21 +49,19 @@ class Experts(ModelFeature):
         kind = text.model_type
         if ranks > 1 and (kind in WHOLE or kind not in TRIED):
             raise ValueError(
-                f"vllm_tensor_parallel_size is {ranks}, but the engine of {kind}, a mixture of experts, can't be split "
-                "over ranks in this version: set it to 1 (each rank has a whole engine)."
+                f"vllm_tensor_parallel_size is {ranks}, but {kind} is a mixture of experts, and its engine can't be "
+                "split over ranks in this version: set it to 1 (each rank has a whole engine)."
             )
         size = int(getattr(text, "moe_intermediate_size", None) or text.intermediate_size)
         if size % ranks:
             raise ValueError(
-                f"vllm_tensor_parallel_size is {ranks}, but must divide the size of {kind}'s experts, which is {size}: "
-                "choose another."
+                f"vllm_tensor_parallel_size is {ranks}, but for {kind} it must divide the experts' intermediate size, "
+                f"which is {size}: choose a divisor of that size."
             )
 
     def on_read(self, model: Any) -> None:
-        """Freeze the parameters that the class makes without a gradient, such as a router's correction biases.
-
-        Loading forgets this.
-        """
+        """Freeze the parameters that the model's class makes without a gradient, such as a router's correction biases.
+        transformers makes these parameters trainable when it loads weights."""
         if not num_experts(model.config) or getattr(model.config, "quantization_config", None) is not None:
             return
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""The experts that the engine's routers chose, as riders of a rollout and of a row."""
+"""The experts that the engine's routers chose, as riders (data that travels with a rollout or a packed row)."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ from ...policy.sending import to_device_async
 from ...riders import Rider, RowRider
 from ...rollout.group_table import read_table, table_bytes
 
-# One row per rollout. A null `prompt` means the same value as in the previous row with experts.
+# Columns of a group's table, with one row per rollout. A null `prompt` means the last row's `prompt`.
 ROWS = pa.schema(
     [pa.field("prompt", pa.binary()), pa.field("completion", pa.binary()), pa.field("shape", pa.list_(pa.int32()))]
 )
 
-UNKNOWN = -1  # index of an expert that the engine didn't record
+UNKNOWN = -1  # Value in place of an expert's index, if the engine didn't record the expert.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedExperts(Rider):
-    """The experts that the engine's routers chose for a rollout's tokens: K in each of L layers with experts.
+    """Rider (per-token data of a rollout): the experts that the engine's routers chose, K per token in each of L
+    layers. The experts of the last token are unknown, because the engine never read that token. The tensors are int8
+    (int16 above 128 experts), so a token takes L * K bytes. All completions of a prompt share the prompt's tensor."""
 
-    The last token has no known experts, because the engine never read it. The tensors are int8 (int16 above 128
-    experts), so a token takes L * K bytes. All completions of a prompt share the prompt's tensor.
-    """
+    prompt: torch.Tensor  # Experts of the prompt's tokens, [P, L, K]. One tensor for all rollouts of a group.
+    completion: torch.Tensor  # Experts of the completion's tokens, [C, L, K].
 
-    prompt: torch.Tensor  # [P, L, K], one tensor for all rollouts of a group
-    completion: torch.Tensor  # [C, L, K]
-
-    MARK = b"\xff\xff\xff\xff"  # the beginning of every Arrow message, because the first records had no other mark
+    MARK = b"\xff\xff\xff\xff"  # First bytes of every Arrow message, because old records have no special mark.
 
     @classmethod
     def of_turns(cls, parts: Sequence[tuple[Self | None, int]], prompt: int) -> Self | None:
-        """Split the last turn's experts into prompt and completion. That turn's prompt contains all earlier turns."""
+        """Return the experts of a completion that several requests wrote. The experts of the last request cover all
+        earlier tokens, because the last request's prompt contains them."""
         last = next((part for part, _ in reversed(parts) if part is not None), None)
         if last is None:
             return None
@@ -48,7 +47,7 @@ class RoutedExperts(Rider):
 
     @classmethod
     def shared(cls, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-        """Use the first rollout's experts for the prompt in all rollouts of that prompt: a packed row has it once."""
+        """Give all rollouts of a group the first rollout's experts of the prompt, which a packed row contains once."""
         first = rollouts[0].get(cls)
         if first is None:
             return rollouts
@@ -109,7 +108,7 @@ class RoutedExperts(Rider):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowExperts(RowRider):
-    experts: torch.Tensor  # (T, L, K), `UNKNOWN` for a token without recorded experts
+    experts: torch.Tensor  # Experts of a packed row's tokens, (T, L, K). `UNKNOWN` for tokens without recorded experts.
 
     OF_POLICY = True
 
@@ -121,7 +120,7 @@ class RowExperts(RowRider):
 
 
 def filled(rows: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Copy the first ``tokens`` rows into a new tensor [tokens, L, K]; missing rows are UNKNOWN."""
+    """Copy the first ``tokens`` rows of experts into a new tensor [tokens, L, K], filled up with UNKNOWN."""
     rows = rows[:tokens]
     return torch.cat([rows, rows.new_full((tokens - len(rows), *rows.shape[1:]), UNKNOWN)])
 

@@ -1,8 +1,9 @@
-"""Router replay: in the trainer's forward a token goes to the experts that the engine chose for it.
+"""Router replay: in the trainer's forward a token goes to the experts that the engine's router chose for the token.
 
-Trainer and engine round differently, so that tokens with nearly equal scores would go to other experts (rollout routing
-replay, R3, arXiv 2510.11370). Only the choice is replayed: the experts' shares come from the trainer's own logits, and
-its router gets its gradient. If a token's experts in the engine are unknown, the policy's router chooses them.
+Trainer and engine round differently. So for nearly equal scores the trainer's router could choose other experts than
+the engine's router (rollout routing replay, R3, arXiv 2510.11370). Only the choice is replayed. The experts' weights
+come from the trainer's router logits, so that the router gets its gradient. If the engine's choice for a token is
+unknown, the policy's router chooses the experts.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from ...policy.lora import unwrap
 from ...policy.padded import PaddedInputs
 from .rider import UNKNOWN, RowExperts
 
-ROUTED = "routed_experts"  # argument of a layer with the experts of its tokens
-APART = "experts/apart"  # (2,) sum and count of a forward: choices unlike the trainer's, see `losses`
+ROUTED = "routed_experts"  # Name of a layer's keyword argument with the experts of its tokens.
+APART = "experts/apart"  # Key of two counts, (2,): experts that only the engine chose, and all experts that it chose.
 
 
 def softmax_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return shares from the probabilities over all experts, in most families normalised to a sum of 1."""
+    """Return the weights of the chosen experts: softmax over all experts. Most families normalise their sum to 1."""
     shares = logits.softmax(-1, dtype=torch.float).gather(1, chosen)
     return shares / shares.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else shares
 
 
 def sigmoid_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return shares from each expert's own score, without the correction bias, which only affects the choice."""
+    """Return the weights of the chosen experts: the sigmoid of each logit, without the router's correction bias."""
     shares = logits.sigmoid().gather(1, chosen)
     if router.norm_topk_prob:
         shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
     return shares * router.routed_scaling_factor
 
 
-# Function of each family's router: (T, E) logits and (T, K) chosen experts -> (T, K) shares.
+# Per model type: a function of router, logits (T, E) and chosen experts (T, K). It returns the experts' weights (T, K).
 SHARES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), sigmoid_shares),
     "gpt_oss": lambda router, logits, chosen: logits.gather(1, chosen).softmax(1, dtype=logits.dtype),
@@ -58,7 +59,9 @@ def set_up(model: Any, config: GRPOConfig) -> None:
 
 
 def make_replaying(model: Any) -> None:
-    """Let the model's layers take the experts of their tokens (`ROUTED`). Without them the layers don't change."""
+    """Let the model's layers take chosen experts as keyword argument `ROUTED`. Without `ROUTED` the routers choose.
+    Raise a ValueError if a router computes the experts' weights in an unknown way, or transformers recomputes layers
+    without keyword arguments."""
     if "__call__" not in vars(GradientCheckpointingLayer):
         raise ValueError(
             "router_replay is true, but with transformers 5.23 or later a checkpointed layer is computed again without "
@@ -76,8 +79,8 @@ def make_replaying(model: Any) -> None:
                 is_same = torch.equal(share(router, logits, own).to(shares.dtype), shares)
             if not is_same:
                 raise ValueError(
-                    f"router_replay is true, but {type(router).__name__} of this version of transformers shares a "
-                    "token out among its experts in a way that isn't known: set router_replay: false."
+                    f"A {type(router).__name__} of this version of transformers computes the experts' weights in an "
+                    "unknown way, so that router_replay can't compute them: set router_replay: false."
                 )
             router.replayed, router.apart = None, None
             router.register_forward_hook(functools.partial(_replay, share))
@@ -92,7 +95,7 @@ def routers_of(module: torch.nn.Module) -> list[Any]:
 
 
 class ReplayStep(ForwardStep):
-    """Forward with the experts that the engine chose, of rows that have them."""
+    """Forward step that replays the engine's experts for rows with a `RowExperts` rider."""
 
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
         found, routed = inner(row), experts_of(row.batch)
@@ -109,13 +112,14 @@ class ReplayStep(ForwardStep):
 
 
 def experts_of(micro_batch: MicroBatch) -> torch.Tensor | None:
-    """Return the experts that a forward replays, (T, L, K); None: the model's routers choose."""
+    """Return the experts that a forward replays, (T, L, K). None means that the model's routers choose the experts."""
     rider = micro_batch.get(RowExperts)
     return None if rider is None else rider.experts
 
 
 def _hand_out(routers: list[Any], place: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Pass a layer's part of the experts (T, L, K) to its router, also when a checkpoint recomputes the layer."""
+    """Pre-forward hook of a layer: pass the layer's experts, taken from all layers' (T, L, K), to the layer's router.
+    The hook also runs when gradient checkpointing recomputes the layer."""
     routed = kwargs.pop(ROUTED, None)
     for router in routers:
         router.replayed = None if routed is None else routed[:, place]
@@ -124,7 +128,7 @@ def _hand_out(routers: list[Any], place: int, layer: Any, args: Any, kwargs: dic
 
 
 def _replay(share: Callable[..., torch.Tensor], router: Any, args: Any, output: Any) -> Any:
-    """Replace a router's choice by the engine's choice, if that is known."""
+    """Forward hook of a router: replace the chosen experts by the engine's experts, where these are known."""
     if router.replayed is None:
         return None
     logits, shares, own = output

@@ -1,6 +1,6 @@
-"""Routing statistics of a mixture of experts for one row: the spread of its tokens over experts, differentiable.
+"""Routing statistics of a mixture of experts for one packed row: how the row's tokens are spread over the experts.
 
-A prompt that a row holds once counts once per completion, as if each sequence had a row of its own.
+A prompt that a packed row contains once counts once per completion, as if each sequence had a separate row.
 """
 
 from __future__ import annotations
@@ -19,32 +19,30 @@ from ...policy.sending import to_device_async
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Sums over a row's tokens. L layers have E experts each."""
+    """Routing statistics of a packed row, as sums over its tokens. L layers have E experts each."""
 
-    tokens: torch.Tensor  # (), number of tokens of all sequences
-    loads: torch.Tensor  # (L, E), number of tokens that each expert got
-    probabilities: torch.Tensor  # (E,), sum of the routers' probabilities over tokens and layers; differentiable
-    entropy: torch.Tensor  # (), sum of the routers' entropies over tokens and layers, nats
+    tokens: torch.Tensor  # Number of tokens of all sequences, ().
+    loads: torch.Tensor  # Number of tokens that each expert got, (L, E).
+    probabilities: torch.Tensor  # Sum of the routers' probabilities over tokens and layers, (E,). Has a gradient.
+    entropy: torch.Tensor  # Sum of the routers' entropies over tokens and layers in nats, ().
 
     @property
     def balance_loss(self) -> torch.Tensor:
-        """Load-balancing loss: E times the sum over experts of (share of tokens) times (mean probability).
-
-        All layers are pooled. An even spread with K experts per token gives K. Switch Transformer, arXiv 2101.03961,
-        equations 4 to 6, as in transformers' `load_balancing_loss_func`. Differentiable in the probabilities.
-        """
+        """Load-balancing loss: E times the sum over experts of (fraction of tokens) times (mean probability). All
+        layers are pooled. An even spread with K experts per token gives K. From Switch Transformer, arXiv 2101.03961,
+        equations 4 to 6, as in transformers' `load_balancing_loss_func`. Only the probabilities have a gradient."""
         rows = self._rows
         return self.loads.shape[1] * (self.loads.sum(0) / rows * self.probabilities / rows).sum()
 
     @property
     def largest_load(self) -> torch.Tensor:
-        """Largest load of a layer's experts divided by their mean load, averaged over layers, (); 1: even."""
+        """Largest load of an expert in a layer divided by the mean load, averaged over layers, (). 1 means even."""
         loads = self.loads
         return (loads.amax(1) / loads.mean(1).clamp(min=torch.finfo(loads.dtype).tiny)).mean()
 
     @property
     def mean_entropy(self) -> torch.Tensor:
-        """Mean entropy of a token in a layer, (), nats."""
+        """Mean entropy of a router's distribution over the experts of a layer, per token, in nats, ()."""
         return self.entropy / self._rows
 
     @property
@@ -55,12 +53,9 @@ class Routing:
 def routing_of(
     router_logits: Sequence[torch.Tensor], chosen: int, micro_batch: MicroBatch, part: RowPart | None = None
 ) -> Routing:
-    """Compute the statistics from each layer's ``router_logits`` (T, E) in the packed row's order.
-
-    Args:
-        chosen: number of experts per token.
-        part: this rank's part of the row, if the logits are only of that part's tokens.
-    """
+    """Compute a packed row's routing statistics from each layer's ``router_logits`` (T, E), in the row's token order.
+    ``chosen`` is the number of experts per token. ``part`` is this rank's part of the row, if the logits are of this
+    rank's tokens only (sequence parallelism)."""
     weights = token_weights(micro_batch)
     weights = weights if part is None else part.own_weights(weights)
     loads, probabilities, entropy = [], [], []
@@ -77,11 +72,11 @@ def routing_of(
 
 
 def token_weights(micro_batch: MicroBatch) -> torch.Tensor:
-    """Return (T,) float32, the number of the row's sequences that contain each token; 0 for dummies."""
+    """Return for each token the number of the row's sequences that contain it, (T,) float32. 0 for dummy rows."""
     layout = micro_batch.layout
     counts = [0] * len(layout.lengths)
     within = {segment for seen in layout.attends_to for segment in seen}
-    if any(identity.position != NOBODY for identity in micro_batch.rollouts):  # dummies are whole rows
+    if any(identity.position != NOBODY for identity in micro_batch.rollouts):  # A dummy row has no real rollout.
         for end in set(range(len(counts))) - within:
             for segment in (*layout.attends_to[end], end):
                 counts[segment] += 1

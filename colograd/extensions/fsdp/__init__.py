@@ -1,4 +1,4 @@
-"""FSDP2: weights that ranks cut by rows, and gather block by block."""
+"""FSDP2 (`sharding: fsdp`): each rank has some rows of every weight, and gathers whole weights block by block."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "gathered_weights": "gathered:gathered_weights",

@@ -1,4 +1,7 @@
-"""The blocks of a model: `fully_shard` gathers a block's weights, and reduces its gradients, in one exchange each."""
+"""Blocks of a model for FSDP2: an embedding, a layer, a head, or the model with its remaining parameters.
+
+`fully_shard` gathers a block's weights in one exchange, and reduces a block's gradients in one exchange.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ from ...sharding.buckets import reduce_scatter
 
 class Exchange(NamedTuple):
     block: FSDPModule
-    summed: int = 0  # number of gradient elements that are summed; 0: the exchange gathers weights
+    summed: int = 0  # Number of gradient elements in a reduce-scatter. 0 means an all-gather of weights.
 
     def answer(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Take part in the exchange after a failure: with this rank's weights, or with zeros as gradients."""
+        """Take part in the exchange on a rank that has failed, because other ranks wait. Send zeros as gradients."""
         if not self.summed:
             self.block.unshard()
             self.block.reshard()
@@ -37,11 +40,11 @@ class Exchange(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    root: Any  # the model itself, with the parameters outside of all other blocks
+    root: Any  # The whole model as a block, for the parameters outside the other blocks.
     decoder: list[Any]
-    embedding: list[Any]  # the input embedding; empty if it is tied to the head, which is then part of the root
+    embedding: list[Any]  # The input embedding. Empty for a tied embedding, which belongs to the root block.
     head: list[Any]
-    tower: list[Any]  # layers of the vision tower
+    tower: list[Any]  # Layers of the vision tower.
 
     @property
     def layers(self) -> list[Any]:
@@ -51,13 +54,12 @@ class Blocks(NamedTuple):
         return [self.root, *self.embedding, *self.layers, *self.head]
 
     def backward(self, sizes: Mapping[Any, int], reshard: bool) -> Iterator[Exchange]:
-        """Yield the exchanges of a backward. A block's weights are gathered one block ahead.
-
-        Root and embedding come last, as their input has no gradient. A frozen tower has no exchange.
+        """Yield the exchanges of a backward in order. A block's weights are gathered one block ahead. Root and
+        embedding come last, because their inputs have no gradient. A frozen tower has no exchange.
 
         Args:
             sizes: number of gradient elements of each block.
-            reshard: blocks free their weights after the forward, so that the backward gathers them again.
+            reshard: whether blocks free their weights after the forward, so that the backward gathers them again.
         """
         layers = [*reversed(self.decoder), *(block for block in reversed(self.tower) if sizes[block])]
         gathers = [Exchange(block) for block in layers if reshard]
@@ -72,7 +74,7 @@ class Blocks(NamedTuple):
 @dataclass(eq=False, slots=True)
 class _Comm:
     block: FSDPModule
-    strategy: Any  # a `FullySharded`, which is called at each exchange
+    strategy: Any  # The `FullySharded` strategy. Its `on_gather` or `on_reduce` is called at each exchange.
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -105,11 +107,13 @@ def cut(
     reshard: bool = True,
     offload: bool = False,
 ) -> Blocks:
-    """Cut the parameters by rows, in place, and move each rank's rows to ``device``. See `FullySharded`.
+    """Apply `fully_shard` to a model in place, block by block, and move this rank's rows to ``device``.
 
     Args:
-        strategy: is called at each exchange.
-        gradients: the dtype of gradient sums.
+        strategy: the `FullySharded` strategy, which is called at each exchange.
+        gradients: dtype of gradient sums.
+        reshard: whether layers free their whole weights after a forward.
+        offload: whether this rank's rows are in page-locked host memory.
     """
     tower: Any = tower_layers(model)
     decoder: Any = decoder_layers(model.get_decoder() if tower else model)
@@ -124,7 +128,7 @@ def cut(
     def shard(module: Any, reshard_after_forward: bool) -> Any:
         fully_shard(module, reshard_after_forward=reshard_after_forward, **rule)
         group = module._get_fsdp_state()._fsdp_param_group
-        # The rows go to page-locked host memory, whose sizes torch would round up to powers of two.
+        # Rows go to memory of `host_empty`, because torch would round sizes of page-locked memory up to powers of two.
         for parameter in group.fsdp_params if offload and group is not None else ():
             watchdog.progress()
             padded, rows = parameter._sharded_param_data, parameter.sharded_param._local_tensor
@@ -138,25 +142,26 @@ def cut(
     if not any(parameter.requires_grad for module in blocks.tower for parameter in module.parameters()):
         keep_gradients_out(blocks.tower)
         for module in blocks.tower:
-            module.set_unshard_in_backward(False)  # else its last layer is gathered with the decoder's first
+            module.set_unshard_in_backward(False)  # A frozen tower has no backward that needs its weights.
     for module in blocks.embedding:
         shard(module, True).set_unshard_in_backward(False)
-    # The backwards of head and root follow their forwards at once, so freeing their weights in between gains nothing.
+    # Freeing the weights of head and root after a forward gains nothing, because their backward follows at once.
     for module in (*blocks.head, model):
         shard(module, False)
     for block in blocks.all():
-        block.set_gradient_divide_factor(1.0)  # a sum: losses are divided by the whole step's denominator
+        block.set_gradient_divide_factor(1.0)  # Gradients are summed, because losses have the whole step's denominator.
         block.set_force_sum_reduction_for_comms(True)
         has_dtype = all(parameter.dtype == gradients for parameter in block.parameters())
         if has_dtype and hasattr(block, "set_reduce_scatter_unused_params"):
-            block.set_reduce_scatter_unused_params(True)  # torch creates its zeros in the parameter's dtype
+            # torch makes the zeros for unused parameters in the parameters' dtype, which must be that of the sums.
+            block.set_reduce_scatter_unused_params(True)
         block.set_custom_all_gather(_Gather(block, strategy))
         block.set_custom_reduce_scatter(_Reduce(block, strategy))
     return blocks
 
 
 def whole_parameters(block: Any) -> list[torch.nn.Parameter]:
-    """Return the whole parameters that get gradients in each pass. Between passes they have no memory. A collective."""
+    """Return a block's unsharded parameters. Only a forward and backward give them memory. A collective."""
     block.unshard()
     whole = [parameter for parameter in block.parameters() if not isinstance(parameter, DTensor)]
     block.reshard()
@@ -164,7 +169,7 @@ def whole_parameters(block: Any) -> list[torch.nn.Parameter]:
 
 
 def ends(model: Any) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
-    """Return the input embedding and the head, as one block each; no blocks if they are one tensor."""
+    """Return a list with the input embedding and a list with the head. Both are empty if the two share a tensor."""
     if not hasattr(model, "get_input_embeddings"):
         return [], []
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -174,15 +179,15 @@ def ends(model: Any) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
 
 
 def check_blocks(model: torch.nn.Module, decoder: Sequence[torch.nn.Module]) -> None:
-    """Check that `fully_shard` can cut the model. Its own errors come later, or on some ranks only."""
+    """Raise a ValueError if `fully_shard` can't shard the model. Its own errors come later, or on some ranks only."""
     remedy = "Set sharding: gradients, which cuts only gradients and optimizer state."
     for name, parameter in model.named_parameters():
         if not parameter.dim():
-            raise ValueError(f"sharding is 'fsdp', but {name} is a single number and has no rows to cut. {remedy}")
+            raise ValueError(f"With fsdp, {name} is a single number and has no rows to cut. {remedy}")
     for block in decoder:
         dtypes = {str(p.dtype).removeprefix("torch.") for p in block.parameters() if p.requires_grad}
         if len(dtypes) > 1:
             raise ValueError(
-                f"sharding is 'fsdp', but a {type(block).__name__} has parameters in {' and '.join(sorted(dtypes))}. "
-                f"Their gradients can't be summed in one exchange. {remedy}"
+                f"A {type(block).__name__} mixes the dtypes {' and '.join(sorted(dtypes))}, but sharding: fsdp sums "
+                f"the gradients of a block in one exchange, with one dtype. {remedy}"
             )

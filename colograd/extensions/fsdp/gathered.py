@@ -1,7 +1,7 @@
-"""`gathered`: each rank has some rows of the policy. A publish copies all rows, a few at a time, into each engine.
+"""Weight sync `gathered` of an FSDP policy: a publish gathers rows of all ranks, a few at a time, into each engine.
 
-Rows are cast before the exchange and go directly to their places. So no block of the policy is whole next to the
-engine.
+Rows are cast to the engine's dtype before the all-gather, and are copied straight into the engine's tensors. So no
+whole block of the policy is in memory in addition to the engine's weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .rows import ELEMENTS, Rows, cuts_of, gathered
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a parameter in this rank's part of the engine. The fields are those of `Slice`."""
+    """Where a parameter is written in this rank's engine. The fields have the meaning of the fields of `Slice`."""
 
     destination: torch.Tensor
     cut: tuple[slice, ...]
@@ -29,7 +29,8 @@ class Place:
     rows: torch.Tensor | None = None
 
     def of(self, rows: Rows) -> tuple[slice | torch.Tensor, torch.Tensor] | None:
-        """Return the indices and values of the rows that belong to this place; None if there are none."""
+        """Return indices in ``destination`` and the values to write there, from ``rows``. None: no row belongs
+        there."""
         if self.rows is not None:
             indices = ((self.rows >= rows.first) & (self.rows < rows.first + len(rows.values))).nonzero()[:, 0]
             return indices, rows.values[self.rows[indices] - rows.first]
@@ -43,11 +44,11 @@ class Place:
 
 
 class GatheredWeights(PlannedSync):
-    """Publishes a policy that is cut by rows, or will be. Its rows may move between publishes."""
+    """Weight sync of a policy that FSDP shards by rows. The rows' memory may change between publishes."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice]) -> None:
         super().__init__(policy, engine)
-        # `Place` has no source: that is the whole parameter, and must be freed.
+        # A `Place`, unlike a `Slice`, has no reference to the whole parameter, so that its memory can be freed.
         self.places: dict[str, list[Place]] = {}
         for part in slices:
             self.places.setdefault(part.name, []).append(Place(part.destination, part.cut, part.through, part.rows))
@@ -68,14 +69,14 @@ class GatheredWeights(PlannedSync):
         return self.nbytes
 
     def differing(self) -> list[str]:
-        """See `WeightSync.differing`. A collective."""
+        """Return the names of parameters that differ from the engine's weights. A collective."""
         differences: dict[str, bool] = {}
         for name, destination, where, values in self._rows():
             differences[name] = differences.get(name, False) or not torch.equal(destination[where], values)
         return [name for name, differs in differences.items() if differs]
 
     def _rows(self) -> Iterator[tuple[str, torch.Tensor, slice | torch.Tensor, torch.Tensor]]:
-        """Yield rows of all parameters: name, engine tensor, indices in it, and values in the engine's dtype."""
+        """Yield rows of all parameters: parameter name, engine tensor, indices in the tensor, values in its dtype."""
         device = next(iter(self.places.values()))[0].destination.device
         cuts = cuts_of(self._policy)
         for rows in gathered(cuts, device, lambda name: self.places[name][0].destination.dtype):
@@ -88,10 +89,10 @@ class GatheredWeights(PlannedSync):
 
 
 def gathered_weights(pairing: Pairing) -> GatheredWeights:
-    """Create `GatheredWeights`. Until the policy is cut it is in the engine's memory if possible, so that the device
-    never has two copies."""
+    """Create `GatheredWeights`. If possible the policy shares the engine's memory until FSDP shards the policy, so that
+    the device never has two copies."""
     if not any(shared.obstacle(part) for part in pairing.slices):
         shared.bind(pairing.slices)
-        move(pairing.policy, pairing.device)  # its buffers
+        move(pairing.policy, pairing.device)  # Parameters are in place, so only buffers move.
     proof.check_read(pairing.slices, pairing.policy, pairing.engine, tower_prompt=pairing.tower_prompt)
     return GatheredWeights(pairing.policy, pairing.engine, pairing.slices)

@@ -1,4 +1,4 @@
-"""Parameters that are cut by rows, and an all-gather of their rows with a limit on memory."""
+"""Parameters that FSDP2 shards by rows, and an all-gather of the rows with a limit on memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...parallel.gradients import in_buckets
 from ...parallel.ranks import rank, world_size
 from ...parallel.shards import all_gather
 
-# Most elements that are gathered at once, unless one row per rank has more. A decoder block has more.
+# Largest number of elements in one all-gather, except that each rank sends at least one row. A decoder layer has more.
 ELEMENTS = 2**24
 
 
@@ -24,18 +24,18 @@ class Rows(NamedTuple):
     """Consecutive rows of a parameter."""
 
     name: str
-    first: int  # index of the first row
-    values: torch.Tensor  # [rows, ...]
-    total: int  # number of rows of the parameter
+    first: int  # Index of the first row.
+    values: torch.Tensor  # Values of the rows, [rows, ...].
+    total: int  # Number of rows of the whole parameter.
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A parameter cut by rows: each rank has ``share`` rows, but the last ranks may have fewer, or none."""
+    """A parameter that FSDP shards by rows. Each rank has ``share`` rows, except that the last ranks may have fewer."""
 
     name: str
-    local: torch.Tensor  # [rows of this rank, ...]
-    shape: torch.Size  # of the whole parameter
+    local: torch.Tensor  # This rank's rows, [rows, ...].
+    shape: torch.Size  # Shape of the whole parameter.
 
     @property
     def share(self) -> int:
@@ -44,11 +44,11 @@ class Cut:
 
     @property
     def row(self) -> int:
-        """Number of elements of a row."""
+        """Number of elements in one row of the parameter."""
         return self.shape[1:].numel()
 
     def rows_of(self, owner: int) -> range:
-        """Return the rows of a rank."""
+        """Return the range of rows that rank ``owner`` has."""
         return range(min(owner * self.share, self.shape[0]), min((owner + 1) * self.share, self.shape[0]))
 
     @property
@@ -58,10 +58,10 @@ class Cut:
 
 
 def cuts_of(model: torch.nn.Module) -> list[Cut]:
-    """Return the model's parameters as this rank holds them between two steps. Tied parameters count once."""
+    """Return a `Cut` with this rank's rows for each parameter of a sharded model. Tied parameters count once."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # an interrupted pass may have left whole weights
+            module.reshard()  # Free whole weights that an interrupted forward or backward has left.
     cuts = []
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor) and parameter.placements == (Shard(0),), f"{name} isn't cut by rows"
@@ -76,16 +76,16 @@ def gathered(
     dtype_of: Callable[[str], torch.dtype] | None = None,
     elements: int = ELEMENTS,
 ) -> Iterator[Rows]:
-    """Yield all rows of all parameters, on every rank. A collective. Each `Rows` is valid until the next one.
+    """Yield all rows of all parameters, on every rank. A collective. A `Rows` is valid until the next one is yielded.
 
     Args:
-        cuts: the parameters.
-        device: the device of the collectives and of the yielded rows.
-        dtype_of: returns the dtype to which a parameter of this name is cast before the exchange; None: its own.
-        elements: most elements that are gathered at once.
+        cuts: the parameters with this rank's rows.
+        device: device of the collectives and of the yielded rows.
+        dtype_of: function from a parameter's name to the dtype of its yielded rows. None keeps the parameter's dtype.
+        elements: largest number of elements in one all-gather.
     """
     pieces = []
-    for cut in cuts:  # ranges of the rows of a rank's share, small enough that all ranks may send one at once
+    for cut in cuts:  # Divide a rank's rows into ranges that are small enough for all ranks to send one at once.
         step = max(1, elements // (cut.row * world_size()))
         pieces += [(cut, range(first, min(first + step, cut.share))) for first in range(0, cut.share, step)]
 
@@ -108,7 +108,7 @@ def _exchange(bucket: Sequence[tuple[Cut, range]], dtype: torch.dtype, device: t
     watchdog.progress()
     for owner, part in enumerate(received.split(len(sent))):
         for (cut, rows), values in zip(bucket, part.split(sizes), strict=True):
-            actual = cut.rows_of(owner)[rows.start : rows.stop]  # without padding
+            actual = cut.rows_of(owner)[rows.start : rows.stop]  # Indices of the owner's rows, without padding.
             if actual:
                 shape = (len(actual), *cut.shape[1:])
                 yield Rows(cut.name, actual.start, values[: cut.row * len(actual)].view(shape), cut.shape[0])

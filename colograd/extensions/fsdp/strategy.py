@@ -1,8 +1,8 @@
-"""FSDP2 (`fully_shard`): the policy's weights are cut as well. Each pass gathers them block by block.
+"""FSDP2 (`fully_shard`): ranks shard the policy's weights, gradients and optimizer state by rows.
 
-As in the other strategies, gradients add up in their own precision. The optimizer updates this rank's rows, plain
-tensors in the memory that torch gathers from. Because ranks exchange inside a forward, a rank that fails still takes
-part in the exchanges that the others wait for; then all ranks fail.
+Each forward and backward gathers the weights block by block. Gradients add up in their own precision, such as float32.
+The optimizer updates plain tensors: this rank's rows, in the memory that torch gathers from. Ranks exchange weights
+inside a forward. So a rank that fails still takes part in the exchanges that other ranks wait for. Then all ranks fail.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 class FullySharded(SharedParts):
-    """A strategy that divides weights, gradients and optimizer state by rows of each parameter.
+    """Sharding strategy `fsdp`: each rank has some rows of every parameter, with their gradients and optimizer state.
 
     Args:
-        model: the whole model, on any device. It is cut in place, one block after the other.
-        device: the device that computes; default: the model's device.
-        reshard: free a block's weights after its forward, and gather them again for its backward.
-        offload: keep each rank's rows in page-locked host memory. On a CPU this has no effect.
+        model: the whole model, on any device. It is sharded in place, block by block.
+        device: device that computes. None means the model's device.
+        reshard: whether a block's weights are freed after its forward, and gathered again for its backward.
+        offload: whether each rank's rows are in page-locked host memory. On a CPU `offload` has no effect.
     """
 
     name = "fsdp"
@@ -49,32 +49,33 @@ class FullySharded(SharedParts):
         super().__init__(model)
         self._device = device or next(model.parameters()).device
         self._reshard, self._offload = reshard, offload and self._device.type != "cpu"
-        # The dtype of gradient sums is the widest gradient dtype of a trained parameter.
+        # Gradients are summed in the widest gradient dtype of a trained parameter.
         dtypes = {getattr(p, "grad_dtype", None) or p.dtype for p in model.parameters() if p.requires_grad}
         self._gradients = max(dtypes, key=lambda dtype: dtype.itemsize)
-        self._exchanges: list[Exchange] = []  # exchanges of the present pass so far
-        self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}  # exchanges of a complete pass
-        self._entered: dict[Any, None] = {}  # models in which a pass has begun; `discard` resets them
-        self._began = False  # whether a forward or backward has begun since `agree` was entered
-        # This rank's rows of a block's summed gradients, and how many elements the parameters' hooks have read.
+        self._exchanges: list[Exchange] = []  # Exchanges of the running pass (a forward or backward) so far.
+        self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}  # Exchanges of a complete pass.
+        self._entered: dict[Any, None] = {}  # Models that have begun a forward. `discard` resets these models.
+        self._began = False  # Whether a forward or backward has begun since `agree` was entered.
+        # `_summed` has this rank's rows of one block's summed gradients. `_offset` counts the elements that parameters'
+        # hooks have read from `_summed`.
         self._summed, self._offset = torch.empty(0), 0
         self.blocks = self._cut(model, self._reshard)
         self._whole = [p for block in self.blocks.all() for p in whole_parameters(block) if p.requires_grad]
         for parameter in self._whole:
             if hasattr(parameter, "grad_dtype"):
-                parameter.grad_dtype = self._gradients  # a tied embedding has two gradients in one backward
+                parameter.grad_dtype = self._gradients  # A tied embedding adds up two gradients in one backward.
         self.cuts = cuts_of(model)
         self._pieces: dict[str, Owned] = {}
-        # The root, which contains all parameters, comes first, so that the other blocks overwrite it.
+        # The root block contains all parameters. It comes first, so that the other blocks overwrite it as the owner.
         owner = {id(p): block for block in self.blocks.all() for p in block.parameters()}
-        self._sizes: dict[Any, int] = dict.fromkeys(self.blocks.all(), 0)  # gradient elements, padded to equal shares
+        self._sizes: dict[Any, int] = dict.fromkeys(self.blocks.all(), 0)  # Gradient elements per block, with padding.
         for one in self.cuts:
             parameter = model.get_parameter(one.name)
             if parameter.requires_grad:
                 self._register(one, parameter)
                 self._sizes[owner[id(parameter)]] += one.share * one.row * self.parts
         self._pattern[model, BACKWARD] = list(self.blocks.backward(self._sizes, self._reshard))
-        self.traffic.take()  # the traffic of the setup counts for no step
+        self.traffic.take()  # Reset the counter, so that the first step doesn't count the setup's traffic.
 
     @classmethod
     def for_run(cls, model: torch.nn.Module, config: GRPOConfig) -> FullySharded:
@@ -108,7 +109,7 @@ class FullySharded(SharedParts):
                 del model.around_forward, model.tower_in_each_forward
 
     def _register(self, one: Cut, parameter: torch.nn.Parameter) -> None:
-        """Create the optimizer's view of this rank's rows, and a hook that sets its gradient from torch's sums."""
+        """Create an optimizer parameter that shares memory with this rank's rows, and a hook that sets its gradient."""
         if one.local.numel():
             part = torch.nn.Parameter(one.local.view(-1))
             if part.dtype != self._gradients:
@@ -116,8 +117,8 @@ class FullySharded(SharedParts):
             self._pieces[one.name] = Owned(one.name, part, one.start, one.start + part.numel())
 
         def take(parameter: torch.Tensor) -> None:
-            """Move the parameter's rows from the block's summed gradients to the optimizer's view."""
-            parameter.grad = None  # torch has rounded it to the parameter's dtype
+            """Add this rank's rows of the block's summed gradients to the gradient of the optimizer's parameter."""
+            parameter.grad = None  # torch has rounded this gradient to the parameter's dtype.
             first, self._offset = self._offset, self._offset + one.share * one.row
             piece = self._pieces.get(one.name)
             if piece is not None:
@@ -133,7 +134,7 @@ class FullySharded(SharedParts):
     def on_reduce(self, block: FSDPModule, whole: torch.Tensor) -> None:
         if whole.numel() != self._sizes[block]:
             raise RuntimeError(
-                f"The gradients of a {type(block).__name__.removeprefix('FSDP')} have {whole.numel():,} elements, not "
+                f"Gradients of a {type(block).__name__.removeprefix('FSDP')} have {whole.numel():,} elements, not "
                 f"{self._sizes[block]:,}: the loss doesn't depend on one of its parameters. Freeze parameters that "
                 "have no effect (requires_grad_(False)), or set sharding: gradients."
             )
@@ -150,23 +151,23 @@ class FullySharded(SharedParts):
             try:
                 yield
             except Exception as error:
-                if not self._began:  # take part in the other ranks' forward: they fail at its end
+                if not self._began:  # Take part in the other ranks' forward. All ranks fail at the forward's end.
                     with contextlib.suppress(Exception), self._forward(self.blocks):
                         raise error
                 raise
 
     @contextmanager
     def _forward(self, blocks: Blocks) -> Iterator[None]:
-        """Run a forward of a cut model so that it fails on all ranks or on none."""
+        """Context of a sharded model's forward: the forward fails on all ranks or on none."""
         self._began = True
         with on_all_ranks("the forward"), self._answering(blocks.root, FORWARD):
             yield
-        if not torch.is_grad_enabled():  # free the gathered weights: no backward will, and the next step changes them
+        if not torch.is_grad_enabled():  # No backward follows that frees the gathered weights, so free them now.
             for block in blocks.all():
                 block.reshard()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward. If it fails on this rank, the rank still answers the others' exchanges. A collective."""
+        """Run the backward. If it fails on this rank, the rank still takes part in all exchanges. A collective."""
         self._began = True
         with self._answering(self.model, BACKWARD):
             try:
@@ -177,14 +178,14 @@ class FullySharded(SharedParts):
 
     @contextmanager
     def _answering(self, model: torch.nn.Module, kind: str) -> Iterator[None]:
-        """Record the exchanges of a pass. If it fails, answer the exchanges that a complete pass has after them."""
+        """Record the exchanges of a forward or backward. After a failure take part in its remaining exchanges."""
         self._exchanges.clear()
         try:
             yield
         except Exception as error:
             if self._exchanges:
                 self._entered[model] = None
-            traceback.clear_frames(error.__traceback__)  # frees activations: the exchanges need the memory
+            traceback.clear_frames(error.__traceback__)  # Free activations, because the exchanges need memory.
             for exchange in self._pattern[model, kind][len(self._exchanges) :]:
                 exchange.answer(self._device, self._gradients)
             raise
@@ -192,7 +193,7 @@ class FullySharded(SharedParts):
         self._entered[model] = None
 
     def sum_gradients(self) -> None:
-        """Set gradients that no backward computed to zeros. The backwards have already summed the others over ranks."""
+        """Set missing gradients to zeros. All other gradients were already summed over the ranks in the backwards."""
         for piece in self._pieces.values():
             if piece.part.grad is None:
                 piece.part.grad = torch.zeros_like(piece.part, dtype=self._gradients)
@@ -210,13 +211,13 @@ class FullySharded(SharedParts):
         for parameter in self._whole:
             parameter.grad = None
         for model in self._entered:
-            model.reset_iter_state()  # undoes the start of the failed pass
+            model.reset_iter_state()  # Undo the start of the failed forward or backward.
 
     def owned(self) -> Sequence[Owned]:
         return list(self._pieces.values())
 
     def gather_weights(self) -> None:
-        """Do nothing: each pass gathers the weights."""
+        """Do nothing, because each forward and backward gathers the weights that it needs."""
 
     @telling("saving")
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Models whose layers have a recurrent state, such as Qwen3.5 and Granite 4."""
+"""Models with recurrent layers in addition to attention (hybrids), such as Qwen3.5 and Granite 4."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "model_feature": "recurrent:Hybrids",

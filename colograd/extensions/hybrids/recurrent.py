@@ -1,10 +1,10 @@
-"""Layers that carry a state along a sequence (Gated DeltaNet, Mamba-2, short convolutions) over a `SegmentLayout`.
+"""Layers with a recurrent state (Gated DeltaNet, Mamba-2, short convolutions) on packed rows.
 
 Each completion starts from the state at its prompt's end, and gradients flow through this state into the prompt.
 
-The layers run transformers' own code and kernels. A layer continues from a cache, whose tensors are never changed in
-place. A prompt runs alone. Completions run together from their prompts' states, padded on the right. If ranks divide a
-row's tokens, each rank computes all tokens for a part of the heads (`row_part.mix`).
+The layers run transformers' own code and kernels. A layer takes its starting state from a cache object, and the cache's
+tensors are never changed in place. A prompt runs without other sequences. Completions run as a right-padded batch that
+starts from their prompts' states. With sequence parallelism each rank computes all tokens for some of the heads.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ from ...policy.sending import to_device_async
 from ...policy.supported import ModelFeature
 from ...runtime import registry
 
-# Possible names of a mixer's cache argument; the first one since transformers 5.24.
+# Possible names of a recurrent layer's cache argument in transformers. It is `cache` since transformers 5.24.
 CACHES = ("cache", "cache_params", "past_key_values")
 WITH_A_STATE = frozenset({"attention", "conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"})
-SHORTEST = 0.75  # minimum length of a run as a fraction of its batch's longest: at most a quarter is padding
+SHORTEST = 0.75  # Minimum length of a batch's sequences relative to the longest, so at most a quarter is padding.
 
 
 class Hybrids(ModelFeature):
     def why_rows_stay_whole(self, model: Any) -> str:
-        shares_out = registry.hooks("shares_out_mixer")  # functions of a mixer
+        shares_out = registry.hooks("shares_out_mixer")  # Functions of a recurrent layer: can ranks divide its heads?
         stay = {type(mixer).__name__ for mixer in mixers_of(model) if not any(can(mixer) for can in shares_out)}
         reason = f"has layers of {', '.join(sorted(stay))}, whose state goes from token to token"
         return f"{type(model).__name__} {reason}" if stay else ""
 
 
 def make_segmented(model: torch.nn.Module) -> None:
-    """Let the model's layers with a state take packed rows; other calls of these layers don't change."""
+    """Let the model's recurrent layers take packed rows, if called with a ``layout``. Other calls don't change."""
     for layer in decoder_layers(model):
         if (mixers := [*mixers_of(layer)]) and not any("forward" in mixer.__dict__ for mixer in mixers):
             for mixer in mixers:
                 kind: Any = type(mixer)
                 mixer.layout = mixer.row_part = None
-                # A bound method: a copy of the mixer gets one that is bound to it.
+                # Set a bound method, because a copy of the layer then gets a method that is bound to the copy.
                 mixer.forward = MethodType(functools.partial(_forward, kind.forward, _cache_name(kind)), mixer)
             layer.register_forward_pre_hook(functools.partial(_hand_out, mixers), with_kwargs=True)
 
 
 def keep_uncompiled(model: torch.nn.Module) -> None:
-    """Exclude the mixers from compilation: each layout would make another long graph. Call before compiling layers."""
+    """Exclude recurrent layers from compiling, which would make a long graph per row layout. Call before compiling."""
     for mixer in mixers_of(model):
         mixer.forward = MethodType(torch.compiler.disable(mixer.forward.__func__), mixer)
 
 
 def mixers_of(module: torch.nn.Module) -> Iterator[Any]:
-    """Yield the submodules that mix tokens by a causal convolution and usually a state, without attention."""
+    """Yield the recurrent submodules: modules with a causal convolution and a cache argument that aren't attention."""
     for part in module.modules():
         kind: Any = type(part)
         if any(isinstance(child, torch.nn.Conv1d) for child in part.children()) and _cache_name(kind):
@@ -67,25 +67,26 @@ def mixers_of(module: torch.nn.Module) -> Iterator[Any]:
 
 @functools.cache
 def _cache_name(kind: Any) -> str:
-    """Return the name of a mixer's cache argument; empty: it takes no cache, or is an attention."""
+    """Return the name of a layer class's cache argument. Empty: the class takes no cache, or is an attention layer."""
     names = inspect.signature(kind.forward).parameters
     return "" if "position_embeddings" in names else next((name for name in CACHES if name in names), "")
 
 
 def _hand_out(mixers: list[Any], layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Pass the row's layout and this rank's part to a layer's mixers, also when a checkpoint recomputes the layer."""
+    """Pre-forward hook of a decoder layer: pass a row's layout and this rank's part of the heads to its recurrent
+    submodules. Before transformers 5.23 the hook also runs when gradient checkpointing recomputes the layer."""
     for mixer in mixers:
         mixer.layout, mixer.row_part = kwargs.get("layout"), kwargs.get("row_part")
 
 
 def _forward(own: Any, cache: str, mixer: Any, /, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    # Since transformers 5.23 a checkpoint recomputes a layer without `_hand_out`, but passes the kwargs down to here.
+    # Since transformers 5.23 gradient checkpointing recomputes a layer with its kwargs, but without hook `_hand_out`.
     layout, row_part = kwargs.pop("layout", mixer.layout), kwargs.pop("row_part", mixer.row_part)
     if layout is None:
         return own(mixer, hidden_states, *args, **kwargs)
 
     def run(mixer: Any, inputs: torch.Tensor) -> torch.Tensor:
-        """Run the mixer's own forward over all tokens of the row, (1, T, C)."""
+        """Run the recurrent layer's original forward over all tokens of a packed row, (1, T, C)."""
         plan, states, outputs = _plan(layout, inputs.device), dict[int, _States](), []
         for batch in plan.batches:
             tokens = inputs[0].index_select(0, batch.tokens).unflatten(0, (len(batch.segments), -1))
@@ -99,14 +100,14 @@ def _forward(own: Any, cache: str, mixer: Any, /, hidden_states: torch.Tensor, *
 
 
 class _States:
-    """States of a layer for B sequences, with the interface of transformers' caches."""
+    """Convolution and recurrent states of one layer for B sequences, with the interface of transformers' caches."""
 
-    record_past = True  # if False, a mixer would change the convolution's inputs in place
+    record_past = True  # With False a layer would change the convolution's inputs in place.
 
     def __init__(self, parents: list[_States]) -> None:
-        """Make the states of sequences that continue from ``parents``, one each; empty: sequences at their start."""
+        """Concatenate the states of ``parents``, one per sequence. Empty ``parents``: the sequences have no past."""
         self.continues = bool(parents)
-        self.conv_states: dict[int, torch.Tensor] = {}  # (B, channels, K), last inputs of the convolution
+        self.conv_states: dict[int, torch.Tensor] = {}  # The last K inputs of each convolution, (B, channels, K).
         self.recurrent_states: dict[int, torch.Tensor] = {}
         for name in ("conv_states", "recurrent_states") if parents else ():
             kept = [getattr(parent, name) for parent in parents]
@@ -134,7 +135,8 @@ class _States:
     def update_conv_state(
         self, inputs: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> torch.Tensor:
-        """Save the convolution's last inputs, and return all of its inputs (B, channels, at least K)."""
+        """Append inputs (B, channels, tokens) to a convolution's saved inputs, and save the last K inputs. Return all
+        inputs, with zeros in front if there are fewer than K."""
         kernel = conv_kernel_size or inputs.shape[-1]
         if self.continues:
             inputs = torch.cat([self.conv_states[state_idx], inputs], dim=-1)
@@ -148,31 +150,33 @@ class _States:
 
 
 class _Run(NamedTuple):
-    """Segments that go through a mixer one after the other, from the state at another run's end."""
+    """Segments of a packed row that go through a recurrent layer as one sequence, e.g. a prompt, or a completion."""
 
-    segments: tuple[int, ...]  # indices of the segments; only the last one's outputs are used
-    parent: int  # segment with the starting state; -1: no state
-    length: int  # tokens
+    segments: tuple[int, ...]  # Indices of the segments in the row. Only the outputs of the last segment are used.
+    parent: int  # Index of the segment that ends with the starting state. -1 means no starting state.
+    length: int  # Number of tokens of all segments.
 
 
 class _Batch(NamedTuple):
-    """Runs that go through a mixer together. A run with children is alone: padding would change its end state."""
+    """Sequences (`_Run`) that go through a recurrent layer as one batch of B, padded to L tokens. A prompt with
+    completions is a batch of one, because padding would change the state at the prompt's end."""
 
-    segments: tuple[int, ...]  # last segment of each run
-    parents: tuple[int, ...]  # parent segment of each run; empty: no run has one
-    is_parent: bool  # whether other runs continue from this one
-    tokens: torch.Tensor  # (B * L,) index of each token in the row; arbitrary for padding
+    segments: tuple[int, ...]  # Index of the last segment of each sequence.
+    parents: tuple[int, ...]  # Index of the parent segment of each sequence. Empty if no sequence has a parent.
+    is_parent: bool  # Whether sequences of later batches continue from the state at this batch's end.
+    tokens: torch.Tensor  # Index in the packed row of each token of the batch, (B * L,). Padding has any index.
 
 
 class _Plan:
-    """Batches of a layout, parents before their children, and the place of each token in the batches' outputs."""
+    """The batches that a recurrent layer computes for a packed row, prompts before their completions. ``places`` has
+    each token's index in the concatenated outputs of the batches."""
 
     def __init__(self, layout: SegmentLayout, device: torch.device) -> None:
         lengths, runs = layout.lengths, list[_Run]()
         for segment, seen in enumerate(layout.attends_to):
             for at, earlier in enumerate(seen):
                 assert layout.attends_to[earlier] == seen[:at], f"segment {segment} goes on from several ones"
-            # Kernels of one token have no gradient. So a run repeats a parent of one token with a parent itself.
+            # Kernels for one token have no gradient. So the sequences behind a segment of one token compute it again.
             kept = len(seen)
             while kept > 1 and lengths[seen[kept - 1]] == 1:
                 kept -= 1
@@ -192,7 +196,7 @@ class _Plan:
         places = torch.empty(layout.num_tokens, dtype=torch.int64)
         for batch in batches:
             begun = tuple(run.parent for run in batch if run.parent >= 0)
-            # For one token mixers would change the state in place.
+            # A batch that starts from a state has two tokens or more: for one token layers would change the state.
             length, tokens = max([2 if begun else 1, *(run.length for run in batch)]), []
             for run in batch:
                 of_segments = [layout.starts[s] + torch.arange(lengths[s]) for s in run.segments]
@@ -207,5 +211,5 @@ class _Plan:
 
 
 _plan = functools.lru_cache(maxsize=16)(_Plan)
-# The layer types of a configuration that `make_segmented` covers; empty: no layer has a state.
+# Packed rows work for these layer types after `make_segmented`. The set is empty for models without recurrent layers.
 ROWS = RowSupport(lambda model: WITH_A_STATE if any(mixers_of(model)) else frozenset(), make_segmented)

@@ -1,4 +1,4 @@
-"""Images in prompts, completions and tool answers."""
+"""Images in prompts and in tools' answers, for vision-language models."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "activations": "memory:tower_of",

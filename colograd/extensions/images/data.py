@@ -1,11 +1,12 @@
-"""Images in prompts and in tools' answers: parts of a conversation, and the processor's inputs for the model.
+"""Images in prompts and in tools' answers: from a dataset's row to the model's and the engine's inputs.
 
-As TRL has it, a row's images are in its column ``images`` (a list) or ``image`` (one), and their places are the parts
-``{"type": "image"}`` of its conversation; where no message has any, they stand before the first user message.
+As in TRL, a row's images are in its column ``images`` (a list) or ``image`` (one). The parts ``{"type": "image"}`` of
+the row's conversation mark where the images go. If no message has such a part, the images go before the first user
+message.
 
 A processor takes up to half a second for one row (SmolVLM's cuts an image into 13 tiles of 512 x 512 pixels). Most
-processors can compute the number of tokens from an image's size. A few rows are processed to check these counts; if one
-is wrong, all rows are processed.
+processors can compute the number of tokens from an image's size. A few rows are processed to check these counts. If a
+count is wrong, all rows are processed.
 """
 
 from __future__ import annotations
@@ -35,43 +36,45 @@ from ...runtime.process import cpu_threads
 from ...training.prompts import Prompts
 from .rider import PER_TOKEN, Images, digest_of
 
-TEXT_INPUTS = ("input_ids", "attention_mask")  # a processor's outputs that belong to the text
-PROMPTS_IN_MEMORY = 64  # maximum number of prompts that keep their images in memory
-BYTES_IN_MEMORY = 2**29  # maximum bytes of these prompts, if each has the latest prompt's size
-ROWS_LOOKED_AT = 64  # rows to search for an image for the proof
+TEXT_INPUTS = ("input_ids", "attention_mask")  # Outputs of a processor that belong to the text.
+PROMPTS_IN_MEMORY = 64  # Maximum number of prompts that stay in memory with their images.
+BYTES_IN_MEMORY = 2**29  # Maximum bytes of prompts in memory, if all had the latest prompt's size.
+ROWS_LOOKED_AT = 64  # Number of rows that are searched for a prompt with images, for the check of packed rows at start.
 Row = dict[str, Any]
-PROBES = 4  # processed rows of different lengths, in addition to the first, shortest and longest row
-AT_ONCE = 4  # rows per thread that have their images in memory
-SAID_AFTER = 10.0  # seconds between two progress lines
-REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)  # errors of a template or a processor
+PROBES = 4  # Number of processed rows of different lengths, in addition to the first, shortest and longest row.
+AT_ONCE = 4  # Number of rows per thread that have their images in memory.
+SAID_AFTER = 10.0  # Seconds between two progress lines.
+REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)  # Errors of a template or processor.
 
 
 class ImageReader:
-    """The conversion of a row's conversation and images into the inputs of the model and the engine.
+    """Converts a dataset's rows, with conversations and images, into prompts for the model and the engine.
 
     Args:
-        image_token: the id of the tokens that an image's features replace.
-        rows: number of rows of the model's embedding; 0: unknown.
+        processor: transformers' processor of the model.
+        image_token: id of the tokens that an image's features replace.
+        rows: number of rows of the model's embedding matrix. 0 means unknown.
     """
 
     def __init__(self, processor: Any, image_token: int, rows: int = 0) -> None:
         self.processor, self.image_token, self.rows = processor, image_token, rows
-        self.most = 0  # the largest number of images of a prompt so far
-        self._latest: dict[int, ModelInput] = {}  # by row, with their images
+        self.most = 0  # Largest number of images in a prompt so far.
+        self._latest: dict[int, ModelInput] = {}  # Latest prompts with their images, by row number.
 
     def prompt(self, example: dict[str, Any], row: int, rules: PromptRules) -> ModelInput:
-        """Convert a row of a dataset, which may be plain text without images, into its prompt; see `read`."""
+        """Convert a row of a dataset into its prompt. The row may be plain text without images."""
         if _is_text(example):
             return ModelInput(tuple(text_ids(rules.tokenizer, [example["prompt"]])[0]))
         return self.read(example, _arguments(example, row, rules), rules.where(row))
 
     def of_row(self, example: dict[str, Any], row: int, rules: PromptRules) -> ModelInput:
-        """Return `prompt`, cached for steps that take the same row soon after each other."""
+        """Convert a row into its prompt, with a cache for steps that use the same row soon after each other. Raise a
+        ValueError if the prompt with its images is longer than the limit."""
         made = self._latest.pop(row, None) or self.prompt(example, row, rules)
         if len(made.ids) > rules.max_prompt_tokens:
             raise ValueError(
                 f"{rules.where(row)}: with its images the prompt has {len(made.ids)} tokens, over the "
-                f"limit of {rules.max_prompt_tokens}, though fewer were counted at start: remove it."
+                f"limit of {rules.max_prompt_tokens}, though fewer tokens were counted at start: remove this row."
             )
         self._latest[row] = made
         size = 1 if made.media is None else max(1, made.media.nbytes)
@@ -80,20 +83,18 @@ class ImageReader:
         return made
 
     def read(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> ModelInput:
-        """Convert a row into its prompt: the tokens, with one per image feature, and the images.
-
-        ``arguments`` are the chat template's, ``where`` is the row's name in messages.
-        """
+        """Convert a row into its prompt: token ids, with one image token per image feature, and the processed images.
+        ``arguments`` are the chat template's. ``where`` is the row's name in error messages."""
         with _refusals(row, where):
             return self.made(*self._messages(row, where), arguments)
 
     def made(
         self, messages: Sequence[dict[str, Any]], pictures: Sequence[Any], arguments: Mapping[str, Any]
     ) -> ModelInput:
-        """Convert a conversation, with all contents as parts, and its pictures in RGB with the processor.
+        """Convert a conversation, with all contents as lists of parts, and its RGB images into a prompt.
 
         Raises:
-            REFUSALS: the template or the processor failed, or the text has more or fewer image tokens than pictures.
+            REFUSALS: the template or the processor failed, or the numbers of image tokens and images differ.
         """
         text, special = self._text(messages, arguments)
         engine_ids = self._placeholders(text, special, len(pictures))
@@ -108,12 +109,12 @@ class ImageReader:
         )
 
     def tokens(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-        """Return a conversation without images as text and as tokens. An image token in it counts as a token."""
+        """Return a conversation without images as text and as token ids. An image token counts as text."""
         text, special = self._text(messages, arguments)
         return text, tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
 
     def made_up(self) -> ModelInput:
-        """Return a prompt with an image that belongs to no dataset."""
+        """Return an artificial prompt with one image, for checks of a run without images in its dataset."""
         from PIL import Image
 
         picture = Image.linear_gradient("L").resize((64, 64)).convert("RGB")
@@ -121,7 +122,7 @@ class ImageReader:
         return self.read(row, {"add_generation_prompt": True}, "a made-up prompt")
 
     def again(self, pictures: Sequence[Any], engine_ids: Sequence[int], places: Sequence[int]) -> Images:
-        """Rebuild the `Images` of pictures that were read before."""
+        """Rebuild an `Images` object from its recorded fields by processing its pictures again."""
         text = self.processor.image_token * len(pictures)
         made = self.processor(text=[text], images=[[*pictures]], return_tensors="pt")
         inputs = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
@@ -132,11 +133,11 @@ class ImageReader:
         return Images(digest_of(pictures), tuple(engine_ids), tuple(pictures), inputs, tuple(places), self.placeholder)
 
     def split(self, messages: Sequence[dict[str, Any]], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
-        """See `with_images`."""
+        """Separate messages from their images: return the messages without images, and the images, as `with_images`."""
         return with_images([*messages], (), where)
 
     def own_messages(self, row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]], bool]:
-        """Return a row's conversation with its images in their parts, and whether its columns have images."""
+        """Return a row's conversation with each image in its part, and whether the row has a column of images."""
         of_columns = images_of(row, where)
         messages, images = with_images(row["prompt"], of_columns, where)
         waiting = iter(images)
@@ -148,30 +149,32 @@ class ImageReader:
 
     @property
     def placeholder(self) -> int:
-        """The token that stands for a picture before the processor has seen it. In Gemma it isn't the image token."""
+        """Id of the token that the chat template writes for an image. In Gemma it isn't the image token, which the
+        processor writes for each image feature."""
         return int(self.processor.tokenizer.convert_tokens_to_ids(self.processor.image_token))
 
     def count(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> int | None:
-        """Count the tokens of the prompt that `read` will make, by the images' sizes, without their pixels. None: the
-        processor can't compute it."""
+        """Count the tokens of a row's prompt from the sizes of its images. None: the processor can't compute the
+        count."""
         with _refusals(row, where):
             messages, pictures = self._messages(row, where)
             text, special = self._text(messages, arguments)
             placeholders = len(self._placeholders(text, special, len(pictures)))
             if not pictures:
                 return placeholders
-            if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3: each image's tokens
+            if whole := getattr(self.processor, "full_image_sequence", ""):  # Gemma 3 has equal tokens for all images.
                 text = text.replace(self.processor.boi_token, whole)
                 return len(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
-            if not hasattr(self.processor, "_get_num_multimodal_tokens"):  # it has no public name; vLLM calls it too
+            # Processors have no public method that counts image tokens. vLLM, too, calls the private method.
+            if not hasattr(self.processor, "_get_num_multimodal_tokens"):
                 return None
             sizes = [(picture.height, picture.width) for picture in pictures]
             each = self.processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
-            around = 2 if hasattr(self.processor, "eoi_token") else 0  # Gemma 4's count lacks these
+            around = 2 if hasattr(self.processor, "eoi_token") else 0  # Gemma 4's count lacks two tokens around images.
             return placeholders + sum(tokens - 1 + around for tokens in each)
 
     def lengths(self, rows: Dataset, rules: PromptRules) -> list[int]:
-        """Count the tokens of each row's prompt with its images. The pixels are made only when a prompt is trained on,
+        """Count the tokens of each row's prompt with its images. Pixels are processed only when a step uses the row,
         because a whole dataset's pixels don't fit into memory."""
 
         def processed(row: int) -> int:
@@ -179,23 +182,23 @@ class ImageReader:
 
         found = self._counted(rows, rules)
         if found is not None:
-            of_each: dict[int, int] = {}  # length -> its first row
+            of_each: dict[int, int] = {}
             for row, length in enumerate(found):
                 of_each.setdefault(length, row)
             probes = sorted({0, of_each[min(found)], of_each[max(found)], *[*of_each.values()][:PROBES]})
             if all(processed(row) == found[row] for row in probes):
                 return found
         rules.tell(
-            f"{rules.name}: images: the processor can't tell numbers of tokens by images' sizes alone, so each row is "
+            f"{rules.name}: images: the processor can't tell numbers of tokens by images' sizes, so each row is "
             "processed"
         )
         return [processed(row) for row in _marked(range(len(rows)), len(rows), rules)]
 
     def _counted(self, rows: Dataset, rules: PromptRules) -> list[int] | None:
-        """Count the tokens of each row by its images' sizes; None: the processor can't compute them."""
+        """Count the tokens of each row from its images' sizes. None: the processor can't compute the counts."""
         lengths, size = [], AT_ONCE * cpu_threads()
         raw = rows.with_format(None)
-        raw.info.features = _undecoded(raw.features)  # images as bytes and paths
+        raw.info.features = _undecoded(raw.features)  # The dataset then returns images as bytes and paths.
 
         def load(example: Row, row: int) -> Row:
             return example | {"images": images_of(example, rules.where(row)) or None, "image": None}
@@ -221,7 +224,8 @@ class ImageReader:
         return messages, pictures
 
     def _placeholders(self, text: str, special: bool, pictures: int) -> tuple[int, ...]:
-        """Return the text's tokens, with one placeholder for each picture."""
+        """Return the token ids of a text with one placeholder token per image. Raise a ValueError if the text has more
+        or fewer image tokens than ``pictures``, the number of images."""
         ids = tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
         own = self.placeholder, self.image_token
         if self.rows:
@@ -229,32 +233,33 @@ class ImageReader:
         written = sum(token in own for token in ids)
         if written != pictures:
             raise ValueError(
-                f"there are {written} image token(s) in the text and {pictures} image(s): remove those that stand "
-                'for none, or write {"type": "image"} parts and give as many images.'
+                f"there are {written} image token(s) in the text and {pictures} image(s): remove image tokens without "
+                'an image, or write {"type": "image"} parts and give as many images.'
             )
         return ids
 
     def _text(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return the text with a placeholder per image, and whether the tokenizer must add special tokens to it."""
+        """Return a conversation's text with a placeholder per image, and whether the tokenizer must add special
+        tokens."""
         text = self.processor.apply_chat_template([*messages], tokenize=False, **arguments)
         start = self.processor.tokenizer.bos_token
         return text, not (start and text.startswith(start))
 
 
 def _is_text(example: Mapping[str, Any]) -> bool:
-    """Return whether a row is plain text without images."""
+    """Return whether a dataset's row has a plain text as its prompt, and no images."""
     return isinstance(example["prompt"], str) and not any(example.get(name) for name in COLUMNS)
 
 
 def _arguments(example: dict[str, Any], row: int, rules: PromptRules) -> dict[str, Any]:
-    """Return the chat template's arguments for a row."""
+    """Return the arguments of the chat template for a dataset's row. Empty for a prompt of plain text."""
     check_prompt(example["prompt"], rules.where(row), rules.tools is not None, images=True)
     columns = {name: [value] for name, value in example.items()}
     return template_arguments(columns, 0, rules) if isinstance(example["prompt"], list) else {}
 
 
 class Unreadable(ValueError):
-    """A row that can't be read; the message has its name and the reason."""
+    """Error of a dataset's row that can't be read. The message has the row's name and the reason."""
 
 
 @contextlib.contextmanager
@@ -268,22 +273,20 @@ def _refusals(row: Mapping[str, Any], where: str) -> Iterator[None]:
 
 
 def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
-    """Return the row's images in RGB, from its column ``images`` or ``image``."""
+    """Return the images of a dataset's row, from its column ``images`` or ``image``, as PIL images in RGB."""
     several, one = row.get("images"), row.get("image")
     if several and one is not None:
         raise Unreadable(f"{where}: it has both `images` and `image`: leave one of the columns out.")
     if several is not None and not isinstance(several, (list, tuple)):
         raise Unreadable(
-            f"{where}: `images` is {type(several).__name__}, but must be a list; one image goes into `image`."
+            f"{where}: `images` is {type(several).__name__}, but must be a list; one image goes into column `image`."
         )
     return [in_rgb(image, where) for image in several or ([] if one is None else [one])]
 
 
 def in_rgb(image: Any, where: str) -> Any:
-    """Convert a datasets image (a PIL image, a path, or a dict with bytes or path) into a PIL image in RGB.
-
-    The camera's orientation tag is applied, as datasets and transformers do.
-    """
+    """Convert an image of a dataset (a PIL image, a path, or a dict with bytes or path) into a PIL image in RGB. An
+    image with a camera's orientation tag is rotated, as in datasets and transformers."""
     from PIL import ExifTags, Image, ImageOps
 
     if isinstance(image, Mapping):
@@ -291,19 +294,20 @@ def in_rgb(image: Any, where: str) -> Any:
     try:
         if not isinstance(image, Image.Image):
             image = Image.open(image)
-        image.load()  # a truncated file fails here
+        image.load()  # Load the pixels now, so that a truncated file raises its error here.
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
             image = ImageOps.exif_transpose(image)
         return image if image.mode == "RGB" else image.convert("RGB")
-    except Exception as error:  # a broken file raises many kinds of errors
+    except Exception as error:  # A broken image file raises errors of many kinds.
         raise Unreadable(
-            f"{where}: an image can't be read ({type(error).__name__}: {error}): give a PIL image, a file's path (seen "
-            f"from {os.getcwd()}), or a column of `datasets.Image`."
+            f"{where}: an image can't be read ({type(error).__name__}: {error}): give a PIL image, a file's path "
+            f"(relative to {os.getcwd()}), or a column of `datasets.Image`."
         ) from None
 
 
 def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return the conversation with all contents as parts that hold no image, and the images in their order."""
+    """Separate a conversation from its images. Return the messages with contents as lists of parts, in which
+    ``{"type": "image"}`` marks an image, and the images in the order of these parts."""
     if not isinstance(prompt, list):
         raise Unreadable(
             f"{where}: the prompt is plain text, but images need a conversation: give a list of messages, such as "
@@ -318,8 +322,8 @@ def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[di
             places = [*images]
     if len(places) != len(images):
         raise Unreadable(
-            f'{where}: the prompt has {len(places)} place(s) for images ({{"type": "image"}} parts) and the row '
-            f"{len(images)} image(s): give as many of one as of the other."
+            f'{where}: found {len(places)} place(s) for images in the prompt ({{"type": "image"}} parts), and '
+            f"{len(images)} image(s) in the row: give as many images as parts."
         )
     waiting, messages, pictures = iter(images), [], []
     for message, content in zip(prompt, contents, strict=True):
@@ -333,15 +337,13 @@ def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[di
 
 
 def reader_of(policy: Any) -> ImageReader | None:
-    """Return a reader of images for a policy that takes images; None for others."""
+    """Return an `ImageReader` for a policy that takes images, or None for a policy of text."""
     return None if policy.processor is None else ImageReader(policy.processor, policy.image_token, policy.rows)
 
 
 def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
-    """Return one prompt with images, to prove forwards on; empty if the run has no images.
-
-    The prompt is made up if only tools, or rows behind the first ROWS_LOOKED_AT, have images.
-    """
+    """Return one prompt with images, for the check of packed rows at start. Empty if the run has no images. The prompt
+    is artificial if only tools, or rows after the first ROWS_LOOKED_AT, have images."""
     if (reader := reader_of(policy)) is None:
         return []
     if isinstance(prompts[0], PromptDataset) and prompts[0].most_images:
@@ -353,7 +355,7 @@ def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFea
 
 
 def _marked(rows: range, total: int, rules: PromptRules) -> Iterator[int]:
-    """Yield the rows, and report progress every `SAID_AFTER` seconds."""
+    """Yield the row numbers ``rows``, and log every `SAID_AFTER` seconds how many of ``total`` rows are read."""
     last = time.monotonic()
     for row in rows:
         watchdog.progress("the prompts' images")

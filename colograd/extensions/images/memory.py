@@ -1,4 +1,4 @@
-"""Bytes of a trained vision tower's activations."""
+"""Estimate of the activation memory of a trained vision tower, for the memory plan."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from ...policy.towers import has_tower, in_tower
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """A trained vision tower."""
+    """Size of a trained vision tower."""
 
-    shape: Shape  # its layers' shape, as if they were a decoder's
-    patches: float  # patches per image token
+    shape: Shape  # Shape of the tower's layers, in the form of a decoder's shape.
+    patches: float  # Number of image patches per image token.
 
     @classmethod
     def of(cls, model: Any) -> Tower | None:
-        """Describe a model's tower; frozen parameters must be marked. None: there is no tower, or it is frozen."""
+        """Read the size of a model's vision tower. Frozen parameters must have `requires_grad` false already. None
+        means that the model has no tower, or that the tower is frozen."""
         config = model.config
         if not has_tower(config) or getattr(config, "vision_config", None) is None:
             return None
@@ -26,7 +27,7 @@ class Tower:
             return None
         vision = config.vision_config
 
-        def size(*names: str) -> int:  # model families name their sizes in two ways
+        def size(*names: str) -> int:  # Model families use different names for a size.
             return next((int(found) for name in names if (found := getattr(vision, name, None))), 0)
 
         hidden, heads = size("hidden_size", "embed_dim"), size("num_attention_heads", "num_heads") or 1
@@ -44,7 +45,8 @@ class Tower:
         return cls(shape, patches)
 
     def bytes(self, tokens: int, lengths: Lengths, itemsize: int, checkpointing: int) -> int:
-        """Estimate the activations' bytes of a row of ``tokens``, as if all prompt tokens were image tokens."""
+        """Estimate the activation bytes of the tower for a row of ``tokens``, as if all prompt tokens were image
+        tokens."""
         patches = self.patches * tokens * lengths.prompts_share(tokens)
         return int(patches * sum(kept_by_layers(self.shape, itemsize, checkpointing)))
 

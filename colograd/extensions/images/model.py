@@ -1,4 +1,4 @@
-"""Models that read images where a model is checked and loaded."""
+"""Checks and loading of models that read images: settings, processor, frozen vision tower."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Images(ModelFeature):
         if see_both_ways(model_config) and 0 < part < tokens:
             raise ValueError(
                 f"vllm_engine_kwargs has long_prefill_token_threshold {part}, but {kind} has {name} {tokens}, "
-                "which the engine must read in one step: raise it, or remove it."
+                "and the engine must read these tokens in one step: raise or remove long_prefill_token_threshold."
             )
         if getattr(text, "hidden_size_per_layer_input", None) and text.pad_token_id != 0:
             raise ValueError(
-                f"{kind} has pad_token_id {text.pad_token_id}, whose embeddings of each layer an image's tokens have, "
-                "but vLLM gives them those of token 0: set it to 0, as published, or choose another model."
+                f"{kind} has pad_token_id {text.pad_token_id}. Image tokens get this token's per-layer embeddings in "
+                "transformers, but token 0's in vLLM: set pad_token_id to 0, or choose another model."
             )
         settings = {
             "torch_compile": wanted.config.torch_compile,
@@ -51,7 +51,7 @@ class Images(ModelFeature):
         if not takes_images(model.config) or reads_text_alone(model):
             if config.freeze_vision_tower:
                 raise ValueError(
-                    f"freeze_vision_tower is true, but {type(model).__name__} has no vision tower: remove it."
+                    f"freeze_vision_tower is true, but a {type(model).__name__} has no vision tower: set it to false."
                 )
             return None
         if config.freeze_vision_tower:

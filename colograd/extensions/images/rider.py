@@ -1,7 +1,8 @@
-"""Images of prompts, of tools' answers and of environments: how they travel with a rollout and are recorded.
+"""Images of prompts, of tools' answers and of environments, as data that travels with a rollout and is recorded.
 
-Images of a dataset's rows aren't recorded. The others stand behind a group's table as PNG files, each picture once,
-with the places of their tokens. The model's processor computes their pixels again when the group is read.
+Images of a dataset's rows aren't recorded. Images of tools and environments are written after a group's table as PNG
+files, each image once, with the positions of their tokens. When the group is read, the processor computes the pixels
+again.
 """
 
 from __future__ import annotations
@@ -21,39 +22,39 @@ from ...riders import Media
 from ...rollout.group_table import read_table, table_bytes
 from ...runtime.sizes import THUMBNAIL_BYTES, THUMBNAILS
 
-STAND_IN = 0  # a token that is no model's image placeholder
-PER_TOKEN = ("token_type_ids", "mm_token_type_ids")  # model inputs that mark the tokens of images
-ENVIRONMENTS = "environments"  # the rollout's column with its environment
-SIDE = 64  # pixels of a thumbnail
-COMPRESSION = 1  # zlib's level: three times as fast as the default, for a tenth more bytes
+STAND_IN = 0  # A token id that is the image placeholder of no model.
+PER_TOKEN = ("token_type_ids", "mm_token_type_ids")  # Names of model inputs that mark the tokens of images.
+ENVIRONMENTS = "environments"  # The column of a rollout with its environment.
+SIDE = 64  # Largest side of a thumbnail in pixels.
+COMPRESSION = 1  # Compression level of PNG files: three times as fast as the default, for a tenth more bytes.
 ROWS = pa.schema(
     [
         ("rollout", pa.int32()),
         ("in_prompt", pa.bool_()),
-        ("digest", pa.string()),  # digest of the pictures
+        ("digest", pa.string()),
         ("engine_ids", pa.list_(pa.int32())),
         ("places", pa.list_(pa.int32())),
-        ("files", pa.list_(pa.binary())),  # null: an earlier row with this digest has the files
+        ("files", pa.list_(pa.binary())),  # PNG files. Null if an earlier row with the same digest has the files.
     ]
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Images(Media):
-    """The processed images of a prompt or of a tool's answer. A rollout has one such rider per answer.
+    """The processed images of a prompt or of a tool's answer. A rollout carries one `Images` object per answer.
 
-    All completions share one object. Two objects are equal if their digests and texts are equal, because a run has
-    only one processor.
+    All completions of a prompt share one object. Two objects are equal if their digests and token ids are equal,
+    because a run has only one processor.
 
         Images("5f...", engine_ids=(11, 90, 13), pictures=(...), inputs={"pixel_values": ...}, places=(1, 2))
     """
 
-    digest: str  # digest of the pictures' sizes and bytes
-    engine_ids: tuple[int, ...]  # the text with one placeholder per picture, as the engine takes it
-    pictures: tuple[Any, ...]  # PIL images in RGB, in the order of their placeholders; () on ranks that only train
-    inputs: Mapping[str, torch.Tensor]  # tensors that the model's forward takes in addition to ids, on the host
-    places: tuple[int, ...]  # indices in the text of the tokens that the pictures' features replace
-    placeholder: int = -1  # id of the placeholder token
+    digest: str  # Digest of the images' sizes and pixels.
+    engine_ids: tuple[int, ...]  # Token ids of the text with one placeholder per image, as input of the engine.
+    pictures: tuple[Any, ...]  # PIL images in RGB, in the order of their placeholders. Empty on ranks that only train.
+    inputs: Mapping[str, torch.Tensor]  # Inputs of the model's forward in addition to token ids, in host memory.
+    places: tuple[int, ...]  # Indices in the text of the image tokens. Features replace the embeddings of these tokens.
+    placeholder: int = -1  # Id of the placeholder token.
 
     MARK = b"PICTURES"
 
@@ -74,11 +75,9 @@ class Images(Media):
         return dataclasses.replace(self, places=tuple(tokens + place for place in self.places))
 
     def followed_by(self, before: ModelInput, ids: Sequence[int], media: Media | None) -> Images:
-        """Return the images of a prompt and of a further turn.
-
-        A placeholder that the model or a user wrote stands for no picture, but the engine would take it for the next
-        one's. So the engine gets another token in its place, and puts the placeholder back (see `engine.features`).
-        """
+        """Join the images of a prompt and of a further turn of the conversation: ``ids`` with their images ``media``. A
+        placeholder token that the model or a user wrote stands for no image, but the engine would insert an image
+        there. So the engine gets the token `STAND_IN`, and `engine.features` puts the placeholder back afterwards."""
         first, second = before.media, media
         assert isinstance(first, Images | None) and isinstance(second, Images | None)
 
@@ -94,7 +93,7 @@ class Images(Media):
                 *(plain(ids) if second is None else second.engine_ids),
             ),
             pictures=tuple(picture for part in both for picture in part.pictures),
-            inputs={},  # the engine makes its own
+            inputs={},  # The engine needs no model inputs. It processes images again.
             places=(*(first.places if first else ()), *moved),
             placeholder=self.placeholder,
         )
@@ -109,7 +108,7 @@ class Images(Media):
 
     @classmethod
     def table(cls, rollouts: Sequence[Rollout]) -> bytes:
-        """Return the table of a group's pictures: from tools, and from prompts that environments changed."""
+        """Return an Arrow table with a group's images: of tools' answers, and of prompts that environments changed."""
         rows: list[tuple[Any, ...]] = []
         written: set[str] = set()
         for index, rollout in enumerate(rollouts):
@@ -121,7 +120,8 @@ class Images(Media):
                     files = []
                     for picture in images.pictures:
                         file = io.BytesIO()
-                        # No colour profile: nothing reads it, and PIL opens no PNG with a profile of a mebibyte.
+                        # Leave the colour profile out. Nothing reads it, and PIL can't open a PNG with a profile of 1
+                        # MiB.
                         picture.save(file, "PNG", compress_level=COMPRESSION, icc_profile=None)
                         files.append(file.getvalue())
                 written.add(images.digest)
@@ -130,7 +130,8 @@ class Images(Media):
 
     @classmethod
     def with_table(cls, reader: Any, rollouts: Sequence[Rollout], encoder: Any) -> Sequence[Rollout]:
-        """See `Rider.with_table`."""
+        """Read a table of images from a record, and return the rollouts with these images. ``encoder`` processes
+        them."""
         from PIL import Image
 
         assert encoder is not None, "it has images, which the model doesn't read"
@@ -153,11 +154,11 @@ class Images(Media):
 
 
 def thumbnails(pictures: Sequence[Any]) -> list[bytes]:
-    """Convert the first images to small JPEG files; a file of more than THUMBNAIL_BYTES is left out."""
+    """Convert the first images to small JPEG files. A file of more than THUMBNAIL_BYTES is left out."""
     files = []
     for picture in pictures[:THUMBNAILS]:
         small, file = picture.copy(), io.BytesIO()
-        small.info.clear()  # a comment, which would be written too, may be larger than the picture
+        small.info.clear()  # Remove comments, because a comment may be larger than the image.
         small.thumbnail((SIDE, SIDE))
         small.convert("RGB").save(file, "JPEG", quality=70)
         if file.tell() <= THUMBNAIL_BYTES:
@@ -166,7 +167,7 @@ def thumbnails(pictures: Sequence[Any]) -> list[bytes]:
 
 
 def digest_of(pictures: Sequence[Any]) -> str:
-    """Return a digest of the pictures' sizes and pixels."""
+    """Return a digest of the sizes and pixels of several images, as a hexadecimal text."""
     found = hashlib.blake2b(digest_size=16)
     for picture in pictures:
         found.update(repr(picture.size).encode())

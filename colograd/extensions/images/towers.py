@@ -1,7 +1,7 @@
-"""Images in a forward: find the models that take them, and put a row's pictures into its hidden states.
+"""Images in the policy's forward: the vision tower's features replace the embeddings of a row's image tokens.
 
-The features of a row's pictures are computed together and replace the embeddings of the pictures' tokens. The places
-come from `Images.places`, never from a search: in a completion the image token is a token like any other.
+The features of all images of a row are computed together. The positions of image tokens come from `Images.places`, and
+never from a search for the image token, because in a completion the image token is an ordinary token.
 """
 
 from __future__ import annotations
@@ -24,24 +24,21 @@ from ...policy.sending import to_device_async
 from ...policy.towers import has_tower, in_tower, keep_gradients_out, reads_text_alone, takes_images, tower_layers
 from .rider import PER_TOKEN, Images
 
-# A model's mark: text rows go through the tower too, because ranks exchange tensors there.
+# Attribute of a model with FSDP. Its vision tower must run for rows of text, too, because ranks gather weights there.
 IN_EACH_FORWARD = "tower_in_each_forward"
 
 
 def see_both_ways(model_config: Any) -> str:
-    """Return the layers that let a picture's tokens attend to each other both ways: `all`, `window` or `` (none).
-
-    `window` are the layers with a sliding window. For Gemma 4 the configuration decides: its small models have none.
-    """
+    """Return in which layers the tokens of an image attend to each other bidirectionally: `all`, `window`, or empty.
+    `window` means the layers with a sliding window, and empty means no layer. For Gemma 4 the model's configuration
+    decides, because its small models have no bidirectional attention."""
     asked = getattr(model_config.get_text_config(), "use_bidirectional_attention", None)
     return {"gemma3": "all", "gemma4": "window" if asked == "vision" else ""}.get(model_config.model_type, "")
 
 
 def hidden_tokens(model_config: Any) -> tuple[int, ...]:
-    """Return the tokens that the model itself always reads as padding: Gemma 4's placeholders of images, video, audio.
-
-    Here and in vLLM a placeholder without a picture, in a prompt or sampled, is a token like any other.
-    """
+    """Return the ids that transformers' forward reads as padding: Gemma 4's placeholders of images, video and audio. In
+    Colograd and in vLLM a placeholder without an image, in a prompt or a completion, is an ordinary token."""
     if getattr(model_config, "model_type", None) != "gemma4":
         return ()
     found = (getattr(model_config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
@@ -49,7 +46,7 @@ def hidden_tokens(model_config: Any) -> tuple[int, ...]:
 
 
 def find_processors() -> None:
-    """Register Idefics3's image processor without torchvision; transformers wrongly requires torchvision for it."""
+    """Register Idefics3's image processor if torchvision isn't installed. transformers wrongly requires torchvision."""
     import transformers
 
     name = "Idefics3ImageProcessorPil"
@@ -61,7 +58,7 @@ def find_processors() -> None:
 
 
 def freeze_tower(model: Any) -> int:
-    """Freeze the vision tower, but not its projector. Return the number of frozen elements."""
+    """Freeze a model's vision tower, but not the projector behind it. Return the number of frozen weights."""
     frozen = 0
     for name, parameter in model.named_parameters():
         if in_tower(name):
@@ -72,14 +69,14 @@ def freeze_tower(model: Any) -> int:
 
 
 def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """Compute the last hidden states of a packed row with pictures, (1, T, hidden)."""
+    """Compute the last hidden states of a packed row with images, (1, T, hidden)."""
     starts = micro_batch.layout.starts
     placed = [(starts[segment], of) for segment, images in (micro_batch.media or {}).items() for of in images]
     own_positions = hasattr(_body(model), "get_rope_index")
     positions = _row_positions(model, micro_batch) if own_positions else micro_batch.position_ids
     embeds, more = _with_pictures(model, micro_batch.input_ids, placed)
     if placed and (where := see_both_ways(model.config)):
-        runs = []  # first and last + 1 of each run of consecutive places: one picture's tokens
+        runs = []  # First and last + 1 index of consecutive image tokens, which belong to one image.
         for at, of in placed:
             for _, run in itertools.groupby(enumerate(of.places), lambda pair: pair[1] - pair[0]):
                 places = [at + place for _, place in run]
@@ -99,10 +96,8 @@ def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
 def padded_hidden_states(
     model: Any, micro_batch: MicroBatch, ids: torch.Tensor, mask: torch.Tensor, chains: Sequence[tuple[int, ...]]
 ) -> torch.Tensor:
-    """Compute the last hidden states of padded rows, (B, L, hidden).
-
-    ``ids`` and ``mask`` are (B, L); ``chains`` has each row's segments.
-    """
+    """Compute the last hidden states of padded rows with images, (B, L, hidden). ``ids`` and ``mask`` are (B, L).
+    ``chains`` has the indices of the segments (prompt, completion) of each row."""
     width = ids.shape[1]
     rows = [_placed(micro_batch, chain) for chain in chains]
     placed = [(row * width + at, of) for row, images in enumerate(rows) for at, of in images]
@@ -114,7 +109,7 @@ def padded_hidden_states(
             if images:
                 positions[:, row] = to_device_async(_positions(model, ids[row].cpu(), images), ids.device)
     masks: Any = mask.long()
-    if see_both_ways(model.config):  # Gemma's masks: causal, except within a picture
+    if see_both_ways(model.config):  # Gemma's attention masks are causal, except among the tokens of an image.
         kinds = to_device_async(_kinds(placed, embeds.shape[:2].numel()).view(embeds.shape[:2]).long(), embeds.device)
         theirs = sys.modules[type(_body(model)).__module__]
         masks = theirs.create_masks_for_vision_model(
@@ -129,7 +124,7 @@ def padded_hidden_states(
     return model.get_decoder()(inputs_embeds=embeds, use_cache=False, **more).last_hidden_state
 
 
-Placed = Sequence[tuple[int, Images]]  # images, each with the index in the ids that its places count from
+Placed = Sequence[tuple[int, Images]]  # Images with offsets. An image's `places` count from its offset.
 
 
 def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Images]]:
@@ -141,32 +136,30 @@ def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Im
 
 
 def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return the embeddings of ``ids`` (B, L) with the pictures' features, and the language model's other image inputs.
-
-    Indices in ``placed`` are of the flattened ids. Features of equal images are computed once.
-    """
+    """Return embeddings of ``ids`` (B, L), with features at image tokens, and further arguments of the language model.
+    Offsets in ``placed`` count in the flattened ids. Features of equal images are computed once."""
     embeds, decoder = model.get_input_embeddings()(ids), model.get_decoder()
     more: dict[str, Any] = {}
-    if getattr(decoder, "hidden_size_per_layer_input", None):  # Gemma 4: each layer adds embeddings
+    if getattr(decoder, "hidden_size_per_layer_input", None):  # Each layer of Gemma 4 adds embeddings of the tokens.
         read = ids.flatten()
-        for at, of in placed:  # a picture's tokens have the embedding of the padding token
+        for at, of in placed:  # Image tokens get the per-layer embeddings of the padding token.
             places = to_device_async(torch.tensor(of.places) + at, ids.device)
             read = read.index_fill(0, places, decoder.config.pad_token_id)
         more["per_layer_inputs"] = decoder.get_per_layer_inputs(read.view_as(ids), None)
     if not placed:
-        if getattr(model, IN_EACH_FORWARD, False):  # the same embeddings, after the tower has read another picture
+        if getattr(model, IN_EACH_FORWARD, False):  # Run the tower, as other ranks do, on an image without effect.
             features, deeper = _features(model, [_unseen_picture(model.config)])
             embeds = _Beside.apply(embeds, features, *deeper)
         return embeds, more
-    times: dict[Images, list[torch.Tensor]] = {}  # each image's places in the flattened ids, once per use
+    times: dict[Images, list[torch.Tensor]] = {}  # Indices of each image's tokens in the flattened ids, once per use.
     for at, of in placed:
         times.setdefault(of, []).append(torch.tensor(of.places) + at)
     features, deeper = _features(model, [*times])
     counts = [len(of.places) for of in times]
     if len(features) != sum(counts):
         raise RuntimeError(
-            f"The vision tower gives {len(features)} features of pictures that have {sum(counts)} tokens in their "
-            "prompts: the processor isn't the model's (give the processor that was saved with it)."
+            f"The tower computes {len(features)} features for images that have {sum(counts)} tokens in their "
+            "prompts: the processor doesn't fit the model. Use the processor that was saved with the model."
         )
 
     def repeated(values: torch.Tensor) -> torch.Tensor:
@@ -186,7 +179,7 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
 
 
 class _Beside(torch.autograd.Function):
-    """Identity of the first tensor that also puts the others into the graph, with zero gradients."""
+    """Identity of the first tensor. All other tensors join the autograd graph with zero gradients."""
 
     @staticmethod
     def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -199,7 +192,7 @@ class _Beside(torch.autograd.Function):
 
 
 def _unseen_picture(config: Any) -> Images:
-    """Make the smallest picture that the family's tower takes, in white: some towers read black as padding."""
+    """Make the smallest image that the model's tower takes, in white, because some towers read black as padding."""
     vision = config.vision_config
     if hasattr(vision, "pooling_kernel_size"):
         axis = torch.arange(vision.pooling_kernel_size)
@@ -219,13 +212,13 @@ def _unseen_picture(config: Any) -> Images:
         inputs = {"pixel_values": pixels, "image_sizes": torch.tensor([[side, side]])}
     else:
         size = vision.image_size
-        height, width = (size, size) if isinstance(size, int) else size  # InternVL's is a pair
+        height, width = (size, size) if isinstance(size, int) else size  # InternVL's image size is a pair.
         inputs = {"pixel_values": torch.ones(1, vision.num_channels, height, width)}
     return Images("", (), (), inputs, ())
 
 
 def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Compute all pictures' features in order (F, hidden), and the features for the language model's first layers."""
+    """Compute the features of several images in order, (F, hidden), and a list of features for the first layers."""
     body = _body(model)
     taken = inspect.signature(body.get_image_features).parameters
     given = {name for of in images for name in of.inputs if name in taken}
@@ -242,10 +235,8 @@ def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[
 
 
 def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
-    """Concatenate the inputs of several texts. Pictures (..., height, width) are padded to one size.
-
-    Pictures with a pixel mask (``tiled``) are (1, tiles, ...).
-    """
+    """Concatenate one image input of several prompts. Pixels (..., height, width) are padded to one size. With
+    ``tiled``, for models with a pixel mask, the inputs are (1, tiles, ...)."""
     if parts[0].dim() > 2 and (tiled or len({part.shape[1:] for part in parts}) > 1):
         height, width = (max(part.shape[axis] for part in parts) for axis in (-2, -1))
         pad = torch.nn.functional.pad
@@ -254,8 +245,9 @@ def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
 
 
 def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """Return positions (3, 1, T) of a packed row: the model's own for segments with pictures, which don't depend on
-    later segments. Other segments' continue after their prompt."""
+    """Return the rotary positions (time, height, width) of a packed row, (3, 1, T). Segments with images get the
+    model's positions, which don't depend on later segments. A completion without images continues after its prompt's
+    largest position."""
     layout, starts = micro_batch.layout, micro_batch.layout.starts
     positions = micro_batch.position_ids.cpu().expand(3, 1, -1).clone()
     segments = micro_batch.input_ids[0].cpu().split(layout.lengths)
@@ -272,7 +264,7 @@ def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def _positions(model: Any, ids: torch.Tensor, placed: Placed) -> torch.Tensor:
-    """Return the positions (3, L) in time, height and width of a sequence with pictures."""
+    """Return the rotary positions in time, height and width of a sequence with images, (3, L)."""
     grids = torch.cat([of.inputs["image_grid_thw"] for _, of in placed])
     kinds = _kinds(placed, len(ids)).int()
     found: torch.Tensor = _body(model).get_rope_index(ids[None], mm_token_type_ids=kinds, image_grid_thw=grids)[0]
@@ -280,7 +272,7 @@ def _positions(model: Any, ids: torch.Tensor, placed: Placed) -> torch.Tensor:
 
 
 def _kinds(placed: Placed, length: int) -> torch.Tensor:
-    """Return (1, L) bool, True for the tokens of pictures."""
+    """Return a mask of image tokens, (1, L) bool: True for the tokens of images."""
     kinds = torch.zeros(1, length, dtype=torch.bool)
     for at, of in placed:
         kinds[0, torch.tensor(of.places) + at] = True
@@ -288,12 +280,12 @@ def _kinds(placed: Placed, length: int) -> torch.Tensor:
 
 
 def _body(model: Any) -> Any:
-    """Return the model without its head."""
+    """Return a language or vision-language model without its language-model head."""
     return model.base_model if model.base_model is not model else model.model
 
 
 class ImageStep(ForwardStep):
-    """Rows with pictures, and models that could read more than text."""
+    """Forward step of vision-language models: rows with images, and rows of text."""
 
     def states(self, inner: Callable[[Pass], torch.Tensor], row: Pass) -> torch.Tensor:
         model, batch = row.model, row.batch
@@ -308,13 +300,15 @@ class ImageStep(ForwardStep):
         return rows.packed(padded_hidden_states(model, batch, rows.ids, rows.mask, rows.rows.chains))
 
     def attention(self, model: Any, name: str) -> str | dict[str, str]:
-        """Set the attention of the language model and of a vision tower. The tower's rows are images."""
+        """Return the attention implementation of the language model and of the vision tower, from the language model's
+        ``name``. The tower's rows are images, so Colograd's attention for packed rows doesn't fit them."""
         if not takes_images(model.config):
             return name
         tower = name
         if name not in ("eager", "sdpa"):
-            # For layers that take windows (`cu_seqlens`) transformers would wait in each layer for the GPU to return
-            # the windows' lengths. The present device doesn't matter: a reference in host memory moves to the GPU.
+            # For tower layers with `cu_seqlens` (windows) transformers would wait in each layer for the GPU to return
+            # the windows' lengths. The present device doesn't matter, because a reference in host memory moves to the
+            # GPU.
             layers = tower_layers(model)
             windows = bool(layers) and "cu_seqlens" in inspect.signature(type(layers[0]).forward).parameters
             tower = attention.TOWER_NAME if windows and torch.cuda.is_available() else "sdpa"
@@ -332,8 +326,8 @@ class ImageStep(ForwardStep):
         }
 
     def misreads(self, model: Any, part: PackedSequence) -> bool:
-        """Return whether the model would put a picture's features in place of a sampled image token, or hide a
-        sampled placeholder."""
+        """Return whether transformers' forward would misread a sampled token: replace a sampled image token by an
+        image's features, or read a sampled placeholder as padding."""
         if hidden := hidden_tokens(model.config):
             places = {len(part.prompt_ids) + place for answer in part.answers for place in answer.places}
             places |= {place for image in part.images for place in image.places}
@@ -347,5 +341,5 @@ class ImageStep(ForwardStep):
 
 
 def step_of(model: Any) -> ForwardStep | None:
-    """Return the forward's step of a model that could read more than text."""
+    """Return the forward step for a model with a vision or audio tower. None for models of text."""
     return ImageStep() if has_tower(model.config) else None

@@ -1,4 +1,4 @@
-"""The tokens that truncated sampling left: the rider, and the mask of the logits made from it."""
+"""The tokens that truncated sampling (top_k, top_p, min_p) kept: a rider (per-token data), and a mask of logits."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ from ...policy.sending import to_device_async
 from ...riders import Rider, RowRider
 from ...rollout.group_table import read_table, table_bytes
 
-# int32 numbers; null: all tokens of the rollout were drawn from the whole vocabulary.
+# Table with a row per rollout. `ids` and `counts` are int32 numbers. Null: the rollout's sampling wasn't truncated.
 ROWS = pa.schema([pa.field("ids", pa.binary()), pa.field("counts", pa.binary())])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptTokens(Rider, RowRider):
-    """The tokens that top-k, top-p and min-p had left when each of N tokens was sampled, in one flat tensor.
+    """Rider (data that travels with a rollout): the tokens that top-k, top-p and min-p kept for each sampled token.
 
-    In the second completion of `batch`, 23 was sampled from the whole vocabulary, so its count is 0:
+    Example: of a completion of four tokens, 23 was sampled from the whole vocabulary, so its count is 0:
 
         completion_ids   22          23  24        2
         ids              22 27 29        24 12     2
         counts           3           0   2         1
 
-    A row's object has the labels of all its completions. Every model's softmax is over them.
+    The object of a packed row has the kept tokens of all its target tokens. The softmax of each model is over these
+    tokens.
     """
 
-    ids: torch.Tensor  # [sum counts] int32 token ids, on the host
-    counts: torch.Tensor  # [N] int32, number of ids per token; 0: the whole vocabulary
+    ids: torch.Tensor  # Ids of the kept tokens, [sum of counts] int32, in host memory.
+    counts: torch.Tensor  # Number of kept tokens for each of N sampled tokens, [N] int32. 0 is the whole vocabulary.
 
     MARK = b"KEPT SET"
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[Self | None, int]]) -> Self | None:
-        """Concatenate the kept tokens of several sequences, each with its length; None if nothing was truncated."""
+        """Concatenate the kept tokens of several sequences, given with their lengths. None: no sequence has any."""
         if all(part is None for part, _ in parts):
             return None
         none = torch.empty(0, dtype=torch.int32)
@@ -86,29 +87,31 @@ class KeptTokens(Rider, RowRider):
 
 
 class Candidates:
-    """Candidate tokens of a head's N labels, indexed for tiles of the logits; ``first`` is the head's first token."""
+    """Kept tokens of N labels (target tokens), indexed for tiles of logits. ``first``: id of the head's first
+    vocabulary entry."""
 
     def __init__(self, kept: KeptTokens, device: torch.device, first: int = 0) -> None:
         counts = kept.counts.long()
-        self.ends = [0, *counts.cumsum(0).tolist()]  # on the host: no tile waits for the device
+        self.ends = [0, *counts.cumsum(0).tolist()]  # Indices in host memory, so that no tile waits for the device.
         self.ids = to_device_async(kept.ids.long() - first, device)
         self.labels = to_device_async(torch.arange(len(counts)).repeat_interleave(counts), device)
         self.all = to_device_async(counts == 0, device)
 
     def hidden(self, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Return (n, c) bool, True where the token isn't among the label's candidates."""
+        """Return the mask of a tile of n target tokens and c vocabulary entries, (n, c) bool. True: the entry wasn't
+        kept."""
         here = slice(self.ends[row.start], self.ends[row.stop])
         shape = row.stop - row.start, vocabulary.stop - vocabulary.start
         columns = self.ids[here] - vocabulary.start
         inside = (columns >= 0) & (columns < shape[1])
         places = ((self.labels[here] - row.start) * shape[1] + columns).where(inside, shape[0] * shape[1])
         found = torch.ones(shape[0] * shape[1] + 1, dtype=torch.bool, device=self.ids.device)
-        found[places] = False  # the last entry takes the tokens of other tiles
+        found[places] = False  # Kept tokens of other tiles are written to the last entry, which is dropped.
         return found[:-1].view(shape) & ~self.all[row, None]
 
 
 class KeptStep(ForwardStep):
-    """Distributions over the kept tokens, for rows that have them."""
+    """Forward step that restricts the softmax to the kept tokens, for rows with a `KeptTokens` rider."""
 
     of_rows = True
 
@@ -121,6 +124,6 @@ class KeptStep(ForwardStep):
 
 
 def set_up(model: Any, config: GRPOConfig) -> None:
-    """Install the step on a model of a run that truncates its sampling."""
+    """Install the forward step `KeptStep` on a model, if the run trains with truncated distributions."""
     if config.replays_truncation:
         install(model, KeptStep())

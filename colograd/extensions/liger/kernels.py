@@ -1,7 +1,7 @@
 """Liger's Triton kernels in the policy (``use_liger_kernel``): norms, rotary embedding and activation, on a GPU.
 
-liger-kernel replaces the forwards in a loaded model's modules. The parameters stay the same objects. It also replaces
-names in the architecture's Python module, for all models in the process. Closing the trainer restores them.
+liger-kernel replaces the forwards in a loaded model's modules. The parameters stay unchanged objects. liger-kernel
+replaces names in the architecture's Python module, too, for all models in the process. Closing the trainer undoes that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Liger(ModelFeature):
 
 
 def liger_of(config: GRPOConfig) -> Callable[[Any, Sequence[Any]], Callable[[], None]] | None:
-    """Return a function that puts Liger's kernels into a model and further ones; None: the run hasn't set it."""
+    """Return a function that puts Liger's kernels into a model and a list of models. None if the run uses no Liger."""
     if not config.use_liger_kernel:
         return None
     return lambda model, also: apply_liger(model, config.device, config.liger_kernel_config, also)
@@ -40,8 +40,8 @@ def check_liger(config: GRPOConfig) -> None:
         return
     if config.on_cpu:
         raise ValueError(
-            "use_liger_kernel is true, but its kernels are Triton's, for a GPU, and the policy trains on the CPU: set "
-            "it to false."
+            "use_liger_kernel is true, but Liger's Triton kernels need a GPU, and the policy trains on the CPU: set "
+            "use_liger_kernel: false."
         )
     _kernels()
 
@@ -57,26 +57,27 @@ def _kernels() -> dict[str, Callable[..., None]]:
 
 
 def apply_liger(model: Any, device: torch.device, given: Any, also: Sequence[Any] = ()) -> Callable[[], None]:
-    """Put Liger's kernels into a model (or a PeftModel's) that computes on ``device``, and into ``also``.
+    """Put Liger's kernels into a model (for a PeftModel: into its base) that computes on ``device``.
 
     Args:
         given: arguments of liger-kernel's patch function, such as `{rope: false}`.
+        also: further models of the run that get Liger's kernels.
 
     Returns:
-        A function that restores the architecture's own code for other models.
+        A function that restores the names in the architecture's Python module, so that later models run without Liger.
     """
     model = unwrap(model)
     kind = model.config.model_type
     if (patch := _kernels().get(kind)) is None:
         raise ValueError(
-            f"use_liger_kernel is true, but liger-kernel has none for {kind!r} models: set it to false, or "
-            "torch_compile: true instead."
+            f"use_liger_kernel is true, but liger-kernel has no kernels for {kind!r} models: set use_liger_kernel: "
+            "false, or set torch_compile: true in its place."
         )
     known = inspect.signature(patch).parameters.keys() - {"model"}
     if unknown := sorted(given.keys() - known - set(LIGER_LOSSES)):
         raise ValueError(
-            f"liger_kernel_config names {unknown[0]!r}, but for {kind!r} models there are "
-            f"{', '.join(sorted(known - set(LIGER_LOSSES)))}: choose among these."
+            f"liger_kernel_config names {unknown[0]!r}, but for {kind!r} models liger-kernel knows the names "
+            f"{', '.join(sorted(known - set(LIGER_LOSSES)))}: choose among these names."
         )
     apply = functools.partial(patch, **{name: value for name, value in given.items() if name in known})
     names = vars(next(sys.modules[kind.__module__] for kind in type(model).__mro__ if "modeling" in kind.__module__))
@@ -85,11 +86,11 @@ def apply_liger(model: Any, device: torch.device, given: Any, also: Sequence[Any
         before = own_sample_logprobs(model, device)
         apply(model=model)
         error = float((own_sample_logprobs(model, device) - before).abs().mean())
-    if not error <= allowed(autocast_dtype(device) or model.dtype):  # NaN too
+    if not error <= allowed(autocast_dtype(device) or model.dtype):  # A NaN isn't allowed, either.
         undo()
         raise ValueError(
             f"use_liger_kernel is true, but with Liger's kernels the log-probabilities of a {type(model).__name__} "
-            f"differ by {error:.2g} nats from its own: set it to false."
+            f"differ by {error:.2g} nats from those without Liger: set use_liger_kernel: false."
         )
     for other in also:
         if unwrap(other) is not model:

@@ -1,4 +1,4 @@
-"""LoRA and DoRA adapters (peft): made, loaded from folders, and checked against the limits of vLLM."""
+"""LoRA and DoRA adapters of peft: creation, loading, checks of vLLM's limits, and publishing into the engine."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "adapter": "adapters:taken_adapter",

@@ -1,4 +1,4 @@
-"""Adapters that are made, or checked: what peft, vLLM and the saved files allow."""
+"""Creation and loading of LoRA adapters (peft), and checks of the limits of peft, vLLM and saved files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from ...policy.lora import AdaptedLayer, Adapter, adapted_layers, base_name, tra
 from ...policy.towers import HEARS, has_tower, hears, reads_text_alone, sees
 from .inputs import keep_inputs_as_they_are
 
-LARGEST_RANK = 512  # largest rank of vLLM's adapter slots
-# Initialisations that don't change the base's weights. (`pissa`, `olora`, `loftq` and similar ones subtract from them.)
+LARGEST_RANK = 512  # Largest rank of an adapter that vLLM can serve.
+# Values of `init_lora_weights` that leave the base's weights unchanged. (`pissa`, `olora`, `loftq` and others change
+# them.)
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
-# Fields of peft's LoraConfig that make a layer differ from the formula of `AdaptedLayer`.
+# Fields of peft's LoraConfig that change a layer's formula from y = W x + scaling * B A x, so they are rejected.
 UNSUPPORTED = (
     "lora_bias", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
     "arrow_config", "use_bdlora", "megatron_config",
@@ -27,14 +28,14 @@ UNSUPPORTED = (
 
 
 def wrap(model: Any, peft_config: Any, seed: int) -> Any:
-    """Make a PeftModel around ``model``, with a new adapter that is the same on every rank."""
+    """Make a PeftModel around ``model``, with a new adapter. Its random initial values are equal on every rank."""
     check_lora_config(peft_config)
     import peft
 
     left_out = _left_out(model, peft_config)
     if left_out:
         peft_config = copy.copy(peft_config)
-        excluded = peft_config.exclude_modules or []  # a pattern of whole names, or a list of names
+        excluded = peft_config.exclude_modules or []  # A regular expression of whole names, or a list of names.
         if isinstance(excluded, str):
             patterns = [f"(?:{excluded})"]
         else:
@@ -43,10 +44,10 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
-            return peft.get_peft_model(model, peft_config).eval()  # evaluation mode, as after from_pretrained
+            return peft.get_peft_model(model, peft_config).eval()  # Evaluation mode, as after `from_pretrained`.
         except ValueError as error:
             reason = str(error).strip().splitlines()[0]
-            if "lora_dropout" in reason:  # peft adapts experts' gate_proj and similar ones as parameters
+            if "lora_dropout" in reason:  # peft adapts parameters (not layers) of experts, such as gate_proj.
                 raise ValueError(
                     f"lora_dropout is {peft_config.lora_dropout}, but peft has no dropout before a LoRA on parameters, "
                     "as a mixture's experts are: set lora_dropout: 0, or adapt the attention's layers alone."
@@ -58,11 +59,11 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
 
 
 def _left_out(model: Any, peft_config: Any) -> list[str]:
-    """Return patterns of layers that get no adapter.
+    """Return regular expressions for the names of layers that get no adapter.
 
-    - Everything outside the decoder if only text is trained, or else the audio tower.
+    - If the model trains on text only: everything outside the decoder. Otherwise: the audio tower.
     - With `all-linear`: routers of a class derived from Linear, because their forward returns two tensors (Llama 4).
-    - With names of layers: layers that wrap a linear layer, because peft doesn't know them (Gemma 4's tower).
+    - With names of layers: layers that wrap a linear layer, because peft can't adapt such wrappers (Gemma 4's tower).
     """
     found = []
     if reads_text_alone(model):
@@ -89,7 +90,7 @@ def taken_adapter(model: Any) -> Adapter:
 
 
 def check_lora_config(peft_config: Any) -> None:
-    """Raise a ValueError unless the configuration is a LoRA that only adds to the base."""
+    """Raise a ValueError unless a peft configuration is a LoRA without changes to the base's weights."""
     import peft
 
     if not isinstance(peft_config, peft.PeftConfig):
@@ -104,19 +105,19 @@ def check_lora_config(peft_config: Any) -> None:
     start = peft_config.init_lora_weights
     if start not in PLAIN_STARTS:
         raise ValueError(
-            f"init_lora_weights is {start!r}, which changes the base's weights too, so that the saved adapter would "
-            f"fit another base than the checkpoint: choose one of {', '.join(str(s) for s in PLAIN_STARTS)}."
+            f"init_lora_weights is {start!r}, which changes the base's weights too, so that the saved adapter wouldn't "
+            f"fit the base's checkpoint: choose one of {', '.join(str(s) for s in PLAIN_STARTS)}."
         )
     for name in UNSUPPORTED:
         if getattr(peft_config, name, None):
-            raise ValueError(f"The LoRA configuration sets {name}, which can't be published to vLLM: remove it.")
+            raise ValueError(f"Field {name} of the LoRA configuration can't be published to vLLM: remove it.")
 
 
 def describe_adapter(model: Any) -> Adapter:
     if len(model.active_adapters) != 1 or len(model.peft_config) != 1:
         raise ValueError(
-            f"The PeftModel has the adapters {', '.join(model.peft_config)} ({len(model.active_adapters)} active), but "
-            "exactly one is trained: delete the others (delete_adapter)."
+            f"A run trains exactly one adapter, but the PeftModel has {', '.join(model.peft_config)} "
+            f"({len(model.active_adapters)} active): delete all other adapters (delete_adapter)."
         )
     (name,) = model.active_adapters
     config = model.peft_config[name]
@@ -159,7 +160,7 @@ def _check_head(model: Any, layers: list[AdaptedLayer]) -> None:
     if any(layer.module is head for layer in layers):
         raise ValueError(
             "The LoRA adapts the language-model head, whose logits are computed in tiles from its weight: take it out "
-            "of lora_target_modules (or train it whole: lora_modules_to_save)."
+            "of lora_target_modules (or train the whole head: lora_modules_to_save)."
         )
     tied = bool(getattr(inner.config.get_text_config(), "tie_word_embeddings", False))
     ends = tuple(f"{name}." for name, module in inner.named_modules() if module is head or module is embedding)
@@ -175,15 +176,12 @@ def _check_head(model: Any, layers: list[AdaptedLayer]) -> None:
 def from_adapter(
     folder: str, saved: dict[str, Any], config: GRPOConfig, peft_config: Any, has_images: bool
 ) -> tuple[PreTrainedModel, str, str]:
-    """Load the model and trainable adapter of a folder with an adapter_config.json.
-
-    Returns:
-        The model, the base's path and the tokenizer's path.
-    """
+    """Load the base model and the trainable adapter of a folder with an adapter_config.json. Return the PeftModel, the
+    base model's path, and the tokenizer's path."""
     if peft_config is not None:
         raise ValueError(
             f"{folder!r} holds an adapter and a new one is asked for too (use_peft, peft_config), but one is trained: "
-            "remove use_peft to go on with the saved one, or give model_name_or_path the base model."
+            "remove use_peft to go on with the saved adapter, or set model_name_or_path to the base model."
         )
     base = str(saved.get("base_model_name_or_path") or "")
     if not base:

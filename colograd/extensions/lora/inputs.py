@@ -1,8 +1,8 @@
-"""A bfloat16 layer's input, saved once for the backward of its float32 adapters.
+"""Less activation memory for float32 LoRA adapters on bfloat16 layers.
 
-peft casts a layer's input to the adapter's dtype before the product with A. Autograd then saves one float32 copy each
-for queries, keys and values. Here the product saves the uncast input, which all of them share, and casts it again for
-A's gradient. The numbers are the same.
+peft casts a layer's input to the adapter's dtype before the product with A. Autograd then saves a float32 copy of the
+input for each of queries, keys and values. Here the product saves the uncast input, which the three layers share, and
+casts the input again for A's gradient. The numbers don't change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...policy.attention import autocast_dtype
 
 
 def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
-    """Save uncast inputs for each LoRA on a linear layer, except with dropout or DoRA: these use the cast input."""
+    """Make each LoRA on a linear layer save its uncast input. With dropout or DoRA peft needs the cast input."""
     for layer in model.modules():
         inputs: Any = getattr(layer, "lora_A", None)
         if not inputs or getattr(layer, "lora_variant", None) or not hasattr(layer, "cast_input_dtype_enabled"):
@@ -27,11 +27,12 @@ def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
         if all(type(a) is torch.nn.Linear for a in inputs.values()) and not drops:
             layer.cast_input_dtype_enabled = False
             for a in inputs.values():
-                a.forward = types.MethodType(_product, a)  # a method, so that a copy of the model has its own
+                # Set a bound method, because a copy of the model then gets a method that is bound to the copy.
+                a.forward = types.MethodType(_product, a)
 
 
 def _product(a: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """Compute A x, (..., rank), in A's dtype or autocast's."""
+    """Compute the product A x of a LoRA, (..., rank), in A's dtype or autocast's dtype."""
     if x.dtype == a.weight.dtype or a.bias is not None or autocast_dtype(x.device) is not None:
         return F.linear(x.to(a.weight.dtype), a.weight, a.bias)
     found: torch.Tensor = _CastProduct.apply(x, a.weight)
@@ -39,7 +40,7 @@ def _product(a: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 class _CastProduct(torch.autograd.Function):
-    """Product W x with x cast to W's dtype, once for the forward and once more for the gradient of W."""
+    """Product W x with x cast to W's dtype. The backward casts the saved x again for the gradient of W."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""`adapter`: LoRA. The base is published once; each publish writes only the adapter, into vLLM's own LoRA slots.
+"""Weight sync `adapter` for LoRA: the base is copied into the engine once, and each publish writes the adapter only.
 
-For each layer that may be adapted vLLM has zeroed stacks for A (slots, 1, rank, in) and B (slots, 1, out, rank), one
-pair per part of a fused layer, and adds x A' B' to the layer's output. The scaling is folded into B. The plan is
-proved with an adapter of random numbers that vLLM itself loads from a folder.
+The adapter goes into vLLM's LoRA slots. For each layer that may be adapted vLLM has zeroed tensors for A (slots, 1,
+rank, in) and B (slots, 1, out, rank), a pair per part of a fused layer (q, k and v). vLLM adds x A' B' to the layer's
+output. The scaling is multiplied into B. The destinations are checked with an adapter of random numbers that vLLM loads
+from a folder.
 """
 
 from __future__ import annotations
@@ -26,41 +27,41 @@ from ...weights.sync import PlannedSync, Unserved
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor of the adapter and its place in the engine."""
+    """A tensor (A or B) of the policy's adapter, and where the tensor goes in the engine."""
 
-    layer: str  # name of the adapted layer
-    kind: str  # lora_A or lora_B
-    source: torch.Tensor  # the policy's parameter, (rank, in) or (out, rank)
-    scaling: float  # factor on the way to the engine; 1 for A
-    holder: LoRALayer  # the engine's layer that has the slots
-    part: int  # index among the holder's fused parts
-    shard: Shard | None = None  # the source's part of the adapter's tensor; None: the whole tensor
+    layer: str  # Name of the adapted layer.
+    kind: str  # Either lora_A or lora_B.
+    source: torch.Tensor  # The policy's parameter, (rank, in) for A or (out, rank) for B.
+    scaling: float  # Factor between the policy's and the engine's values. It is 1 for A.
+    holder: LoRALayer  # vLLM's layer with the LoRA slots.
+    part: int  # Index of the adapted layer among the parts of a fused vLLM layer.
+    shard: Shard | None = None  # Which part of A or B this rank's parameter is. None means the whole matrix.
 
     @property
     def stack(self) -> torch.Tensor:
-        """The holder's present tensor of all slots. It may be another one than at the start."""
+        """vLLM's tensor with A or B of all LoRA slots of the layer. vLLM may replace this tensor during a run."""
         return self.holder.stacks(self.kind)[self.part]
 
     @property
     def destination(self) -> torch.Tensor:
-        """A view of the first slot, in the source's shape. The rest of the slot's rank stays zero."""
+        """View of vLLM's first LoRA slot in the shape of ``source``. Outside of the view a slot has zeros."""
         rows, columns = self.source.shape
         return self.stack[0, 0, :rows, :columns]
 
     def equal(self) -> bool:
-        """Return whether the engine has the policy's value, scaled and rounded once, bit for bit."""
+        """Return whether the engine's values equal the policy's scaled and rounded values bit for bit."""
         expected = self.source.detach() * self.scaling
         return torch.equal(self.destination, expected.to(self.stack.dtype))
 
 
 class AdapterWeights(PlannedSync):
-    """Publishes the adapter of a PeftModel into the engine's first LoRA slot, and the frozen base once.
+    """Weight sync that writes the adapter of a PeftModel into the engine's first LoRA slot, and the frozen base once.
 
     Args:
         policy: the PeftModel.
         engine: the engine.
         slots: the slot of each tensor of the adapter, from `map_adapter`.
-        base: publishes the base.
+        base: weight sync of the base.
     """
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slots: Sequence[Slot], base: CopiedWeights) -> None:
@@ -71,7 +72,7 @@ class AdapterWeights(PlannedSync):
         self._scalings = [slot.scaling for slot in slots]
         self._destinations = [slot.destination for slot in slots]
         prove_slots(self.slots, self.rank, engine)
-        super().__init__(policy, engine)  # records all addresses, so it comes after the proof
+        super().__init__(policy, engine)  # Records the addresses of tensors, so the call comes after `prove_slots`.
         self._stacks = self._stack_pointers()
         self._write_adapter()
 
@@ -95,10 +96,10 @@ class AdapterWeights(PlannedSync):
         )
 
     def write(self) -> int:
-        """Write the adapter, and in the first call the base. Return the bytes written."""
+        """Write the adapter into the engine, and in the first call the base, too. Return the written bytes."""
         if self._stack_pointers() != self._stacks or not self.engine.adapter_is_active:
             raise RuntimeError(
-                "A LoRA slot of the engine has moved since publishing was planned, or has another adapter (after a "
+                "A LoRA slot of the engine has moved since the trainer was built, or has another adapter (after a "
                 "reload or add_lora). Build a new trainer."
             )
         base_bytes = 0 if self._has_base else self.base.write()
@@ -118,14 +119,14 @@ class AdapterWeights(PlannedSync):
 
 
 def map_adapter(policy: torch.nn.Module, engine: Engine, shards: Mapping[int, Shard] | None = None) -> list[Slot]:
-    """Return the engine's slot of every tensor of the policy's adapter. ``shards``: parts of the adapter's tensors by
-    the tensors' `id`, if the policy is in parts."""
+    """Return the engine's LoRA slot of every tensor of the policy's adapter. Raise `Unserved` if vLLM has no slot for
+    a layer. ``shards``: with tensor parallelism, this rank's parts of A and B by parameter `id`."""
     slots, missing, holders = [], [], engine.tensors.lora_layers()
     for layer in adapted_layers(policy):
         name = engine.tensors.renamed(layer.parameter).removesuffix(".weight")
         last = name.rpartition(".")[2]
-        holder: Any = None  # the engine's layer that has the slots
-        part = 0  # index of the layer's part in it
+        holder: Any = None  # vLLM's layer with the LoRA slots.
+        part = 0  # Index of this layer in the fused vLLM layer.
         for fused, parts in ((last, [last]), *engine.tensors.fusions.items()):
             found = holders.get(name.removesuffix(last) + fused)
             if last in parts and found is not None and len(found.stacks("lora_A")) == len(parts):
@@ -151,11 +152,12 @@ def _fits(slot: Slot) -> bool:
 
 @torch.no_grad()
 def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
-    """Check that vLLM loads an adapter of random numbers exactly to the planned places, and set these to zero."""
+    """Raise a RuntimeError unless vLLM loads an adapter of random numbers into exactly the mapped slots. Then set the
+    slots to zeros."""
     import peft
 
     generator = torch.Generator().manual_seed(0)
-    shapes = [slot.source.shape if slot.shard is None else slot.shard.shape for slot in slots]  # of whole tensors
+    shapes = [slot.source.shape if slot.shard is None else slot.shard.shape for slot in slots]
     probes = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
         targets = sorted({slot.layer.rpartition(".")[2] for slot in slots})
@@ -168,11 +170,11 @@ def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
         own = probe if slot.shard is None else slot.shard.of(probe)
         if not torch.equal(slot.destination, own.to(slot.destination)):
             raise RuntimeError(
-                f"vLLM stores {slot.layer}.{slot.kind} in another place than expected: Colograd doesn't know this "
+                f"vLLM stores {slot.layer}.{slot.kind} elsewhere than expected: Colograd doesn't know this "
                 "architecture's layout of LoRA layers yet. Set weights: copied (the adapter is then merged into the "
                 "engine's copy)."
             )
     torch._foreach_zero_([slot.destination for slot in slots])
     for name, holder in engine.tensors.lora_layers().items():
         if any(bool(stack.any()) for kind in ("lora_A", "lora_B") for stack in holder.stacks(kind)):
-            raise RuntimeError(f"vLLM's LoRA slot of {name} has values outside the adapter. Set weights: copied.")
+            raise RuntimeError(f"A slot for {name} in vLLM has values outside the LoRA adapter. Set weights: copied.")

@@ -1,9 +1,9 @@
-"""Muon for the matrices of a bfloat16 policy's layers, on the exact float32 master of `adamw_split`.
+"""Muon for the matrices of a bfloat16 policy's decoder layers. `adamw_split` updates all other parameters.
 
-All other parameters are updated by `adamw_split`.
+Both store an exact float32 master weight as the bfloat16 parameter and an int16 remainder.
 
-Muon (https://kellerjordan.github.io/posts/muon/) steps along the orthogonalised momentum of a whole matrix. Its step is
-scaled to AdamW's root mean square (arXiv 2502.16982, eq. 4), so that one learning rate serves both.
+Muon (https://kellerjordan.github.io/posts/muon/) steps along the orthogonalised momentum of a whole matrix. A step of
+Muon is scaled to AdamW's root mean square (arXiv 2502.16982, eq. 4), so that one learning rate serves both optimizers.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from ...policy.lora import is_adapted
 from ...training.adamw_split import AdamWSplit, join_master, split_master
 
 MOMENTUM = "momentum_buffer"
-COEFFICIENTS, ITERATIONS, EPSILON = (3.4445, -4.775, 2.0315), 5, 1e-7  # torch's defaults for Newton-Schulz
+COEFFICIENTS, ITERATIONS, EPSILON = (3.4445, -4.775, 2.0315), 5, 1e-7  # torch's defaults for Newton-Schulz iterations.
 
 
 def matrices_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the trained matrices of the decoder's layers, without embedding, head and experts (which are stacked)."""
+    """Return the trained 2-D parameters of the decoder's layers. (Stacked experts are 3-D and left out.)"""
     inside = (parameter for layer in decoder_layers(model) for parameter in layer.parameters())
     return [parameter for parameter in inside if parameter.requires_grad and parameter.dim() == 2]
 
 
 class MuonSplit(AdamWSplit):
-    """torch's Muon on one joined master at a time.
+    """Optimizer that runs torch's Muon on matrices, and `AdamWSplit` on all other parameters.
 
-    State per element of a matrix: an int16 remainder and a float32 momentum, 6 bytes.
+    Muon runs on one matrix at a time, on the float32 master joined from the bfloat16 parameter and its int16 remainder.
+    The state per element of a matrix is 6 bytes: the remainder and a float32 momentum.
 
     Args:
         matrices: parameters that Muon updates.
@@ -89,7 +90,7 @@ class MuonSplit(AdamWSplit):
             )
         state: dict[str, Any] = self.state[parameter]
         for name, dtype in ((MOMENTUM, torch.float32), ("remainder", torch.int16)):
-            if name in saved:  # for a float32 matrix too: see `join_remainders`
+            if name in saved:  # A float32 matrix may have a saved remainder, too, for `join_remainders`.
                 state[name] = saved[name].to(parameter.device, dtype)
         self._state(parameter)
 
@@ -100,6 +101,6 @@ def muon_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[type[AdamWSplit],
     if is_adapted(model):
         raise ValueError(
             "optim is 'muon', which orthogonalises the update of a whole matrix, but an adapter is trained, which has "
-            "two factors of each: set optim: adamw_split, or train the policy in full."
+            "two factors of each matrix: set optim: adamw_split, or train the policy in full."
         )
     return MuonSplit, {"matrices": matrices_of(model)}

@@ -1,4 +1,4 @@
-"""`adamw_split` with parts in host memory: its state (`offload_optimizer: stream`), gradients (`offload_gradients`)."""
+"""Optimizer `adamw_split` with state (`offload_optimizer: stream`) or gradients (`offload_gradients`) on the host."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .host_stream import ELEMENTS, HostStream, Job
 
 
 class HostAdamW(AdamWSplit):
-    """AdamW whose state, gradients or both pass through the device piece by piece (see `HostStream`). ``streamed``:
-    keep the state in host memory."""
+    """AdamW that reads its state, gradients or both from host memory piece by piece (see `HostStream`). ``streamed``:
+    whether the state is in host memory."""
 
-    host_gradients: Any = None  # an `OnHost`, whose sums replace the parameters' `grad`
+    host_gradients: Any = None  # An `OnHost` strategy. Its gradient sums replace the parameters' `grad`.
 
     def __init__(self, params: Iterable[Any], streamed: bool = False, **given: Any) -> None:
         self.streamed = streamed
@@ -32,7 +32,8 @@ class HostAdamW(AdamWSplit):
         read = [] if self.host_gradients is None else ["grad"]
 
         def job(piece: Piece, update: Callable[[Piece], None]) -> Job:
-            """Return a job that updates a piece, with device copies in place of its tensors on the host."""
+            """Return the job that updates a piece of a parameter. The job works on device copies of the host's
+            tensors."""
             state = [name for name in DTYPES if self.streamed and getattr(piece, name) is not None]
 
             def kernel(tensors: Sequence[torch.Tensor]) -> None:
@@ -55,7 +56,7 @@ class HostAdamW(AdamWSplit):
     def _place(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         if not self.streamed:
             return super()._place(parameter, name)
-        watchdog.progress()  # page-locking a large model's state takes minutes
+        watchdog.progress()  # Report progress, because page-locking a large model's state takes minutes.
         return host_empty(parameter.shape, DTYPES[name], parameter.device)
 
     def _loaded(self, parameter: torch.Tensor, name: str, saved: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Settings that exclude optimizer state or gradients in host memory."""
+"""Settings that can't be combined with optimizer state or gradients in host memory."""
 
 from __future__ import annotations
 

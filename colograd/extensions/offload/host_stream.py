@@ -1,9 +1,9 @@
-"""Transfer of tensors in the host's page-locked memory through the device: the optimizer's state while it steps
-(`offload_optimizer: stream`), and the sums of gradients (`offload_gradients`).
+"""Computation on the device with tensors that stay in page-locked host memory: optimizer state (`offload_optimizer:
+stream`), and sums of gradients (`offload_gradients`).
 
-A job is a few tensors of the host and the kernel that reads or changes them. Two buffers on the device take turns.
-While one is computed with, and goes back to the host, the other one is filled, so both directions of the bus are busy
-at once.
+A job is a kernel with a few host tensors that it reads or changes. Jobs use two buffers on the device by turns. While
+a kernel runs on one buffer and its results return to the host, the other buffer is filled. So both directions of the
+bus are busy at once.
 """
 
 from __future__ import annotations
@@ -14,57 +14,54 @@ from typing import Any, NamedTuple
 
 import torch
 
-ELEMENTS = 2**23  # elements per job: 84 MB of 10 bytes each, some 2 ms on the bus, far more than a launch
+ELEMENTS = 2**23  # Elements per job. 84 MB of 10 bytes each take 2 ms on the bus, far longer than a kernel's launch.
 BUFFERS = 2
-ALIGNED = 256  # bytes, as the allocator's blocks: kernels load 16 bytes at a time
+ALIGNED = 256  # Alignment of buffers in bytes, like the allocator's blocks. Kernels load 16 bytes at a time.
 
-ITEMSIZE = 10  # largest number of bytes of an optimizer's state per element
+ITEMSIZE = 10  # Largest number of bytes of optimizer state per element of a parameter.
 
 
 class Job(NamedTuple):
-    kernel: Callable[[Sequence[torch.Tensor]], Any]  # called with the copies, in this order
-    written: Sequence[torch.Tensor] = ()  # host tensors that get the copies' values afterwards
-    read: Sequence[torch.Tensor] = ()  # host tensors that stay unchanged
+    kernel: Callable[[Sequence[torch.Tensor]], Any]  # Function of the device copies of `written` and then `read`.
+    written: Sequence[torch.Tensor] = ()  # Host tensors that get the device copies' values after the kernel.
+    read: Sequence[torch.Tensor] = ()  # Host tensors that stay unchanged.
 
 
 def device_bytes(state: int) -> int:
-    """Return the bytes on the device of a state of ``state`` bytes while it passes through."""
+    """Return the device bytes of the two buffers, for an optimizer state of ``state`` bytes in host memory."""
     return min(state, BUFFERS * ELEMENTS * ITEMSIZE)
 
 
 class HostStream:
-    """An executor of jobs on one device, in order. The kernels are the same as without streaming, so the results have
-    the same bits. ``apart``: run jobs on a separate stream, so that no work on the present one waits for the bus."""
+    """Runs jobs on one device in order. Streaming changes no kernel, so results equal those without it bit for bit.
+    ``apart``: run the kernels on a separate CUDA stream, so that the present stream never waits for the bus."""
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
         self.device = device
-        self._torch: Any = torch.get_device_module(device)  # a CPU's streams do nothing
+        # The device's module in torch. On a CPU this is `torch.cpu`, and its streams do nothing.
+        self._torch: Any = torch.get_device_module(device)
         self.filling, self.emptying = self._torch.Stream(), self._torch.Stream()
         self._apart = self._torch.Stream() if apart else None
         self._lanes: list[_Lane] = []
         self._turns = itertools.cycle(range(BUFFERS))
 
     def event(self) -> Any:
-        """Record an event after all work queued on the present stream so far."""
+        """Return an event that ends after all work that is now queued on the present stream."""
         event = self._torch.Event()
         event.record(self._torch.current_stream())
         return event
 
     @torch.no_grad()
     def run(self, jobs: Iterable[Job]) -> None:
-        """Run all jobs. The host waits until their tensors have the new values."""
+        """Run all jobs. The host waits until the jobs' host tensors have their new values."""
         for job in jobs:
             self.push(job)
         self.wait()
 
     @torch.no_grad()
     def push(self, job: Job, made: Any = None, arrived: Any = None) -> None:
-        """Queue a job; the host doesn't wait.
-
-        Args:
-            made: an event that the kernel waits for.
-            arrived: an event after which the host's tensors are ready.
-        """
+        """Queue a job. The host doesn't wait for the job's end. ``made``: event that the kernel waits for. ``arrived``:
+        event after which the job's host tensors may be read."""
         present = self._torch.current_stream()
         computing = self._apart or present
         self._lanes = self._lanes or [_Lane(self._torch, self.device) for _ in range(BUFFERS)]
@@ -91,29 +88,29 @@ class HostStream:
 
     @torch.no_grad()
     def send(self, place: torch.Tensor, tensor: torch.Tensor, made: Any) -> None:
-        """Queue a copy of a device's ``tensor`` to its place on the host, after the event ``made``."""
+        """Queue a copy of a device's ``tensor`` to the host tensor ``place``, after the event ``made``."""
         made.wait(self.emptying)
         with self._torch.stream(self.emptying):
             place.copy_(tensor, non_blocking=True)
 
     def sent(self) -> Any:
-        """Record an event after which all queued copies so far are on the host."""
+        """Return an event that ends when all copies to the host that are now queued have arrived."""
         event = self._torch.Event()
         event.record(self.emptying)
         return event
 
     def let_wait(self, event: Any) -> None:
-        """Make the present stream wait for ``event``, so that it can't reuse freed memory that is still read."""
+        """Make the present stream wait for ``event``, so that memory isn't reused while a copy still reads it."""
         event.wait(self._torch.current_stream())
 
     def wait(self) -> None:
-        """Make the host wait until all jobs are done, and give the buffers back."""
+        """Make the host wait until all jobs are done, and free the buffers on the device."""
         self.sent().synchronize()
         self._lanes = []
 
 
 class _Lane:
-    """A buffer on the device, with views of the present job's shapes, and the events of its turn."""
+    """One of two buffers on the device: views with the shapes of a job's tensors, and events of the job's stages."""
 
     def __init__(self, module: Any, device: torch.device) -> None:
         self.device, self.filled, self.computed, self.emptied = device, module.Event(), module.Event(), module.Event()
@@ -121,13 +118,13 @@ class _Lane:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
     def make_room(self, host: Sequence[torch.Tensor], present: Any, filling: Any) -> None:
-        """Make views for copies of ``host``, in a larger buffer if they need one."""
+        """Set ``tensors`` to views of the buffer with the shapes of ``host``. Enlarge a buffer that is too small."""
         sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in host]
         if sum(sizes) > len(self._buffer):
             if len(self._buffer):
-                self.emptied.synchronize()  # before the smaller buffer's memory is reused
+                self.emptied.synchronize()  # Wait until the smaller buffer's memory can be reused.
             self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-            self.computed.record(present)  # earlier work on this memory is done by then
+            self.computed.record(present)  # Earlier users of the new buffer's memory are done after this event.
             self.computed.wait(filling)
         starts = itertools.accumulate([0, *sizes])
         self.tensors = [

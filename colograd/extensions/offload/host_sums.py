@@ -15,44 +15,40 @@ from ...parallel import watchdog
 from ...runtime.page_locked import host_empty
 from .host_stream import BUFFERS, ELEMENTS, HostStream, Job
 
-LIMIT = 2**30  # most bytes of gradients in transfer at once; above, the backward waits for the bus
+LIMIT = 2**30  # Largest number of gradient bytes in transfer at once. With more the backward waits for the bus.
 
 
 def on_way(gradients: int, largest: int) -> int:
-    """Return the bytes that gradients take on the device at once during a backward.
-
-    Args:
-        gradients: bytes of all gradients.
-        largest: bytes of the largest gradient, which is computed while others are in transfer.
-    """
+    """Return the peak device memory of gradients during a backward, in bytes, from the bytes of all ``gradients`` and
+    of the ``largest`` gradient, which is computed while other gradients are in transfer."""
     return min(gradients, LIMIT + largest)
 
 
 def buffer_bytes(gradients: int) -> int:
-    """Return the bytes of sums in transfer to the device and back, for ``gradients`` bytes of gradients."""
+    """Return the device bytes of the buffers for additions to ``gradients`` bytes of gradient sums on the host."""
     return min(gradients, BUFFERS * ELEMENTS * 4)
 
 
 class HostSums:
-    """Sums by key, in page-locked host memory that is kept from step to step.
-
-    An addition runs in parallel to the backward: the sum is copied to the device in pieces, added to, and copied back.
-    Additions to a sum run in the order of the calls, so that it equals a sum on the device bit for bit.
-    """
+    """Gradient sums of one optimizer step, by key, in page-locked host memory that every step reuses. An addition runs
+    in parallel to the backward: the sum is copied to the device in pieces, added to, and copied back. Additions to a
+    sum run in the order of the calls, so that the sum equals a sum on the device bit for bit."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = HostStream(device, apart=True)
         self._places: dict[Hashable, torch.Tensor] = {}
-        self._arrived: dict[Hashable, Any] = {}  # events at the last copy to the host, of the present step's sums
-        self._on_way: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()  # event, gradient in transfer
+        self._arrived: dict[Hashable, Any] = {}  # Event of the last copy to the host, by the sum's key.
+        # Gradients on their way to the host, each with an event at the end of its copy.
+        self._on_way: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()
 
     def __contains__(self, key: Hashable) -> bool:
-        """Return whether something was added in this step."""
+        """Return whether this step has added a gradient to the sum of ``key``."""
         return key in self._arrived
 
     def get(self, key: Hashable) -> torch.Tensor | None:
-        """Return the sum, after `settle`; None: nothing was added in this step."""
+        """Return the gradient sum of a key. Call `settle` first. None means that this step has added nothing to the
+        sum."""
         return self._places[key] if key in self else None
 
     def keep_at(self, key: Hashable, place: torch.Tensor) -> None:
@@ -60,7 +56,7 @@ class HostSums:
 
     @torch.no_grad()
     def add(self, key: Hashable, gradient: torch.Tensor) -> None:
-        """Queue an addition. The caller must not change the gradient afterwards."""
+        """Queue the addition of a gradient to the sum of ``key``. The caller must not change the gradient any more."""
         place = self._place(key, gradient)
         flat, total = gradient.contiguous().view(-1), place.view(-1)
         stream, ready = self._stream, self._stream.event()
@@ -76,12 +72,12 @@ class HostSums:
             stream.let_wait(event)
 
     def let_go(self) -> None:
-        """Free gradients of earlier backwards on the device. After a forward they have arrived, so nothing waits."""
+        """Free gradients of earlier backwards on the device. After a forward their copies to the host have ended."""
         while self._on_way:
             self._stream.let_wait(self._on_way.popleft()[0])
 
     def zero(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype) -> None:
-        """Set a sum to zeros, after `settle`."""
+        """Set the gradient sum of a key to zeros. Call `settle` first."""
         self._place(key, like, dtype).zero_()
         self._arrived[key] = self._stream.sent()
 
@@ -90,7 +86,7 @@ class HostSums:
         self._on_way.clear()
 
     def discard(self) -> None:
-        """Drop the sums. Their memory is kept for the next step."""
+        """Forget all sums. The next step reuses their memory."""
         self.let_go()
         self._arrived.clear()
 
@@ -99,7 +95,7 @@ class HostSums:
 
     @torch.no_grad()
     def squared_norm(self) -> float:
-        """Return the sum of squares of all sums, in float64, after `settle`."""
+        """Return the sum of squares of all gradient sums, computed in float64. Call `settle` first."""
         norms: list[torch.Tensor] = []
         pieces = [piece for key in self._arrived for piece in self._places[key].view(-1).split(ELEMENTS)]
 

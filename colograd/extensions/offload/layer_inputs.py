@@ -1,8 +1,8 @@
 """Inputs of checkpointed layers in host memory (`gradient_checkpointing: offload`).
 
-A checkpointed layer saves only its input, and is computed again in the backward. Here that input is copied to
-page-locked host memory while the next layers run. It is copied back during the backward of the following layer. So the
-device holds the inputs of a few layers. Nothing is rounded: gradients equal `gradient_checkpointing: true` bit by bit.
+A checkpointed layer saves only its input, and is computed again in the backward. Here the input is copied to
+page-locked host memory while the next layers run. The input is copied back during the backward of the layer behind. So
+the device holds the inputs of a few layers. Gradients are equal bit for bit with `gradient_checkpointing: true`.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from ...policy.lora import unwrap
 from ...runtime import process
 from ...runtime.page_locked import host_empty
 
-KEPT = 2  # number of inputs on the device at a time, on their copy to the host or back
+KEPT = 2  # Number of layer inputs that are on the device at a time while they are copied to the host or back.
 
 
 class LayerInputs:
-    """Inputs of a model's layers, and the host memory that every pass reuses."""
+    """Inputs of a model's checkpointed layers in host memory, which every micro-batch reuses."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.torch: Any = torch.get_device_module(device)  # a CPU's streams do nothing
+        # The device's module in torch. On a CPU this is `torch.cpu`, and its streams do nothing.
+        self.torch: Any = torch.get_device_module(device)
         self.leaving, self.coming = self.torch.Stream(), self.torch.Stream()
-        self.free: list[tuple[torch.Tensor, Any]] = []  # places, and the event of the last copy from each
-        self._largest = 0  # bytes
+        self.free: list[tuple[torch.Tensor, Any]] = []  # Unused host memory, with the event of the last copy from it.
+        self._largest = 0  # Bytes of the largest input so far.
         self._on_way: collections.deque[weakref.ref[_Input]] = collections.deque()
         self._last: Callable[[], _Input | None] = lambda: None
 
     def __deepcopy__(self, memo: Any) -> LayerInputs:
-        return self  # a copy of the model shares the host memory
+        return self  # A copy of the model shares the host memory.
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         with saved_tensors_hooks(self._pack, self._unpack):
@@ -48,7 +49,7 @@ class LayerInputs:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not tensor.is_floating_point() or tensor.device.type != self.device.type:
-            return tensor  # a few numbers, or on the host
+            return tensor  # Leave a few integers, or a tensor on the host, where they are.
         kept = _Input(self, tensor.detach(), self._last)
         self._last = weakref.ref(kept)
         self._on_way.append(self._last)
@@ -68,10 +69,8 @@ class LayerInputs:
         return kept.tensor
 
     def take_place(self, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Return page-locked host memory of at least ``nbytes``, and the event that must end before a write to it.
-
-        Rows differ in length. Smaller places are freed, so that in the end every place has room for the longest row.
-        """
+        """Return page-locked host memory of at least ``nbytes``, and the event that must end before a write to it. Rows
+        differ in length. Memory that is too small is freed, so that in the end every piece fits the longest row."""
         self._largest = max(self._largest, nbytes)
         while self.free:
             place, read = self.free.pop()
@@ -83,7 +82,8 @@ class LayerInputs:
         return host_empty(torch.Size([self._largest]), torch.uint8, self.device), None
 
     def copy(self, place: torch.Tensor, tensor: torch.Tensor, stream: Any, after: Any) -> Any:
-        """Queue a copy after the work of the present stream and the event ``after``. Return the event of its end."""
+        """Queue a copy of ``tensor`` to ``place`` on ``stream``, after the present stream's work and event ``after``.
+        Return the event of the copy's end."""
         present, end = self.torch.Event(), self.torch.Event()
         present.record(self.torch.current_stream())
         present.wait(stream)
@@ -96,38 +96,38 @@ class LayerInputs:
 
 
 class _Input:
-    """Input of one layer: on the device, on the host, or being copied."""
+    """Input of one checkpointed layer. It is on the device, on the host, or on a copy between the two."""
 
     def __init__(self, owner: LayerInputs, tensor: torch.Tensor, before: Callable[[], _Input | None]) -> None:
         self.owner, self.shape, self.dtype = owner, tensor.shape, tensor.dtype
         self.tensor: torch.Tensor | None = tensor.contiguous()
-        self.stream = owner.torch.current_stream()  # owner of the tensor's memory, also if another thread frees it
+        self.stream = owner.torch.current_stream()  # The stream that reuses the tensor's memory once it is freed.
         self.before = before
         place, readable = owner.take_place(tensor.nbytes)
         self.whole_place, self.place = place, place[: tensor.nbytes]
         self.sent = owner.copy(self.place, self.tensor.view(-1).view(torch.uint8), owner.leaving, readable)
-        self.come: Any = None  # event of the copy back to the device
+        self.come: Any = None  # Event at the end of the copy to the device.
 
     def leave(self) -> None:
         self.sent.wait(self.owner.torch.current_stream())
         self.tensor = None
 
     def fetch(self) -> None:
-        """Queue the copy back, unless the input is on the device."""
+        """Queue the copy of the input from the host to the device, unless the input is on the device."""
         if self.tensor is None:
             self.tensor = torch.empty(self.shape, dtype=self.dtype, device=self.owner.device)
             bytes_ = self.tensor.view(-1).view(torch.uint8)
             self.come = self.owner.copy(bytes_, self.place, self.owner.coming, self.sent)
 
     def __del__(self) -> None:
-        """Reuse the memory of tensor and place only after the copies have ended; the graph no longer needs them."""
+        """Release the input's device and host memory, which may be reused only after the queued copies have ended."""
         if (last := getattr(self, "come", None) or getattr(self, "sent", None)) is not None:
             last.wait(self.stream)
             self.owner.free.append((self.whole_place, last))
 
 
 def inputs_of_run(model: Any, config: GRPOConfig) -> AbstractContextManager[None]:
-    """Return the context of a run's training; with `gradient_checkpointing: offload` it is `inputs_on_host`."""
+    """Return `inputs_on_host` for `gradient_checkpointing: offload`, or else a context that does nothing."""
     if not config.offloads_activations:
         return nullcontext()
     return inputs_on_host(unwrap(model), None if config.on_cpu else LayerInputs(config.device))
@@ -135,13 +135,13 @@ def inputs_of_run(model: Any, config: GRPOConfig) -> AbstractContextManager[None
 
 @contextmanager
 def inputs_on_host(model: Any, inputs: LayerInputs | None) -> Iterator[None]:
-    """Keep on the host the inputs of checkpoints that transformers puts around layers while the context lasts.
-    ``inputs``: store of the inputs; None: they stay where they are, as on a CPU, where all memory is the host's."""
+    """Context that makes transformers' gradient checkpointing, if it is enabled inside, keep layers' inputs on the
+    host. ``inputs`` copies the inputs. None means no copies, because on a CPU all memory is host memory."""
     usual = model._set_gradient_checkpointing
 
     def enable(enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any) -> None:
         given = {**getattr(gradient_checkpointing_func, "keywords", {})}
-        given.pop("offload", None)  # transformers' own way, on the stream that computes
+        given.pop("offload", None)  # Leave out transformers' offloading, which copies on the computing stream.
         function = functools.partial(checkpoint if inputs is None else inputs.checkpoint, **given)
         usual(enable=enable, gradient_checkpointing_func=function, **options)
 

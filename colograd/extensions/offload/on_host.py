@@ -1,7 +1,8 @@
-"""`offload_gradients`: strategies with a whole policy on each rank and sums of gradients in host memory.
+"""Sharding strategies for `offload_gradients`: each rank has the whole policy, and gradient sums are in host memory.
 
-Offloading changes neither the sums nor their order, so gradients stay equal bit for bit. The optimizer reads the sums
-piece by piece and scales them on the way: the norm is known then, so clipping writes nothing to host memory.
+Offloading changes neither the gradient sums nor the order of additions, so the sums stay equal bit for bit. The
+optimizer reads the sums piece by piece, and multiplies each piece by the clipping factor. So clipping doesn't have to
+write to host memory.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from .host_sums import HostSums
 
 
 class OnHost(ShardingStrategy):
-    """The common base of these strategies, and the optimizer's `host_gradients`."""
+    """Base class of strategies with gradient sums in host memory. `HostAdamW.host_gradients` is such a strategy."""
 
-    factor = 1.0  # the optimizer multiplies the sums by it
+    factor = 1.0  # Clipping factor. If it is below 1, the optimizer multiplies the gradient sums by it.
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -34,11 +35,11 @@ class OnHost(ShardingStrategy):
         self.sums = HostSums(self.trained[0].device)
 
     def backward(self, loss: torch.Tensor) -> None:
-        self.sums.let_go()  # the head needs the memory
+        self.sums.let_go()  # Free gradients on the device, because the head's backward needs memory.
         super().backward(loss)
 
     def of(self, part: torch.Tensor) -> torch.Tensor | None:
-        """Return the sum of an optimizer's parameter, in its shape; None if it has no sum."""
+        """Return the gradient sum of an optimizer's parameter, in the parameter's shape. None: it got no gradient."""
         return self.sums.get(part)
 
     def clip(self, largest: float) -> float:
@@ -58,11 +59,11 @@ class OnHost(ShardingStrategy):
 
 
 class AddedInBackward(OnHost):
-    """A strategy that adds each gradient to its sum as soon as a backward has computed it."""
+    """Strategy that adds each parameter's gradient to the host's sum as soon as a backward has computed it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self._inside = False  # whether this strategy's `backward` runs
+        self._inside = False  # Whether this strategy's `backward` is running.
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.trained]
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
@@ -83,7 +84,7 @@ class AddedInBackward(OnHost):
 
 
 class WholeOnHost(AddedInBackward, WholeCopies):
-    """`sharding: none`."""
+    """Strategy of `sharding: none` with `offload_gradients`: one gradient sum in host memory per parameter."""
 
     def share(self, optimizer: Any) -> None:
         WholeCopies.share(self, optimizer)
@@ -105,7 +106,7 @@ class WholeOnHost(AddedInBackward, WholeCopies):
 
 
 class PartsOnHost(OnHost, SharedOptimizer):
-    """A strategy with one sum per bucket: this rank's part of the sum over ranks."""
+    """Strategy with one sum in host memory per bucket of gradients: this rank's part of the sum over all ranks."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -135,8 +136,8 @@ class PartsOnHost(OnHost, SharedOptimizer):
 
 
 class OptimizerOnHost(AddedInBackward, PartsOnHost):
-    """`sharding: optimizer`. A bucket's local sums are contiguous; the sum over ranks of this rank's part replaces them
-    in its range."""
+    """Strategy of `sharding: optimizer` with `offload_gradients`. A bucket's local gradient sums are contiguous in host
+    memory. This rank's part of the sum over all ranks overwrites this rank's range of the local sums."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -159,15 +160,15 @@ class OptimizerOnHost(AddedInBackward, PartsOnHost):
 
 
 class GradientsOnHost(PartsOnHost, SharedGradients):
-    """`sharding: gradients`."""
+    """Strategy of `sharding: gradients` with `offload_gradients`: the host has this rank's parts of gradient sums."""
 
 
 def on_host(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStrategy]:
-    """Return the strategy with its sums of gradients in host memory, if the run has `offload_gradients`."""
+    """Return a strategy's variant with gradient sums in host memory, or with `offload_gradients` off the strategy."""
     return ON_HOST[way.name] if config.offloads_gradients else way
 
 
-# FSDP has `fsdp_offload_params` instead.
+# Variants of strategies with gradient sums in host memory. FSDP isn't here, because it has `fsdp_offload_params`.
 ON_HOST: dict[str, type[ShardingStrategy]] = {
     "none": WholeOnHost,
     "optimizer": OptimizerOnHost,

@@ -1,4 +1,4 @@
-"""The optimizer's state on the host while the engine samples (`offload_optimizer: sampling`)."""
+"""The optimizer's state moves to the host while the engine samples (`offload_optimizer: sampling`)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ def moves_of(config: GRPOConfig) -> OptimizerOffload | None:
 
 
 class OptimizerOffload:
-    """The moves of an optimizer's state to the host and back.
-
-    The tensors stay the same objects with other storage, so references to them stay valid. Scalars (`step`) don't move.
-    The host's copies are pinned if there is a GPU, and kept for the next move.
-    """
+    """Moves an optimizer's state to the host and back. Only the storage of the state's tensors changes, so references
+    to the tensors stay valid. Scalars (`step`) don't move. The next move reuses the host memory, which is pinned if
+    there is a GPU."""
 
     def __init__(self) -> None:
         self._host: dict[int, torch.Tensor] = {}
@@ -24,7 +22,7 @@ class OptimizerOffload:
 
     @torch.no_grad()
     def to_host(self, optimizer: torch.optim.Optimizer) -> int:
-        """Move the state to the host. Return the bytes moved: 0 if it is there already, or not allocated yet."""
+        """Move the state to the host, and return the moved bytes: 0 if the state is on the host, or not yet made."""
         if self._away:
             return 0
         values = [value for state in optimizer.state.values() for value in state.values()]
@@ -43,7 +41,7 @@ class OptimizerOffload:
 
     @torch.no_grad()
     def to_device(self) -> int:
-        """Move the state back, bit for bit. Return the bytes moved."""
+        """Move the state from the host back to the device, and return the moved bytes."""
         moved = sum(tensor.nbytes for tensor, _ in self._away)
         for tensor, device in self._away:
             tensor.data = torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Ways to train on one GPU: the part of training in host memory, a step's bytes over the bus, and their seconds."""
+"""Combinations of offloading settings (ways) that make a run fit on its GPU, and their seconds on the bus."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .host_stream import device_bytes
 from .host_sums import buffer_bytes, on_way
 from .layer_inputs import KEPT
 
-BUS = 50.0  # GB/s each way of a GPU on 16 lanes of PCIe 5, of 63 at most; half of it on PCIe 4. Not measured here.
-# The settings of each way, which move parts of training to the host; larger choices cost more.
+BUS = 50.0  # Assumed GB/s in each direction of 16 lanes of PCIe 5 (63 at most). PCIe 4 has half. This isn't measured.
+# Settings that move a part of training to the host. The memory plan chooses one of the combinations in `WAYS`.
 STREAM: dict[str, Any] = {"streams": True, "offloads": False}
 GRADIENTS: dict[str, Any] = {"offloads_gradients": True}
 ACTIVATIONS: dict[str, Any] = {"offloads_activations": True, "checkpointing": 1}
@@ -41,10 +41,8 @@ class LeftOnDevice:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One of `WAYS`, with the plan of a run that takes it, and a step's bytes over the bus.
-
-    The bytes are of all sequences of a generation at full length.
-    """
+    """A combination of offloading settings (one of `WAYS`), with the memory plan of a run that uses them. ``to_gpu``
+    and ``to_host`` are bytes over the bus per step, for all sequences of a generation at full length."""
 
     name: str
     plan: MemoryPlan
@@ -53,13 +51,13 @@ class Way:
     to_host: int
 
     def seconds(self, speed: float) -> float:
-        """Return the seconds on the bus at ``speed`` GB/s each way, both ways at once. Gradients and activations move
-        during computation."""
+        """Return a step's seconds on the bus at ``speed`` GB/s per direction, with both directions at once. Gradients
+        and activations move during computation."""
         return max(self.to_gpu, self.to_host) / (speed * 1e9)
 
 
 def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
-    """Yield the ways that a run can take in addition to its own settings."""
+    """Yield each combination of offloading settings that the run can use, on top of the run's own settings."""
     seen = []
     for name, changes in WAYS.items():
         changed = dataclasses.replace(run, **changes)
@@ -72,15 +70,13 @@ def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
 
 
 def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
-    """Count the bytes of a step to the GPU and to the host, in micro-batches of ``tokens``.
-
-    Gradients go to the host in each micro-batch; from the second one on, their sums come to the GPU first. The sums
-    come twice more, for the norm and for the optimizer. A layer's input goes and comes, except for the last layers'
-    inputs.
-    """
+    """Count the bytes that a step moves over the bus to the GPU and to the host, in micro-batches of ``tokens``.
+    Gradients go to the host in each micro-batch. From the second micro-batch on, the gradient sums first come to the
+    GPU. The sums come twice more, for the norm and for the optimizer. Each layer's input goes to the host and comes
+    back, except that the last layers' inputs don't come back."""
     sizes, lengths = run.sizes, run.lengths
     whole = run.sequences * lengths.completion + -(-run.sequences // lengths.group) * lengths.prompt
-    own = max(1, -(-tokens // run.ranks_per_sequence))  # this rank's tokens of each row
+    own = max(1, -(-tokens // run.ranks_per_sequence))  # Number of this rank's tokens of each row.
     passes, to_gpu, to_host = max(1, -(-whole // own)), 0, 0
     if run.streams:
         to_gpu, to_host = sizes.optimizer, sizes.optimizer
@@ -93,9 +89,9 @@ def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
 
 
 def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict[str, Any]:
-    """Choose the fitting way with the fewest seconds on the bus, and return its settings. Return {} if the run fits
-    without one, if no way fits, or if the strategy (FSDP, tensor) has its own ways. ``host``: bytes of host memory that
-    a rank may take."""
+    """Return the offloading settings that make the run fit with the fewest seconds on the bus. Return {} if the run
+    fits without offloading, if no combination fits, or for FSDP and tensor parallelism. ``host``: bytes of host memory
+    that a rank may use."""
     if strategy == "fsdp" or strategy in TENSOR:
         return {}
     fitting = []
@@ -110,7 +106,7 @@ def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict
 
 
 def remedies(run: RunDescription, strategy: str, fit: Callable[..., bool]) -> Iterator[str]:
-    """Yield the single changes that make the run fit. ``fit`` is of `memory.choice`."""
+    """Yield settings, with their cost, that each make the run fit into GPU memory. ``fit`` checks changed settings."""
     if not run.devices.on_gpu:
         return
     if not (run.offloads or run.streams) and fit(offloads=True):

@@ -1,8 +1,8 @@
-"""Finished groups of the next step: which groups are finished, which ranks have sampled, which rank takes a group.
+"""Sharing of finished groups between ranks: which groups are sampled and scored, and which rank trains a group.
 
-A rank that decodes can't take part in a collective. So ranks leave short notes and the bytes of groups in torch's
-rendezvous store, and a counter there decides who takes a group. Nothing is sent until a rank has sampled and trained
-its own groups and looks for more.
+A rank that decodes can't take part in a collective. So ranks write small values and the bytes of groups to torch's
+rendezvous store, and a counter in the store decides which rank takes a group. No group is sent until a rank has trained
+all groups that it sampled, and looks for further groups.
 """
 
 from __future__ import annotations
@@ -21,40 +21,38 @@ from ...batch import ScoredGroup
 from ...parallel.layout import RankLayout
 from ...riders import Media
 
-_numbers = itertools.count(1)  # numbers of this process's objects: all ranks make them in the same order
-EVERY = 0.1  # seconds between two looks for ranks that want groups
-LARGEST = 4 * 2**20  # maximum bytes of an offered group: torch's store closes a connection that sends 8 MiB
+_numbers = itertools.count(1)  # Numbers of `FinishedGroups` objects, equal on all ranks.
+EVERY = 0.1  # Seconds between two checks whether another rank wants groups.
+LARGEST = 4 * 2**20  # Maximum bytes of an offered group, because torch's store closes a connection that sends 8 MiB.
 
 
 def tokens_of(scored: ScoredGroup) -> int:
-    """Count the tokens of a group in a row: its prompt and its completions."""
+    """Count the tokens of a group in a packed row: the prompt once, and all completions."""
     rollouts = scored.group.rollouts
     return len(rollouts[0].input) + sum(len(rollout.completion_ids) for rollout in rollouts)
 
 
 class FinishedGroups:
-    """The finished groups of all ranks of the step that is trained next.
+    """Finished groups (sampled and scored) of the next optimizer step, shared between ranks while ranks still sample.
 
     Args:
-        layout: this rank's place among all ranks.
+        layout: this rank's position among all ranks.
         between_engines: whether a rank may take groups that another engine sampled (`balance_ranks`).
-        accepts: returns whether a group is trained at all, and may be trained before all groups are sampled.
+        accepts: function that returns whether a group may be trained before all groups are sampled.
     """
 
     def __init__(self, layout: RankLayout, between_engines: bool, accepts: Callable[[ScoredGroup], bool]) -> None:
         self.layout, self.between_engines, self.accepts = layout, between_engines, accepts
         engines = range(0, layout.world_size, layout.ranks_per_engine)
         owners = [*engines] if between_engines else [layout.engine_group[0]]
-        self._others = [owner for owner in owners if owner != layout.rank]  # may have groups for this rank
+        self._others = [owner for owner in owners if owner != layout.rank]  # Ranks that may have groups for this rank.
         self._wanted = "wanted/all" if between_engines else f"wanted/{layout.data_rank}"
         self._number, self._round, self._offered = next(_numbers), 0, 0
 
     def begin(self, positions: Iterable[int]) -> None:
-        """Begin a round in which this rank's groups at ``positions`` are trained next.
-
-        All ranks begin the same rounds, with a collective between two rounds.
-        """
-        if self._round:  # delete this rank's notes; the first rank and an engine's first also delete shared ones
+        """Begin a round (the prompts sampled with one set of weights) on all ranks, with a collective between two
+        rounds. ``positions`` are those of this rank's groups in the next optimizer step."""
+        if self._round:  # Delete the last round's values in the store. The first ranks also delete shared values.
             rank, first_of_engine = self.layout.rank, not self.layout.engine_place
             notes = [f"{kind}/{rank}/{index}" for index in range(self._offered) for kind in ("group", "taken")]
             notes += [f"sizes/{rank}"] if self._offered else []
@@ -64,11 +62,11 @@ class FinishedGroups:
                 self._store().delete_key(self._key(note))
         self._round += 1
         self._positions = set(positions)
-        self._own: list[ScoredGroup] = []  # this rank's accepted groups, in the order of finishing
-        self._known: set[int] = set()  # positions of finished groups, accepted or not
-        self._offered = 0  # number of groups offered in the store: the first ones of `_own`
-        self._sizes: list[int] = []  # tokens of each offered group; 0: other ranks can't take it
-        self._gone: set[tuple[int, int]] = set()  # (owner, index) of groups that this rank knows to be taken
+        self._own: list[ScoredGroup] = []  # This rank's accepted groups, in the order of finishing.
+        self._known: set[int] = set()  # Positions of finished groups, whether accepted or not.
+        self._offered = 0  # Number of groups offered in the store. These are the first groups of `_own`.
+        self._sizes: list[int] = []  # Tokens of each offered group. 0 means that other ranks can't take the group.
+        self._gone: set[tuple[int, int]] = set()  # (owner, index) of each group that this rank knows to be taken.
         self._is_sampled = self._is_hungry = self._is_last = False
         self._looked = 0.0
 
@@ -79,14 +77,11 @@ class FinishedGroups:
                 self._own.append(scored)
 
     def wants(self, position: int) -> bool:
-        """Return whether the group at a position is trained next and isn't added yet."""
+        """Return whether this rank's group at a position belongs to the next optimizer step and isn't added yet."""
         return position in self._positions and position not in self._known
 
     def serve(self) -> None:
-        """Offer finished groups between two steps of the engine, if another rank wants them.
-
-        Most calls only read a clock.
-        """
+        """Write finished groups to the store if another rank wants groups. Called after each step of the engine."""
         now = time.monotonic()
         if now - self._looked < EVERY or self._offered == len(self._own):
             return
@@ -99,7 +94,7 @@ class FinishedGroups:
             return
         for index, scored in enumerate(self._own[self._offered :], start=self._offered):
             rollouts = scored.group.rollouts
-            content = b""  # nothing: the group stays, as it is taken, or it or its pictures are too large
+            content = b""  # Stays empty for a group that is taken, has images or is too large. It isn't offered.
             is_left = (self.layout.rank, index) not in self._gone
             if is_left and not any(r.all(Media) or r.input.media is not None for r in rollouts):
                 content = pickle.dumps(scored.for_training())
@@ -110,7 +105,7 @@ class FinishedGroups:
         self._tell_sizes()
 
     def finish(self) -> None:
-        """Note that this rank samples no more, for whatever reason."""
+        """Count this rank among the ranks that have stopped sampling. Called even if sampling failed."""
         if not self._is_sampled:
             self._is_sampled = True
             self._count("sampled", 1)
@@ -120,7 +115,7 @@ class FinishedGroups:
         return self._is_last
 
     def is_over(self) -> bool:
-        """Return whether no rank samples any more, and no rank trains groups that it has taken."""
+        """Return whether all ranks have stopped sampling, and no rank trains groups that it has taken."""
         return self.all_sampled() and self._count("training", 0) <= 0
 
     @contextlib.contextmanager
@@ -132,12 +127,10 @@ class FinishedGroups:
             self._count("training", -1)
 
     def take(self, budget: int) -> list[ScoredGroup]:
-        """Take groups for a row of ``budget`` tokens, this rank's own and the largest first. A group above the budget
-        comes alone.
-
-        When all ranks have sampled, take at most a share of one rank's remaining groups, so that all ranks end at the
-        same time.
-        """
+        """Take finished groups for a row of ``budget`` tokens, and return them. Empty: there is no group to take. This
+        rank's groups come first, then other ranks', each time the largest first. A group above the budget is taken
+        without further groups. When all ranks have sampled, take only a fraction of one rank's remaining groups, so
+        that all ranks end at the same time."""
         hungry = self._count(self._wanted, 0)
         if hungry:
             self._offer()
@@ -145,7 +138,7 @@ class FinishedGroups:
         left = {i: tokens_of(own) for i, own in enumerate(self._own) if (self.layout.rank, i) not in self._gone}
         taken = self._take({self.layout.rank: left}, budget, shares)
         if self._offered and taken:
-            self._tell_sizes()  # other ranks see the remaining groups
+            self._tell_sizes()  # Update the groups that other ranks see.
         if not taken:
             if not self._is_hungry and self._others:
                 self._is_hungry = True
@@ -154,13 +147,14 @@ class FinishedGroups:
         return taken
 
     def _free_of(self, owner: int) -> dict[int, int]:
-        """Return the tokens of each group that another rank offers, by index."""
+        """Return the number of tokens of each group that rank ``owner`` offers, by the group's index."""
         key = self._key(f"sizes/{owner}")
         sizes = json.loads(self._store().get(key)) if self._store().check([key]) else []
         return {index: size for index, size in enumerate(sizes) if size and (owner, index) not in self._gone}
 
     def _take(self, free: dict[int, dict[int, int]], budget: int, shares: int) -> list[ScoredGroup]:
-        """Take groups of these owners, by owner and index with their tokens."""
+        """Take some of the groups in ``free`` (owner's rank -> group's index -> tokens) for a row of ``budget`` tokens.
+        ``shares``: take at most 1 / ``shares`` of the largest owner's tokens. 0 means no such limit."""
         most = max((sum(sizes.values()) for sizes in free.values()), default=0)
         room = min(budget, most // shares) if shares else budget
         taken: list[ScoredGroup] = []
@@ -170,9 +164,9 @@ class FinishedGroups:
                     continue
                 self._gone.add((owner, index))
                 is_own, key = owner == self.layout.rank, self._key(f"group/{owner}/{index}")
-                if is_own and index >= self._offered:  # nobody else can take it
+                if is_own and index >= self._offered:  # The group isn't offered, so no other rank can take it.
                     taken.append(self._own[index])
-                elif self._count(f"taken/{owner}/{index}", 1) == 1:  # this rank is the first to take it
+                elif self._count(f"taken/{owner}/{index}", 1) == 1:
                     taken.append(self._own[index] if is_own else pickle.loads(self._store().get(key)))
                     self._store().delete_key(key)
                 else:

@@ -1,6 +1,7 @@
-"""A step's first rows: ranks train them before all groups are sampled. The step's other groups are packed later.
+"""First rows: the packed rows of an optimizer step that ranks train before all of the step's groups are sampled.
 
-First rows are recorded in the round's folder, so that a resumed or replayed step is equal bit for bit.
+The step's other groups are packed later. First rows are recorded in the folder of the round (the prompts sampled with
+one set of weights), so that a resumed or replayed step is equal bit for bit.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from ...reporting.metrics import Metrics
 from ...rollout.figures import add_step, steps_in
 
 FILE = "partition.jsonl"
-LARGEST = 2**26  # maximum bytes read of the file
+LARGEST = 2**26  # Maximum number of bytes that are read from the file.
 
-Piece = tuple[int, tuple[int, ...]]  # position of a group, indices of its completions in one micro-batch
-Row = tuple[Piece, ...]  # the pieces of one micro-batch; a filler's only piece has the position NOBODY
-Partition = tuple[tuple[Row, ...], ...]  # the rows of each rank
+Piece = tuple[int, tuple[int, ...]]  # Position of a group, and the indices of its completions in one micro-batch.
+Row = tuple[Piece, ...]  # Pieces of groups in one micro-batch. A dummy micro-batch has one piece with position NOBODY.
+Partition = tuple[tuple[Row, ...], ...]  # Rows of each rank.
 
 
 def note_partition(folder: Path, step: int, partition: Partition) -> None:
@@ -29,7 +30,7 @@ def note_partition(folder: Path, step: int, partition: Partition) -> None:
 
 
 def read_partition(folder: Path, step: int) -> Partition | None:
-    """Return the partition from the first training of a step, or None if it had no first rows."""
+    """Read which first rows each rank trained when a step was trained first. None: the step had no first rows."""
 
     def row_of(pieces: Sequence[tuple[int, Sequence[int]]]) -> Row:
         return tuple((int(position), tuple(map(int, indices))) for position, indices in pieces)
@@ -44,16 +45,13 @@ def read_partition(folder: Path, step: int) -> Partition | None:
 
 
 def pieces_of(partition: Partition) -> Iterator[Piece]:
-    """Yield the pieces of all rows, without fillers."""
+    """Yield the pieces of groups in all rows of all ranks. Dummy rows are left out."""
     return (piece for rows in partition for row in rows for piece in row if piece[0] != NOBODY)
 
 
 def fits(partition: Partition, sizes: Mapping[int, int]) -> bool:
-    """Return whether each group of a partition is whole, on one rank, and a group of the step.
-
-    Args:
-        sizes: position of each group of the step -> number of its completions.
-    """
+    """Return whether a partition (first rows of all ranks) has only whole groups of the step, each on one rank.
+    ``sizes`` are the numbers of completions of the step's groups, by the groups' positions."""
     seen: set[int] = set()
     for rows in partition:
         of_rank: dict[int, list[int]] = {}
@@ -67,36 +65,37 @@ def fits(partition: Partition, sizes: Mapping[int, int]) -> bool:
 
 @dataclass
 class EarlyRows:
-    """The rows of a step that a rank trained before ranks exchanged groups."""
+    """Rows of the next optimizer step that this rank has trained before all groups were sampled."""
 
-    groups: list[ScoredGroup] = field(default_factory=list)  # groups that it trained, its own or other ranks'
-    rows: list[PackedRow] = field(default_factory=list)  # rows of these groups, with computed gradients
-    metrics: Metrics = field(default_factory=Metrics)  # metrics of the rows' losses
+    groups: list[ScoredGroup] = field(default_factory=list)  # Groups that this rank has trained, from any rank.
+    rows: list[PackedRow] = field(default_factory=list)  # Packed rows of the groups, with computed gradients.
+    metrics: Metrics = field(default_factory=Metrics)  # Metrics of the rows' losses.
 
 
 @dataclass(frozen=True, slots=True)
 class FirstRows:
-    """A step's groups on this rank, divided into groups with first rows and groups to pack."""
+    """A step's groups on this rank: groups of first rows (trained early), and groups that must be packed."""
 
-    rest: list[ScoredGroup]  # groups to pack
-    groups: tuple[ScoredGroup, ...] = ()  # groups of the first rows
-    rows: tuple[PackedRow, ...] = ()
-    trained: bool = False  # whether the rows' gradients are computed
-    moved: int = 0  # number of the groups that another engine sampled
-    partition: Partition = ()  # the first rows of all ranks
+    rest: list[ScoredGroup]  # Groups that must still be packed.
+    groups: tuple[ScoredGroup, ...] = ()  # Groups of the first rows.
+    rows: tuple[PackedRow, ...] = ()  # First rows of this rank.
+    trained: bool = False  # Whether the gradients of the first rows are computed.
+    moved: int = 0  # Number of groups of the first rows that another engine sampled.
+    partition: Partition = ()  # First rows of all ranks.
 
 
 def first_rows(
     groups: Sequence[ScoredGroup], early: EarlyRows | None, recorded: Partition | None, rules: PackingRules
 ) -> FirstRows:
-    """Divide a step's groups. A collective, unless both ``early`` and ``recorded`` are None.
+    """Divide a step's groups into groups of first rows (trained early) and groups that must be packed. A collective,
+    unless both ``early`` and ``recorded`` are None.
 
     Args:
-        groups: this rank's own groups to pack.
-        early: rows that this rank has trained.
-        recorded: first rows of all ranks when the step was trained before. They come first again, not yet trained.
-            It is ignored if ranks train rows together, because it may give them different rows. It is also ignored
-            if ranks must have equal numbers of rows and the recorded numbers differ.
+        groups: groups with a gradient that this rank sampled.
+        early: rows that this rank has trained before all groups were sampled.
+        recorded: first rows of all ranks in an earlier training of the step. They come first again, untrained. The
+            record is ignored if ranks train rows together, because it may give these ranks different rows. The
+            record is also ignored if ranks must have equal numbers of rows, but the recorded numbers differ.
     """
     if recorded is not None:
         differ = len({len(rows) for rows in recorded}) > 1
@@ -104,7 +103,7 @@ def first_rows(
     if early is None and recorded is None:
         return FirstRows([*groups])
     own = [(scored.group.position, len(scored.group.rollouts)) for scored in groups]
-    held: Sequence[Sequence[tuple[int, int]]]  # position and size of each rank's groups
+    held: Sequence[Sequence[tuple[int, int]]]  # Position and number of completions of each group of each rank.
     if recorded is None:
         assert early is not None
         rows_of_rank = tuple(
@@ -116,10 +115,10 @@ def first_rows(
     else:
         held, partition, trained = gather(own), recorded, False
         if len(recorded) != len(held) or not fits(recorded, dict(entry for of_rank in held for entry in of_rank)):
-            return FirstRows([*groups])  # e.g. another number of ranks: the update is then equal up to rounding
+            return FirstRows([*groups])  # The record doesn't fit, so the step is equal to it only up to rounding.
         early = _as_recorded(groups, recorded, held, rules)
     owners = {position: owner for owner, of_rank in enumerate(held) for position, _ in of_rank}
-    # A group has no rows if memory ran out on the rank that took it. Its owner then packs it.
+    # If memory ran out on the rank that took a group, the group has no rows. The rank that sampled the group packs it.
     taken = {position for position, _ in pieces_of(partition)}
     rest = [scored for scored in groups if scored.group.position not in taken]
     if not early.rows:
@@ -132,7 +131,7 @@ def first_rows(
 def _as_recorded(
     groups: Sequence[ScoredGroup], recorded: Partition, held: Sequence[Sequence[tuple[int, int]]], rules: PackingRules
 ) -> EarlyRows:
-    """Collect this rank's groups and untrained rows of a recorded partition. A collective."""
+    """Exchange groups, and return this rank's groups and untrained rows of a recorded partition. A collective."""
     places = {position: (owner, index) for owner, row in enumerate(held) for index, (position, _) in enumerate(row)}
     positions = [dict.fromkeys(position for position, _ in pieces_of((rows,))) for rows in recorded]
     taken = exchange(groups, [[places[position] for position in of_rank] for of_rank in positions])

@@ -1,10 +1,10 @@
-"""`OverlappedRound`: finished groups of a step are trained before its last group is sampled.
+"""`OverlappedRound`: a step's finished groups are trained before the step's last group is sampled.
 
 A rank that has sampled trains its groups while other ranks still decode, and takes finished groups from these ranks.
 
-No weight changes before the optimizer's step, so the groups are on-policy whenever they are trained. Gradients add up
-unnormalised, and ranks exchange nothing meanwhile. When all have sampled, ranks continue, in smaller and smaller
-micro-batches, until none of them trains. The remaining groups are balanced, packed and trained as without `overlap`.
+No weight changes before the optimizer's step, so groups are on-policy whenever they are trained. Gradients add up
+without normalisation, and ranks exchange no gradients meanwhile. When all ranks have sampled, they continue in smaller
+and smaller micro-batches until no rank trains. Groups that are left are balanced, packed and trained as usual.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from .finished_groups import FinishedGroups
 from .first_rows import EarlyRows, Partition, first_rows, note_partition, read_partition
 from .rules import why_no_overlap
 
-EVERY = 0.01  # seconds between two polls for finished groups
+EVERY = 0.01  # Seconds between two polls for finished groups.
 
 
 def overlapped_round(trainer: Any) -> OverlappedRound | None:
-    """Return the round of a run that trains groups early, or that repeats a record of such a run. A collective."""
+    """Return an `OverlappedRound` for a run that trains groups early or repeats such a run, or else None. A
+    collective."""
     args, journal = trainer.args, trainer.journal
     if args.dynamic_sampling:
         return None
     round_ = OverlappedRound(trainer)
-    if trainer.samples and args.overlap != "off" and not why_no_overlap(trainer):  # otherwise a replay, say
+    if trainer.samples and args.overlap != "off" and not why_no_overlap(trainer):
         between_engines = args.balance_ranks and args.layout.data_size > 1
         round_.finished = FinishedGroups(args.layout, between_engines, round_.accepts)
     recorded = args.keeps_journal
@@ -57,38 +58,35 @@ def overlapped_round(trainer: Any) -> OverlappedRound | None:
 
 
 class OverlappedRound(PlainRound):
-    """A round whose first optimizer step is trained in part while ranks sample.
-
-    A recorded step is trained in the micro-batches of its first training instead.
-    """
+    """A round (the prompts sampled with one set of weights) whose first optimizer step is partly trained during
+    sampling. A step that was recorded is trained again in the recorded micro-batches, after sampling."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer.times, trainer.args.reward_call == "all")
         self.trainer, self.learner = trainer, trainer.learner
-        self.finished: FinishedGroups | None = None  # None: nothing is trained while ranks sample
-        self.early: EarlyRows | None = None  # rows of the next step, trained while ranks sampled
-        self.recorded: Partition | None = None  # micro-batches of the next step's first training
-        self._shared: FinishedGroups | None = None  # gets this round's groups, to train them while ranks sample
-        self._is_first = False  # whether the round's first step isn't packed yet
-        self._sampled: list[SampledStep] = []  # steps of this round, on the first rank of an engine
+        self.finished: FinishedGroups | None = None  # Sharing of finished groups. None: no training during sampling.
+        self.early: EarlyRows | None = None  # Rows of the next step that were trained during sampling.
+        self.recorded: Partition | None = None  # Recorded first rows of the next step, if it was trained before.
+        self._shared: FinishedGroups | None = None  # `finished`, or None in a round with recorded first rows.
+        self._is_first = False  # Whether the round's first step isn't packed yet.
+        self._sampled: list[SampledStep] = []  # Steps of this round, on the first rank of an engine.
         self.around = self._train_meanwhile
 
     def forget(self) -> None:
         self.early = None
 
     def accepts(self, scored: ScoredGroup) -> bool:
-        """Return whether a group gets a gradient, and the present weights sampled it."""
+        """Return whether a group has a gradient, and was sampled with the present weights."""
         step = self.trainer.state.global_step
         return self._is_trained(scored) and all(rollout.policy_version == step for rollout in scored.group.rollouts)
 
     def _is_trained(self, scored: ScoredGroup) -> bool:
         return has_signal(scored) or not self.learner.rules.skip_without_signal
 
-    # -- sampling
-
     @contextlib.contextmanager
     def _train_meanwhile(self, steps: Steps) -> Iterator[None]:
-        """Wrap a round's sampling: train finished groups until no rank samples or trains any more."""
+        """Context around a round's sampling. After this rank has sampled, it trains finished groups until no rank
+        samples or trains."""
         self.early, self.recorded, self._is_first, self._sampled = None, None, True, []
         args, journal, step = self.trainer.args, self.trainer.journal, self.trainer.state.global_step
         if args.keeps_journal:
@@ -114,10 +112,8 @@ class OverlappedRound(PlainRound):
         return self._sampled
 
     def _train_early(self, finished: FinishedGroups) -> EarlyRows:
-        """Train finished groups, micro-batch by micro-batch, until no rank samples or trains any more. No collective.
-
-        If memory runs out, all gradients are dropped, and the groups are trained with the others.
-        """
+        """Train finished groups, micro-batch by micro-batch, until no rank samples or trains. Not a collective. If
+        memory runs out, this rank drops all gradients, and its groups are trained after sampling."""
         rules, early = self.learner.rules, EarlyRows()
         self.learner.model.train()
         while not finished.is_over():
@@ -125,7 +121,8 @@ class OverlappedRound(PlainRound):
             if not groups:
                 with self.times.phase("wait"):
                     watchdog.progress("waiting for ranks that sample")
-                    time.sleep(EVERY * max(1.0, finished.layout.world_size / 8))  # one store answers all ranks
+                    # With more than 8 ranks poll less often, because all ranks use one store.
+                    time.sleep(EVERY * max(1.0, finished.layout.world_size / 8))
                 continue
             early.groups += groups
             try:
@@ -135,17 +132,14 @@ class OverlappedRound(PlainRound):
                 continue
             except torch.OutOfMemoryError:
                 pass
-            # The exception is gone, and with it the activations. The other ranks learn of it when they have sampled.
+            # Done after the `except` block, because the exception holds activations. Other ranks get the groups later.
             self.learner.free_gradients()
             return EarlyRows(early.groups)
         return early
 
     def train_rows(self, rows: Sequence[PackedRow], metrics: Metrics) -> Sequence[PackedRow]:
-        """Run the forward and backward of finished groups' rows, and add up gradients.
-
-        Returns:
-            The rows, with the log-probabilities of the second models (reference, teacher) if the run has any.
-        """
+        """Run forward and backward of packed rows, and add up gradients. Return the rows with the log-probabilities of
+        reference and teacher, if the run has these models."""
         trainer, learner = self.trainer, self.learner
         autocast = trainer.compute_loss_context_manager
         if learner.second_models:
@@ -165,7 +159,7 @@ class OverlappedRound(PlainRound):
         times: PhaseTimes,
         tell: Callable[[RolloutStatistics], None],
     ) -> StepBatch:
-        """Pack a step as `step_batch` does. The round's first step begins with its trained or recorded rows."""
+        """Pack a sampled step into a `StepBatch`. A round's first step begins with trained or recorded rows."""
         if not self._is_first:
             return step_batch(step, statistics, rules, reward_names, times, tell)
         early, self.early, self._is_first = self.early, None, False
@@ -193,7 +187,7 @@ class OverlappedRound(PlainRound):
 
 
 class _SharedScoring(InScoring):
-    """The rewards of a round whose finished groups are shared while the engine samples."""
+    """Scoring of a round's groups that passes each scored group to `FinishedGroups` while the engine samples."""
 
     def __init__(self, engine: Any, finished: FinishedGroups, stages: Stages, prompts: Sequence[Prompt]) -> None:
         super().__init__(stages, prompts)
@@ -213,7 +207,7 @@ class _SharedScoring(InScoring):
         self._share()
 
     def _share(self) -> None:
-        """Share the groups that have their rewards: they may be trained from here on."""
+        """Compute the advantages of groups that have rewards, and add the groups to the finished groups."""
         for recorded in self.rewarded.values():
             if self._finished.wants(recorded.group.position):
                 advantages = self.stages.compute_advantages(recorded.group, recorded.rewards.clone())

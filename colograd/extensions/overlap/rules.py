@@ -1,4 +1,4 @@
-"""Rules of `overlap`: whether a run trains groups before all are sampled, and its line about that at start."""
+"""Rules of `overlap`: which settings prevent training before all groups are sampled, and a log line at start."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def why_not(
     sharding: type[ShardingStrategy],
     replaced: Container[str],
 ) -> str:
-    """Return why all groups of a step wait for the last one; empty: they don't. ``replaced``: stages that a subclass of
-    the trainer overrides."""
+    """Return the reason why no group of a step can be trained before all are sampled. Empty: groups can be trained
+    early. ``replaced``: stages that a subclass of the trainer overrides."""
     reasons: list[tuple[Any, str]] = [
         (config.sequence_parallel_size > 1, "with sequence_parallel_size ranks exchange in each forward"),
         (sharding.meets_in_backward, f"with sharding: {config.sharding} ranks exchange in each backward"),

@@ -1,4 +1,4 @@
-"""Bases of 4 or 8 bits below an adapter."""
+"""Base models quantised to 4 or 8 bits, below a trained adapter (QLoRA)."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "conflicts:CONFLICTS",

@@ -1,5 +1,5 @@
-"""Quantised bases (QLoRA, arXiv 2305.14314): read their settings, check them, load them, and record them with a saved
-adapter."""
+"""Quantised base models (QLoRA, arXiv 2305.14314): read and check their settings, load them, and record the settings in
+the folder of a saved adapter."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from .layers import is_4bit, settle
 if TYPE_CHECKING:
     from ...policy.loading import Policy
 
-METHOD = "bitsandbytes"  # the only supported quantisation method
+METHOD = "bitsandbytes"  # The only supported quantisation method.
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    settings: Mapping[str, Any]  # settings in the form of a checkpoint's config.json
-    in_checkpoint: bool  # whether the checkpoint that vLLM would load is quantised already
+    settings: Mapping[str, Any]  # Quantisation settings as in a checkpoint's config.json.
+    in_checkpoint: bool  # Whether the checkpoint on disk, which vLLM would load, is quantised already.
 
     @property
     def name(self) -> str:
         return name_of(self.settings)
 
     def write(self, folder: str | Path, dtype: torch.dtype) -> None:
-        """Write the settings and the policy's dtype into a saved adapter's folder: it fits only this base."""
+        """Write the base's quantisation settings and the policy's dtype into the folder of a saved adapter."""
         said = {"quantization_config": dict(self.settings), "dtype": str(dtype).removeprefix("torch.")}
         Path(folder, BASE_QUANTIZATION).write_text(json.dumps(said, indent=2) + "\n")
 
 
 def beside(folder: str | Path) -> tuple[dict[str, Any], torch.dtype] | None:
-    """Read the base's quantisation and the policy's dtype from a saved adapter's folder. None: nothing is recorded."""
+    """Read what `Quantization.write` recorded in a saved adapter's folder: settings and dtype. None: no record."""
     file = Path(folder, BASE_QUANTIZATION)
     if not file.is_file():
         return None
@@ -50,14 +50,14 @@ def beside(folder: str | Path) -> tuple[dict[str, Any], torch.dtype] | None:
 
 
 def check_fits(quantization: Quantization | None, folder: str | Path) -> None:
-    """Raise a ValueError if the adapter in the folder was trained on a base of another precision."""
+    """Raise a ValueError if the adapter in a folder was trained on a base with another quantisation than the run's."""
     noted = beside(folder)
-    then = "as it is" if noted is None else f"quantised to {name_of(noted[0])}"
-    now = "as it is" if quantization is None else f"quantised to {quantization.name}"
+    then = "without quantisation" if noted is None else f"quantised to {name_of(noted[0])}"
+    now = "without quantisation" if quantization is None else f"quantised to {quantization.name}"
     if then != now:
         raise ValueError(
-            f"{str(folder)!r} has an adapter of a base {then}, but this run's is {now}, for which it wasn't trained: "
-            "set load_in_4bit or load_in_8bit as it was."
+            f"{str(folder)!r} has an adapter that was trained on a base {then}, but this run's base is {now}: set "
+            "load_in_4bit or load_in_8bit as in the run that trained the adapter."
         )
 
 
@@ -66,11 +66,9 @@ def name_of(settings: Mapping[str, Any]) -> str:
 
 
 def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
-    """Return the requested quantisation in the form of a checkpoint's config.json; None: none is requested.
-
-    It comes from ``model_init_kwargs``, or else from the record in the adapter's folder ``name``. Products are in the
-    policy's precision unless the settings name another.
-    """
+    """Return the quantisation settings that a run requests, as in a checkpoint's config.json. None: none are requested.
+    The settings come from ``model_init_kwargs``, or else from the record in the adapter's folder ``name``. The compute
+    dtype of 4-bit layers is the policy's dtype, unless the settings have another one."""
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     found: Any = given.get("quantization_config")
     flags = {name: True for name in ("load_in_4bit", "load_in_8bit") if given.get(name)}
@@ -79,16 +77,16 @@ def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
         return None if noted is None else noted[0]
     if found is not None and flags:
         raise ValueError(
-            f"model_init_kwargs has quantization_config and {next(iter(flags))}: remove the second, which is an old "
-            "name for it."
+            f"model_init_kwargs has quantization_config and {next(iter(flags))}, which is an old name for the same "
+            "setting: keep quantization_config alone."
         )
     settings = {"quant_method": METHOD, **(flags if found is None else _as_settings(found))}
     check_method(settings, "quantization_config")
     bits = [name for name in ("load_in_4bit", "load_in_8bit") if settings.get(name)]
     if len(bits) != 1:
         raise ValueError(
-            f"The base is to be quantised to {'4 and 8 bits' if bits else 'neither 4 nor 8 bits'}: set load_in_4bit or "
-            "load_in_8bit, one of them."
+            f"The run requests a base of {'4 and 8 bits' if bits else 'neither 4 nor 8 bits'}: set either load_in_4bit "
+            "or load_in_8bit."
         )
     if is_4bit(settings) and settings.get("bnb_4bit_compute_dtype") is None and config.policy_dtype != "auto":
         settings["bnb_4bit_compute_dtype"] = config.policy_dtype
@@ -96,12 +94,13 @@ def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
 
 
 def take_quantization(config: GRPOConfig, model: Any, quantization_config: Any) -> None:
-    """Move the trainer's argument ``quantization_config`` into ``model_init_kwargs``, its place in a recipe."""
+    """Move the trainer's argument ``quantization_config`` into ``model_init_kwargs``, where recipes have it."""
     if quantization_config is None:
         return
     if not isinstance(model, str | os.PathLike):
         raise ValueError(
-            "quantization_config is given, but the model is an object, loaded as it is: remove it, or give its name."
+            "quantization_config is given, but the model is an object that is loaded already: remove "
+            "quantization_config, or give the model's name."
         )
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     if given.get("quantization_config") is not None:
@@ -114,13 +113,13 @@ def _as_settings(found: Any) -> dict[str, Any]:
 
 
 def saved_in(model_config: Any) -> dict[str, Any] | None:
-    """Return the quantisation in a checkpoint's configuration; None: its weights aren't quantised."""
+    """Return the quantisation settings in a checkpoint's configuration. None: the checkpoint isn't quantised."""
     found = getattr(model_config, "quantization_config", None)
     return None if found is None else _as_settings(found)
 
 
 def settings_of(model_config: Any, config: GRPOConfig, name: str) -> dict[str, Any] | None:
-    """Return the quantisation of a checkpoint, or else the requested one; None: the weights aren't quantised."""
+    """Return a checkpoint's quantisation settings, or else the run's requested settings. None: no quantisation."""
     return saved_in(model_config) or asked_for(config, name)
 
 
@@ -135,19 +134,20 @@ def check_method(settings: Mapping[str, Any], where: str) -> None:
         )
     if method != METHOD:
         raise ValueError(
-            f"{where} has quant_method {method!r}, but a quantised base must be {METHOD}' (4 or 8 bits), whose values "
-            "the engine can be given: take the checkpoint in bfloat16, and quantise it with load_in_4bit: true, or "
-            "train an adapter on it as it is."
+            f"{where} has quant_method {method!r}, but a quantised base must be of {METHOD} (4 or 8 bits): take the "
+            "bfloat16 checkpoint of the model, and quantise it with load_in_4bit: true, or train an adapter on it "
+            "without quantisation."
         )
     if settings.get("llm_int8_has_fp16_weight"):
         raise ValueError(
-            f"{where} sets llm_int8_has_fp16_weight, with which weights are quantised anew in each forward and the "
-            "engine's would differ: remove it."
+            f"{where} sets llm_int8_has_fp16_weight, which quantises the weights anew in each forward, so that the "
+            "engine's weights would differ: remove llm_int8_has_fp16_weight."
         )
 
 
 def load_arguments(settings: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
-    """Return `from_pretrained`'s arguments that quantise a base while loading; None: the checkpoint is quantised."""
+    """Return arguments of `from_pretrained` that load a quantised base onto ``device``. ``settings`` quantise a base
+    while it is loaded. None means that the checkpoint is quantised already."""
     from transformers import BitsAndBytesConfig
 
     asked = {} if settings is None else {"quantization_config": BitsAndBytesConfig.from_dict(dict(settings))}
@@ -162,7 +162,7 @@ class Quantized(ModelFeature):
             check_method(saved, "The model's configuration")
         if saved is not None and asked is not None and is_4bit(saved) != is_4bit(asked):
             raise ValueError(
-                f"The base is to be quantised to {name_of(asked)}, but the checkpoint's weights are {name_of(saved)} "
+                f"The run requests {name_of(asked)}, but the checkpoint's weights are quantised to {name_of(saved)} "
                 "already: remove load_in_4bit, load_in_8bit and quantization_config, or take the checkpoint in "
                 "bfloat16."
             )
@@ -172,21 +172,21 @@ class Quantized(ModelFeature):
         if not wanted.has_adapter:
             bits = "4" if is_4bit(settings) else "8"
             raise ValueError(
-                f"The base is quantised to {bits} bits, but such weights can't be trained themselves: set use_peft: "
-                "true (or give peft_config) to train an adapter on them, or take the model as it is."
+                f"The base is quantised to {bits} bits, but quantised weights can't be trained: set use_peft: true (or "
+                "give peft_config) to train an adapter on the base, or load the model without quantisation."
             )
         if config.torch_compile:
             raise ValueError(
-                "torch_compile is true, but layers whose weights are quantised aren't compiled in this version: remove "
-                "it."
+                "torch_compile is true, but layers with quantised weights aren't compiled in this version: remove "
+                "torch_compile."
             )
         if config.tensor_parallel:
             raise ValueError(
-                f"sharding is {config.sharding!r}, but the base is quantised, and its parts aren't packed as the "
-                "engine's ranks would have them in this version: set sharding: gradients, or take the model as it is."
+                f"sharding is {config.sharding!r}, but the base is quantised, and this version can't divide quantised "
+                "weights among an engine's ranks: set sharding: gradients, or load the model without quantisation."
             )
         try:
-            import bitsandbytes.functional  # noqa: F401  # the package alone may wait until it is used
+            import bitsandbytes.functional  # noqa: F401  # The package's import alone may succeed without its library.
         except ImportError as error:
             raise ValueError(
                 f"A quantised base needs bitsandbytes, which can't be imported ({error}): pip install bitsandbytes."
@@ -197,7 +197,7 @@ class Quantized(ModelFeature):
         return load_arguments(None if packed else asked, config.device) if packed or asked is not None else {}
 
     def on_load(self, model: Any, path: str, config: GRPOConfig) -> None:
-        """Record how the model is quantised, and make it multiply with its dequantised weights (`settle`)."""
+        """Set the model's attribute ``quantization``, and make its layers multiply with dequantised weights."""
         if not packed_weights(model):
             return
         settle(model)

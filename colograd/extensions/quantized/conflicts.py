@@ -1,4 +1,4 @@
-"""Settings that exclude quantised bases."""
+"""Settings of quantised base models that can't be combined."""
 
 from __future__ import annotations
 

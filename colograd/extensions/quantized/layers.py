@@ -1,6 +1,6 @@
-"""Quantised layers of bitsandbytes with 4 and 8 bits.
+"""Quantised linear layers of bitsandbytes with 4 and 8 bits.
 
-The policy multiplies with their dequantised weights (`PackedWeight.values`), and the engine gets the same weights.
+The policy multiplies with the layers' dequantised weights (`PackedWeight.values`), and the engine gets equal weights.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from ...policy.packed_weights import packed_weights as packed_weights
 from ...runtime.cpu_products import linear
 
-PACKED = ("Params4bit", "Int8Params")  # bitsandbytes' classes of parameters
-BLOCK = 64  # number of 4-bit values that share a scale
-NESTED_BLOCK = 256  # number of scales that share a scale of their own, if scales are quantised too
+PACKED = ("Params4bit", "Int8Params")  # Names of bitsandbytes' classes of quantised parameters.
+BLOCK = 64  # Number of 4-bit values that share a scale.
+NESTED_BLOCK = 256  # With double quantisation: number of quantised scales that share a scale.
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """Stored weight of a quantised layer: W of y = x W^T + b, (out, in)."""
+    """Quantised weight of a linear layer, as stored: W of y = x W^T + b, (out, in)."""
 
-    layer: Any  # bitsandbytes' Linear4bit or Linear8bitLt
+    layer: Any  # A Linear4bit or Linear8bitLt of bitsandbytes.
 
     @property
     def shape(self) -> torch.Size:
@@ -43,7 +43,7 @@ class PackedWeight:
         return int(self.layer.weight.nbytes + sum(scale.nbytes for scale in scales))
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Dequantise the weight into a new tensor (out, in), rounded to ``dtype`` at the end."""
+        """Dequantise the weight into a new tensor (out, in) of ``dtype``. None means the layer's dtype."""
         layer, weight = self.layer, self.layer.weight
         if type(weight).__name__ == "Int8Params":
             values: torch.Tensor = weight.detach() * _row_scales(layer)[:, None]
@@ -51,7 +51,7 @@ class PackedWeight:
         import bitsandbytes
 
         state, shape = weight.quant_state, weight.quant_state.shape
-        if _has_broken_rows(weight):  # dequantise it as one row
+        if _has_broken_rows(weight):  # Dequantise the whole matrix as one row.
             state = copy.copy(state)
             state.shape = torch.Size([1, math.prod(shape)])
         found: torch.Tensor = bitsandbytes.functional.dequantize_4bit(weight.data, state).reshape(shape)
@@ -68,7 +68,7 @@ class PackedWeight:
         return found
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute x W^T, (..., out), as the layer does."""
+        """Compute x W^T, (..., out), with the numbers of the policy's layer but without its bias."""
         layer = self.layer
         given = x.to(self.precision(x))
         if self.needs_exact_products:
@@ -80,33 +80,31 @@ class PackedWeight:
 
 
 def packed_weight(module: Any) -> PackedWeight | None:
-    """Return a layer's quantised weight; None for other modules, also for peft's wrapper that shows this weight."""
+    """Return a layer's quantised weight. None for all other modules, including peft's wrapper of a quantised layer."""
     return PackedWeight(module) if type(module._parameters.get("weight")).__name__ in PACKED else None
 
 
 def _has_broken_rows(weight: Any) -> bool:
-    """Return whether a block of 4-bit values spans rows on a CPU: bitsandbytes (0.50) then takes wrong scales."""
+    """Return whether 4-bit blocks of a weight on a CPU span two rows, where bitsandbytes (0.50) uses wrong scales."""
     state = getattr(weight, "quant_state", None)
     return state is not None and weight.device.type == "cpu" and bool(state.shape[-1] % state.blocksize)
 
 
 def _row_scales(layer: Any) -> torch.Tensor:
-    """Return an 8-bit layer's factors of its integers, (out,) float32. Its first forward moves them to its state."""
+    """Return an 8-bit weight's scale per row, (out,) float32. A layer's first forward moves scales to its state."""
     largest = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
     return largest.detach().float() / 127
 
 
 def settle(model: Any) -> None:
-    """Make a quantised model multiply with its dequantised weights.
-
-    bitsandbytes' own matmuls may differ: on some CPUs it packs 4-bit weights again for evaluation. In 8-bit layers it
-    rounds the inputs, too. See also `_has_broken_rows`.
-    """
+    """Make a quantised model multiply with its dequantised weights. bitsandbytes' matmuls may differ from products with
+    dequantised weights: on some CPUs bitsandbytes repacks 4-bit weights for evaluation, and in 8-bit layers it rounds
+    the inputs, too. `_has_broken_rows` is a third case."""
     head = model.get_output_embeddings()
     if packed_weight(head) is not None:
         raise ValueError(
-            "The language-model head is quantised, but logits are computed from its weight: name it in "
-            "llm_int8_skip_modules of the quantization_config, or leave that out."
+            "The language-model head is quantised, but logits are computed from its weight: name the head in "
+            "llm_int8_skip_modules of the quantization_config, or remove llm_int8_skip_modules."
         )
     for module in model.modules():
         if (packed := packed_weight(module)) is None:
@@ -124,7 +122,7 @@ def _exact_product(packed: PackedWeight, x: torch.Tensor) -> torch.Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """Product x W^T. W is dequantised for the forward and again for the backward, so that it isn't saved."""
+    """Product x W^T with a gradient for x. Forward and backward each dequantise W, so that no copy of W is saved."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
@@ -141,11 +139,9 @@ def is_4bit(settings: Mapping[str, Any]) -> bool:
 
 
 def packed_bytes(shape: tuple[int, ...] | torch.Size, settings: Mapping[str, Any]) -> int:
-    """Return the bytes of a weight (out, in) after quantisation, with its scales.
-
-    With 4 bits the scales are a float32 per block, or nested a byte per block and a float32 per block of scales. With
-    8 bits they are a float32 per row.
-    """
+    """Return the bytes of a weight (out, in) after quantisation, including its scales. With 4 bits a block of 64 values
+    has a float32 scale. With double quantisation a scale has one byte, and 256 scales share a float32. With 8 bits a
+    row has a float32 scale."""
     numel = math.prod(shape)
     if not is_4bit(settings):
         return numel + 4 * shape[0]
@@ -155,17 +151,15 @@ def packed_bytes(shape: tuple[int, ...] | torch.Size, settings: Mapping[str, Any
 
 
 def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
-    """Return the weights of an outline that transformers quantises with ``settings``, and each one's packed bytes.
-
-    These are all linear layers except the head and the modules that the settings skip.
-    """
+    """Return the weights of a model on the meta device that transformers would quantise, each with its packed bytes.
+    transformers quantises all linear layers except the head and the modules that ``settings`` skip."""
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     kept = HfQuantizer.get_modules_to_not_convert(
         model, settings.get("llm_int8_skip_modules"), getattr(model, "_keep_in_fp32_modules", None)
     )
-    # transformers never quantises the last module. With a tied head an outline's last module isn't a loaded model's.
+    # transformers never quantises the last module. With a tied head a model on the meta device ends with another one.
     last, really_last = ([*model.named_parameters(remove_duplicate=of)][-1][0] for of in (True, False))
     if last != really_last:
         kept = [name for name in kept if name != last.rpartition(".")[0]]

@@ -1,12 +1,15 @@
-"""Reference policy of the KL term: its memory and its updates. One of the `second_models`.
+"""Reference policy of the KL term: its memory and its updates.
 
-    the policy is trained whole         a frozen copy of the policy, made on its device before training
+The reference depends on the weights that the run trains:
+
+    all weights of the policy           a frozen copy of the policy, made on the policy's device before training
     a new adapter on a model            the model with the adapter disabled: no copy is needed
-    an adapter that came with the       its initial values, exchanged for the trained values while the reference runs
-    model (or trains the base's biases)
+    an adapter that was loaded, or one  the adapter's initial values, exchanged for the trained values while the
+    that trains the base's biases       reference runs
 
-Its log-probabilities come from the same packed rows, temperature and kernels as the policy's, so that the divergence of
-the first step is exactly 0. With compiled layers it is 0 up to rounding: without gradients they have other kernels.
+The reference and the policy read the same packed rows with the same temperature and kernels, so that the KL divergence
+of the first step is exactly 0. With compiled layers the divergence is 0 up to rounding, because torch compiles other
+kernels for a forward without gradients.
 """
 
 from __future__ import annotations
@@ -29,16 +32,17 @@ from ...policy.logprobs import evaluation_mode
 from ...policy.lora import base_name
 from ...policy.second_models import Kind
 
-FILE = "reference.safetensors"  # file in a checkpoint, if the reference follows the policy
+FILE = "reference.safetensors"  # File of the reference's weights in a checkpoint, with `sync_ref_model`.
 
 
 class FrozenCopy(FrozenModel):
-    """Copy of the policy's (``model``'s) present weights in separate memory, equal on all ranks.
+    """Reference policy as a copy, made at construction, of the policy's weights. The copy is equal on all ranks.
 
     Args:
-        offload: keep the weights in host memory between uses, pinned if there is a GPU.
-        follows: description of later mixing with the policy, so that checkpoints need the copy; empty: no mixing.
-        place: device for making the copy; default: its final device.
+        model: the policy.
+        offload: whether the copy's weights wait in host memory between uses (pinned memory if there is a GPU).
+        follows: log text about later mixing with the policy, so that checkpoints need the copy; empty: no mixing.
+        place: device for making the copy. None means the device where the copy stays.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class FrozenCopy(FrozenModel):
         place: torch.device | None = None,
     ) -> None:  # fmt: skip
         place, pin = torch.device("cpu") if offload else place or device, offload and device.type == "cuda"
-        # Each tensor's copy is made before `deepcopy`, so that no tensor exists twice in between.
+        # Each tensor is copied to its destination before `deepcopy`, so that `deepcopy` doesn't copy tensors, too.
         made: dict[int, Any] = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
         for parameter in model.parameters():
             values = torch.empty_like(parameter, device=place, pin_memory=pin).copy_(parameter.detach())
@@ -68,7 +72,7 @@ class FrozenCopy(FrozenModel):
             own.copy_(torch.lerp(own.to(theirs.device), theirs.detach(), alpha))
 
     def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
-        """Write the weights into a checkpoint, if they may differ from the copy that the next start makes."""
+        """Write the reference's weights into a checkpoint, unless the next start would make equal weights."""
         if self._changes:
             weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
             if write is save_file:
@@ -77,7 +81,7 @@ class FrozenCopy(FrozenModel):
 
     @torch.no_grad()
     def load(self, checkpoint: str | Path) -> None:
-        """Load a checkpoint's weights, if it has some."""
+        """Load the reference's weights from a checkpoint, if the checkpoint has a file of the reference."""
         path = Path(checkpoint) / FILE
         if not path.is_file():
             return
@@ -90,7 +94,8 @@ class FrozenCopy(FrozenModel):
 
 
 class _OfAdapter:
-    """Base of references that borrow the policy's model. Nothing is saved: the next start makes the same reference."""
+    """Base class of references that run the policy's model without its adapter's training. No checkpoint has a file of
+    such a reference, because the next start makes an equal reference."""
 
     of_policy = True
 
@@ -103,7 +108,7 @@ class _OfAdapter:
 
 
 class WithoutAdapter(_OfAdapter):
-    """Model below a new adapter (a PeftModel's)."""
+    """Reference policy of a run with a new adapter: the PeftModel with its adapter disabled."""
 
     def describe(self) -> str:
         return "reference: the policy with its adapter disabled, no second model"
@@ -115,7 +120,8 @@ class WithoutAdapter(_OfAdapter):
 
 
 class InitialAdapter(_OfAdapter):
-    """PeftModel with its initial values: copies of all trained parameters, exchanged in while the reference runs."""
+    """Reference policy of a run with a loaded adapter: the PeftModel with copies of the trained parameters' initial
+    values, which are exchanged for the trained values while the reference runs."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -132,16 +138,16 @@ class InitialAdapter(_OfAdapter):
 
 
 def check_reference(config: GRPOConfig, policy: Policy) -> None:
-    """Raise a ValueError if the reference is to follow the policy, but no second model can."""
+    """Raise a ValueError for `sync_ref_model` with FSDP or an adapter, where no full reference copy can be mixed."""
     if config.sync_ref_model and config.cuts_weights:
         raise ValueError(
-            "sync_ref_model is true and sharding is 'fsdp', but a rank has a part of the policy only and can't mix it "
-            "into the reference: set sharding: gradients, or sync_ref_model: false."
+            "sync_ref_model is true and sharding is 'fsdp', but each rank has only a part of the policy's weights and "
+            "can't mix it into the reference: set sharding: gradients, or sync_ref_model: false."
         )
     if config.sync_ref_model and policy.adapter is not None:
         raise ValueError(
-            "sync_ref_model is true, but the policy trains an adapter, whose reference is the model below it: there is "
-            "no second model to mix. Set sync_ref_model: false, or train the whole model."
+            "sync_ref_model is true, but the policy trains an adapter. The reference is the model below the adapter: "
+            "there is no second model to mix. Set sync_ref_model: false, or train the whole model."
         )
 
 
@@ -151,16 +157,14 @@ def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
 
 
 def _keeps_no_copy(policy: Policy) -> bool:
-    """Return whether disabling the adapter gives the reference: it is new, and nothing below it is trained."""
+    """Return whether disabling the adapter gives the reference: the adapter is new, and the base isn't trained."""
     trained = (name for name, parameter in policy.model.named_parameters() if parameter.requires_grad)
     return policy.new_adapter and all(base_name(name) is None for name in trained)
 
 
 def reference_bytes(config: GRPOConfig, policy: Policy) -> int:
-    """Return the reference's bytes on the policy's device before it is cut.
-
-    Offloaded weights are on the device only while no gradients exist, and fit into the gradients' memory.
-    """
+    """Return the bytes of the whole reference on the policy's device, before FSDP shards the reference. Offloaded
+    weights count as 0: they are on the device only before gradients exist, and fit into the gradients' room."""
     parameters = [*policy.model.parameters()]
     if policy.adapter is None:
         return 0 if offloads(config, config.offload_reference) else sum(parameter.nbytes for parameter in parameters)
@@ -168,12 +172,12 @@ def reference_bytes(config: GRPOConfig, policy: Policy) -> int:
 
 
 def reference_of(config: GRPOConfig, policy: Policy) -> FrozenCopy | WithoutAdapter | InitialAdapter:
-    """Make the reference of a policy that is on its device and hasn't been trained yet."""
+    """Make the reference of a policy that is on its device and is still untrained."""
     if policy.adapter is not None:
         return WithoutAdapter(policy.model) if _keeps_no_copy(policy) else InitialAdapter(policy.model)
     alpha, steps = config.ref_model_mixup_alpha, config.ref_model_sync_steps
     follows = f"mixed with {alpha:g} of it every {steps} steps" if config.sync_ref_model else ""
-    waiting = torch.device("cpu") if config.cuts_weights else None  # place until it is cut like the policy
+    waiting = torch.device("cpu") if config.cuts_weights else None  # FSDP shards the copy after it was made on the CPU.
     return FrozenCopy(policy.model, config.device, offloads(config, config.offload_reference), follows, waiting)
 
 

@@ -1,4 +1,4 @@
-"""Rows with tokens that are divided among ranks."""
+"""Sequence parallelism (`sequence_parallel_size`): several ranks divide the tokens of each packed row."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "conflicts:CONFLICTS",

@@ -1,4 +1,4 @@
-"""Settings that exclude rows whose tokens are divided among ranks."""
+"""Settings that can't be combined with `sequence_parallel_size` above 1, where ranks divide a row's tokens."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""A packed row's tokens, shared out among the ranks that train it together (`sequence_parallel_size`).
+"""Forward with sequence parallelism: ranks divide the tokens of a packed row (`sequence_parallel_size`).
 
 Each rank computes a range of the row's tokens: their embeddings, norms, linear layers, experts and logits. Attention
-needs all keys. Before it the ranks exchange queries, keys and values, so that each has all tokens for a part of the
-heads. After it they exchange the outputs back (DeepSpeed-Ulysses, arXiv 2309.14509). So a row's attention is the same
-as on one rank, with its segments, windows and sinks. A shared prompt exists once over all ranks.
+needs all keys. Before attention the ranks exchange queries, keys and values, so that each rank has all tokens for some
+of the heads. After attention the ranks exchange the outputs back (DeepSpeed-Ulysses, arXiv 2309.14509). So attention
+equals that of one rank, with segments, windows and sinks. A shared prompt exists once over all ranks.
 
-If the number of ranks doesn't divide the key-value heads, each head is sent to every rank that needs it. If it doesn't
-divide the query heads, zeros fill them up.
+If the number of ranks doesn't divide the number of key-value heads, each head is sent to every rank that needs it. If
+the number of ranks doesn't divide the number of query heads, heads of zeros are added.
 
-The log-probabilities of all labels are gathered, and every rank computes the same loss from them. In the backward a
-rank takes the gradient of its own labels. So the sum over ranks of a parameter's gradients is its gradient, once.
+The log-probabilities of all labels (target tokens) are gathered, and every rank computes the same loss from them. In
+the backward a rank takes the gradient of its own labels only. So the sum of a parameter's gradients over the ranks
+counts each label once.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ Send = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class RowGroups:
-    """Ranks that train this rank's rows, in a model's attribute ``row_groups``. A model's copy shares this object."""
+    """Groups of ranks that train the same packed rows, in a model's attribute ``row_groups``."""
 
-    sequence: RankGroup  # ranks with this rank's part of the policy: they share out a row's tokens
-    row: RankGroup  # all ranks of the row; this group can check whether they meet
+    sequence: RankGroup  # Ranks that divide a row's tokens. All have this rank's (tensor-parallel) part of the policy.
+    row: RankGroup  # All ranks that train the row. This group can check that its ranks make the same exchanges.
 
     def __deepcopy__(self, memo: Any) -> RowGroups:
         return self
 
     @classmethod
     def of(cls, layout: RankLayout, engine: RankGroup | None) -> RowGroups:
-        """Make the groups. A collective."""
+        """Make the groups of this rank. A collective. ``engine``: the engine's ranks of a tensor-parallel policy."""
         sequence = group_of(layout, lambda rank: rank.sequence_group, meets=engine is None)
         if engine is None:
             return cls(sequence, sequence)
         row = group_of(layout, lambda rank: rank.row_group, meets=True, exchanges=False)
-        counted = engine.exchanged  # counter of the row's exchanges, shared by all its groups
+        counted = engine.exchanged  # One counter of exchanges, which all groups of a row's ranks share.
         return cls(dataclasses.replace(sequence, exchanged=counted), dataclasses.replace(row, exchanged=counted))
 
 
@@ -70,7 +71,8 @@ def whole_rows(model: Any) -> None:
 
 
 class RowStep(ForwardStep):
-    """Forward of this rank's tokens, and the values of all labels."""
+    """Forward step that computes this rank's tokens of a packed row, and gathers the values of all labels (target
+    tokens)."""
 
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
         row.batch, part = cut(row.model, row.batch)
@@ -82,8 +84,7 @@ class RowStep(ForwardStep):
 
 @dataclass(frozen=True, eq=False)
 class RowPart:
-    """Shares of a packed row's tokens and labels that this rank and the row's other ranks have.
-
+    """Division of a packed row's tokens and labels (target tokens) among ranks, from this rank's point of view.
     Example: a row of 7 tokens on 2 ranks. Label i belongs to the rank of the token at logit_positions[i]:
 
         tokens           4 3
@@ -93,17 +94,17 @@ class RowPart:
     """
 
     group: RankGroup
-    tokens: tuple[int, ...]  # number of tokens of each rank
-    labels: tuple[int, ...]  # number of labels of each rank
-    own: torch.Tensor  # (n,) indices of this rank's labels among the row's N
-    own_on_host: torch.Tensor  # (n,) the same in host memory
-    places: torch.Tensor  # (N,) index of each label in the ranks' gathered labels, all padded to the largest number
-    fillers: int = 0  # number of tokens at the row's end without a sequence, see `cut`
+    tokens: tuple[int, ...]  # Number of tokens of each rank.
+    labels: tuple[int, ...]  # Number of labels of each rank.
+    own: torch.Tensor  # Indices of this rank's n labels among the row's N labels, (n,).
+    own_on_host: torch.Tensor  # The tensor `own` in host memory, (n,).
+    places: torch.Tensor  # Index of each label in the all-gathered labels, (N,). Each rank is padded to the largest.
+    fillers: int = 0  # Number of padding tokens that `cut` has added at the row's end.
 
     @classmethod
     def of(cls, group: RankGroup, num_tokens: int, positions: torch.Tensor, device: torch.device) -> RowPart:
         """Divide a row's tokens into nearly equal ranges. A label belongs to the rank of the token that predicts it.
-        ``positions``: (N,) `MicroBatch.logit_positions`, in host memory."""
+        ``positions`` are the row's `MicroBatch.logit_positions`, (N,), in host memory."""
         size = group.size
         tokens = tuple(num_tokens // size + (place < num_tokens % size) for place in range(size))
         ends = torch.tensor([*itertools.accumulate(tokens)])
@@ -123,10 +124,8 @@ class RowPart:
         return slice(start, start + self.tokens[self.group.place])
 
     def cut(self, row: MicroBatch) -> MicroBatch:
-        """Return the row with only this rank's tokens and labels in every field that a forward reads.
-
-        The layout stays the whole row's. (Runs with a teacher are rejected earlier.)
-        """
+        """Return the row with only this rank's tokens and labels in the fields that a forward reads. The field
+        ``layout`` still describes the whole row, because attention and recurrent layers compute all tokens."""
         tokens, own = self.range, self.own
         return dataclasses.replace(
             row,
@@ -138,23 +137,21 @@ class RowPart:
         )
 
     def gather(self, of_labels: torch.Tensor) -> torch.Tensor:
-        """Gather the labels' values (N, ...) in the row's order, from each rank's (n, ...).
-
-        Each rank computes the gradient of its own labels.
-        """
+        """Gather values of labels (target tokens): from this rank's (n, ...) to all labels of the row in order, (N,
+        ...). In the backward each rank keeps the gradient of its own labels."""
         found: torch.Tensor = _Gather.apply(of_labels, self)
         return found
 
     def own_weights(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Return the weights of this rank's tokens from the weights (T,) of the row's; fillers have weight 0."""
+        """Return the weights of this rank's tokens, from the weights (T,) of the row's tokens. Padding has weight 0."""
         return F.pad(of_tokens[: len(of_tokens) - self.fillers], (0, self.fillers))[self.range]
 
     def sum(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Turn a sum over this rank's tokens into the sum over the row's."""
+        """Return the sum over all tokens of the row, from the sum over this rank's tokens."""
         return leave(of_tokens, self.group)
 
     def mix(self, mixer: Any, hidden: torch.Tensor, run: recurrent_heads.Run) -> torch.Tensor:
-        """Run a layer with a state for all tokens of own heads: (1, own tokens, hidden) -> the same shape."""
+        """Run a recurrent layer, with all tokens of this rank's heads: (1, own tokens, hidden) -> the same shape."""
         way = recurrent_heads.way_of(mixer)
         assert way is not None, f"{type(mixer).__name__} passed `why_rows_stay_whole`"
         return way(mixer, hidden, self, run)
@@ -162,13 +159,11 @@ class RowPart:
     def to_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Exchange own tokens of all heads for all tokens of own heads, for queries, keys and values.
-
-        Shapes: (1, heads, own tokens, D) -> (1, own heads, T, D).
-        """
+        """Exchange queries, keys and values: from this rank's tokens of all heads to all tokens of this rank's heads.
+        Shapes: (1, heads, own tokens, D) -> (1, own heads, T, D)."""
         size, heads, keys = self.group.size, query.shape[1], key.shape[1]
-        if heads % size or keys % size:  # repeat and fill up heads to equal numbers for each rank, in their order
-            if heads % size == 0 and size % keys == 0:  # several ranks need the same head
+        if heads % size or keys % size:  # Repeat or add heads, so that each rank gets an equal number, in their order.
+            if heads % size == 0 and size % keys == 0:  # Several ranks need the same key-value head.
                 index = torch.arange(size) // (size // keys)
             else:
                 filled = -(-heads // size) * size
@@ -176,7 +171,7 @@ class RowPart:
                 index = torch.arange(filled).clamp(max=heads - 1) // (heads // keys)
             index = to_device_async(index, key.device)
             key, value = key.index_select(1, index), value.index_select(1, index)
-        inputs = [x[0].unflatten(0, (size, -1)).transpose(1, 2) for x in (query, key, value)]  # (S, tokens, heads, D)
+        inputs = [x[0].unflatten(0, (size, -1)).transpose(1, 2) for x in (query, key, value)]
         if query.shape[-1] == value.shape[-1]:
             found = self._to_heads(torch.cat(inputs, dim=2)).split([x.shape[2] for x in inputs], dim=1)
         else:
@@ -189,42 +184,46 @@ class RowPart:
         return found
 
     def to_all_tokens(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Exchange own tokens of all heads for all tokens: (1, own tokens, heads, D) -> (1, T, own heads, D)."""
+        """Exchange this rank's tokens of all heads, (1, own tokens, heads, D), for all tokens of its heads, (1, T,
+        own heads, D)."""
         filled = -of_tokens.shape[2] % self.group.size
         by_rank = F.pad(of_tokens[0], (0, 0, 0, filled)).unflatten(1, (self.group.size, -1)).transpose(0, 1)
         return self._to_heads(by_rank)[None]
 
     def own_heads(self, of_heads: torch.Tensor) -> torch.Tensor:
-        """Select this rank's heads from (H, ...), the same ones as in `to_all_tokens` and, for queries, `to_heads`."""
+        """Select this rank's heads from parameters of all heads (H, ...). `to_all_tokens` exchanges these heads, and
+        `to_heads` exchanges these query heads."""
         each = -(-len(of_heads) // self.group.size)
         behind = (0, 0) * (of_heads.dim() - 1) + (0, each * self.group.size - len(of_heads))
         return F.pad(of_heads, behind).split(each)[self.group.place]
 
     def to_tokens(self, output: torch.Tensor, heads: int) -> torch.Tensor:
-        """Exchange all tokens of own heads for own tokens: (1, T, own heads, D) -> (1, own tokens, heads, D)."""
+        """Exchange all tokens of this rank's heads for this rank's tokens of all heads. Shapes: (1, T, own heads, D) ->
+        (1, own tokens, heads, D). Heads that `to_heads` added are removed."""
         found: torch.Tensor = _Exchange.apply(output[0], self.send_tokens, self.send_heads)
         return found.transpose(0, 1).flatten(1, 2)[None, :, :heads]
 
     def send_heads(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Send entry s of (S, own tokens, heads, D) to rank s of S, and return the received (T, heads, D)."""
+        """All-to-all: send entry s of (S, own tokens, heads, D) to rank s of S ranks. Return (T, heads, D)."""
         size, count = tokens.shape[:2]
         return self.group.all_to_all(tokens.flatten(0, 1), [count] * size, self.tokens)
 
     def send_tokens(self, heads: torch.Tensor) -> torch.Tensor:
-        """Send each rank its tokens of (T, heads, D), and return the received (S, own tokens, heads, D)."""
+        """All-to-all: send each rank its tokens of (T, heads, D). Return this rank's tokens from each of S ranks,
+        (S, own tokens, heads, D)."""
         size, count = self.group.size, self.tokens[self.group.place]
         return self.group.all_to_all(heads, self.tokens, [count] * size).unflatten(0, (size, count))
 
 
 def cut(model: Any, row: MicroBatch) -> tuple[MicroBatch, RowPart | None]:
-    """Return this rank's part of a row and the `RowPart`, or the whole row and None if rows aren't shared out."""
+    """Return this rank's part of a packed row and its `RowPart`. Without sequence parallelism: the row and None."""
     groups: RowGroups | None = getattr(model, "row_groups", None)
     if groups is None or model.config._attn_implementation != attention.NAME:
         return row, None
     positions = row.logit_positions.cpu() if row.host_positions is None else row.host_positions
     missing = max(0, groups.sequence.size - row.layout.num_tokens)
     filled = row
-    if missing:  # the layers of some models take no empty input: add a segment that nothing attends to
+    if missing:  # Layers of some models take no empty input, so add a segment of padding that nothing attends to.
         padded = {name: F.pad(getattr(row, name), (0, missing)) for name in ("input_ids", "position_ids")}
         riders = tuple(rider.padded(missing) for rider in row.riders)
         layout = SegmentLayout((*row.layout.lengths, missing), (*row.layout.attends_to, ()))
@@ -235,7 +234,7 @@ def cut(model: Any, row: MicroBatch) -> tuple[MicroBatch, RowPart | None]:
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchange that sends each number to one rank, so that the reverse exchange is its gradient."""
+    """All-to-all with a gradient: each number goes to one rank, so the backward is the all-to-all ``back``."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, there: Send, back: Send) -> torch.Tensor:

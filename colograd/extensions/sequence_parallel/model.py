@@ -1,4 +1,4 @@
-"""Checks of models whose rows are divided among ranks. This module imports little: it is read before models load."""
+"""Checks of models for sequence parallelism. The module imports little, because it runs before models are loaded."""
 
 from __future__ import annotations
 

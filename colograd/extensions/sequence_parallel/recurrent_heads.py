@@ -1,9 +1,9 @@
-"""Layers with a state when ranks share out a row's tokens: each rank mixes all tokens for some heads or channels.
+"""Recurrent layers with sequence parallelism: each rank runs the recurrence of all tokens for some heads or channels.
 
-A rank computes its tokens' projections and exchanges them. Then it runs transformers' own mixing, from prompts to
-completions, on a stand-in for the layer with only its heads' parameters. The outputs are exchanged back. Operations
-over all heads of a token (the last projection, a norm) follow there. If the number of ranks doesn't divide the heads,
-zeros fill them up.
+A rank computes the projections of its tokens, and the ranks exchange them. Then each rank runs transformers' recurrence
+over all tokens, on a stand-in for the layer with the parameters of its own heads. The ranks exchange the outputs back.
+Operations over all heads of a token (the last projection, a norm) follow after the exchange. If the number of ranks
+doesn't divide the number of heads, heads of zeros are added.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 
 from ...policy.attention import RowPart
 
-Run = Callable[[Any, torch.Tensor], torch.Tensor]  # runs a layer over all segments of its inputs (1, T, C)
+Run = Callable[[Any, torch.Tensor], torch.Tensor]  # Function (layer, inputs) that runs a packed row, (1, T, C).
 
 
 class _StandIn:
-    """Mixer with some attributes replaced."""
+    """Stand-in for a recurrent layer with some attributes replaced. All other attributes are the layer's."""
 
     def __init__(self, mixer: torch.nn.Module, **own: Any) -> None:
         self.__dict__.update(own, mixer=mixer)
@@ -36,14 +36,15 @@ def _same(inputs: torch.Tensor) -> torch.Tensor:
 
 
 def _convolution(convolution: torch.nn.Conv1d, own: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the convolution's weights and biases of this rank's channels; ``own`` selects them along dimension 0."""
+    """Return an object with a convolution's weight and bias for this rank's channels. ``own`` selects the channels."""
     bias = None if convolution.bias is None else own(convolution.bias)
     return SimpleNamespace(weight=own(convolution.weight), bias=bias)
 
 
 def _short_convolution(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
-    """Run LFM2's short convolution: two gates and the input of each channel."""
-    projected = mixer.in_proj(hidden).unflatten(-1, (3, -1)).transpose(2, 3)  # (1, tokens, channels, 3)
+    """Run LFM2's short convolution on all tokens of this rank's channels: (1, own tokens, hidden) -> the same shape.
+    The ranks exchange each channel's two gates and input."""
+    projected = mixer.in_proj(hidden).unflatten(-1, (3, -1)).transpose(2, 3)  # Shape (1, tokens, channels, 3).
     convolution = _convolution(mixer.conv, part.own_heads)
     stand_in = _StandIn(mixer, in_proj=_same, out_proj=_same, conv=convolution)
     mixed = run(stand_in, part.to_all_tokens(projected).transpose(2, 3).flatten(2))
@@ -51,7 +52,8 @@ def _short_convolution(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run
 
 
 def _gated_delta_net(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
-    """Run Qwen3.5's Gated DeltaNet; a key head goes together with its value heads."""
+    """Run Qwen3.5's Gated DeltaNet on all tokens of this rank's heads: (1, own tokens, hidden) -> the same shape. A
+    rank has some key heads with all their value heads."""
     heads, values = mixer.num_k_heads, mixer.num_v_heads // mixer.num_k_heads
     key, value = mixer.head_k_dim, values * mixer.head_v_dim
     convolved = [heads * key, heads * key, heads * value]
@@ -67,7 +69,7 @@ def _gated_delta_net(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) 
 
     own_heads = found[0].shape[2]
     ends = [*itertools.accumulate(own_heads * size for size in (2 * key + value, value, values, values))]
-    # Each projection selects its part of the exchanged ones, along the last dimension.
+    # In the stand-in each projection selects its columns of the exchanged projections.
     places = [itemgetter((..., slice(start, end))) for start, end in zip([0, *ends], ends, strict=False)]
     stand_in = _StandIn(
         mixer,
@@ -81,18 +83,17 @@ def _gated_delta_net(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) 
 
 
 def _mamba(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
-    """Run Granite's Mamba-2, with each head's inputs and step, and its group's B and C.
-
-    The norm over all heads of a token runs afterwards on this rank's tokens, so that no gate is exchanged.
-    """
+    """Run Granite's Mamba-2 on all tokens of this rank's heads: (1, own tokens, hidden) -> the same shape. The ranks
+    exchange each head's inputs and time step, and B and C of the head's group. The norm over all heads runs after the
+    exchange back, on this rank's tokens, so that the ranks needn't exchange the gate."""
     heads, groups, size = mixer.num_heads, mixer.n_groups, mixer.ssm_state_size
     inner = heads * mixer.head_dim
     convolved = [inner, groups * size, groups * size]
     gate, inputs, steps = mixer.in_proj(hidden).split([inner, sum(convolved), heads], -1)
-    shared = torch.arange(heads, device=hidden.device) // (heads // groups)  # group of each head
+    shared = torch.arange(heads, device=hidden.device) // (heads // groups)  # Index of each head's group.
 
     def by_head(channels: torch.Tensor, axis: int) -> list[torch.Tensor]:
-        """Return each head's inputs, B and C."""
+        """Split channels into the inputs of each head, and into B and C of each head's group."""
         own, *of_groups = channels.split(convolved, axis)
         each = [x.unflatten(axis, (groups, -1)).index_select(axis, shared) for x in of_groups]
         return [own.unflatten(axis, (heads, -1)), *each]
@@ -126,9 +127,7 @@ WAYS = {
 
 
 def way_of(mixer: torch.nn.Module) -> Callable[[Any, torch.Tensor, RowPart, Run], torch.Tensor] | None:
-    """Return the function that runs a mixer with its heads shared out: (1, own tokens, hidden) -> the same shape.
-
-    None: ranks can't share out its heads.
-    """
+    """Return the function that runs a recurrent layer with its heads divided among ranks. None: no function is known.
+    The function maps (1, own tokens, hidden) to the same shape."""
     kinds = (kind.__name__ for kind in type(mixer).__mro__)
     return next((WAYS[name] for name in kinds if name in WAYS), None)

@@ -1,4 +1,4 @@
-"""Strategies in which each rank computes some of a row's tokens (`sequence_parallel_size`)."""
+"""Sharding strategies with sequence parallelism: each rank computes some of a packed row's tokens."""
 
 from __future__ import annotations
 
@@ -44,12 +44,10 @@ class SharedTokens(SharedRows):
         whole_rows(unwrap(self.model))
 
     def _goes_alike(self, loss: torch.Tensor) -> bool:
-        """Return whether the loss reaches the same parameters on all ranks of the row. A collective of the row.
-
-        An expert may get no token of a rank's part. If buckets were reduced during such a backward, a rank that waits
-        for a bucket would hold up the exchange of heads that the others wait for. The check visits each node of the
-        graph, so it ends once all ranks have reached all parameters of a model that isn't a mixture.
-        """
+        """Return whether the loss reaches the same parameters on all ranks of the row. A collective of these ranks. In
+        a mixture an expert may get none of a rank's tokens. If gradient buckets were reduced during such a backward, a
+        rank could wait for a bucket while other ranks wait for an exchange of heads. The check visits each node of the
+        autograd graph, so it is skipped once all ranks have reached all parameters of a model without experts."""
         if self._reach_all:
             return True
         unreached = self.row.gather(_unreached(loss, self.model))
@@ -63,7 +61,7 @@ class SharedTokens(SharedRows):
 
 
 def _unreached(loss: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...]:
-    """Return the indices of the trained parameters that a loss's graph doesn't contain."""
+    """Return the trained parameters that a loss's autograd graph doesn't contain, as indices among all trained ones."""
     nodes, visited, variables = [loss.grad_fn], set(), set()
     while nodes:
         if (node := nodes.pop()) is not None and node not in visited:
@@ -80,7 +78,7 @@ def over_rows(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingS
 
 @functools.cache
 def rows_of(way: type[ShardingStrategy]) -> type[ShardingStrategy]:
-    """Derive from a strategy the one whose ranks divide the tokens of each row."""
-    # The backward of ZeRO-2 answers the others' exchanges after a failure itself.
+    """Return a subclass of a sharding strategy that divides the tokens of each row among ranks."""
+    # The backward of ZeRO-2 has its own handling of a failed rank.
     own: dict[str, Any] = {"backward": SharedGradients.backward} if issubclass(way, SharedGradients) else {}
     return type(f"RowsOf{way.__name__}", (SharedTokens, way), own)

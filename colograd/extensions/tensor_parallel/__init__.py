@@ -1,4 +1,4 @@
-"""Layers that are divided among the ranks of an engine, for training as for sampling."""
+"""Tensor-parallel training (`sharding: tensor`): ranks divide the policy's layers like the ranks of a vLLM engine."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "conflicts:CONFLICTS",

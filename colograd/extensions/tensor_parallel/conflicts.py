@@ -1,4 +1,4 @@
-"""Settings that exclude a policy in the engine's layout."""
+"""Settings that can't be combined with `sharding: tensor`, where the policy has the engine's tensor-parallel layout."""
 
 from __future__ import annotations
 

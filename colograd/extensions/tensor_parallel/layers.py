@@ -1,16 +1,16 @@
-"""A policy cut like the engine: each rank has some heads, some columns of the MLPs, some entries of the vocabulary.
+"""Tensor-parallel layers of a policy: each rank has the heads, MLP columns and vocabulary entries of its vLLM engine.
 
 Tensor parallelism as in Megatron-LM (arXiv 1909.08053): all ranks of an engine have the same inputs of an attention or
-an MLP. Each rank computes with its part, and the outputs are summed. So the gradient of the input is a sum, too.
-Layers keep their classes' own forwards. Hooks before them and derived classes add the sums.
-Only plain tensors are used, so that a parameter can be the very tensor of vLLM's rank.
+an MLP. Each rank computes with its part of the weights, and the ranks' outputs are summed. In the backward the ranks'
+gradients of the input are summed. Layers run transformers' forwards; hooks and derived classes add the sums. Parameters
+are plain tensors (no DTensors), so that a parameter can be a tensor of vLLM's rank.
 
-A parameter that is whole on each rank has the same gradient on all ranks, with one exception: parameters that only see
-the rank's own heads or columns. These are norms of queries and keys, shared key-value heads, and an adapter's first
-matrix on a layer cut by outputs. Their gradients are summed as soon as they are computed.
+A parameter that is whole on each rank has the same gradient on all ranks, with one exception: parameters that only
+process this rank's heads or columns. Such parameters are norms of queries and keys, key-value heads that several ranks
+hold, and matrix A of an adapter on a layer cut by outputs. Their gradients are summed as soon as they are computed.
 
-An adapter (LoRA) is cut like its layer. If the layer is cut by outputs, the second matrix is cut. If the layer is cut
-by inputs, the first matrix is cut, and its few products are summed.
+An adapter (LoRA) is cut like its layer. If the layer is cut by outputs, matrix B is cut. If the layer is cut by inputs,
+matrix A is cut, and the ranks' products with A are summed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ...runtime import cpu_products
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """Entries ``start`` ... ``stop`` of a vocabulary of ``size`` entries: one rank's part."""
+    """One rank's part of a vocabulary of ``size`` entries: ``start`` to ``stop`` (exclusive), as a `HeadPart`."""
 
     start: int
     stop: int
@@ -46,7 +46,8 @@ class VocabularyPart:
     def combine(
         self, maximum: torch.Tensor, sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Combine the ranks' maxima and sums (see `HeadPart`) into the whole vocabulary's."""
+        """Combine the maximum logits and sums of all ranks' vocabulary parts into the whole vocabulary's maximum and
+        sums. ``maximum`` is this rank's largest logit per label. ``sums`` are as in `HeadPart.combine`."""
         label_logit, moment, total = sums
         largest = self.group.max_(maximum.clone())
         fall = maximum - largest
@@ -57,11 +58,9 @@ class VocabularyPart:
 
 
 def _enter_region(group: RankGroup, region: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Mark the inputs of an attention, a convolution or an MLP: gradients of the ranks are summed there.
-
-    The first linear layers of such a region are cut by outputs, the last one by inputs. (This is a hook, because layers
-    with a state have a forward of their own: `recurrent`.)
-    """
+    """Pre-forward hook of an attention, a convolution or an MLP: the backward sums the ranks' gradients of the inputs.
+    The first linear layers of such a region are cut by outputs, the last linear layer by inputs. A hook works for
+    recurrent layers, too, whose forward `hybrids` replaces."""
 
     def entered(value: Any) -> Any:
         return enter(value, group) if isinstance(value, torch.Tensor) else value
@@ -70,10 +69,9 @@ def _enter_region(group: RankGroup, region: nn.Module, args: Any, kwargs: dict[s
 
 
 class _Experts(nn.Module):
-    """Experts of a mixture, all cut between their two products.
-
-    The whole router gets whole gradients, because its expert weights are inputs of the region like the tokens.
-    """
+    """Experts of a mixture: each rank has some of every expert's intermediate features. Each rank has the whole router.
+    The router gets whole gradients, because the experts' routing weights are inputs of this module, as the tokens
+    are."""
 
     cut_group: RankGroup
 
@@ -83,7 +81,7 @@ class _Experts(nn.Module):
 
 
 class _RowParallel(nn.Linear):
-    """Linear layer cut by inputs; the bias is added once."""
+    """Linear layer with some input columns on each rank. The bias is added to the sum over the ranks."""
 
     cut_group: RankGroup
 
@@ -103,7 +101,8 @@ class _Embedding(nn.Embedding):
 
 
 class _Head(nn.Linear):
-    """Head cut by the vocabulary. Its forward returns all logits; `logprobs` only computes this rank's."""
+    """Language-model head with some vocabulary rows on each rank. Its forward returns the logits of the whole
+    vocabulary. The training's `logprobs` doesn't call it, and computes this rank's logits only."""
 
     vocabulary: VocabularyPart
 
@@ -128,12 +127,12 @@ def _become(module: Any, kind: Any, **attributes: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class TensorParts:
-    """Parts of a policy on each rank, in the model's attribute ``tensor_parts``. A model's copy shares this object."""
+    """Parts of a tensor-parallel policy on each rank. The model has this object as its attribute ``tensor_parts``."""
 
     layout: RankLayout
-    engine: RankGroup  # ranks that have the policy together
-    data: RankGroup  # ranks with the same part, for sums of gradients
-    places: tuple[Mapping[str, Shard], ...]  # parts of each of the engine's ranks, by parameter name
+    engine: RankGroup  # Ranks of one engine, which together have the whole policy.
+    data: RankGroup  # Ranks with this rank's part, one per engine. They sum gradients.
+    places: tuple[Mapping[str, Shard], ...]  # For each rank of the engine: its part of each parameter, by name.
 
     def __deepcopy__(self, memo: Any) -> TensorParts:
         return self
@@ -143,7 +142,8 @@ class TensorParts:
         return self.places[self.engine.place]
 
     def holders(self, name: str, place: int | None = None) -> tuple[int, ...]:
-        """Return the places in the engine of the ranks that share this rank's (or another's) part of a parameter."""
+        """Return which ranks of the engine have the same part of a parameter as rank ``place`` of the engine (default:
+        this rank). The numbers count from 0 in each engine."""
         own = self.places[self.engine.place if place is None else place][name]
         return tuple(place for place, shards in enumerate(self.places) if shards[name] == own)
 
@@ -154,8 +154,8 @@ class TensorParts:
 
 
 def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> TensorParts:
-    """Make a model with cut parameters compute like the whole model. A collective. ``shards``: this rank's part of each
-    parameter, by name."""
+    """Change the layers of a model that has only this rank's parts of parameters, so that it computes like the whole
+    model. A collective. ``shards``: this rank's part of each parameter, by name."""
     engine = group_of(layout, lambda rank: rank.engine_group, meets=True)
     data = group_of(layout, lambda rank: rank.shard_group)
     parts = TensorParts(layout, engine, data, engine.gather(dict(shards)))
@@ -170,11 +170,11 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
             part = VocabularyPart(start, stop, shards[name].shape[0], engine)
             _become(module, _Head if module is head else _Embedding, vocabulary=part)
             padding = getattr(module, "padding_idx", None)
-            if padding is not None:  # the padding token's row gets no gradient
+            if padding is not None:  # The embedding of the padding token gets no gradient, on the rank that has it.
                 module.padding_idx = padding - start if start <= padding < stop else None
         elif all(shard.is_whole for shard in own.values()):
             continue
-        elif ".lora_A." in path:  # cut by inputs; a hook, because `lora` may have replaced its forward
+        elif ".lora_A." in path:  # A LoRA's A is cut by inputs. A hook adds the sum, as `lora` may replace the forward.
             module.in_features = module.weight.shape[1]
             module.register_forward_hook(lambda layer, args, output: leave(output, engine))
         elif isinstance(module, nn.Linear) and own["weight"].local_shape[0] == own["weight"].shape[0]:
@@ -188,7 +188,7 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
         elif path.endswith(".experts"):
             _become(module, _Experts, cut_group=engine)
         else:
-            raise RuntimeError(f"The engine's ranks cut {path} ({type(module).__name__}), which isn't known yet.")
+            raise RuntimeError(f"An engine's ranks divide a layer in an unknown way: {path} ({type(module).__name__}).")
     for region in regions.values():
         region.register_forward_pre_hook(functools.partial(_enter_region, engine), with_kwargs=True)
         if hasattr(region, "num_key_value_groups"):
@@ -199,15 +199,13 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
 
 
 def _layer_of(path: str) -> str:
-    """Return the adapted layer's path for its base or a matrix of its adapter; other paths unchanged."""
+    """Return the path of the adapted layer that a base layer or a LoRA matrix belongs to. Other paths don't change."""
     return path.partition(".lora_")[0].removesuffix(".base_layer")
 
 
 def adapter_shards(adapted: Iterable[AdaptedLayer], shards: Mapping[str, Shard]) -> dict[int, Shard]:
-    """Return this rank's parts of the adapter's A and B matrices, by the `id` of the parameter.
-
-    ``shards``: this rank's parts of the base's parameters, by their names in a model without adapters.
-    """
+    """Return this rank's parts of the adapter's A and B matrices, by the `id` of the parameter. ``shards``: this rank's
+    parts of the base's parameters, by parameter names of a model without adapters."""
     found: dict[int, Shard] = {}
     for layer in adapted:
         base, rank = shards[layer.parameter], len(layer.lora_a)
@@ -221,10 +219,8 @@ def adapter_shards(adapted: Iterable[AdaptedLayer], shards: Mapping[str, Shard])
 
 
 def _sum_partial_gradients(model: nn.Module, regions: Mapping[str, nn.Module], parts: TensorParts) -> None:
-    """Sum the gradients of parameters inside attentions and MLPs that several ranks share.
-
-    Each rank's gradient is only of its own heads or columns.
-    """
+    """Add hooks that sum gradients over the ranks with the same part of a parameter of an attention or MLP. Without the
+    sum each rank would have the gradient of its own heads or columns only."""
     among: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
     inside = ((f"{path}.{own}", p) for path, region in regions.items() for own, p in region.named_parameters())
     partial = {name: parameter for name, parameter in inside if parameter.requires_grad}
@@ -234,9 +230,9 @@ def _sum_partial_gradients(model: nn.Module, regions: Mapping[str, nn.Module], p
             is_whole = not parts.shards[name.replace(".lora_B.", ".lora_A.")].is_whole
         else:
             is_whole = last == "bias" and isinstance(model.get_submodule(module), _RowParallel)
-        if is_whole:  # the parameter is applied to the ranks' sum
+        if is_whole:  # The parameter is applied to the ranks' summed output, so its gradient needs no sum.
             continue
-        # Every rank makes the same groups in the same order, also for a parameter that it shares with nobody.
+        # Making a group is a collective: every rank makes all groups in this order, even groups that it isn't in.
         sets = tuple(parts.holders(name, place) for place in range(parts.engine.size))
         if all(len(one) == 1 for one in sets):
             continue

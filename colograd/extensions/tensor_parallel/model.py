@@ -1,4 +1,4 @@
-"""Checks at the loading of a model whose policy is to have the engine's tensor-parallel layout."""
+"""Checks of a model for `sharding: tensor`, where the policy has the engine's tensor-parallel layout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class InEngineLayout(ModelFeature):
         if dropout and not config.disable_dropout:
             name, value = dropout.popitem()
             raise ValueError(
-                f"sharding is {config.sharding!r} and the model has {name} {value}, but the ranks of an engine would "
+                f"sharding is {config.sharding!r} and the model's {name} is {value}, but the ranks of an engine would "
                 "drop different parts of one row: set disable_dropout: true."
             )
 
@@ -49,7 +49,7 @@ def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
             "trained without an engine: set sharding: gradients or fsdp."
         )
     if config.tensor_parallel:
-        from ...weights import check_adapter_in_parts  # with its imports, which the check of a model does without
+        from ...weights import check_adapter_in_parts  # Imported late, because checks of a model don't need `weights`.
 
         check_adapter_in_parts(policy.adapter, config.sharding)
     return policy

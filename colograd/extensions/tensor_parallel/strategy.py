@@ -1,8 +1,9 @@
-"""Strategies that train a policy in the engine's tensor-parallel layout; `layers.split` cuts the policy.
+"""Sharding strategies of a policy in the engine's tensor-parallel layout (`sharding: tensor`, `tensor+optimizer`,
+`tensor+gradients`). `layers.split` has divided the policy's layers before.
 
-The ranks of one engine train each row together. The ranks with the same part of the policy, one per engine, sum its
-gradients. Two of the strategies also divide optimizer state or gradients among them. Every parameter shares the memory
-of a vLLM tensor. So the optimizer's step, followed by ZeRO's all-gather, also updates the engine's weights.
+The ranks of one engine train each row together. The ranks with the same part of the policy, one per engine, sum the
+part's gradients. `tensor+optimizer` and `tensor+gradients` divide optimizer state or gradients among these ranks. Every
+parameter shares the memory of a vLLM tensor. So an optimizer step, with ZeRO's all-gather, updates the engine, too.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from .layers import TensorParts
 
 
 class TensorStrategy(SharedRows):
-    """Base class of the three strategies. Each has a second base class for the ranks with the same part."""
+    """Base class of the three tensor-parallel strategies. A ZeRO class, as a further base class of each strategy, works
+    among the ranks that have the same part of the policy (one rank per engine)."""
 
-    state_of = ""  # name of the state that the ranks with the same part divide
+    state_of = ""  # Name of the state that the ranks with the same part of the policy divide. Empty: none.
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        # Names of the parts that this rank adds to sums over the engine's ranks. Equal parts are added by one rank.
+        # Names of parameters that this rank adds to the gradient's norm. If ranks have the same part, one rank adds it.
         self._counted = {name for name in self.cut.shards if self.cut.holders(name)[0] == self.cut.engine.place}
 
     @property
@@ -64,14 +66,15 @@ class TensorStrategy(SharedRows):
 
     def _sum_of_squares(self, local: float) -> float:
         total = torch.tensor(local, dtype=torch.float64, device=next(self.model.parameters()).device)
-        if self.state_of:  # all ranks together hold the gradient; otherwise the engine's ranks do
+        if self.state_of:  # With ZeRO all ranks together hold the gradient. Otherwise an engine's ranks hold it.
             torch.distributed.all_reduce(total)
         else:
             self.cut.engine.sum_(total)
         return float(total)
 
     def clip(self, largest: float) -> float:
-        """Scale gradients down to the norm ``largest``; return their norm before. Equal parts count once."""
+        """Scale gradients down to the norm ``largest``, and return their norm before. A part that several ranks have
+        counts once in the norm."""
         gradients = {piece.name: piece.part.grad for piece in self.owned() if piece.part.grad is not None}
         local = squared_norm(gradient for name, gradient in gradients.items() if name in self._counted)
         norm = self._sum_of_squares(local) ** 0.5
@@ -79,7 +82,7 @@ class TensorStrategy(SharedRows):
         return norm
 
     def owned(self) -> Sequence[Owned]:
-        """Return this rank's pieces with their places in the whole parameters."""
+        """Return the pieces of parameters that this rank updates, with their positions in the whole parameters."""
         found = []
         for piece in super().owned():  # type: ignore[safe-super]
             shard = self.cut.shards[piece.name]
@@ -92,7 +95,7 @@ class TensorStrategy(SharedRows):
 
     @telling("saving")
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
-        """Return the state dict of the whole policy, or of its LoRA adapter; empty unless ``keep``. A collective."""
+        """Return the state dict of the whole policy or of its LoRA adapter, empty without ``keep``. A collective."""
         cut, whole = self.cut, dict[str, torch.Tensor]()
         for name, parameter in self._saved():
             if keep:
@@ -122,7 +125,7 @@ class TensorStrategy(SharedRows):
                 files.copy_part(names[id(parameter)], parameter.detach(), self.cut.shards[name])
             return True
         (adapter,) = self.model.active_adapters
-        tensors = load_file(folder / "adapter_model.safetensors")  # small, so each rank reads the whole file
+        tensors = load_file(folder / "adapter_model.safetensors")  # Each rank reads the whole adapter, which is small.
         for name, parameter in self._saved():
             saved = tensors.get(name.replace(f".{adapter}.", "."))
             shard = self.cut.shards[name]
@@ -137,7 +140,7 @@ class TensorStrategy(SharedRows):
 
 
 class TensorParallel(TensorStrategy, WholeCopies):
-    """`sharding: tensor`. Each rank has the whole gradient and optimizer state of its part."""
+    """Strategy `sharding: tensor`: each rank has the gradient and optimizer state of its whole part of the policy."""
 
     name = "tensor"
 
@@ -147,7 +150,7 @@ class TensorParallel(TensorStrategy, WholeCopies):
     def save_optimizer(
         self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
     ) -> bool:
-        """Write the optimizer state of this rank's part, if any rank of its engine has ``keep``. A collective."""
+        """Write the optimizer state of this rank's part if ``keep`` is true on any rank of its engine. A collective."""
         engine = self.cut.engine
         keeps = gather(keep)
         if any(keeps[rank] for rank in engine.ranks):
@@ -163,14 +166,15 @@ class TensorParallel(TensorStrategy, WholeCopies):
 
 
 class TensorOptimizer(TensorStrategy, SharedOptimizer):
-    """`sharding: tensor+optimizer`. The ranks with the same part also divide the optimizer's state (ZeRO-1)."""
+    """Strategy `sharding: tensor+optimizer`: ranks with the same policy part divide its optimizer state (ZeRO-1)."""
 
     name = "tensor+optimizer"
     state_of = "optimizer state"
 
 
 class TensorGradients(TensorStrategy, SharedGradients):
-    """`sharding: tensor+gradients`. The ranks with the same part also divide gradients (ZeRO-2)."""
+    """Strategy `sharding: tensor+gradients`: ranks with the same policy part divide its optimizer state and
+    gradients."""
 
     name = "tensor+gradients"
     state_of = "optimizer state and gradients"

@@ -1,4 +1,4 @@
-"""The weight sync of a policy in parts: every parameter is the tensor of the engine's rank."""
+"""Weight sync of a tensor-parallel policy: every parameter shares its memory with a tensor of this rank's engine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from .layers import adapter_shards, split
 
 
 def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
-    """Prove the mapping while the policy is whole, then make every parameter the tensor of the engine's rank.
-
-    An adapter is cut as its base is, because vLLM cuts it in its slots in that way.
-    """
+    """Make every parameter of a whole policy share memory with this rank's engine, and return the weight sync. The map
+    from parameters to engine tensors is checked before, while the policy is whole. An adapter is cut like its base
+    layers, because vLLM's LoRA slots are cut in this way."""
     policy, engine = pairing.policy, pairing.engine
     with on_all_ranks("the plan of the policy's parts"):
         parts = _parts(pairing.slices)
@@ -36,7 +35,7 @@ def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
         for name, parameter in policy.named_parameters():
             if (shard := lora_shards.get(id(parameter))) is not None:
                 parameter.data, shards[name] = shard.of(parameter.detach()).clone(), shard
-    move(policy, pairing.device)  # the adapter, and buffers
+    move(policy, pairing.device)  # The base is in place, so only the adapter and buffers move.
     split(policy, shards, engine.layout)
     sync: WeightSync = (base := SharedWeights(policy, engine, [part for part, _ in parts]))
     if adapter is not None:
@@ -51,7 +50,8 @@ def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
 
 
 def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
-    """Return each parameter's place in this rank of the engine, and the part of the parameter that is there."""
+    """Return for each parameter its tensor in this rank's engine, and which part of the parameter that tensor has.
+    Raise a ValueError if a parameter can't share the engine's memory."""
     placed = []
     for name, group in itertools.groupby(slices, key=lambda part: part.name):
         same_name = list(group)
@@ -62,8 +62,8 @@ def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
         local = dataclasses.replace(part, source=torch.empty(shard.local_shape, dtype=source.dtype, device="meta"))
         if reason := next((obstacle(one) for one in same_name if one.again), "") or obstacle(local):
             raise ValueError(
-                f"sharding is 'tensor', but {name} can't share the engine's memory ({reason}). Set sharding: gradients "
-                "or fsdp."
+                f"Parameter {name} can't share the engine's memory ({reason}), as sharding: tensor requires. Set "
+                "sharding: gradients or fsdp."
             )
         placed.append((part, shard))
     return placed
@@ -81,7 +81,8 @@ def _joined(places: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
 
 @torch.no_grad()
 def _bind(parts: Sequence[tuple[Slice, Shard]]) -> None:
-    """Bind parts of parameters as `shared.bind` binds whole ones. The rest of each parameter is freed."""
+    """Copy this rank's part of each parameter into the engine's tensor, and make the tensor the parameter's data. The
+    memory of the whole parameter is freed."""
     for part, shard in parts:
         part.destination.copy_(shard.of(part.source.detach()))
         part.source.data = part.destination

@@ -275,7 +275,7 @@ def test_what_is_in_flight_is_saved_and_shared_out_among_other_ranks(tmp_path: P
     assert shorter.load(tmp_path, 0, 2, prompt_at) == ""
     reasons = [[each.finish_reason for each in group.completions] for group in shorter.groups]
     assert reasons == [[FinishReason.STOP, None], [FinishReason.STOP, FinishReason.LENGTH]], "it has all it may have"
-    with pytest.raises(ValueError, match="groups in flight of 2 completions, but num_generations is 3"):
+    with pytest.raises(ValueError, match="unfinished groups of 2 completions, but num_generations is 3"):
         InFlight(2, 4, max_age=2, completions=3, longest=9).load(tmp_path, 0, 2, prompt_at)
     Path(tmp_path, "in_flight_1.records").unlink()
     Path(tmp_path, "in_flight_5.records").write_bytes(b"")

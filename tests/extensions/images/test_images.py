@@ -127,7 +127,7 @@ def test_a_prompt_has_the_tokens_of_its_images_and_one_placeholder_each_for_the_
 def test_image_tokens_that_differ_in_number_are_an_error_that_names_both() -> None:
     asked = ModelInput((1, 9, 9, 2), Images("d", (1, 9, 2), (), {}, (1, 2)))
     check_expanded(asked, [1, 9, 9, 2])
-    with pytest.raises(RuntimeError, match=r"5 tokens, 3 of them image tokens.*4 tokens with 2 image tokens"):
+    with pytest.raises(RuntimeError, match=r"5 prompt tokens \(3 image tokens\).*4 tokens with 2 image tokens"):
         check_expanded(asked, [1, 9, 9, 9, 2])
 
 

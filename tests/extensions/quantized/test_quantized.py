@@ -186,7 +186,7 @@ def test_what_is_saved_fits_its_base_alone_and_says_which(trained, tiny_model, t
     assert not list(checkpoint.glob("model*.safetensors"))
     settings, dtype = quantized.beside(checkpoint)
     quantized.check_fits(trained.policy.quantization, checkpoint)
-    with pytest.raises(ValueError, match=r"a base quantised to NF4, but this run's is as it is.*set load_in_4bit"):
+    with pytest.raises(ValueError, match=r"to NF4, but this run's base is without quantisation: set load_in_4bit"):
         quantized.check_fits(None, checkpoint)
     assert dtype == torch.float32 and settings["bnb_4bit_quant_type"] == "nf4"
     check_supported(str(checkpoint), config(tmp_path))

@@ -178,7 +178,7 @@ def _model(model_type: str = "llama", **changes: Any) -> Any:
             object(),
             "sharding is 'tensor', but the base is quantised, .* set sharding: gradients",
         ),
-        (_model(attention_dropout=0.1), None, "the model has attention_dropout 0.1, .* set disable_dropout: true"),
+        (_model(attention_dropout=0.1), None, "the model's attention_dropout is 0.1, .* set disable_dropout: true"),
     ],
 )
 def test_models_without_engine_layout_are_named_at_start(model: Any, adapter: Any, said: str) -> None:

@@ -1,1 +1,1 @@
-"""The part of this extension that touches vLLM."""
+"""The part of the extension `experts` (mixtures of experts) that imports vLLM."""

@@ -1,6 +1,7 @@
-"""How vLLM is built for a mixture of experts.
+"""Changes to vLLM while an engine of a mixture of experts is built.
 
-On a CPU the experts are plain products. Their weights stay as loaded, so that a publish can write them.
+On a CPU vLLM would repack the experts' weights. Here the experts are plain matrix products with the weights as loaded,
+so that a publish (a copy of the policy's weights into the engine) can write the experts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ....engine.building import replaced
 from ....engine.feature import EngineFeature, EngineUse
 from ....runtime.sizes import num_experts
 
-# Constants of gpt-oss. Its gates and ups alternate, and both are clamped.
+# Constants of gpt-oss's activation, which clamps gate and up projections. In its weights the two alternate.
 SLOPE, LIMIT = 1.702, 7.0
 
 
@@ -27,13 +28,13 @@ def apply_experts(
     kernel: Any, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
     topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: Any, *unused: Any, **given: Any,
 ) -> None:  # fmt: skip
-    """Write the weighted sum of each token's experts into ``output``. vLLM's kernels have the same signature.
+    """Write the weighted sum of each token's experts into ``output``. Has the signature of vLLM's expert kernels.
 
     Args:
-        output, hidden_states: (T, H).
-        w1: (E, 2I, H), gates and ups of each expert.
-        w2: (E, H, I), output projection of each expert.
-        topk_weights, topk_ids: (T, K), weights and numbers of each token's experts.
+        output, hidden_states: outputs and inputs of T tokens, (T, H).
+        w1: gate and up projection of each expert, (E, 2I, H).
+        w2: output projection of each expert, (E, H, I).
+        topk_weights, topk_ids: weights and indices of each token's K experts, (T, K).
     """
     count, (tokens, chosen) = len(w1), topk_ids.shape
     activate = ACTIVATIONS[str(activation.value)]
@@ -70,7 +71,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class MixtureBuild(EngineFeature):
-    """Builds vLLM so that an engine of a mixture works next to other engines, and a publish can write its experts."""
+    """Engine feature for mixtures of experts. It creates vLLM's process group for experts, and on a CPU keeps the
+    experts' weights as loaded."""
 
     def __init__(self, on_cpu: bool) -> None:
         self.on_cpu = on_cpu
@@ -82,7 +84,7 @@ class MixtureBuild(EngineFeature):
 
 
 def mixture_build(config: GRPOConfig, use: EngineUse) -> MixtureBuild | None:
-    """Offer `MixtureBuild` to all engines, unless the model is known to have no experts."""
+    """Return the engine feature `MixtureBuild`, or None for a model that is known to have no experts."""
     model_config = use.model_config if use.policy is None else use.policy.model.config
     if model_config is not None:
         experts = num_experts(model_config)
@@ -93,7 +95,7 @@ def mixture_build(config: GRPOConfig, use: EngineUse) -> MixtureBuild | None:
 
 
 def _unquantized_experts() -> Any:
-    """Return vLLM's class of a mixture's experts on a CPU; None: this version has them elsewhere."""
+    """Return vLLM's class of unquantised experts on a CPU. None: this version of vLLM has no such class."""
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     except ImportError:
@@ -102,18 +104,19 @@ def _unquantized_experts() -> Any:
 
 
 def check_experts(experts: int, on_cpu: bool) -> None:
-    """Raise a RuntimeError if vLLM would repack a mixture's ``experts``, so that a publish can't write them."""
+    """Raise a RuntimeError if vLLM would repack the weights of a mixture, so that a publish couldn't write them.
+    ``experts``: number of experts of the model."""
     if experts and on_cpu and _unquantized_experts() is None:
         from vllm import __version__ as found
 
         raise RuntimeError(
-            f"The model is a mixture of experts, whose weights vLLM {found} packs away on a CPU: install 0.31, or "
-            "train it on a GPU."
+            f"The model is a mixture of experts, whose weights vLLM {found} repacks on a CPU, so that they can't be "
+            "updated: install vLLM 0.31, or train the model on a GPU."
         )
 
 
 def live_experts() -> contextlib.AbstractContextManager[None]:
-    """Keep the weights of experts in place while an engine is built on a CPU, see `building.live_weights`."""
+    """Context that keeps vLLM on a CPU from repacking the experts' weights while it builds an engine."""
     theirs = _unquantized_experts()
     if theirs is None:
         return contextlib.nullcontext()
@@ -125,10 +128,8 @@ def live_experts() -> contextlib.AbstractContextManager[None]:
 
 
 def groups_of_experts() -> contextlib.AbstractContextManager[None]:
-    """Create vLLM's process group for experts if a mixture is built in this context after a dense model's engine.
-
-    vLLM creates its process groups once per process, and the one for experts only if the first model has experts.
-    """
+    """Context that creates vLLM's process group for experts, if the engine of a mixture is built after a dense model's.
+    vLLM creates process groups once per process, and the group for experts only if the first model has experts."""
     from vllm.config import get_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.v1.worker import gpu_worker

@@ -1,4 +1,4 @@
-"""Check whether vLLM can have LoRA slots for a mixture and keep the experts' weights as in the checkpoint."""
+"""Check whether vLLM can serve a mixture of experts with an adapter, without repacking the experts' weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ....runtime.sizes import num_experts
 
 
 def merged_beside_experts(policy: Policy, args: GRPOConfig, samples: bool = True) -> Policy:
-    """Return the policy, with merged copies of its adapter for the engine if vLLM has no slots for it in a mixture.
-    ``samples``: whether there will be an engine."""
+    """Return the policy. If its model is a mixture that vLLM can't serve with an adapter, set the adapter's
+    `why_merged`, so that the engine gets merged weights. ``samples``: whether the run has an engine."""
     adapter = policy.adapter
     if not samples or adapter is None or adapter.why_merged or not num_experts(policy.model.config):
         return policy
@@ -25,14 +25,14 @@ def merged_beside_experts(policy: Policy, args: GRPOConfig, samples: bool = True
 
 
 def why_no_slots(on_cpu: bool) -> str:
-    """Return why a mixture's engine gets merged weights, not an adapter on its attention; empty: it can have slots."""
+    """Return why vLLM can't serve an adapter of a mixture, so that its engine gets merged weights. Empty: vLLM can."""
     if on_cpu:
         return "on a CPU vLLM has no experts beside a LoRA"
     try:
         from vllm.model_executor.layers.fused_moe.experts.trtllm_lora_moe import TrtLlmBf16LoRAExperts as Kernel
-    except ImportError:  # an older vLLM: with LoRA it always uses Triton's experts
+    except ImportError:  # An older vLLM always uses Triton's kernel for experts with LoRA.
         return ""
     if not Kernel._supports_current_device():
         return ""
-    # vLLM uses this kernel for every engine with slots, whatever `moe_backend` is.
+    # vLLM uses this kernel for every engine with LoRA, whatever `moe_backend` is.
     return f"beside a LoRA vLLM permutes the experts' weights on this GPU ({Kernel.__name__})"

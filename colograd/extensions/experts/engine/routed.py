@@ -1,8 +1,8 @@
 """Record of the experts that the engine's routers chose for each token of a sequence, for `router_replay`.
 
-vLLM's Model Runner V2, used on a GPU, returns them itself (``enable_return_routed_experts``). With V1, on a CPU, each
-router passes its choice to a function, and the model runner knows each token's request. There the prefix cache is off,
-because a cached token is in no step of its sequence.
+vLLM's Model Runner V2, used on a GPU, returns the experts (``enable_return_routed_experts``). With V1, used on a CPU,
+each router passes its choice to a function here, and the model runner knows each token's request. V1 runs without
+prefix cache, because the routers don't run for a cached token.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
 from ....engine.protocol import Sampled
 from ..rider import RoutedExperts, filled
 
-TELLS_EXPERTS = "enable_return_routed_experts"  # argument of vLLM's engine, used with Model Runner V2 only
+TELLS_EXPERTS = "enable_return_routed_experts"  # vLLM's engine argument to return experts, for Model Runner V2.
 
-# vLLM's name of one completion's request: "1_request-7-a06c1b92" is the second completion of our "request-7".
+# Pattern of vLLM's request id of a completion: "1_request-7-a06c1b92" is the second completion of our "request-7".
 NAME = re.compile(r"(?:(\d+)_)?(request-\d+)(?:-[0-9a-f]{8})?$")
 
 
 class RouterLog(EngineFeature):
-    """The experts of an engine's sequences, which are all sampled with one version of the weights."""
+    """Engine feature that adds a rider (per-token data) to each completion: the experts that vLLM's routers chose."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
-        self.itself = False  # whether vLLM returns the experts; otherwise its routers are watched
-        # [n, L, K] by request name and completion index, allocated for more tokens than there are.
+        self.itself = False  # Whether vLLM returns the experts. Otherwise this object observes vLLM's routers.
+        # Experts [n, L, K] by request name and completion index. n may exceed the number of tokens.
         self._seen: dict[str, dict[int, torch.Tensor]] = {}
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -50,25 +50,25 @@ class RouterLog(EngineFeature):
             )
         if not accepted(TELLS_EXPERTS):
             raise RuntimeError(
-                f"router_replay is true, but vLLM {found} doesn't return the experts that it chooses: install 0.31, or "
-                "set router_replay: false."
+                f"vLLM {found} doesn't return the experts that it chooses, but router_replay needs them: install vLLM "
+                "0.31, or set router_replay: false."
             )
         return {TELLS_EXPERTS: True}
 
     def built(self, engine: BuiltEngine) -> None:
-        """Start the record on the engine's first rank."""
+        """Start the recording of experts. Only the engine's first rank records."""
         from vllm import __version__ as found
 
         core = engine.core
         if engine.layout.engine_place > 0:
-            if self.itself:  # vLLM's worker returns experts on the first rank only, and other schedulers would fail
+            if self.itself:  # vLLM's worker returns experts on the first rank only. The other schedulers would fail.
                 core.engine_core.engine_core.scheduler.aux_output_connector = None
             return
         runner = core.model_executor.driver_worker.worker.model_runner
         self.version = found
         try:
             from vllm.model_executor.layers.fused_moe.layer import MoERunner
-        except ImportError:  # a version with them in another module
+        except ImportError:  # Some versions of vLLM have no `MoERunner` in that module.
             layers: list[Any] = []
         else:
             layers = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
@@ -79,8 +79,8 @@ class RouterLog(EngineFeature):
         routers = [getattr(layer, "router", None) for layer in self._layers]
         if not routers or not (self.itself or all(hasattr(router, "set_capture_fn") for router in routers)):
             raise RuntimeError(
-                f"router_replay is true, but vLLM {found} has no routers for this model that tell which experts they "
-                "choose: set router_replay: false, or install vLLM 0.31."
+                f"vLLM {found} has no routers for this model that report their choice of experts, which router_replay "
+                "needs: set router_replay: false, or install vLLM 0.31."
             )
         if not self.itself:
             for place, router in enumerate(routers):
@@ -89,10 +89,10 @@ class RouterLog(EngineFeature):
             runner.execute_model = functools.partial(self._watched, runner)
 
     def _keep(self, place: int, chosen: torch.Tensor) -> None:
-        self._step[place] = chosen.to(self.dtype)  # a router's choice in a step, (tokens of the step, K)
+        self._step[place] = chosen.to(self.dtype)  # Experts that a router chose in an engine step, (step's tokens, K).
 
     def _watched(self, runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a step of the model runner, then add the experts of its tokens to their sequences."""
+        """Run a step of vLLM's model runner, then add the experts of its tokens to the record of each request."""
         result = self._execute(scheduled, *args, **kwargs)
         counts = scheduled.num_scheduled_tokens
         if not counts:
@@ -102,7 +102,7 @@ class RouterLog(EngineFeature):
         for row, name in enumerate(batch.req_ids):
             start, own = int(batch.num_computed_tokens_cpu[row]), chosen[at : at + counts[name]]
             at += counts[name]
-            if (ours := NAME.fullmatch(name)) is None:  # a foreign request
+            if (ours := NAME.fullmatch(name)) is None:  # Another user of the engine made the request.
                 continue
             of_request, index, end = self._seen.setdefault(ours[2], {}), int(ours[1] or 0), start + len(own)
             rows = of_request.get(index, own[:0])
@@ -113,7 +113,7 @@ class RouterLog(EngineFeature):
         return result
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
-        """Add the experts of each completion. All completions of a request share the prompt's tensor."""
+        """Add a `RoutedExperts` rider to each completion. All completions of a request share the prompt's tensor."""
         outputs = sorted(output.outputs, key=lambda completion: int(completion.index))
         experts = [
             self._take(request, completion, len(prompt.ids), len(one.ids))
@@ -125,12 +125,12 @@ class RouterLog(EngineFeature):
         ]
 
     def _take(self, request: str, completion: Any, prompt: int, length: int) -> RoutedExperts:
-        """Return and remove the experts of a finished ``completion`` of vLLM's."""
+        """Return the experts of vLLM's finished ``completion``, and remove the experts from the record."""
         if self.itself:
-            told = getattr(completion, "routed_experts", None)  # (tokens, all layers, K); no row for the last token
+            told = getattr(completion, "routed_experts", None)  # Chosen experts, (tokens - 1, all layers, K).
             if told is None:
                 raise RuntimeError(
-                    f"router_replay is true, but vLLM {self.version} returned no experts for a completion: set "
+                    f"vLLM {self.version} returned no experts for a completion, but router_replay needs them: set "
                     "router_replay: false, or install vLLM 0.31."
                 )
             layers = [int(layer.layer_id) for layer in self._layers]
@@ -139,11 +139,11 @@ class RouterLog(EngineFeature):
             rows = seen
         else:
             raise RuntimeError(
-                f"router_replay is true, but vLLM {self.version} ran the request {request!r} under another name, so "
-                "its experts are unknown: set router_replay: false, or install vLLM 0.31."
+                f"vLLM {self.version} ran the request {request!r} under another name, so that router_replay doesn't "
+                "know its experts: set router_replay: false, or install vLLM 0.31."
             )
         whole = filled(rows, prompt + length)
-        # A group shares the prompt's tensor, and each tensor may be sent to another rank.
+        # Copy the parts, because all completions share the prompt's tensor, and ranks may send tensors separately.
         return RoutedExperts(whole[:prompt].clone(), whole[prompt:].clone())
 
     def drop(self, request: str) -> None:

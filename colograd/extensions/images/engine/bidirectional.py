@@ -1,8 +1,8 @@
-"""Bidirectional attention among the tokens of an image, on a CPU.
+"""Bidirectional attention among the tokens of an image, in a vLLM engine on a CPU.
 
-Gemma 3 attends this way in all layers, the large models of Gemma 4 in layers with a sliding window. vLLM's CPU backend
-computes image tokens causally, like text. Here they are computed a second time, as separate requests that end with the
-image and aren't causal: each token attends to everything before the image, and to the whole image.
+Gemma 3 has this attention in all layers, the large models of Gemma 4 in layers with a sliding window. vLLM's CPU
+backend computes image tokens causally, like text. Here image tokens are computed a second time, as separate requests
+that end with the image and aren't causal: each token attends to everything before the image, and to the whole image.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..towers import see_both_ways
 
 @dataclasses.dataclass
 class Pictures:
-    """The image tokens of an engine step, arranged as separate requests."""
+    """The image tokens of an engine step, arranged as separate requests without a causal mask."""
 
-    tokens: torch.Tensor  # [n], indices of the image tokens among the step's tokens
+    tokens: torch.Tensor  # Indices of the image tokens among the engine step's tokens, [n].
     metadata: cpu_attn.CPUAttentionMetadata
-    in_window: bool  # attention is bidirectional only in layers with a sliding window
+    in_window: bool  # Whether attention is bidirectional in layers with a sliding window only.
 
 
 class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
@@ -37,7 +37,7 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
         starts, ends = step.query_start_loc_cpu.tolist(), step.seq_lens.tolist()
         tokens, rows, counts, seen = list[int](), list[int](), list[int](), list[int]()
         for row, ranges in (step.mm_req_doc_ranges or {}).items():
-            computed = ends[row] - (starts[row + 1] - starts[row])  # tokens of the request computed before this step
+            computed = ends[row] - (starts[row + 1] - starts[row])  # Number of the request's tokens before this step.
             for first, last in ranges:
                 begin, end = max(first, computed), min(last + 1, ends[row])
                 if begin < end:
@@ -67,7 +67,7 @@ class MetadataBuilder(cpu_attn.CPUAttentionMetadataBuilder):
 
 
 class Attention(cpu_attn.CPUAttentionBackendImpl):
-    """vLLM's CPU attention, which then computes image tokens again without the causal mask."""
+    """vLLM's CPU attention, followed by a second computation of image tokens without the causal mask."""
 
     def forward(
         self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any, *more: Any,
@@ -101,7 +101,7 @@ class BothWays(cpu_attn.CPUAttentionBackend):
 
 @contextlib.contextmanager
 def both_ways() -> Iterator[None]:
-    """Use this attention in engines that are built while the context lasts."""
+    """Context that makes vLLM build engines on a CPU with bidirectional attention among an image's tokens."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{BothWays.__module__}.{BothWays.__qualname__}")
     try:
         yield

@@ -1,7 +1,7 @@
-"""Images in vLLM: prompts with images, checks that vLLM reads them as the trainer does, and removal of old features.
+"""Images in vLLM: prompts with images, checks that vLLM and trainer read equal tokens, and removal of old features.
 
-vLLM gets the images, and a prompt with one placeholder per image. It replaces each placeholder by as many image tokens
-as its own processor makes from the image.
+vLLM gets the images, and a prompt with one placeholder token per image. vLLM's processor replaces each placeholder by
+the image tokens of the image.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from ..rider import STAND_IN
 
 
 class ImagePrompts(EngineFeature):
-    """Prompts with at most ``most`` images; 0: as many as the context has tokens, because each image needs one."""
+    """Engine feature for prompts with images. ``most``: largest number of images in a request, where 0 means the number
+    of tokens in the context, because each image needs a token."""
 
     def __init__(self, most: int, on_cpu: bool) -> None:
         self.most, self.on_cpu = most, on_cpu
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        find_gemma3()  # its class is loaded before an engine is built
+        find_gemma3()  # Register Gemma 3 here, because vLLM loads a model's class before it builds an engine.
         name = "limit_mm_per_prompt"
         most = self.most or arguments["max_model_len"]
         return {} if name in arguments else {name: {"image": most, "video": 0, "audio": 0}}
@@ -52,7 +53,8 @@ class ImagePrompts(EngineFeature):
         self.core = engine.core
 
     def check_processor(self, processor: Any) -> None:
-        """Check that vLLM processes images like the trainer's ``processor``, and attends within them as the model."""
+        """Raise an error if vLLM processes images unlike the trainer's ``processor``, or if vLLM on a CPU is too old
+        for the model's bidirectional attention among an image's tokens."""
         model_config = self.core.vllm_config.model_config
         if self.on_cpu and getattr(model_config, "is_mm_prefix_lm", False):
             from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -62,7 +64,7 @@ class ImagePrompts(EngineFeature):
 
                 raise RuntimeError(
                     f"This model's image tokens see each other both ways, but vLLM {__version__} on a CPU doesn't pass "
-                    "their places to its attention: install vLLM 0.31, or train the model on a GPU."
+                    "the positions of image tokens to its attention: install vLLM 0.31, or train the model on a GPU."
                 )
         _check_same_processor(model_config, processor)
 
@@ -79,19 +81,20 @@ class ImagePrompts(EngineFeature):
             self.forget()
 
     def forget(self) -> None:
-        """Drop vLLM's image features, so that it encodes images anew. Processed pixels depend on no weights."""
+        """Drop vLLM's cached image features after a change of the weights, so that vLLM encodes images again. Processed
+        pixels stay cached, because they don't depend on the weights."""
         self.core.reset_encoder_cache()
 
 
 class TextAlone(EngineFeature):
-    """A model without its towers, because the run has text alone."""
+    """Engine feature that loads a model without its vision and audio towers, because the run has text only."""
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"language_model_only": True}
 
 
 def towers_of(config: GRPOConfig, use: EngineUse) -> EngineFeature | None:
-    """Offer `ImagePrompts`, or `TextAlone` for a run that doesn't use the model's towers."""
+    """Return `ImagePrompts`, or `TextAlone` for a run that doesn't use the model's towers. None: it has no towers."""
     if use.policy is None:
         return TextAlone() if has_tower(use.model_config) else None
     if use.policy.processor is None:
@@ -101,10 +104,8 @@ def towers_of(config: GRPOConfig, use: EngineUse) -> EngineFeature | None:
 
 
 def find_gemma3() -> None:
-    """Register vLLM's class of Gemma 3 if torchvision isn't installed.
-
-    Its module imports a processor that needs torchvision, but uses it only in annotations.
-    """
+    """Register vLLM's class of Gemma 3 if torchvision isn't installed. vLLM's module of Gemma 3 imports a processor
+    that needs torchvision, but uses that processor in annotations only."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     from vllm.model_executor.models import ModelRegistry
@@ -118,16 +119,14 @@ def find_gemma3() -> None:
         found = importlib.import_module("vllm.model_executor.models.gemma3_mm")
     finally:
         del sys.modules[named.__name__]
-    # vLLM inspects unregistered classes in another process, where the import would fail.
+    # Register the class, because vLLM inspects unregistered classes in a subprocess, where the import would fail.
     ModelRegistry.register_model(architecture, getattr(found, architecture))
 
 
 def prompt_with_images(core: Any, asked: ModelInput) -> Any:
-    """Return a prompt with images in the form that `LLMEngine.add_request` takes.
-
-    vLLM would read a placeholder token that the model or a tool wrote as an image. So `Images.engine_ids` has another
-    token there. This function lets vLLM insert the image tokens, then restores the written placeholders.
-    """
+    """Return a prompt with images in the form that vLLM's `LLMEngine.add_request` takes. vLLM would insert an image at
+    a placeholder token that the model or a tool wrote. So `Images.engine_ids` has the token `STAND_IN` there. This
+    function lets vLLM insert the image tokens, then restores the written placeholders."""
     images = asked.images
     assert images is not None and images.pictures, "the pictures of a prompt stay on the rank that samples it"
     prompt: Any = {"prompt_token_ids": list(images.engine_ids), "multi_modal_data": {"image": list(images.pictures)}}
@@ -145,12 +144,12 @@ def prompt_with_images(core: Any, asked: ModelInput) -> Any:
 
 
 def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
-    """Raise a RuntimeError if vLLM read other tokens than the trainer's row has."""
+    """Raise a RuntimeError if ``found``, a prompt's tokens in vLLM, differ from the tokens of the trainer's row."""
     if asked.images is None or tuple(found) == asked.ids:
         return
     token = asked.ids[asked.images.places[0]]
     raise RuntimeError(
-        f"vLLM read a prompt of {len(found)} tokens, {list(found).count(token)} of them image tokens, but the "
+        f"vLLM read {len(found)} prompt tokens ({list(found).count(token)} image tokens), but the "
         f"trainer's row has {len(asked.ids)} tokens with {len(asked.images.places)} image tokens: their processors "
         "disagree about the images, and what is trained wouldn't be what was sampled. Use the processor that was saved "
         "with the model, and versions of vLLM and transformers that belong together."
@@ -158,13 +157,11 @@ def check_expanded(asked: ModelInput, found: Sequence[int]) -> None:
 
 
 def _check_same_processor(model_config: Any, processor: Any) -> None:
-    """Raise a ValueError if the image processors of vLLM and the trainer differ in a setting.
-
-    Also raise it if vLLM counts an image's tokens by another setting of the model (Gemma 4).
-    """
+    """Raise a ValueError if the image processors of vLLM and the trainer differ in a setting. For Gemma 4 also raise a
+    ValueError if vLLM would count an image's tokens by a different value in the model's config."""
     from vllm.transformers_utils.processor import cached_processor_from_config
 
-    # Pass the class: by name vLLM loads its own class for some models (InternVL), made for older checkpoints.
+    # Pass the class, because otherwise vLLM uses a class of its own for some models (InternVL), for older checkpoints.
     theirs = cached_processor_from_config(model_config, processor_cls=type(processor)).image_processor.to_dict()
     ours = processor.image_processor.to_dict()
     for name in sorted(theirs.keys() | ours.keys()):
@@ -178,12 +175,12 @@ def _check_same_processor(model_config: Any, processor: Any) -> None:
     if None not in (counted, most) and counted != most:
         raise ValueError(
             f"The processor's max_soft_tokens is {most}, but vLLM counts an image's tokens by the model's "
-            f"vision_config.default_output_length, which is {counted}: make them equal in the model's folder."
+            f"vision_config.default_output_length, which is {counted}: make both values equal in the model's folder."
         )
 
 
 def _plain(value: Any) -> Any:
-    """Convert a setting into dicts and lists, so that the class that holds it doesn't matter."""
+    """Convert a processor's setting into dicts and lists, so that settings of different classes can be compared."""
     if hasattr(value, "items"):
         return {key: _plain(of) for key, of in value.items() if of is not None}
     return [*value] if isinstance(value, tuple) else value
@@ -191,11 +188,9 @@ def _plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def whole_on_cpu() -> Iterator[None]:
-    """Never split an image over two steps of an engine on a CPU, if its tokens attend to each other both ways.
-
-    vLLM itself never does on GPUs. The context applies to engines that are built in it. Other models stay unchanged,
-    because vLLM would refuse a model if its largest image has more tokens than a step.
-    """
+    """Context that makes vLLM build engines on a CPU that never split an image over two engine steps. On GPUs vLLM
+    never splits an image whose tokens attend to each other bidirectionally. The context changes engines of such models
+    only, because vLLM would refuse a model whose largest image has more tokens than a step."""
     from vllm.platforms import current_platform
 
     platform: Any = type(current_platform)
@@ -214,7 +209,7 @@ def whole_on_cpu() -> Iterator[None]:
 
 
 def whole_of_known_features() -> None:
-    """Never split an image with cached features either, in engines of this process that don't split images."""
+    """Patch vLLM's scheduler, so that engines that never split an image over two steps don't split cached images."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     theirs: Any = getattr(Scheduler, "_try_schedule_encoder_inputs", None)
@@ -237,10 +232,8 @@ def whole_of_known_features() -> None:
 
 
 def up_to_a_picture(pictures: Iterable[tuple[int, int]], computed: int, count: int) -> int:
-    """Return how many tokens to read next behind ``computed``: the scheduler's ``count``, or fewer to cut no image.
-
-    ``pictures`` are first and last token + 1 of each image.
-    """
+    """Return how many tokens of a request to read next after ``computed`` ones: the scheduler's ``count``, or fewer, so
+    that no image is split. ``pictures`` has the index of the first token and of the last token + 1 of each image."""
     for first, end in pictures:
         if first < computed + count < end:
             return max(0, first - computed)

@@ -1,7 +1,7 @@
 """Record of the tokens that top-k, top-p and min-p kept for each sampled token.
 
-vLLM's Model Runner V2, used on a GPU, returns them itself (``return_sampling_mask``) if every request has a top_k. With
-V1, as on a CPU, they are read from the sampler's log-probabilities, and passed to the scheduler in V2's form.
+vLLM's Model Runner V2, used on a GPU, returns the kept tokens (``return_sampling_mask``) if every request has a top_k.
+With V1, used on a CPU, the kept tokens are read from the sampler's log-probabilities, and passed on in V2's form.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
 from ....engine.protocol import Sampled
 from ..rider import KeptTokens
 
-TELLS_KEPT = "return_sampling_mask"  # vLLM's argument; not on a CPU
+TELLS_KEPT = "return_sampling_mask"  # vLLM's engine argument to return kept tokens, on a GPU only.
 
 
 class KeptTokensRecord(EngineFeature):
-    """Adds the kept tokens to each completion."""
+    """Engine feature that adds a rider (per-token data) to each completion: the tokens that truncated sampling kept."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
-        self.itself = False  # whether vLLM records them; otherwise the sampler of its model runner is watched
+        self.itself = False  # Whether vLLM records kept tokens. Otherwise vLLM's sampler is observed (`_Watched`).
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `EngineFeature.arguments`; this vLLM may be unable to return kept tokens."""
+        """Return vLLM's engine argument for returning kept tokens, if Model Runner V2 is used, or else no argument.
+        Raise a RuntimeError if the installed vLLM can't return kept tokens."""
         truncates = "top_k truncates the sampler's distribution"
         self.itself = runs_v2(self._config, truncates, "vllm_importance_sampling_correction: false")
         if self.itself and not accepted(TELLS_KEPT):
             raise RuntimeError(
-                f"{truncates}, but this vLLM doesn't tell which tokens were left: install 0.31, or set "
+                f"{truncates}, but this vLLM doesn't return the tokens that were left: install vLLM 0.31, or set "
                 "vllm_importance_sampling_correction: false."
             )
         return {TELLS_KEPT: True} if self.itself else {}
@@ -45,7 +46,7 @@ class KeptTokensRecord(EngineFeature):
         """Let vLLM return the kept tokens with each completion."""
         self._vocabulary = engine.vocab_size
         if self.itself:
-            # With this flag vLLM refuses requests without a top_k, which checks and greedy evaluations make.
+            # If the flag stayed set, vLLM would refuse requests without a top_k, such as greedy evaluations.
             engine.core.input_processor.model_config.return_sampling_mask = False
             return
         scheduler = engine.core.engine_core.engine_core.scheduler
@@ -53,14 +54,14 @@ class KeptTokensRecord(EngineFeature):
             from vllm import __version__ as found
 
             raise RuntimeError(
-                f"top_k truncates the sampler's distribution, but vLLM {found} can't tell which tokens were left: "
-                "install 0.31, or set vllm_importance_sampling_correction: false."
+                f"top_k truncates the sampler's distribution, but vLLM {found} can't return the tokens that were left: "
+                "install vLLM 0.31, or set vllm_importance_sampling_correction: false."
             )
         scheduler.return_sampling_mask = True
         _Watched(engine.core.model_executor.driver_worker.worker.model_runner)
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
-        """Add the kept tokens to each completion."""
+        """Add to each completion of a request a `KeptTokens` rider, if its sampling was truncated."""
         outputs = sorted(output.outputs, key=lambda completion: int(completion.index))
         for index, completion in enumerate(outputs):
             if (tokens := kept_of(completion, self._vocabulary)) is not None:
@@ -69,16 +70,16 @@ class KeptTokensRecord(EngineFeature):
 
 
 def kept_tokens_record(config: GRPOConfig, use: EngineUse) -> KeptTokensRecord | None:
-    """Offer a `KeptTokensRecord` to runs that replay truncated sampling in training."""
+    """Return a `KeptTokensRecord` for a run that trains with truncated distributions, or else None."""
     return KeptTokensRecord(config) if config.replays_truncation else None
 
 
 class _Watched:
-    """A watcher of a V1 model runner. It adds to each step's output the tokens that the sampler could draw."""
+    """Wrapper of a V1 model runner's methods that adds to each step's output the tokens that the sampler kept."""
 
     def __init__(self, runner: Any) -> None:
         self._sample, self._step = runner.sampler.sample, runner.sample_tokens
-        self._left: torch.Tensor | None = None  # (requests, V) bool, tokens kept in this step
+        self._left: torch.Tensor | None = None  # Which tokens the sampler kept in this step, (requests, V) bool.
         runner.sampler.sample, runner.sample_tokens = self.sample, self.sample_tokens
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,8 +93,8 @@ class _Watched:
         self._left = None
         output = self._step(*args, **kwargs)
         if self._left is not None:
-            told = getattr(output, "_model_runner_output", output)  # wrapped with asynchronous scheduling
-            self._left &= ~self._left.all(1, keepdim=True)  # the whole vocabulary is recorded as an empty list
+            told = getattr(output, "_model_runner_output", output)  # Asynchronous scheduling wraps the output.
+            self._left &= ~self._left.all(1, keepdim=True)  # The whole vocabulary is recorded as an empty list.
             rows, ids = self._left.nonzero(as_tuple=True)
             offsets = np.searchsorted(rows.numpy(), np.arange(len(self._left) + 1))
             told.sampling_masks = SamplingMaskLists(ids.int().numpy(), offsets)
@@ -101,7 +102,7 @@ class _Watched:
 
 
 def kept_of(completion: Any, vocabulary: int) -> KeptTokens | None:
-    """Return the kept tokens of a finished completion; None: each token was drawn from the whole vocabulary."""
+    """Return the kept tokens of vLLM's finished completion. None: each token was drawn from the whole vocabulary."""
     told = getattr(completion, "sampling_mask", None)
     if told is None:
         return None

@@ -1,1 +1,1 @@
-"""The part of this extension that touches vLLM."""
+"""The part of the extension `quantized` that imports vLLM."""

@@ -1,6 +1,6 @@
-"""Engine layers that multiply with the policy's packed weights, so that both share one copy of a quantised base.
+"""vLLM layers that multiply with the policy's packed (quantised) weights, so that engine and policy share one copy.
 
-Compilers and CUDA graphs see one operator that reads memory at a fixed address.
+For compilers and CUDA graphs the product is one custom operator that reads memory at a fixed address.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ....policy.lora import base_name
 from ....policy.packed_weights import PackedWeight, packed_weights
 from ....weights.mapping import TOWER
 
-# The policy's weights for each layer of vLLM's model, by layer name. A fused layer has several.
+# The policy's packed weights for each layer of vLLM's model, by layer name. A fused layer (q, k and v) has several.
 Parts = Mapping[str, Sequence[PackedWeight]]
 
-_parts: dict[int, Sequence[PackedWeight]] = {}  # weights by layer number, for layers of living engines
-_used: set[int] = set()  # numbers of layers that have computed something
+_parts: dict[int, Sequence[PackedWeight]] = {}  # Packed weights by layer number, for all engines of the process.
+_used: set[int] = set()  # Numbers of layers that have computed a product.
 
 
 @torch.library.custom_op(
     "colograd::packed_linear", mutates_args=(), schema="(Tensor x, int layer, int width) -> Tensor"
 )
 def packed_linear(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
-    """Multiply x (..., in) with all weights of a layer; concatenate the products to (..., width)."""
+    """Multiply x (..., in) with all packed weights of a layer, and concatenate the products to (..., width)."""
     _used.add(layer)
     products = [part.product(x) for part in _parts[layer]]
     return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
@@ -45,15 +45,15 @@ def _(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
 
 
 class ServedLayers(ServedWeights, EngineFeature):
-    """The layers of one engine that read the policy's weights. ``parts_of``: names the layers, given vLLM's model class
-    without weights."""
+    """Engine feature: the layers of one engine that read the policy's packed weights. ``parts_of`` returns the weights
+    of each layer, from the names and fusions of vLLM's model class."""
 
     blank = True
 
     def __init__(self, parts_of: Callable[[EngineTensors], Parts]) -> None:
         self._parts_of = parts_of
-        self.numbers: dict[int, Sequence[PackedWeight]] = {}  # weights by layer number
-        self.reserved: dict[str, int] = {}  # layer numbers by name, also of layers that vLLM's model lacks
+        self.numbers: dict[int, Sequence[PackedWeight]] = {}  # Packed weights by layer number.
+        self.reserved: dict[str, int] = {}  # Layer numbers by layer name. vLLM's model may lack some of the layers.
 
     def built(self, engine: BuiltEngine) -> None:
         engine.served = self
@@ -66,12 +66,12 @@ class ServedLayers(ServedWeights, EngineFeature):
         return sum(1 for number, parts in self.numbers.items() if number not in _used and not {*parts} & {*but})
 
     def reserve(self, names: Iterable[str]) -> None:
-        """Number layers, starting after living engines. A policy's layers get the same numbers in each run."""
+        """Give each layer a number that no engine of the process uses. The numbers are the same in each run."""
         self.reserved = {name: number for number, name in enumerate(names, max(_parts, default=-1) + 1)}
 
     @property
     def digest(self) -> str:
-        """Digest of the layers' names and numbers. Compiled code depends on both."""
+        """Digest of the layers' names and numbers, because compiled code depends on names and numbers."""
         return hashlib.sha256(repr(self.reserved).encode()).hexdigest()
 
     def add(self, name: str, parts: Sequence[PackedWeight]) -> int:
@@ -95,13 +95,13 @@ class ServedLayers(ServedWeights, EngineFeature):
         found: list[Parts] = []
 
         class ReadsPolicy(LinearMethodBase):
-            """vLLM's linear method for a layer that reads the policy's weights."""
+            """Linear method of vLLM for a layer that multiplies with the policy's packed weights."""
 
             def __init__(self, number: int, width: int) -> None:
                 self.number, self.width = number, width
 
             def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-                """Register an empty weight. Other code reads the layer's device from it."""
+                """Register an empty weight, because vLLM reads a layer's device from its weight."""
                 layer.register_parameter("weight", torch.nn.Parameter(torch.empty(0), requires_grad=False))
 
             def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -110,11 +110,11 @@ class ServedLayers(ServedWeights, EngineFeature):
 
         def create(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
             config, name = get_current_vllm_config(), getattr(layer, "prefix", "")
-            if not found:  # first layer only: later ones may have the class of a submodel, e.g. the language model
+            if not found:  # Done for the first layer only, because later the configuration may be a submodel's.
                 architecture, _ = get_model_architecture(config.model_config)
                 found.append(served._parts_of(VLLMTensors(architecture)))
                 served.reserve(found[0])
-            # Compiled code has layer numbers built in. So they are part of the key of vLLM's compile cache.
+            # Compiled code contains layer numbers. So the numbers must be a part of the key of vLLM's compile cache.
             config.additional_config = {**config.additional_config, "colograd_packed_layers": served.digest}
             parts = found[0].get(name)
             if parts is None:
@@ -132,7 +132,7 @@ class ServedLayers(ServedWeights, EngineFeature):
 
 
 def served_layers(config: GRPOConfig, use: EngineUse) -> ServedLayers | None:
-    """Offer `ServedLayers` of a quantised base that the engine reads in place (``weights: shared``)."""
+    """Return `ServedLayers` if the engine shares the policy's quantised base (`weights: shared`), or else None."""
     policy = use.policy
     if policy is None or policy.quantization is None or config.weights != "shared":
         return None
@@ -140,8 +140,8 @@ def served_layers(config: GRPOConfig, use: EngineUse) -> ServedLayers | None:
 
 
 def packed_parts(policy: torch.nn.Module, engine: EngineTensors) -> dict[str, list[PackedWeight]]:
-    """Return the packed weights of each of vLLM's linear layers, in the order of its parts, by the layer's name. A
-    layer with parts that aren't packed is left out."""
+    """Return the policy's packed weights for each of vLLM's linear layers, by the layer's name. A fused layer has its
+    weights in vLLM's order. A layer with a weight that isn't packed is left out."""
     weights = {base_name(name): weight for name, weight in packed_weights(policy).items()}
     packed = {engine.renamed(str(name)).removesuffix(".weight"): weight for name, weight in weights.items()}
     packed |= {name.replace(*TOWER, 1): weight for name, weight in packed.items() if name.startswith(TOWER[0])}
