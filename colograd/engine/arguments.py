@@ -78,8 +78,8 @@ def engine_kwargs(
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         kwargs["block_size"] = CPU_BLOCK
-        # CPU_MLA is vLLM's plain CPU kernel for multi-head latent attention (MLA). vLLM's AMX kernel repacks weights, and
-        # a weight sync can't write repacked weights. Models without MLA ignore the argument.
+        # CPU_MLA is vLLM's plain CPU kernel for multi-head latent attention (MLA). vLLM's AMX kernel repacks weights,
+        # so that a weight sync can't write them. Models without MLA ignore the argument.
         if (plain := getattr(AttentionBackendEnum, "CPU_MLA", None)) is not None:
             kwargs |= dict.fromkeys(accepted("attention_backend"), plain)
     else:
@@ -228,10 +228,7 @@ def blank_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serves_lora(model_path: str, config: GRPOConfig) -> bool:
-    """Return whether vLLM's class of this model supports LoRA.
-
-    A class without support fails if it is built with slots.
-    """
+    """Return whether vLLM's class of this model supports LoRA. Without support, building it with slots fails."""
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
     names = getattr(read_config(model_path, config), "architectures", None) or ()

@@ -176,9 +176,9 @@ def nondeterminism_allowed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rank_variables_of(device: torch.device) -> Iterator[None]:
-    """Set LOCAL_RANK to the index of this rank's GPU among the visible GPUs. Restore the rank variables afterwards.
+    """Set LOCAL_RANK to the index of this rank's GPU among the visible GPUs, and restore the rank variables afterwards.
 
-    vLLM selects its GPU by LOCAL_RANK. But `srun --gpus-per-task=1`, for example, shows each rank only one GPU.
+    vLLM selects its GPU by LOCAL_RANK, but with `srun --gpus-per-task=1`, for example, a rank sees only one GPU.
     """
     launched = {name: os.environ[name] for name in process.RANK_VARIABLES if name in os.environ}
     if device.type != "cpu":
@@ -244,8 +244,7 @@ def buffers_stay() -> contextlib.AbstractContextManager[None]:
 def live_weights() -> contextlib.AbstractContextManager[None]:
     """Keep the weights of linear layers in place while vLLM is built on a CPU.
 
-    vLLM would pack the weights into a private layout that a weight sync can't write. Plain `torch.nn.functional.linear`
-    was measured to be as fast.
+    vLLM would pack the weights so that no weight sync can write them. Plain torch was measured to be as fast.
     """
     from vllm.model_executor.layers import utils
 
@@ -258,8 +257,8 @@ def live_weights() -> contextlib.AbstractContextManager[None]:
 def ranks_without_compiling() -> None:
     """Replace two compiled functions of vLLM by plain torch until the process ends.
 
-    The first function computes the sampled token's rank in the vocabulary. The second masks a vocabulary that is split
-    over ranks. Compiling the functions takes seconds, and fails without a C++ compiler.
+    They compute a sampled token's rank in the vocabulary, and mask a vocabulary that is split over ranks. Compiling
+    them takes seconds, and fails without a C++ compiler.
     """
     from vllm.model_executor.layers import vocab_parallel_embedding as embedding
     from vllm.v1.sample import sampler
@@ -400,10 +399,7 @@ def one_adapter() -> contextlib.AbstractContextManager[None]:
             self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, y_offset: int, y_slice_size: int,
             add_inputs: bool = True,
         ) -> None:  # fmt: skip
-            """Add x (tokens, rank) B' to ``y_slice_size`` columns of y (tokens, out).
-
-            B has shape (slots, 1, out, rank).
-            """
+            """Add x (tokens, rank) B' to ``y_slice_size`` columns of y (tokens, out), with B (slots, 1, out, rank)."""
             product = torch.nn.functional.linear(x, w_t_all[0, 0].to(x.dtype))
             columns = y[:, y_offset : y_offset + y_slice_size]
             columns.add_(product) if add_inputs else columns.copy_(product)

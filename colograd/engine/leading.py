@@ -21,10 +21,7 @@ TOLD = ("add_request", "abort_request")  # methods of LLMEngine that the other r
 
 @contextlib.contextmanager
 def leading(core: Any, group: Lockstep) -> Iterator[None]:
-    """Send this rank's requests, aborts and steps of ``core`` to the engine's other ranks while the context lasts.
-
-    Runs on the engine's first rank. ``core`` is vLLM's LLMEngine. The other ranks run `follow`.
-    """
+    """Send the first rank's requests, aborts and steps of ``core`` (vLLM's LLMEngine) to the engine's other ranks."""
     calls: list[bytes] = []  # pickled calls of vLLM since the last step
 
     def told(name: str) -> Callable[..., Any]:

@@ -1,7 +1,6 @@
-"""`LoadedVLLM`: builds vLLM in the trainer's process, stamps its weights with an optimizer step, frees its memory.
+"""`LoadedVLLM`: builds vLLM in the trainer's process, stamps its weights with an optimizer step, frees its KV cache.
 
-Every rank builds an engine through vLLM's external launcher. With tensor parallelism neighbouring ranks share an
-engine, and each rank builds its part.
+Every rank builds an engine through vLLM's external launcher. With tensor parallelism it builds its rank's part.
 """
 
 from __future__ import annotations

@@ -26,10 +26,9 @@ from .building import replaced
 
 @contextlib.contextmanager
 def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
-    """Restore transformers' classes and configurations when the context ends, even after an error.
+    """Restore transformers' classes and configurations after vLLM has built ``model()`` in the context, or failed.
 
-    vLLM builds ``model()`` in the context. If vLLM changed the class of a module in the model, the module gets a
-    subclass with vLLM's changes.
+    If vLLM changed the class of a module in the model, the module gets a subclass with vLLM's changes.
     """
     before = {kind: (kind.__bases__, dict(vars(kind))) for kind in _subclasses(PreTrainedModel)}
     registered: dict[str, Any] = CONFIG_MAPPING._extra_content

@@ -1,7 +1,4 @@
-"""`Engine`: the interface of an inference engine in the trainer's process. `VLLMEngine` implements `Engine`.
-
-A new engine is a class with the members of `Engine`. `training/assembly.py` builds the engine of a run.
-"""
+"""`Engine`: the interface of an inference engine in the trainer's process, implemented by `VLLMEngine`."""
 
 from __future__ import annotations
 
@@ -100,9 +97,9 @@ class Engine(Protocol):
         """Run one engine step. Return the name and the n completions of each request that finished in the step."""
 
     def written(self) -> list[tuple[str, Sequence[int]]]:
-        """Return unfinished streaming requests that got tokens in the last engine step: (name, token ids) pairs.
+        """Return (name, all token ids so far) of unfinished streaming requests that got tokens in the last engine step.
 
-        The ids are all tokens that the request has sampled. The next engine step may append to the returned sequence.
+        The next engine step may append to the returned token ids.
         """
 
     def abort(self, requests: Iterable[str]) -> None:
@@ -117,10 +114,7 @@ class Engine(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Sample ``sampling.n`` completions per prompt, and yield a `Group` per prompt.
-
-        See `RolloutSource.generate`.
-        """
+        """Sample completions of ``prompts``, and yield one `Group` per prompt. See `RolloutSource.generate`."""
 
     def take_counts(self) -> dict[str, float]:
         """Return counts by metric name, such as accepted draft tokens. A count starts at 0 after each call."""

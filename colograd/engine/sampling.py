@@ -162,10 +162,7 @@ class LengthHistory:
         self._means[prompt.key] = sum(lengths) / len(lengths)
 
     def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Sort prompts by descending expected completion length. New prompts count as the mean of all known prompts.
-
-        Prompts of equal expected length keep their order.
-        """
+        """Sort prompts by descending expected completion length. A new prompt counts as the mean of known prompts."""
         if not self._means:
             return list(prompts)
         unknown = sum(self._means.values()) / len(self._means)

@@ -19,10 +19,7 @@ FUNCTIONS: dict[tuple[str, str], Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class VLLMTensors:
-    """A vLLM model's tensors by name, and the translation of a checkpoint's names into vLLM's names.
-
-    `fusions` and `renamed` work with a model's class in place of a model.
-    """
+    """Tensors of a vLLM model by name. `fusions` and `renamed` work with the model's class in place of a model."""
 
     def __init__(self, model: torch.nn.Module | type) -> None:
         self._model: Any = model
@@ -102,10 +99,7 @@ class VLLMTensors:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoRALayer:
-    """A vLLM layer with slots for LoRA adapters.
-
-    `stacks` reads the tensors at each call, so it sees replaced tensors.
-    """
+    """A vLLM layer with slots for LoRA adapters. `stacks` reads the tensors anew at each call."""
 
     layer: Any
 

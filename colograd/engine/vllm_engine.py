@@ -49,9 +49,9 @@ class VLLMEngine(LoadedVLLM):
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Sample ``sampling.n`` completions of each prompt, and yield each `Group` when it finishes.
+        """Sample ``sampling.n`` completions per prompt, and yield finished `Group`s.
 
-        Closing the returned generator early aborts the unfinished requests.
+        Closing early aborts open requests.
         """
         self.require(version)
         seeds = [request_seed(seed, prompt.position, purpose) for prompt in prompts]

@@ -370,7 +370,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "weights shared with an engine that a rank has only rows of": (
         lambda _: check_choice("shared", None, cut=True),
         "weights is 'shared' and sharding is 'fsdp'",
-        "no rank holds weights whole",
+        "no rank holds whole weights",
         "set weights: auto .* or sharding: gradients",
     ),
     "weights to gather that nobody has cut": (
