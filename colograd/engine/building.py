@@ -37,10 +37,7 @@ _kernels_found = False  # whether vLLM's Triton kernels were replaced in this pr
 
 @contextlib.contextmanager
 def explained_errors(model: str) -> Iterator[None]:
-    """Replace an error of vLLM's code by an error that names vLLM and the model.
-
-    Such errors are expected, because vLLM lists models that its build for this device can't run.
-    """
+    """Replace an error of vLLM's code by one that names the model. vLLM lists models that its build can't run."""
     try:
         yield
     except Exception as error:
@@ -162,10 +159,7 @@ def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, rank
 
 @contextlib.contextmanager
 def nondeterminism_allowed() -> Iterator[None]:
-    """Let torch use nondeterministic algorithms while the context lasts.
-
-    `full_determinism` is about the policy's gradients. Some of vLLM's kernels have no deterministic variant.
-    """
+    """Let torch use nondeterministic algorithms in this context: some vLLM kernels have no deterministic variant."""
     asked, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:

@@ -1,7 +1,4 @@
-"""Callbacks after each engine step, with the engine's load: running and waiting sequences, and use of the KV cache.
-
-The load is read from vLLM's scheduler. If a version of vLLM keeps the load elsewhere, the callbacks aren't called.
-"""
+"""Callbacks after each engine step, with the load that vLLM's scheduler reports, if its version exposes it."""
 
 from __future__ import annotations
 

@@ -60,10 +60,7 @@ class VLLMTensors:
         return [f"{name}." for name, mapper in parts if name and mapper is not None]
 
     def written_through(self, name: str, place: str | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return the function that maps a checkpoint's tensor to vLLM's. None means that both tensors are equal.
-
-        ``place`` is vLLM's name of the tensor, if `renamed` can't translate ``name``.
-        """
+        """Return the function that maps a checkpoint's tensor to vLLM's tensor ``place``. None means equal tensors."""
         ends = name.rpartition(".")[2], (place or self.renamed(name)).rpartition(".")[2]
         return FUNCTIONS.get(ends)
 

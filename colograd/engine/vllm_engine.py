@@ -1,7 +1,4 @@
-"""`VLLMEngine`: the `Engine` that samples with vLLM in the trainer's process.
-
-`generate` queues the requests of all prompts at once. It yields a prompt's group when the group's last completion ends.
-"""
+"""`VLLMEngine`: the `Engine` that samples with vLLM in the trainer's process. It queues all prompts at once."""
 
 from __future__ import annotations
 

@@ -49,10 +49,7 @@ def fits(run: RunDescription, strategy: str) -> bool:
 
 
 def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
-    """Return whether weights, gradients, optimizer and KV cache fit.
-
-    On a CPU activations don't count: they can be swapped.
-    """
+    """Return whether weights, gradients, optimizer and KV cache fit. A CPU can swap activations."""
     cache = _set_cache(run, plan) or (0 if run.devices.on_gpu else run.need.least)
     weights = plan.engine_weights + plan.policy_weights + plan.reference + plan.teacher
     sampling = cache + (0 if plan.offloads else plan.optimizer)

@@ -114,10 +114,7 @@ class RunDescription:
 
     @property
     def longest_rows(self) -> list[int]:
-        """Sizes of micro-batches to try in a plan, in tokens, from large to small.
-
-        Each size holds one longest sequence.
-        """
+        """Sizes of micro-batches to plan with, in tokens, in descending order. Each holds one longest sequence."""
         if self.tokens:
             return [max(self.tokens, self.length)]
         sizes = [max(PLANNED_TOKENS * self.ranks_per_sequence, self.length)]
@@ -237,10 +234,7 @@ def _larger_engines(settings: Any, model: Any, devices: Devices) -> dict[int, tu
 
 
 def own_devices(device: torch.device, model: torch.nn.Module) -> Devices:
-    """Describe the devices of all ranks. All ranks must call this.
-
-    The memory that ``model`` takes counts as available. Memory of other tensors, e.g. a reward model's, doesn't.
-    """
+    """Describe the devices of all ranks. Memory of ``model`` counts as available. All ranks must call this."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         free, total = torch.cuda.mem_get_info(device)

@@ -40,10 +40,7 @@ class DeviceTurns:
 
     @contextmanager
     def sampling(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-        """Free memory for the engine while the context lasts.
-
-        After an error the engine keeps the memory for its requests.
-        """
+        """Give the memory to the engine while the context lasts. After an error the engine keeps the memory."""
         if self.offload is not None and optimizer is not None:
             with self.times.phase("offload"):
                 self.offload.to_host(optimizer)

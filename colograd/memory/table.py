@@ -108,7 +108,7 @@ class MemoryPlan:
         return dataclasses.replace(self, kv_bytes=min(need.wanted, max(self.room, 0)))
 
     def with_cpu_cache(self, need: CacheNeed) -> MemoryPlan:
-        """Add a KV cache on a CPU: at most a quarter of the free memory, but at least one full sequence."""
+        """Return the plan with a KV cache on a CPU: a quarter of free memory at most, one full sequence at least."""
         return dataclasses.replace(self, kv_bytes=max(need.least, min(need.wanted, self.available // CPU_SHARE)))
 
     def with_engine(self, weights: int, apart: int, kv_tokens: int) -> MemoryPlan:

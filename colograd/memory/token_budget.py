@@ -29,12 +29,11 @@ STEP = 256  # Token budgets are multiples of 256.
 
 
 def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tuple[int, int]:
-    """Find the most tokens that stay under ``limit`` bytes of peak memory, by a line through the last two sizes
-    measured.
+    """Return the maximum tokens below ``limit`` bytes of peak memory, by a line through the last two measurements.
 
     Args:
-        peak: tokens -> peak bytes of a forward and backward; infinite: it ran out of memory.
-        largest: tokens that are enough.
+        peak: returns the peak bytes of a forward and backward for a number of tokens; inf if memory ran out.
+        largest: number of tokens that is enough. No larger number is tried.
 
     Returns:
         The tokens, a multiple of `STEP`, and their bytes on the line.
@@ -102,7 +101,7 @@ def measure(
 
 
 def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) -> PackedRow:
-    """Make a row of ``tokens`` tokens with zero advantages: the longest groups, the last one cut short."""
+    """Make a dummy row of ``tokens`` tokens with zero advantages: the longest groups, and a shorter last group."""
     longest_prompt, longest, count = shape
     groups: list[tuple[int, list[int]]] = []
     left = tokens

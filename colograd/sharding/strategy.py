@@ -143,10 +143,7 @@ class ShardingStrategy(ABC):
 
     @abstractmethod
     def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
-        """Read optimizer state saved by any number of ranks.
-
-        Return False if the caller must load transformers' file.
-        """
+        """Read optimizer state of any number of ranks. Return False if the caller must load transformers' file."""
 
     def close(self) -> None:  # noqa: B027 (most strategies have nothing to undo)
         """Undo the strategy's changes of the model, so that another trainer can train the model."""

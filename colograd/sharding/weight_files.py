@@ -88,10 +88,7 @@ class WeightFiles:
             place[rows.start - begin : rows.stop - begin].copy_(Shard((*whole.shape,), boxes, shard.axis).of(whole))
 
     def experts(self, name: str) -> list[list[str]] | None:
-        """Return the names of each expert's saved matrices for a parameter ``name`` that stacks all experts of a block.
-
-        None if there are none.
-        """
+        """Return the names of each expert's saved matrices for a parameter that stacks a block's experts, or None."""
         head, of_experts, last = name.rpartition(".experts.")
         if not of_experts:
             return None

@@ -230,10 +230,7 @@ class SharedGradients(SharedOptimizer):
         return on_all_ranks(what)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward.
-
-        If this rank fails, it sends zeros in the remaining collectives, because other ranks wait.
-        """
+        """Run the backward. If it fails here, send zeros in the remaining collectives, because other ranks wait."""
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._next, self._amid = 0, self._goes_alike(loss)
         try:

@@ -28,10 +28,7 @@ def is_near(part: Slice) -> bool:
 
 
 def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int = 0, ranks: int = 1) -> list[Slice]:
-    """Return ``slices`` with `Slice.rows` set for layers with a known other row order in the engine.
-
-    ``place`` is the index of this rank among the ``ranks`` of its engine.
-    """
+    """Return ``slices`` with `Slice.rows` set where the row order of engine rank ``place`` of ``ranks`` differs."""
     config = getattr(policy.config, "get_text_config", lambda: policy.config)()
     queries = int(getattr(config, "num_attention_heads", 0) or 1)
     keys = int(getattr(config, "num_key_value_heads", 0) or queries)

@@ -213,10 +213,7 @@ def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -
 
 
 def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeights:
-    """Create `SharedWeights` or `CopiedWeights` for a policy's weights, or for the base of a LoRA policy.
-
-    ``constant`` means that the weights equal the engine's and never change, so that `unread` isn't called.
-    """
+    """Create the sync of whole weights, or of a LoRA base. ``constant`` means that the weights never change."""
     obstacles = {part.name: reason for part in pairing.slices if (reason := shared.obstacle(part))}
     if wanted == "shared" and obstacles:
         name, reason = next(iter(obstacles.items()))

@@ -38,10 +38,7 @@ class Unserved(ValueError):
 
 
 class PlannedSync(WeightSync):
-    """A `WeightSync` that plans its copies at start. Each `publish` checks that no tensor has a new address since then.
-
-    A copy into a tensor's former memory would have no effect.
-    """
+    """A `WeightSync` that plans copies at start. `publish` checks that no tensor has a new address since then."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine) -> None:
         self.engine, self._policy = engine, policy
