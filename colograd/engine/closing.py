@@ -20,7 +20,7 @@ from ..runtime import failures
 from .building import replaced
 
 _alive: set[Any] = set()  # vLLM's running engine cores, and a token for each engine that is being built.
-_set_num_threads = torch.set_num_threads  # Torch's function, because vLLM's CPU worker replaces it in torch.
+_set_num_threads = torch.set_num_threads  # Torch's original function, because vLLM's CPU worker replaces it.
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def closed_if_it_fails() -> Iterator[None]:
         ]:
             if (theirs := getattr(client, "_finalizer", None)) is not None:
                 theirs.detach()
-            if client.engine_core not in _alive:  # the failed engine's core had already been built
+            if client.engine_core not in _alive:  # a core that was built before the failure must stop
                 _stop(client.engine_core)
         failures.forget_frames(error, but=handled)
         _free_memory()
@@ -74,8 +74,8 @@ def _stop(core: Any) -> None:
     with contextlib.ExitStack() as spared:
         for name in ("destroy_distributed_environment", "destroy_model_parallel"):
             spared.enter_context(replaced(parallel_state, name, lambda: None))
-        spared.enter_context(replaced(gc, "collect", lambda *_: 0))  # vLLM's collections take half a second each
-        with contextlib.suppress(Exception):  # if it fails, dropping the core frees its memory
+        spared.enter_context(replaced(gc, "collect", lambda *_: 0))  # A collection takes half a second.
+        with contextlib.suppress(Exception):  # After a failure, dropping the core frees its memory.
             core.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Corrections of layers that vLLM computes wrongly on a CPU. They stay in force until the process ends."""
+"""Corrections of layers that vLLM computes wrongly on a CPU. The corrections stay until the process ends."""
 
 from __future__ import annotations
 

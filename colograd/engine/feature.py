@@ -53,10 +53,10 @@ class BuiltEngine(Protocol):
 class EngineFeature:
     """An extension's change of `VLLMEngine`. Each method has a default without effect. A subclass overrides some."""
 
-    blank = False  # whether the engine is built without reading weights, because a weight sync writes them
+    blank = False  # whether vLLM is built without reading weights, because a weight sync writes all weights
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return arguments of `vllm.LLM` to add to, or to replace in, ``arguments``, which contain the user's."""
+        """Return arguments of `vllm.LLM` that extend or override ``arguments``, which contain the user's arguments."""
         return {}
 
     def while_built(self) -> contextlib.AbstractContextManager[Any]:
@@ -84,11 +84,11 @@ class EngineFeature:
         """Check vLLM's ``output`` of `Engine.prompt_logprobs`, and keep nothing, because the weights may change."""
 
     def take_counts(self) -> dict[str, float]:
-        """Return the feature's counts by metric name. A count starts at 0 after each call."""
+        """Return the feature's counts by metric name. Each call sets the counts to 0."""
         return {}
 
     def drop(self, request: str) -> None:
-        """Drop all data about the request of this name, which has ended."""
+        """Drop all data that the feature has about ``request``, because the request has ended."""
 
     def forget(self) -> None:
         """Drop all data that were computed with the engine's old weights, after a weight sync."""

@@ -78,7 +78,7 @@ def last_outputs(core: Any, requests: Collection[str]) -> Iterator[dict[str, Any
     An output has all tokens that the request has sampled. vLLM makes outputs of aborted requests only for streaming
     clients of its server. So each request gets a list in place of a client's stream.
 
-    The context's value is a mapping from request name to output. It is filled when the context ends.
+    The context's value is a mapping from request name to output. The mapping is filled when the context ends.
     """
     found, outputs, wanted = dict[str, Any](), _Outputs(), set(requests)
     for state in core.output_processor.request_states.values():
@@ -88,6 +88,6 @@ def last_outputs(core: Any, requests: Collection[str]) -> Iterator[dict[str, Any
     found |= {output.request_id: output for output in outputs}
     if lacking := wanted - found.keys():
         raise RuntimeError(
-            f"vLLM told nothing of {len(lacking)} of {len(wanted)} requests that were stopped: carry_over can't be had "
-            "with this version, leave it out."
+            f"vLLM returned no output for {len(lacking)} of {len(wanted)} requests that were stopped: `carry_over` "
+            "doesn't work with this version of vLLM. Remove the setting."
         )

@@ -1,4 +1,4 @@
-"""Callbacks after each engine step, with the load that vLLM's scheduler reports, if its version exposes it."""
+"""Callbacks after each engine step, with the load that vLLM's scheduler reports. Some vLLM versions hide it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Preemptions:
 
 
 def load_of(core: Any) -> Load | None:
-    """Return the present load of ``core`` (vLLM's LLMEngine), or None if this version of vLLM keeps it elsewhere."""
+    """Return the present load of ``core`` (vLLM's LLMEngine); None if this version of vLLM doesn't expose the load."""
     try:
         scheduler = core.engine_core.engine_core.scheduler
         waiting = len(scheduler.waiting) + len(getattr(scheduler, "skipped_waiting", ()))
@@ -57,7 +57,7 @@ def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Preemptions]:
 
 
 def stepping(engine: Any, tell: Callable[[int], None]) -> contextlib.AbstractContextManager[None]:
-    """Call ``tell`` with the number of running sequences after each engine step. Each of them got a token."""
+    """Call ``tell`` after each engine step with the number of running sequences, which got one token each."""
     return load_after_each_step(engine, lambda load: tell(load.running))
 
 

@@ -1,6 +1,6 @@
 """`LoadedVLLM`: builds vLLM in the trainer's process, stamps its weights with an optimizer step, frees its KV cache.
 
-Every rank builds an engine through vLLM's external launcher. With tensor parallelism it builds its rank's part.
+Every rank builds an engine through vLLM's external launcher, or with tensor parallelism its part of an engine.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class LoadedVLLM:
         features: extensions' changes of the engine. None means the features that the run's configuration needs.
     """
 
-    llm: Any  # vllm.LLM
-    dtype: torch.dtype  # dtype of weights and activations
+    llm: Any  # The vllm.LLM object.
+    dtype: torch.dtype  # Dtype of the engine's weights and activations.
 
     def __init__(
         self, model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int,
@@ -102,7 +102,7 @@ class LoadedVLLM:
 
     @property
     def core(self) -> Any:
-        """vLLM's LLMEngine."""
+        """The `LLMEngine` of vLLM that schedules and decodes requests in this process."""
         return self.llm.llm_engine
 
     @property
@@ -130,8 +130,6 @@ class LoadedVLLM:
         yield from untested_vllm()
         if config.cast_lm_head_to_fp32 and self.head_dtype != torch.float32:
             yield "engine: this vLLM rounds logits to the model's dtype; cast_lm_head_to_fp32 is the policy's"
-
-    # -- weights
 
     def invalidate(self) -> None:
         self.version = None
@@ -167,14 +165,12 @@ class LoadedVLLM:
 
         self._adapter = LoRARequest("policy", 1, folder)
         if not self.core.add_lora(self._adapter) or not self.adapter_is_active:
-            raise RuntimeError(f"vLLM loaded the adapter of {folder!r}, but didn't activate it in its first slot.")
+            raise RuntimeError(f"vLLM loaded the adapter of {folder!r}, but the first LoRA slot isn't active.")
 
     @property
     def adapter_is_active(self) -> bool:
         ids: Any = self.model.lora_manager.lora_index_to_id
         return self._adapter is not None and list(ids[:1]) == [self._adapter.lora_int_id]
-
-    # -- memory
 
     def sleep(self) -> None:
         if not self.sleeps or self.asleep:
@@ -192,7 +188,7 @@ class LoadedVLLM:
     def wake(self) -> None:
         if not self.asleep:
             return
-        torch.cuda.empty_cache()  # vLLM maps the KV cache outside torch's allocator, so torch frees memory
+        torch.cuda.empty_cache()  # frees torch's cached memory, because vLLM doesn't use torch's allocator
         self.core.wake_up(tags=["kv_cache"] if hasattr(self.core, "release_kv_cache_memory") else None)
         if self.core.is_sleeping():
             raise RuntimeError("vLLM stayed asleep after wake_up: set vllm_enable_sleep_mode: false.")

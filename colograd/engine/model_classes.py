@@ -36,7 +36,7 @@ def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for model_type in registered.keys() & CONFIG_MAPPING._mapping.keys():  # vLLM's overrides
+        for model_type in registered.keys() & CONFIG_MAPPING._mapping.keys():  # configurations that vLLM registered
             del registered[model_type]
         registered |= registered_before
         theirs = {}

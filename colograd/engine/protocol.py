@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class StaleWeights(RuntimeError):
-    """The error of sampling with an engine whose weights are not from the trainer's present optimizer step."""
+    """The error of sampling while the engine's weights are not from the trainer's present optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,10 @@ class Sampled:
     ids: array[int]  # Token ids of the completion, [C] int32.
     logprobs: array[float]  # Log-probabilities of the sampled tokens in nats, [C] float32.
     finish_reason: FinishReason
-    riders: tuple[Rider, ...] = ()  # Extensions' data per token.
+    riders: tuple[Rider, ...] = ()  # Per-token data of extensions.
 
     def rollout(self, prompt: ModelInput, version: int) -> Rollout:
-        """Return this completion of ``prompt`` as a `Rollout`, sampled in one request by weights of ``version``."""
+        """Return a `Rollout` of ``prompt`` and this completion, sampled by the weights of step ``version``."""
         return Rollout(
             input=prompt,
             completion_ids=self.ids,
@@ -78,8 +78,6 @@ class Engine(Protocol):
     served: ServedWeights  # The policy's quantised weights that the engine reads in place.
     after_step: list[Callable[[], None]]  # Listeners that `advance` calls after each engine step, in list order.
 
-    # requests
-
     def submit(
         self, prompt: ModelInput | Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None,
         spent: int = 0, streams: bool = False,
@@ -103,10 +101,10 @@ class Engine(Protocol):
         """
 
     def abort(self, requests: Iterable[str]) -> None:
-        """Drop those of ``requests`` that haven't finished. Their tokens are lost. Other names are ignored."""
+        """Drop unfinished ``requests`` and their tokens. Names of finished requests are ignored."""
 
     def stop(self, requests: Iterable[str]) -> list[tuple[str, list[Sampled]]]:
-        """Drop those of ``requests`` that haven't finished, and return (name, completions so far) of each dropped one.
+        """Drop unfinished ``requests``, and return (name, completions so far) of each dropped request.
 
         Unfinished completions have the finish reason `ABORT`. Completions that were waiting to start have no tokens.
         """
@@ -117,7 +115,7 @@ class Engine(Protocol):
         """Sample completions of ``prompts``, and yield one `Group` per prompt. See `RolloutSource.generate`."""
 
     def take_counts(self) -> dict[str, float]:
-        """Return counts by metric name, such as accepted draft tokens. A count starts at 0 after each call."""
+        """Return counts by metric name, e.g. of accepted draft tokens. Each call sets the counts to 0."""
 
     def prompt_logprobs(self, prompt: ModelInput | Sequence[int]) -> torch.Tensor:
         """Return the log-probabilities of a prompt's P tokens except the first: [P - 1] float32, in nats."""
@@ -129,9 +127,10 @@ class Engine(Protocol):
         """Raise an error if the engine turns images into other inputs than the trainer's ``processor`` does."""
 
     def on_engine_leader(self, work: Callable[[], T], others: T) -> T:
-        """Run ``work`` on the engine's first rank. Other ranks repeat its calls of vLLM, and return ``others``."""
+        """Run ``work`` on the engine's first rank.
 
-    # weights
+        Other ranks repeat the rank's calls of vLLM, and return ``others``.
+        """
 
     @property
     def tensors(self) -> EngineTensors:
@@ -152,8 +151,6 @@ class Engine(Protocol):
     @property
     def adapter_is_active(self) -> bool:
         """Whether the engine's first LoRA slot holds the adapter of `load_adapter`."""
-
-    # memory
 
     def sleep(self) -> None:
         """Free the KV cache's memory until `wake`, and keep the weights. Without ``sleeps`` nothing happens."""

@@ -21,13 +21,13 @@ RESERVED = (
     "n", "seed", "max_tokens", "temperature", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize",
     "output_kind",
 )  # fmt: skip
-# Sampling parameters that `generation_kwargs` may set. Options about decoded text only affect where stop strings match,
-# because reward functions get texts that the trainer decodes from token ids.
+# SUPPORTED: `generation_kwargs` may set these parameters. Options about decoded text only affect stop strings, because
+# reward functions get texts that the trainer decodes from token ids.
 SUPPORTED = (
     *SHAPING, "stop", "stop_token_ids", "ignore_eos", "repetition_detection", "include_stop_str_in_output",
     "skip_special_tokens", "spaces_between_special_tokens",
 )  # fmt: skip
-# Sampling parameters that `generation_kwargs` may not set.
+# REFUSED: `generation_kwargs` may not set these sampling parameters.
 REFUSED = (
     "logprob_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start", "routed_experts_prompt_start",
     "skip_reading_prefix_cache", "stream_interval", "trace_decode_token_ids", "watermarking", "skip_clone",
@@ -40,10 +40,10 @@ UNKNOWN_TOKENS = "sampling/unknown_tokens"  # Metric: number of sampled ids that
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    n: int  # G, number of completions per prompt
-    max_tokens: int  # maximum tokens of a completion
+    n: int  # Number of completions per prompt (G).
+    max_tokens: int  # Maximum tokens of a completion.
     temperature: float
-    options: dict[str, Any]  # arguments of vllm.SamplingParams that have no field here
+    options: dict[str, Any]  # arguments of vllm.SamplingParams that have no field in `Sampling`
 
     @classmethod
     def for_training(cls, config: GRPOConfig) -> Sampling:

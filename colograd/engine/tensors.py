@@ -11,10 +11,10 @@ import torch
 
 from ..policy.lora import base_name
 
-AS_SAVED = ("TRITON", "BATCHED_TRITON", "CPU")  # vLLM's kernels that read experts in a checkpoint's layout.
-# Functions that vLLM's weight loaders apply to tensors. Key: last parts of the checkpoint's name and of vLLM's name.
+AS_SAVED = ("TRITON", "BATCHED_TRITON", "CPU")  # AS_SAVED: vLLM's kernels that read experts as checkpoints store them.
+# FUNCTIONS that vLLM's weight loaders apply to tensors. Key: last parts of the checkpoint's name and of vLLM's name.
 FUNCTIONS: dict[tuple[str, str], Callable[[torch.Tensor], torch.Tensor]] = {
-    ("A_log", "A"): lambda decay: -torch.exp(decay.float())  # Mamba's state matrix
+    ("A_log", "A"): lambda decay: -torch.exp(decay.float())  # Mamba's state matrix A is computed from A_log
 }
 
 
@@ -60,7 +60,7 @@ class VLLMTensors:
         return [f"{name}." for name, mapper in parts if name and mapper is not None]
 
     def written_through(self, name: str, place: str | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return the function that maps a checkpoint's tensor to vLLM's tensor ``place``. None means equal tensors."""
+        """Return the function that maps a checkpoint's tensor to vLLM's tensor ``place``; None if both are equal."""
         ends = name.rpartition(".")[2], (place or self.renamed(name)).rpartition(".")[2]
         return FUNCTIONS.get(ends)
 

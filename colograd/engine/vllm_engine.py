@@ -1,4 +1,4 @@
-"""`VLLMEngine`: the `Engine` that samples with vLLM in the trainer's process. It queues all prompts at once."""
+"""`VLLMEngine`: samples with vLLM in the trainer's process. `generate` queues all its prompts at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class VLLMEngine(LoadedVLLM):
     """The `Engine` that samples with vLLM in the trainer's process. `LoadedVLLM` documents its arguments."""
 
     def on_engine_leader(self, work: Callable[[], T], others: T) -> T:
-        """See `Engine.on_engine_leader`. Outside ``work`` all ranks of an engine must make the same calls of vLLM."""
+        """Run ``work`` on the engine's first rank. Outside ``work`` all ranks of an engine make equal calls of vLLM."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(nondeterminism_allowed())
             stack.enter_context(process.collector_at_rest())
@@ -39,17 +39,14 @@ class VLLMEngine(LoadedVLLM):
                 stack.enter_context(leading(self.core, self._lockstep))
             try:
                 return work()
-            finally:  # aborts unfinished requests, because an error's traceback may keep their generators open
-                with contextlib.suppress(Exception):  # an error of the abort would hide the engine's first error
+            finally:  # Requests are aborted here, because an error's traceback may keep generators open.
+                with contextlib.suppress(Exception):  # An error of the abort would hide the engine's first error.
                     self.abort([*self._open])
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Sample ``sampling.n`` completions per prompt, and yield finished `Group`s.
-
-        Closing early aborts open requests.
-        """
+        """Sample ``sampling.n`` completions per prompt, and yield each finished `Group`. Closing aborts requests."""
         self.require(version)
         seeds = [request_seed(seed, prompt.position, purpose) for prompt in prompts]
         waiting = {
@@ -109,10 +106,10 @@ class VLLMEngine(LoadedVLLM):
 
     def _enqueue(self, prompt: ModelInput, params: Any) -> str:
         """Add a request for completions of ``prompt`` to vLLM's queue, and return the request's name."""
-        if prompt.media is None and max(prompt.ids, default=0) >= self.vocab_size:  # vLLM would read padding
+        if prompt.media is None and max(prompt.ids, default=0) >= self.vocab_size:  # vLLM would read rows of padding
             raise ValueError(
                 f"a prompt has the token id {max(prompt.ids)}, but the model's embedding has {self.vocab_size:,} rows, "
-                "numbered from 0: use the tokenizer of the model."
+                "numbered from 0. Use the tokenizer of the model."
             )
         self._requests += 1
         request = f"request-{self._requests}"
@@ -188,7 +185,7 @@ class VLLMEngine(LoadedVLLM):
             feature.drop(request)
 
     def abort(self, requests: Iterable[str]) -> None:
-        """Drop those of ``requests`` that haven't finished. If the engine has no further requests, drain vLLM."""
+        """Drop unfinished ``requests``. If the engine has no further requests, step vLLM until it is idle."""
         if names := [name for name in requests if name in self._open]:
             self.core.abort_request(names)
             for name in names:
@@ -206,7 +203,7 @@ class VLLMEngine(LoadedVLLM):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        # Temperature 0, because otherwise vLLM would compile its sampler for requests without a seed for seconds.
+        # With a temperature above 0 vLLM would spend seconds on compiling its sampler for requests without a seed.
         kind = RequestOutputKind.FINAL_ONLY
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=kind)
         prompt = prompt if isinstance(prompt, ModelInput) else ModelInput(tuple(prompt))

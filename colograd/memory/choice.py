@@ -11,7 +11,7 @@ from .estimate import estimate
 from .shape import CacheNeed
 from .table import MemoryPlan, gib
 
-AMPLE = 0.1  # Fraction of a GPU. With a smaller KV cache an engine decodes too few sequences at once.
+AMPLE = 0.1  # Fraction of a GPU for an ample KV cache. A smaller cache decodes too few sequences at once.
 BUSY_TOKENS = 8192  # Tokens of a micro-batch that keep a GPU busy.
 
 
@@ -28,7 +28,7 @@ def plan_or_raise(run: RunDescription, strategy: str) -> MemoryPlan:
 
 
 def best_plan(run: RunDescription, strategy: str) -> MemoryPlan:
-    """Return the plan of the longest micro-batches that leave an ample KV cache, or else of the shortest ones."""
+    """Return the plan of the longest micro-batches that leave an ample KV cache, else of the shortest micro-batches."""
     for tokens in run.longest_rows:
         plan = estimate(run, strategy, tokens)
         if plan.takes(_ample(run)):
@@ -49,7 +49,7 @@ def fits(run: RunDescription, strategy: str) -> bool:
 
 
 def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
-    """Return whether weights, gradients, optimizer and KV cache fit. A CPU can swap activations."""
+    """Return whether weights, gradients, optimizer and KV cache fit, without activations, which a CPU can swap."""
     cache = _set_cache(run, plan) or (0 if run.devices.on_gpu else run.need.least)
     weights = plan.engine_weights + plan.policy_weights + plan.reference + plan.teacher
     sampling = cache + (0 if plan.offloads else plan.optimizer)

@@ -30,7 +30,7 @@ STRATEGIES = tuple(strategy for strategy in ORDER if strategy not in TENSOR)  # 
 # WHOLE: strategies with a whole policy on each rank. Sharing weights with the engine requires a whole policy.
 WHOLE = tuple(strategy for strategy in STRATEGIES if strategy != "fsdp")
 ENGINE_SIZES = (2, 4, 8)  # Numbers of ranks per engine that are proposed. An engine's ranks are on one machine.
-PLANNED_TOKENS = 16384  # Tokens of a micro-batch in plans before a measurement. They keep any GPU busy.
+PLANNED_TOKENS = 16384  # Tokens of a micro-batch in plans before a measurement, enough for any GPU.
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class RunDescription:
 
     @property
     def longest_rows(self) -> list[int]:
-        """Sizes of micro-batches to plan with, in tokens, in descending order. Each holds one longest sequence."""
+        """Sizes of micro-batches to plan with, in tokens, in descending order. Each size holds the longest sequence."""
         if self.tokens:
             return [max(self.tokens, self.length)]
         sizes = [max(PLANNED_TOKENS * self.ranks_per_sequence, self.length)]
@@ -143,7 +143,7 @@ def describe_run(
     """Return the `RunDescription` of a run with these settings, model and devices.
 
     Args:
-        settings: a `GRPOConfig`, or the options of `colograd plan`, which have the names of its fields.
+        settings: a `GRPOConfig`, or the options of `colograd plan`, which have the same field names.
         model: the policy with its frozen parameters marked, or its copy on the meta device (`policy.outline`).
         shared: whether the policy's parameters are the engine's tensors.
         reference: bytes of the reference model.
@@ -171,7 +171,7 @@ def describe_run(
         tokens=work.tokens,
         checkpointing=settings.checkpointing,
         shared=shared,
-        served=settings.weights == "shared",  # has an effect on quantised weights only
+        served=settings.weights == "shared",  # `served` has an effect on quantised weights only
         reshard=settings.fsdp_reshard_after_forward,
         offloads_parts=settings.fsdp_offload_params,
         sleeps=settings.vllm_enable_sleep_mode,

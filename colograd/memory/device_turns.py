@@ -70,7 +70,7 @@ def expand_segments(config: GRPOConfig) -> bool:
         config.device.type == "cuda"
         and not any(name in os.environ for name in VARIABLES)  # The user's setting has precedence.
         and not config.vllm_enable_sleep_mode  # vLLM's memory pool excludes expandable segments.
-        and config.vllm_tensor_parallel_size == 1  # An engine's ranks can't open such memory.
+        and config.vllm_tensor_parallel_size == 1  # The ranks of one engine can't open memory in such segments.
     )
     if able:
         torch.cuda.memory._set_allocator_settings(SETTING)

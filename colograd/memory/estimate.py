@@ -42,7 +42,7 @@ class RankBytes:
     gradients: int  # Bytes of gradients, allocated from a step's first backward to its optimizer step.
     optimizer: int  # Bytes of the optimizer's state.
     exchange: int  # Temporary bytes of gradients sent to other ranks, or of weights gathered from other ranks.
-    on_way: int = 0  # The part of ``gradients`` that is in transfer to the host, at most.
+    on_way: int = 0  # Maximum part of ``gradients`` in transfer to the host.
 
 
 def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:

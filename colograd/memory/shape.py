@@ -20,7 +20,7 @@ SHORT = 8
 # heads to a multiple of 32 elements.
 FLASH_ROWS, FLASH_HEAD_STEP = 128, 32
 SCORE = 8  # Bytes kept per soft-capped attention score: tanh, softmax in float32, and softmax in the row's dtype.
-GATED = {"gpt_oss": 7}  # Value of `Shape.gated`. gpt-oss clamps the gate, and multiplies it by its sigmoid.
+GATED = {"gpt_oss": 7}  # `Shape.gated` by model family. gpt-oss clamps the gate, and multiplies it by its sigmoid.
 NORMS = {"gemma2": 4, "gemma3": 4, "gemma3_text": 4}  # Norms per layer: before and after attention and MLP.
 
 
@@ -189,7 +189,7 @@ def kept_by_layers(
 
 
 def left_on_device() -> Any:
-    """Return the "offload" extension's functions for bytes on the device of data that stays in host memory.
+    """Return functions of the "offload" extension: the device bytes that data in host memory takes in transfer.
 
     ``inputs`` is the number of layer inputs on the device at once. ``state(nbytes)`` gives the bytes for an optimizer
     state of ``nbytes``. ``sums(gradients)`` gives the bytes of gradient sums in transfer, and ``on_way(gradients,
@@ -266,7 +266,10 @@ class CacheNeed:
 
     @classmethod
     def of(cls, shape: Shape, itemsize: int, length: int, sequences: int) -> CacheNeed:
-        """Compute the KV cache bytes of ``sequences`` sequences of ``length`` tokens; too many with window layers."""
+        """Compute KV cache bytes of ``sequences`` sequences of ``length`` tokens.
+
+        An upper bound with sliding windows.
+        """
         per_token = 2 * shape.layers * shape.keys * itemsize
         # vLLM reserves one block of the KV cache, and the last block of a sequence is partly empty.
         return cls(per_token, (length + 2 * BLOCK) * per_token, (sequences + 1) * (length + BLOCK) * per_token)

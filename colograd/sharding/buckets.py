@@ -35,12 +35,12 @@ class Bucket:
     ) -> None:
         self.parameters, self.ranks, self.group = parameters, ranks, group
         self.sizes = [parameter.numel() for parameter in parameters]
-        self.starts = list(itertools.accumulate(self.sizes, initial=0))[:-1]  # Offsets in the flat tensor.
+        self.starts = list(itertools.accumulate(self.sizes, initial=0))[:-1]  # Offsets of the parameters.
         self.part = -(-sum(self.sizes) // ranks)  # Elements of each rank's part, with padding.
         self.begin = rank * self.part  # First element of this rank's part in the flat tensor.
-        self.in_place = len(parameters) == 1 and self.sizes[0] == self.part * ranks  # No copy is needed.
+        self.in_place = len(parameters) == 1 and self.sizes[0] == self.part * ranks  # The flat tensor needs no copy.
         self.sum: torch.Tensor | None = None  # This rank's part of the summed gradient, [part].
-        self.places: dict[Owned, slice] = {}  # Range in this rank's part of each piece of a parameter.
+        self.places: dict[Owned, slice] = {}  # This rank's pieces of parameters, and their ranges.
         for name, parameter, start in zip(names, parameters, self.starts, strict=True):
             first = min(max(self.begin - start, 0), parameter.numel())
             last = min(max(self.begin + self.part - start, 0), parameter.numel())

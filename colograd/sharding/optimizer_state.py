@@ -172,7 +172,7 @@ def _in_shards(
     missing = [name for name in (_name(rank, ranks) for rank in range(ranks)) if name not in names]
     if not missing:
         return _in_files([folder / name for name in sorted(names)], files)
-    if rank_file.is_file() and not stored:  # the optimizer has no state
+    if rank_file.is_file() and not stored:  # an optimizer without state needs no other files
         return stored, settings
     raise ValueError(
         f"The optimizer state in {str(folder)!r} was written by {ranks} ranks, but {', '.join(missing)} "

@@ -39,7 +39,7 @@ class Owned:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that a rank has exchanged with ranks, or copied into the engine, since the last `take`."""
+    """Bytes that a rank exchanged with other ranks, or copied into the engine, since the last `take`."""
 
     reduced: int = 0  # Bytes of gradients that ranks have summed.
     gathered: int = 0  # Bytes of weights that ranks have gathered after optimizer steps.
@@ -65,7 +65,7 @@ class ShardingStrategy(ABC):
     traffic: Traffic = field(default_factory=Traffic)
 
     name: ClassVar[str]  # Value of the setting `sharding` that selects the strategy.
-    meets_in_backward: ClassVar[bool] = False  # Whether ranks communicate in each backward. Then all run equally many.
+    meets_in_backward: ClassVar[bool] = False  # Whether ranks communicate in backwards, and need equally many of them.
     parts: int = 1  # Number of parts that the optimizer's state is divided into.
 
     @property
@@ -79,7 +79,7 @@ class ShardingStrategy(ABC):
         return cls(model)
 
     def share_frozen(self, model: torch.nn.Module) -> None:  # noqa: B027 (most strategies keep a frozen model whole)
-        """Divide a frozen model, e.g. the reference model of the KL term, over ranks in the way of the policy."""
+        """Divide a frozen model, e.g. the reference model of the KL term, over ranks like the policy."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -87,10 +87,10 @@ class ShardingStrategy(ABC):
 
     @abstractmethod
     def share(self, optimizer: torch.optim.Optimizer) -> None:
-        """Leave only this rank's parts in the optimizer's groups, and gather the other ranks' parts after its step."""
+        """Leave only this rank's parts in the optimizer's groups, and gather the other ranks' parts after each step."""
 
     def agree(self, what: str) -> AbstractContextManager[None]:
-        """Return a context that fails on all ranks or on none, if ranks communicate in `backward`."""
+        """Return a context that raises an error of any rank on all ranks, if ranks communicate in `backward`."""
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:

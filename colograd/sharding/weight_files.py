@@ -19,7 +19,7 @@ from ..parallel.shards import Shard
 # PARTS: names of an expert's matrices in saved files, in the order in which a parameter of the model stacks them.
 PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 MOST_ELEMENTS = 2**24  # Maximum elements of whole rows that are read at once by a rank that keeps some columns.
-BLOCKS = (".mlp.", ".block_sparse_moe.")  # Name of a mixture's block in the model, and in some checkpoints.
+BLOCKS = (".mlp.", ".block_sparse_moe.")  # Name of a mixture's block in transformers, and in some checkpoints.
 
 
 class WeightFiles:
@@ -28,7 +28,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # Open files by file name. Files stay open, because opening one reads its list of up to 100,000 tensors.
+        # Open files by file name. Files stay open, because opening a file reads its list of up to 100,000 tensors.
         self._files: dict[str, Any] = {}
         index = folder / SAFE_WEIGHTS_INDEX_NAME
         if index.is_file():
@@ -56,8 +56,8 @@ class WeightFiles:
             experts = next(filter(None, (self.experts(name) for name in names)), None)
             if experts is None:
                 raise ValueError(
-                    f"{str(self.folder)!r} has no weights of {names[0]}, so it is of another model. Use a checkpoint "
-                    "of the policy's model."
+                    f"{str(self.folder)!r} has no weights of {names[0]}, so the folder is of another model. Use a "
+                    "checkpoint of the policy's model."
                 )
             self._check(names[0], (len(experts), *shape[1:]), shape)
             for row, expert in zip(place, rows, strict=False):
@@ -88,7 +88,7 @@ class WeightFiles:
             place[rows.start - begin : rows.stop - begin].copy_(Shard((*whole.shape,), boxes, shard.axis).of(whole))
 
     def experts(self, name: str) -> list[list[str]] | None:
-        """Return the names of each expert's saved matrices for a parameter that stacks a block's experts, or None."""
+        """Return the names of each expert's saved matrices for a parameter that stacks experts; None without any."""
         head, of_experts, last = name.rpartition(".experts.")
         if not of_experts:
             return None
@@ -141,7 +141,7 @@ def all_names(model: torch.nn.Module) -> dict[int, list[str]]:
 
 
 def completed(whole: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's state dict in host memory, from ``whole`` (parameters by name), tied names and buffers."""
+    """Return the model's state dict in host memory: ``whole`` (parameters by name) with tied names and buffers."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {

@@ -25,7 +25,7 @@ from . import optimizer_state
 from .buckets import Bucket, buckets_of, reduce_scatter
 from .strategy import Owned, ShardingStrategy, WriteTensors, drop_graph, scale_down, squared_norm
 
-IN_FLIGHT = 2  # Maximum number of running reductions. They overlap with the backward.
+IN_FLIGHT = 2  # Maximum number of reductions that run at once, to limit memory. Reductions overlap with the backward.
 
 
 class WholeCopies(ShardingStrategy):
@@ -83,7 +83,7 @@ class WholeCopies(ShardingStrategy):
 
 
 class SharedParts(ShardingStrategy):
-    """The base of strategies where each trained element belongs to one rank, which sums its gradient and updates it."""
+    """The base of strategies where one rank has the summed gradient and the optimizer state of a trained element."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -213,7 +213,7 @@ class SharedGradients(SharedOptimizer):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self._next = len(self.buckets)  # Index of the next bucket to sum. Outside of a backward the number of buckets.
+        self._next = len(self.buckets)  # Index of the next bucket to sum. Outside of a backward no bucket is next.
         self._amid = True  # Whether ranks sum buckets during the present backward.
         self._missing: list[int] = []  # Gradients per bucket that this backward hasn't computed yet.
         self._hooks = [
@@ -230,7 +230,7 @@ class SharedGradients(SharedOptimizer):
         return on_all_ranks(what)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward. If it fails here, send zeros in the remaining collectives, because other ranks wait."""
+        """Run the backward. If this rank fails, it sends zeros in the remaining collectives of the backward."""
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._next, self._amid = 0, self._goes_alike(loss)
         try:
@@ -262,7 +262,7 @@ class SharedGradients(SharedOptimizer):
         self._next += 1
 
     def sum_gradients(self) -> None:
-        """Set gradients of buckets that no backward of the step has summed to zeros, e.g. without a micro-batch."""
+        """Set gradients of buckets without a summed gradient to zeros, e.g. in a step without a micro-batch."""
         for bucket in self.buckets:
             if not self._has(bucket):
                 zeros = torch.zeros(bucket.part, dtype=bucket.gradient_dtype, device=bucket.parameters[0].device)

@@ -2,7 +2,7 @@
 
 The implementations are `shared`, `copied` (also for merged LoRA adapters), `gathered` and `adapter`. `selection`
 chooses one of them, or the user's class. `mapping` finds the engine tensor of each parameter. `proof` checks at start
-that the engine reads these tensors: of most parameters at once, by the sign changes of `sign_probe`.
+that the engine reads the mapped tensors, for most parameters together by the sign changes of `sign_probe`.
 """
 
 from .mapping import Slice

@@ -23,7 +23,8 @@ class Copies:
     def __init__(self, slices: Sequence[Slice]) -> None:
         plain = [part for part in slices if not part.is_computed]
         self._computed = [part for part in slices if part.is_computed]
-        # Detached views share the policy's storage, so they stay valid while the optimizer writes in place.
+        # The sources are detached views of the policy's storage, so they stay valid while the optimizer writes in
+        # place.
         self._sources = [part.held for part in plain]
         self._destinations = [part.destination for part in plain]
         self.nbytes = sum(part.destination.nbytes for part in slices)
@@ -52,7 +53,7 @@ class CopiedWeights(PlannedSync):
         return f"weights: copied, {len(self.slices)} parameters, {size} ({self.why})"
 
     def write(self) -> int:
-        """Copy the weights, and return the bytes. Only the first call copies frozen weights, e.g. a vision tower."""
+        """Copy the weights into the engine, and return the bytes. Frozen weights are copied in the first call only."""
         nbytes = self.copies.write()
         self.copies = self._later
         return nbytes
@@ -68,7 +69,7 @@ def changes(part: Slice) -> bool:
 
 
 class MergedWeights(CopiedWeights):
-    """The weight sync that merges a PeftModel's adapter into the engine's copy. ``why`` is logged by `describe`."""
+    """The weight sync that merges a PeftModel's adapter into the engine's copy. ``why`` is the reason for merging."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
         adapted = {layer.parameter: layer for layer in adapted_layers(policy)}
@@ -78,7 +79,7 @@ class MergedWeights(CopiedWeights):
             source = copies.get(name, part.source)
             parts.append(dataclasses.replace(part, name=name, source=source, adapted=adapted.get(name)))
         super().__init__(policy, engine, parts, why)
-        # The slices that each weight sync writes, not only the first one.
+        # Slices of weights that change in training, so that every weight sync copies them.
         self.moving = [part for part, new in zip(slices, parts, strict=True) if changes(new)]
 
     def describe(self) -> str:

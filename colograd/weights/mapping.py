@@ -35,7 +35,7 @@ TOWER = ("vision_tower.", "vision_tower.vision_model.")  # Prefix of a SigLIP vi
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A policy parameter, or the part of it that this rank of the engine has, and its place in the engine's memory."""
+    """A policy parameter (or this engine rank's part of one) with the view of the engine's tensor that holds it."""
 
     name: str  # The parameter's name in the policy.
     source: torch.Tensor  # The policy's parameter. For a quantised parameter a meta tensor of its shape.
@@ -44,7 +44,7 @@ class Slice:
     packed: PackedWeight | None = None  # The policy's quantised weight. None if it isn't quantised.
     through: Callable[[torch.Tensor], torch.Tensor] | None = None  # Elementwise function from policy to engine values.
     again: bool = False  # Whether ``destination`` is a second copy of the parameter in the engine.
-    rows: torch.Tensor | None = None  # Row indices of ``source`` in the row order of ``destination``. None if equal.
+    rows: torch.Tensor | None = None  # Row indices of ``source`` in the order of ``destination``. None if equal.
     adapted: AdaptedLayer | None = None  # The LoRA layer that is merged for the engine. None without merging.
 
     @property
@@ -54,7 +54,7 @@ class Slice:
 
     @property
     def is_computed(self) -> bool:
-        """Whether the engine's values are computed from the policy's values, so that they can't share memory."""
+        """Whether the engine's values are computed from the policy's. Then policy and engine can't share memory."""
         return any(each is not None for each in (self.packed, self.through, self.rows, self.adapted))
 
     @property
@@ -75,7 +75,7 @@ class Slice:
         return part if self.through is None else self.through(part)
 
     def equal(self) -> bool:
-        """Return whether engine and policy have equal values, bit for bit in the narrower of their dtypes."""
+        """Return whether engine and policy have equal values, bit for bit in the narrower of both dtypes."""
         engine_value = self.destination
         policy_value = self.held.to(engine_value.device)
         narrow = min(policy_value.dtype, engine_value.dtype, key=lambda dtype: dtype.itemsize)
@@ -86,9 +86,9 @@ class UnmappedParameter(ValueError):
     """The error that a policy parameter has no engine tensor, or that an engine tensor has no policy parameter."""
 
 
-Part = tuple[torch.Tensor, tuple[slice, ...]]  # `Slice.destination` and `Slice.cut`.
+Part = tuple[torch.Tensor, tuple[slice, ...]]  # Pair of `Slice.destination` and `Slice.cut`.
 EXPANDS = "kv_b_proj"  # Name of the layer that expands the keys and values of latent attention (MLA).
-ABSORBED = ("W_UK_T", "W_UV")  # vLLM's copies of that layer for decoding, (P, L) and (L, V) per head.
+ABSORBED = ("W_UK_T", "W_UV")  # vLLM's copies of `kv_b_proj` for decoding, (P, L) and (L, V) per head.
 
 
 def map_parameters(
@@ -113,7 +113,7 @@ def map_parameters(
         parameter = policy.get_parameter(name)
         if (name not in packed or packed[name] not in served) and (read is None or id(parameter) in read):
             sources[base] = torch.empty(packed[name].shape, device="meta") if name in packed else parameter
-    for name, buffer in policy.named_buffers():  # some are parameters in vLLM, e.g. a router's correction
+    for name, buffer in policy.named_buffers():  # some buffers are parameters in vLLM, e.g. a router's correction
         if (base := base_name(name)) in targets and base not in sources:
             sources[base], policy_names[base] = buffer, name
     slices, missing, other_names, saved = [], [], dict[str, str](), saved_names(unwrap(policy))
@@ -130,7 +130,7 @@ def map_parameters(
                 parts, last = _split(target, fused, index, place, ranks), len(fused) - 1
                 if index < last and fused[index] is fused[last]:  # some layers of Gemma 4 use keys as values
                     copies = _split(target, fused, last, place, ranks)
-            elif in_tower(name):  # queries, keys and values are three equal parts
+            elif in_tower(name):  # a tower's queries, keys and values are three equal parts
                 parts = _merged(target, source, place, [source.shape[0] // 3] * 3)
             else:
                 of_engine = next(each for each, tensor in targets.items() if tensor is target)
@@ -168,7 +168,7 @@ def _match_by_shape(
 ) -> str:
     """Return the name of the only unpaired engine tensor with the layer number and the shape of parameter ``name``.
 
-    A padded vocabulary may have more rows. `proof` checks the tensor later. Any other number of tensors is an error.
+    A padded vocabulary may have more rows. `proof` checks the value later. No tensor, or several, are an error.
     """
     expected = [size for size in sources[name].shape if size > 1]
 
@@ -197,7 +197,7 @@ def _find(
 ) -> tuple[torch.Tensor, list[torch.Tensor], int] | None:  # fmt: skip
     """Find a parameter's engine tensor by the parameter's name in the policy or in the checkpoint (``saved``).
 
-    Return the tensor, the parameters that are fused in it, and this parameter's index among them; None without a match.
+    Return (tensor, the parameters that are fused in it, this parameter's index among them), or None without a match.
     """
     for each in dict.fromkeys((name, saved)):
         mapped = engine.renamed(each)
@@ -215,7 +215,7 @@ def _find(
                 fused_parts = [sources[sibling] for sibling in siblings if sibling in sources]
                 with_values = [*fused_parts, fused_parts[-1]]
                 if len(with_values) == len(parts) and sum(_fused_rows(target, with_values, ranks)[0]) == len(target):
-                    fused_parts = with_values  # keys are used as values
+                    fused_parts = with_values  # the layer uses keys as values
                 return target, fused_parts, index
     return None
 
@@ -303,7 +303,7 @@ def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: i
         return [(target, (slice(None), cut))] if columns * ranks == source.shape[1] else []
     if target.shape[1:] != source.shape[1:]:
         return []
-    if len(parts) == 1:  # split by rows, and a vocabulary may be padded
+    if len(parts) == 1:  # the tensor is split by rows, and may be a padded vocabulary
         start = min(place * target.shape[0], source.shape[0])
         stop = min(start + target.shape[0], source.shape[0])
         fits = target.shape[0] * ranks >= source.shape[0]
@@ -344,7 +344,7 @@ def _fused_rows(target: torch.Tensor, parts: list[torch.Tensor], ranks: int) -> 
     rows = [part.shape[0] // ranks for part in parts]
     first, others = rows[0], sum(rows[1:])
     times = (target.shape[0] - first) // others if others else 1
-    if times > 1 and first + times * others == target.shape[0]:  # ranks share key and value rows
+    if times > 1 and first + times * others == target.shape[0]:  # several ranks hold equal keys and values
         return [first, *(times * size for size in rows[1:])], [1, *(times for _ in rows[1:])]
     return rows, [1 for _ in rows]
 
@@ -360,7 +360,7 @@ def _uncovered(slices: list[Slice], targets: dict[str, torch.Tensor]) -> Iterato
     for part in slices:
         filled[part.destination.untyped_storage().data_ptr()] += part.destination.numel()
     for name, target in targets.items():
-        if not target.numel():  # the tensor is empty, because its layer reads the policy's packed weight
+        if not target.numel():  # the engine's tensor is empty, because its layer reads the policy's packed weight
             continue
         vocabulary = "embed" in name or "lm_head" in name or "wte" in name
         storage = target.untyped_storage().data_ptr()

@@ -136,7 +136,7 @@ def check_read(
     Raises:
         RuntimeError: the policy's output depends on a parameter, but the engine's output doesn't.
     """
-    slices = [part for part in slices if not part.again]  # vLLM reads its second copies only in decoding
+    slices = [part for part in slices if not part.again]  # vLLM reads a parameter's second copy only in decoding
     every = [part for part in every if not part.again]
     text, tower = ([part for part in slices if sees(part.name) == in_tower] for in_tower in (False, True))
     proven = read_together(text, policy, engine, [part for part in every or slices if not sees(part.name)])
@@ -144,7 +144,7 @@ def check_read(
     silent += tower if tower_prompt is None else unread(tower, engine, tower_prompt)
     with on_all_ranks("the proof of the weights"):
         rest = silent
-        if engine.layout.engine_place > 0:  # the engine's first rank adds biases of summed outputs
+        if engine.layout.engine_place > 0:  # only the engine's first rank adds biases of outputs that ranks sum
             of_first = engine.tensors.is_added_by_first_rank
             rest = [part for part in silent if not (part.name.endswith(".bias") and of_first(part.destination))]
         unreachable = [part.name for part in rest if not inert(part, policy, engine, tower_prompt)]
@@ -221,7 +221,7 @@ def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Mod
             hooks += [parameter.register_post_accumulate_grad_hook(measure) for parameter in slice_of]
             logits = policy(tokens).logits[0, :-1].float()
             logprob = logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).sum()
-            if logprob.requires_grad:  # without gradient it depends on none of the parameters
+            if logprob.requires_grad:  # otherwise the log-probability depends on no trained parameter
                 logprob.backward()
     except torch.OutOfMemoryError:
         return {}
@@ -248,7 +248,7 @@ def base_alone(policy: torch.nn.Module, trained: Collection[torch.Tensor] = ()) 
 
 
 def unread(slices: Sequence[Slice], engine: Engine, tower_prompt: ModelInput | None = None) -> list[Slice]:
-    """Return the slices that don't affect the engine's output. Costs a short forward per slice and engine rank."""
+    """Return the slices without effect on the engine's output. Each slice costs a short forward per engine rank."""
     layout = engine.layout
     silent = [(part, place) for part in slices for place in range(layout.ranks_per_engine)]
     for length in PROBE_TOKENS:
@@ -265,7 +265,7 @@ def unread(slices: Sequence[Slice], engine: Engine, tower_prompt: ModelInput | N
 
 @torch.no_grad()
 def inert(part: Slice, policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput | None = None) -> bool:
-    """Return whether a change of the parameter leaves the policy's output unchanged."""
+    """Return whether a change of the parameter ``part`` leaves the policy's output unchanged."""
     if part.packed is not None:
         return tower_prompt is None and sees(part.name)
     more: dict[str, torch.Tensor] = {}
@@ -273,7 +273,7 @@ def inert(part: Slice, policy: torch.nn.Module, engine: Engine, tower_prompt: Mo
     if tower_prompt is not None and tower_prompt.images is not None and sees(part.name):
         ids = torch.tensor([tower_prompt.ids], device=ids.device)
         more = {name: value.to(ids.device) for name, value in tower_prompt.images.inputs.items()}
-    with evaluation_mode(policy):  # dropout would change the output at random
+    with evaluation_mode(policy):  # with dropout the output would change at random
         usual = policy(ids, **more).logits
         with changed(part.view):
             return torch.equal(policy(ids, **more).logits, usual)

@@ -21,14 +21,14 @@ QUANTISED = 0.5
 
 
 def is_near(part: Slice) -> bool:
-    """Return whether policy and engine differ by at most half the policy's norm. Unrelated weights differ by 1.4."""
+    """Return whether policy and engine differ by at most 0.5 of the policy's norm. Unrelated weights differ by 1.4."""
     policy_value = part.held.to(part.destination.device).float()  # the policy may be in host memory
     distance = torch.linalg.vector_norm(part.destination.float() - policy_value)
     return bool(distance <= QUANTISED * torch.linalg.vector_norm(policy_value))
 
 
 def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int = 0, ranks: int = 1) -> list[Slice]:
-    """Return ``slices`` with `Slice.rows` set where the row order of engine rank ``place`` of ``ranks`` differs."""
+    """Return ``slices`` with `Slice.rows` set if the engine's rows have another order than the policy's rows."""
     config = getattr(policy.config, "get_text_config", lambda: policy.config)()
     queries = int(getattr(config, "num_attention_heads", 0) or 1)
     keys = int(getattr(config, "num_key_value_heads", 0) or queries)

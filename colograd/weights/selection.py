@@ -1,4 +1,4 @@
-"""Choose how the engine gets the policy's weights (a `WeightSync`), and check that it reads them."""
+"""Choose how the engine gets the policy's weights (a `WeightSync`), and check that the engine uses them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def check_choice(wanted: str, adapter: Adapter | None, cut: bool = False) -> Ada
     if adapter is None or wanted == "copied":
         return None
     if wanted != "auto" and adapter.why_merged:
-        raise ValueError(f"weights is {wanted!r}, but {adapter.why_merged}: set weights: auto (merged copies).")
+        raise ValueError(f"weights is {wanted!r}, but {adapter.why_merged}: set weights: auto to merge the adapter.")
     return None if adapter.why_merged else adapter
 
 
@@ -118,7 +118,7 @@ def find_weight_sync(path: str) -> Callable[[torch.nn.Module, Engine, list[Slice
 
 
 def expects_sharing(config: GRPOConfig, policy: Policy) -> bool:
-    """Return whether the policy will share the engine's memory. An estimate before policy and engine exist."""
+    """Return whether the policy will share the engine's memory, estimated before policy and engine exist."""
     adapter, dtype = policy.adapter, policy.model.dtype
     copied = config.weights == "copied" or is_import_path(config.weights) or (adapter and adapter.why_merged)
     if copied or config.cuts_weights:
@@ -204,7 +204,7 @@ def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -
             return _adapter(wanted, pairing)
         except Unserved as unserved:
             if wanted != "auto":
-                raise ValueError(f"weights is {wanted!r}, but {unserved}: set weights: auto (merged copies).") from None
+                raise ValueError(f"weights is {wanted!r}, but {unserved}: set weights: auto to merge it.") from None
             why_merged = str(unserved)
     move(policy, pairing.device)
     merged = MergedWeights(policy, engine, pairing.slices, why_merged)
@@ -213,7 +213,7 @@ def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -
 
 
 def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeights:
-    """Create the sync of whole weights, or of a LoRA base. ``constant`` means that the weights never change."""
+    """Create the weight sync of a whole policy or a LoRA base. ``constant`` means that its weights never change."""
     obstacles = {part.name: reason for part in pairing.slices if (reason := shared.obstacle(part))}
     if wanted == "shared" and obstacles:
         name, reason = next(iter(obstacles.items()))
@@ -244,13 +244,13 @@ def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeigh
 
 
 def _adapter(wanted: str, pairing: Pairing) -> WeightSync:
-    """Create the sync of a LoRA adapter. The base is shared with the engine, or copied once if ``wanted`` allows it."""
+    """Create the weight sync of a LoRA adapter. The engine shares the base, or copies it once if ``wanted`` allows."""
     adapted = {layer.parameter for layer in adapted_layers(pairing.policy)}
     if reordered := [part.name for part in pairing.slices if part.rows is not None and part.plain_name in adapted]:
         raise Unserved(f"vLLM has the rows of {len(reordered)} adapted layers in another order ({reordered[0]})")
     whole_copies = [part for part in pairing.slices if part.again and part.destination.shape == part.source.shape]
     if copied := [part.name for part in whole_copies if part.plain_name in adapted]:
-        raise Unserved(f"vLLM has {len(copied)} adapted layers twice, but adds an adapter once ({copied[0]})")
+        raise Unserved(f"vLLM has {len(copied)} layers twice, but adds an adapter to one copy only ({copied[0]})")
     slots = hooks("map_adapter")[0](pairing.policy, pairing.engine)
     base = _whole("shared" if wanted == "shared" else "auto", pairing, constant=pairing.equal)
     sync: WeightSync = hooks("adapter_weights")[0](pairing.policy, pairing.engine, slots, base)

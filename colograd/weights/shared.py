@@ -1,4 +1,4 @@
-"""The weight sync `shared`: the policy's parameters are views of the engine's tensors. Others are copied."""
+"""The weight sync `shared`: parameters are views of the engine's tensors. Unshareable ones are copied."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def obstacle(part: Slice) -> str:
 
 @torch.no_grad()
 def bind(slices: Sequence[Slice]) -> None:
-    """Copy each source into its destination, and make the source a view of it, one by one to free memory."""
+    """Copy each parameter into its engine tensor, and make the parameter a view of that tensor, one by one."""
     for part in slices:
         part.destination.copy_(part.source)
         part.source.data = part.destination
@@ -85,7 +85,7 @@ def state_dict_on_host(
 ) -> dict[str, torch.Tensor]:
     """Copy the model's state dict to host memory, into tensors of ``places`` (by name) if shape and dtype fit.
 
-    Tied parameters become one tensor. Other tensors share no storage, else writers of safetensors would copy them.
+    Tied parameters become one tensor. Other tensors share no storage, because writers of safetensors would copy them.
     """
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
     host: dict[str, torch.Tensor] = {}

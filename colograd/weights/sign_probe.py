@@ -23,7 +23,7 @@ READERS = {  # keys: projections that read the residual stream; values: the norm
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "input_layernorm"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "post_attention_layernorm"),
 }
-WRITERS = {"o_proj": -1.0, "down_proj": 1.0}  # projections that write to the stream, with their input's sign
+WRITERS = {"o_proj": -1.0, "down_proj": 1.0}  # projections that write to the residual stream, and their input's sign
 NEGATED = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 NORMS_OF_HEADS = ("q_norm", "k_norm")
 

@@ -38,14 +38,14 @@ class Unserved(ValueError):
 
 
 class PlannedSync(WeightSync):
-    """A `WeightSync` that plans copies at start. `publish` checks that no tensor has a new address since then."""
+    """A `WeightSync` that plans copies at start. `publish` checks that all tensors have the addresses of the start."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine) -> None:
         self.engine, self._policy = engine, policy
         self._planned = self._addresses()
 
     def publish(self, version: int) -> int:
-        """Write the policy's weights into the engine, and stamp it. If writing fails, the engine refuses to sample."""
+        """Write the policy's weights into the engine, and stamp the engine. After an error the engine can't sample."""
         self.engine.invalidate()
         addresses = self._addresses()
         if addresses != self._planned:
