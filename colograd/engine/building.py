@@ -93,7 +93,8 @@ def check_vllm() -> None:
         ) from error
     if not _lies_in(found, READ_VLLM):
         raise RuntimeError(
-            f"vLLM {found} is installed, but this version works with {' to '.join(TESTED_VLLM)}: install one of them "
+            f"vLLM {found} is installed, but this version of Colograd works with {' to '.join(TESTED_VLLM)}: install "
+            "one of them "
             f'(`pip install "{PIN}"`).'
         )
 
@@ -260,7 +261,7 @@ def ranks_without_compiling() -> None:
     def count(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return (x >= values).sum(-1)
 
-    if hasattr(sampler, "batched_count_greater_than"):  # missing in some versions of vLLM
+    if hasattr(sampler, "batched_count_greater_than"):  # some versions of vLLM lack this function
         sampler.batched_count_greater_than = count
     if hasattr(embedding, "get_masked_input_and_mask"):
         mask = embedding.get_masked_input_and_mask
@@ -276,7 +277,7 @@ def draws_taken_back() -> None:
     """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    theirs: Any = getattr(CPUModelRunner, "_bookkeeping_sync", None)  # missing in some versions of vLLM
+    theirs: Any = getattr(CPUModelRunner, "_bookkeeping_sync", None)  # some versions of vLLM lack this method
     if theirs is None or hasattr(theirs, "takes_back"):
         return
 
@@ -348,7 +349,7 @@ def kernels_found_once() -> contextlib.AbstractContextManager[None]:
     from vllm.platforms.cpu import CpuPlatform
 
     theirs = getattr(CpuPlatform, "register_triton_kernel_overrides", None)
-    if theirs is None:  # missing in some versions of vLLM
+    if theirs is None:  # some versions of vLLM lack this method
         return contextlib.nullcontext()
     from vllm.triton_utils import dispatcher
 

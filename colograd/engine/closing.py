@@ -40,7 +40,7 @@ def closed_if_it_fails() -> Iterator[None]:
         ]:
             if (theirs := getattr(client, "_finalizer", None)) is not None:
                 theirs.detach()
-            if client.engine_core not in _alive:  # a core that was built before the failure must stop
+            if client.engine_core not in _alive:  # an engine core was built before the failure
                 _stop(client.engine_core)
         failures.forget_frames(error, but=handled)
         _free_memory()
@@ -53,7 +53,7 @@ def closed_if_it_fails() -> Iterator[None]:
 def closes_with(owner: object, llm: Any) -> weakref.finalize:
     """Return a finaliser that shuts ``llm`` down if called, if ``owner`` is collected, or when the process ends."""
     client = llm.llm_engine.engine_core
-    if (theirs := getattr(client, "_finalizer", None)) is not None:  # missing in some versions of vLLM
+    if (theirs := getattr(client, "_finalizer", None)) is not None:  # some versions of vLLM have no finaliser
         theirs.detach()
     _alive.add(client.engine_core)
     return weakref.finalize(owner, _shut_down, client.engine_core)

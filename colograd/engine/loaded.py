@@ -165,7 +165,9 @@ class LoadedVLLM:
 
         self._adapter = LoRARequest("policy", 1, folder)
         if not self.core.add_lora(self._adapter) or not self.adapter_is_active:
-            raise RuntimeError(f"vLLM loaded the adapter of {folder!r}, but the first LoRA slot isn't active.")
+            raise RuntimeError(
+                f"vLLM loaded the adapter of {folder!r}, but didn't activate the adapter in its first LoRA slot."
+            )
 
     @property
     def adapter_is_active(self) -> bool:
@@ -191,7 +193,7 @@ class LoadedVLLM:
         torch.cuda.empty_cache()  # frees torch's cached memory, because vLLM doesn't use torch's allocator
         self.core.wake_up(tags=["kv_cache"] if hasattr(self.core, "release_kv_cache_memory") else None)
         if self.core.is_sleeping():
-            raise RuntimeError("vLLM stayed asleep after wake_up: set vllm_enable_sleep_mode: false.")
+            raise RuntimeError("vLLM's KV cache stayed asleep after wake_up: set vllm_enable_sleep_mode: false.")
         self.asleep = False
 
     def close(self) -> None:

@@ -110,7 +110,7 @@ def _renamed(model: Any, name: str) -> str:
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return name
-    if getattr(mapper, "orig_to_new_stacked", None):  # vLLM's fusing would lose the part's name
+    if getattr(mapper, "orig_to_new_stacked", None):  # fusing by the mapper would lose the part's name
         mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
     return next(iter(mapper.apply_list([name])), name)
 

@@ -89,7 +89,8 @@ class VLLMEngine(LoadedVLLM):
         if self.version != version:
             held = "no known step" if self.version is None else f"step {self.version}"
             raise StaleWeights(
-                f"The engine holds the weights of {held}, but the trainer is at step {version}: publish first."
+                f"The engine holds the weights of {held}, but the trainer is at step {version}: call `publish` of the "
+                "weight sync first."
             )
 
     def submit(
@@ -108,7 +109,7 @@ class VLLMEngine(LoadedVLLM):
         """Add a request for completions of ``prompt`` to vLLM's queue, and return the request's name."""
         if prompt.media is None and max(prompt.ids, default=0) >= self.vocab_size:  # vLLM would read rows of padding
             raise ValueError(
-                f"a prompt has the token id {max(prompt.ids)}, but the model's embedding has {self.vocab_size:,} rows, "
+                f"A prompt has the token id {max(prompt.ids)}, but the model's embedding has {self.vocab_size:,} rows, "
                 "numbered from 0. Use the tokenizer of the model."
             )
         self._requests += 1
@@ -167,7 +168,7 @@ class VLLMEngine(LoadedVLLM):
             flat: Any = one.logprobs
             assert len(flat.logprobs) == len(one.token_ids), "vLLM returns one log-probability per sampled token"
             logprobs = array("f", flat.logprobs)
-            if math.isnan(sum(logprobs)):  # to the trainer NaN means that a log-probability is unknown
+            if math.isnan(sum(logprobs)):  # the trainer would read NaN as an unknown log-probability
                 raise FloatingPointError(
                     "vLLM sampled a completion from logits that aren't numbers (NaN). Run `colograd doctor` on the "
                     "recipe, or change the engine's dtype or attention backend, e.g. `vllm_engine_kwargs: {dtype: "

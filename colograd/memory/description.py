@@ -25,8 +25,8 @@ from ..runtime import process, registry
 from .policy_sizes import PolicySizes
 from .shape import CacheNeed, Lengths, Shape
 
-ORDER = ("none", "optimizer", "gradients", *TENSOR, "fsdp")  # All sharding strategies, from least to most sharded.
-STRATEGIES = tuple(strategy for strategy in ORDER if strategy not in TENSOR)  # Strategies with one engine per rank.
+ORDER = ("none", "optimizer", "gradients", *TENSOR, "fsdp")  # ORDER: all strategies, the least sharded first.
+STRATEGIES = tuple(strategy for strategy in ORDER if strategy not in TENSOR)  # STRATEGIES: without tensor parallelism.
 # WHOLE: strategies with a whole policy on each rank. Sharing weights with the engine requires a whole policy.
 WHOLE = tuple(strategy for strategy in STRATEGIES if strategy != "fsdp")
 ENGINE_SIZES = (2, 4, 8)  # Numbers of ranks per engine that are proposed. An engine's ranks are on one machine.

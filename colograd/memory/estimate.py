@@ -54,7 +54,7 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
         own = sizes.optimizer // parts
         return left_on_device().state(own) if run.streams and on_gpu else own
 
-    def buckets(parts: int, cut: int = 1) -> int:  # buckets in exchange, and this rank's part of the sums
+    def buckets(parts: int, cut: int = 1) -> int:  # bytes of buckets in exchange, and of this rank's part of the sums
         largest = sizes.largest // cut
         elements = min(sizes.trained // cut, ALIVE * ELEMENTS + (largest if largest > ELEMENTS else 0))
         return sizes.gradient_itemsize * (elements + elements // parts) if parts > 1 else 0

@@ -266,10 +266,7 @@ class CacheNeed:
 
     @classmethod
     def of(cls, shape: Shape, itemsize: int, length: int, sequences: int) -> CacheNeed:
-        """Compute KV cache bytes of ``sequences`` sequences of ``length`` tokens.
-
-        An upper bound with sliding windows.
-        """
+        """Return the KV cache bytes of ``sequences`` sequences of ``length`` tokens. Windows would need less."""
         per_token = 2 * shape.layers * shape.keys * itemsize
         # vLLM reserves one block of the KV cache, and the last block of a sequence is partly empty.
         return cls(per_token, (length + 2 * BLOCK) * per_token, (sequences + 1) * (length + BLOCK) * per_token)

@@ -22,8 +22,8 @@ from ..policy.second_models import kinds
 from .shape import SHORT
 
 SHARE = 0.8  # Fraction of free memory to fill. Fragmentation and unmeasured row lengths may need 20 %.
-# SMALLEST, LARGEST: measured row sizes in tokens. A row of LARGEST keeps any GPU busy. Only a longer sequence needs
-# more tokens.
+# SMALLEST, LARGEST: smallest and largest number of tokens in a measured row. LARGEST tokens keep any GPU busy. Only a
+# longer sequence needs a longer row.
 SMALLEST, LARGEST = 1024, 65536
 STEP = 256  # Token budgets are multiples of 256.
 

@@ -17,7 +17,8 @@ from .strategy import Owned
 # ELEMENTS: maximum elements of a bucket, except for a larger single parameter. 64 MiB of float32 keep a link busy.
 ELEMENTS = 2**24
 
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch 2.13's new name
+# torch 2.13 has renamed reduce_scatter_tensor to reduce_scatter_single.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Bucket:
@@ -34,13 +35,17 @@ class Bucket:
         self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter], rank: int, ranks: int, group: Any = None
     ) -> None:
         self.parameters, self.ranks, self.group = parameters, ranks, group
+        # The flat tensor concatenates the parameters. ``starts`` are their offsets. ``part`` is the number of elements
+        # per rank, with padding. ``begin`` is the offset of this rank's part. ``in_place`` means that a parameter's
+        # memory is the flat tensor. ``sum`` [part] is this rank's part of the summed gradient. ``places`` maps pieces
+        # of parameters to ranges of this rank's part.
         self.sizes = [parameter.numel() for parameter in parameters]
-        self.starts = list(itertools.accumulate(self.sizes, initial=0))[:-1]  # Offsets of the parameters.
-        self.part = -(-sum(self.sizes) // ranks)  # Elements of each rank's part, with padding.
-        self.begin = rank * self.part  # First element of this rank's part in the flat tensor.
-        self.in_place = len(parameters) == 1 and self.sizes[0] == self.part * ranks  # The flat tensor needs no copy.
-        self.sum: torch.Tensor | None = None  # This rank's part of the summed gradient, [part].
-        self.places: dict[Owned, slice] = {}  # This rank's pieces of parameters, and their ranges.
+        self.starts = list(itertools.accumulate(self.sizes, initial=0))[:-1]
+        self.part = -(-sum(self.sizes) // ranks)
+        self.begin = rank * self.part
+        self.in_place = len(parameters) == 1 and self.sizes[0] == self.part * ranks
+        self.sum: torch.Tensor | None = None
+        self.places: dict[Owned, slice] = {}
         for name, parameter, start in zip(names, parameters, self.starts, strict=True):
             first = min(max(self.begin - start, 0), parameter.numel())
             last = min(max(self.begin + self.part - start, 0), parameter.numel())

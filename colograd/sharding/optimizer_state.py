@@ -32,8 +32,8 @@ SEPARATOR = "|"
 class Stored(NamedTuple):
     """A saved range of one state of a parameter, e.g. of a moment; or a scalar for all ranges, e.g. the step count."""
 
-    start: int
-    stop: int  # Last element + 1. Equal to ``start`` for a scalar.
+    start: int  # First element of the range.
+    stop: int  # Last element of the range + 1. For a scalar equal to ``start``.
     values: Any  # Elements of the range, read from the file when sliced. For a scalar its tensor.
     shard: Shard | None = None  # The part that ``start`` and ``stop`` count in. None for the whole parameter.
 
@@ -143,8 +143,8 @@ def _check_settings(settings: Any, optimizer: torch.optim.Optimizer, folder: Pat
     present = optimizer.param_groups
     if not isinstance(settings, list) or len(settings) != len(present):
         raise ValueError(
-            f"The optimizer state in {str(folder)!r} must have {len(present)} groups of parameters. Resume from a "
-            "checkpoint of this run."
+            f"The checkpoint's optimizer state doesn't fit this run: {str(folder)!r} must have {len(present)} "
+            "parameter groups, like the optimizer of this run. Resume from a checkpoint of this run."
         )
     for saved, group in zip(settings, present, strict=True):
         for name, value in saved.items() if isinstance(saved, dict) else [("", saved)]:
@@ -211,8 +211,8 @@ def _in_one_file(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[s
             if isinstance(value, torch.Tensor):
                 if value.nbytes > value.untyped_storage().nbytes():
                     raise ValueError(
-                        f"{str(path)!r} has a tensor of {value.nbytes:,} bytes, more than the file. Resume from "
-                        "another checkpoint."
+                        f"{str(path)!r} has a tensor of {value.nbytes:,} bytes, more than the size of the file. Resume "
+                        "from another checkpoint."
                     )
                 flat = value.reshape(-1) if value.dim() else value
                 states[key] = [Stored(0, value.numel() if value.dim() else 0, flat)]

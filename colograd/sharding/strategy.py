@@ -94,7 +94,10 @@ class ShardingStrategy(ABC):
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of one micro-batch. If ranks communicate here, each rank keeps only its part of the sum."""
+        """Add the gradients of one micro-batch.
+
+        If ranks communicate in the backward, each keeps its part of the sum.
+        """
         loss.backward()
 
     def failed(self, error: BaseException) -> None:  # noqa: B027 (most strategies have no waiting ranks)
@@ -175,7 +178,7 @@ def squared_norm(gradients: Iterable[torch.Tensor]) -> float:
 
 @torch.no_grad()
 def scale_down(gradients: Sequence[torch.Tensor], norm: float, largest: float) -> None:
-    """Scale gradients like `torch.nn.utils.clip_grad_norm_`, where ``norm`` is their known norm over all ranks."""
+    """Scale gradients like `torch.nn.utils.clip_grad_norm_`, where ``norm`` is the norm of all ranks' gradients."""
     factor = largest / (norm + 1e-6)
     if gradients and factor < 1.0:
         torch._foreach_mul_(gradients, factor)

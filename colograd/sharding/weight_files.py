@@ -18,7 +18,7 @@ from ..parallel.shards import Shard
 
 # PARTS: names of an expert's matrices in saved files, in the order in which a parameter of the model stacks them.
 PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-MOST_ELEMENTS = 2**24  # Maximum elements of whole rows that are read at once by a rank that keeps some columns.
+MOST_ELEMENTS = 2**24  # Maximum elements to read at once if a rank reads whole rows, and keeps some columns.
 BLOCKS = (".mlp.", ".block_sparse_moe.")  # Name of a mixture's block in transformers, and in some checkpoints.
 
 
@@ -36,8 +36,8 @@ class WeightFiles:
             for name in self.file_of.values():
                 if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
                     raise ValueError(
-                        f"{str(index)!r} names {name!r:.100}, which isn't a file in its folder. Use a checkpoint from "
-                        "a trusted source."
+                        f"{str(index)!r} names {name!r:.100}, which isn't a file in the index's folder. Use a "
+                        "checkpoint from a trusted source."
                     )
         elif not (folder / SAFE_WEIGHTS_NAME).is_file():
             raise ValueError(f"{str(folder)!r} has no {SAFE_WEIGHTS_NAME}. Use a complete checkpoint.")

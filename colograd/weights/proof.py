@@ -114,9 +114,10 @@ def _check_differences(differences: torch.Tensor, most: float, where: str = "") 
     error = float(differences.abs().mean())
     if not error <= most:
         raise RuntimeError(
-            f"With the policy's weights the engine's log-probabilities differ by {error:.2g} nats on average{where}, "
-            f"above the rounding error of {most:.2g}: vLLM computes this architecture differently, or stores its "
-            "weights in an unknown layout. Choose another model, or load a quantised model without quantisation."
+            f"With the policy's weights the engine's log-probabilities differ by {error:.2g} nats on "
+            f"average{where}, which is above the rounding error of {most:.2g}: vLLM computes this architecture "
+            "differently, or stores its weights in an unknown layout. Choose another model, or load a quantised model "
+            "without quantisation."
         )
 
 

@@ -111,8 +111,8 @@ def find_weight_sync(path: str) -> Callable[[torch.nn.Module, Engine, list[Slice
     methods = ("publish", "describe", "differing")
     if missing := [name for name in methods if not callable(getattr(sync_class, name, None))]:
         raise ValueError(
-            f"weights is {path!r}, which has no {missing[0]}, but must be a class with publish, describe and "
-            "differing: see docs/design.md."
+            f"weights is {path!r}, a class without the method {missing[0]}: a weight sync must have the methods "
+            "publish, describe and differing, see docs/design.md."
         )
     return sync_class
 
@@ -152,8 +152,8 @@ def weight_sync(
     rows = policy.get_input_embeddings().weight.shape[0]
     if rows != engine.vocab_size:
         raise ValueError(
-            f"The model has {rows:,} embeddings, but the checkpoint that vLLM loaded has {engine.vocab_size:,}: save "
-            "the resized model with save_pretrained and pass its folder as the model."
+            f"The model has {rows:,} rows of embeddings, but the checkpoint that vLLM loaded has "
+            f"{engine.vocab_size:,}: save the resized model with save_pretrained and pass its folder as the model."
         )
     layout = engine.layout
     with on_all_ranks("the map of the weights"):
@@ -204,7 +204,9 @@ def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -
             return _adapter(wanted, pairing)
         except Unserved as unserved:
             if wanted != "auto":
-                raise ValueError(f"weights is {wanted!r}, but {unserved}: set weights: auto to merge it.") from None
+                raise ValueError(
+                    f"weights is {wanted!r}, but {unserved}: set weights: auto to merge the adapter into a copy."
+                ) from None
             why_merged = str(unserved)
     move(policy, pairing.device)
     merged = MergedWeights(policy, engine, pairing.slices, why_merged)
@@ -247,7 +249,7 @@ def _adapter(wanted: str, pairing: Pairing) -> WeightSync:
     """Create the weight sync of a LoRA adapter. The engine shares the base, or copies it once if ``wanted`` allows."""
     adapted = {layer.parameter for layer in adapted_layers(pairing.policy)}
     if reordered := [part.name for part in pairing.slices if part.rows is not None and part.plain_name in adapted]:
-        raise Unserved(f"vLLM has the rows of {len(reordered)} adapted layers in another order ({reordered[0]})")
+        raise Unserved(f"vLLM reorders the rows of {len(reordered)} layers with a LoRA adapter ({reordered[0]})")
     whole_copies = [part for part in pairing.slices if part.again and part.destination.shape == part.source.shape]
     if copied := [part.name for part in whole_copies if part.plain_name in adapted]:
         raise Unserved(f"vLLM has {len(copied)} layers twice, but adds an adapter to one copy only ({copied[0]})")

@@ -58,7 +58,9 @@ class SharedWeights(CopiedWeights):
         self.slices = [*self.shared, *self.slices]  # shared and copied parameters
         unbound = [part.name for part in self.shared if part.source.data_ptr() != part.destination.data_ptr()]
         if unbound:
-            raise RuntimeError(f"{len(unbound)} parameters have left the engine's memory: {', '.join(unbound[:3])}.")
+            raise RuntimeError(
+                f"{len(unbound)} policy parameters don't share the engine's memory any more: {', '.join(unbound[:3])}."
+            )
 
     def describe(self) -> str:
         nbytes = sum(part.destination.nbytes for part in self.shared)

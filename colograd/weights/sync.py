@@ -53,7 +53,7 @@ class PlannedSync(WeightSync):
             raise RuntimeError(
                 f"{len(moved)} weights have moved since publishing was planned ({', '.join(moved[:3])}): a reload, "
                 "`.to()` or `.data =` has replaced tensors of the policy or the engine. The engine would sample with "
-                "untrained weights. Change weights in place (`copy_`), or build a new trainer."
+                "outdated weights. Change weights in place (`copy_`), or build a new trainer."
             )
         nbytes = self.write()
         self.engine.stamp(version)

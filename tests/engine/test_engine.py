@@ -257,7 +257,7 @@ def test_every_finish_reason_of_vllm_is_known() -> None:
 
     for name in {*FINISH_REASON_STRINGS} - {"error"}:
         assert finish_reason_of(name) == name
-    with pytest.raises(RuntimeError, match="vLLM ended a completion with the reason 'error'"):
+    with pytest.raises(RuntimeError, match="vLLM ended a completion with the finish reason 'error'"):
         finish_reason_of("error")
 
 
