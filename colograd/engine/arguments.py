@@ -59,7 +59,7 @@ def engine_kwargs(
         "tensor_parallel_size": config.vllm_tensor_parallel_size,
         "dtype": str(dtype).removeprefix("torch."),
         "seed": config.seed,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that vLLM samples from, after temperature
+        "logprobs_mode": "processed_logprobs",  # log-probabilities after temperature, top-k and top-p
         "trust_remote_code": config.trust_remote_code,
         "model_impl": config.vllm_model_impl,
         "enforce_eager": not compiles(config),

@@ -47,7 +47,7 @@ class BuiltEngine(Protocol):
 
     @property
     def core(self) -> Any:
-        """vLLM's LLMEngine."""
+        """The `LLMEngine` of vLLM that schedules and decodes requests in this process."""
 
 
 class EngineFeature:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Load(NamedTuple):
-    """Sequences and KV cache of the engine after one engine step."""
+    """The engine's load after one engine step: numbers of sequences, and use of the KV cache."""
 
     running: int  # Number of running sequences.
     waiting: int  # Number of sequences that wait to start.

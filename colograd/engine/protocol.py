@@ -153,7 +153,7 @@ class Engine(Protocol):
         """Whether the engine's first LoRA slot holds the adapter of `load_adapter`."""
 
     def sleep(self) -> None:
-        """Free the KV cache's memory until `wake`, and keep the weights. Without ``sleeps`` nothing happens."""
+        """Free the KV cache's memory until `wake`, and keep the weights. If ``sleeps`` is False, do nothing."""
 
     def wake(self) -> None:
         """Allocate an empty KV cache after `sleep`."""

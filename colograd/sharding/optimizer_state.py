@@ -117,8 +117,8 @@ def load(
         numbered = [parts[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
         if stored and (missing := sorted({piece.name for piece in numbered} - stored.keys())):
             raise ValueError(
-                f"The optimizer state in {str(folder)!r} lacks {len(missing)} trained parameters "
-                f"({', '.join(missing[:3])}). Resume from a complete checkpoint of this model."
+                f"The checkpoint's optimizer state is incomplete: {str(folder)!r} lacks {len(missing)} trained "
+                f"parameters ({', '.join(missing[:3])}). Resume from a complete checkpoint of this model."
             )
         state = {
             index: {key: _assemble(piece, key, ranges, folder) for key, ranges in stored[piece.name].items()}
@@ -150,8 +150,8 @@ def _check_settings(settings: Any, optimizer: torch.optim.Optimizer, folder: Pat
         for name, value in saved.items() if isinstance(saved, dict) else [("", saved)]:
             if name in group and kind(value) != kind(group[name]) and None not in (value, group[name]):
                 raise ValueError(
-                    f"The optimizer state in {str(folder)!r} has {name} {value!r:.50}, which is of the wrong type. "
-                    "Resume from another checkpoint."
+                    f"The checkpoint's optimizer state has a setting of the wrong type: {str(folder)!r} has {name} "
+                    f"{value!r:.50}. Resume from another checkpoint."
                 )
 
 
@@ -175,9 +175,9 @@ def _in_shards(
     if rank_file.is_file() and not stored:  # an optimizer without state needs no other files
         return stored, settings
     raise ValueError(
-        f"The optimizer state in {str(folder)!r} was written by {ranks} ranks, but {', '.join(missing)} "
-        f"{'is' if len(missing) == 1 else 'are'} missing there. Resume with the same number of ranks, nodes and "
-        "sharding, or copy the missing files from the machines that wrote them."
+        f"The checkpoint's optimizer state is incomplete: {str(folder)!r} was written by {ranks} ranks, but "
+        f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing there. Resume with the same number of "
+        "ranks, nodes and sharding, or copy the missing files from the machines that wrote them."
     )
 
 
@@ -230,8 +230,8 @@ def _assemble(piece: Owned, key: str, ranges: Sequence[Stored], folder: Path) ->
     whole = _whole_value(ranges, shards[0].shape) if shards else None
     if whole is None:
         raise ValueError(
-            f"The optimizer state in {str(folder)!r} lacks elements of {piece.name} ({key}). Resume from a complete "
-            "checkpoint of this model."
+            f"The checkpoint's optimizer state is incomplete: {str(folder)!r} lacks elements of {piece.name} ({key}). "
+            "Resume from a complete checkpoint of this model."
         )
     return piece.of(whole).clone()
 

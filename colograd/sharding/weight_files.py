@@ -185,7 +185,7 @@ def load_whole(model: Any, folder: str) -> None:
     loaded, found = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
-            f"{folder!r} lacks {len(missing)} of the policy's weights ({', '.join(missing[:3])}): the folder is of "
+            f"{folder!r} lacks {len(missing)} policy weights ({', '.join(missing[:3])}): the folder is of "
             "another model, or a file is missing."
         )
     for (name, parameter), saved in zip(model.named_parameters(), loaded.parameters(), strict=True):

@@ -39,7 +39,7 @@ class WholeCopies(ShardingStrategy):
 
     def sum_gradients(self) -> None:
         parameters, size = list(self.model.parameters()), world_size() if self.among is None else self.among.size
-        if size > 1 or all(parameter.grad is None for parameter in parameters):  # without micro-batches grad is None
+        if size > 1 or all(parameter.grad is None for parameter in parameters):  # no micro-batch has computed gradients
             zero_gradients(parameters)
         if size > 1:
             self.traffic.reduced += sum_over_ranks(self.gradients(), among=self.among)

@@ -278,7 +278,7 @@ def _experts(
         parts = [(target, (everything, everything, slice(place * size, (place + 1) * size)))]
     if target.shape != expected:
         raise UnmappedParameter(
-            f"{name} has the shape {tuple(target.shape)} in the engine, not {tuple(expected)}: the engine's kernel for "
+            f"{name} has the shape {tuple(target.shape)} in vLLM, not {tuple(expected)}: the engine's kernel for "
             "experts has another layout than checkpoints."
         )
     return parts
