@@ -36,7 +36,7 @@ def engine_kwargs(
     model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int, sequences: int = 0,
     trained: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the arguments of `vllm.LLM`. ``vllm_engine_kwargs`` overrides each argument except the names in RESERVED.
+    """Return the arguments of `vllm.LLM`. ``vllm_engine_kwargs`` may override arguments that aren't in RESERVED.
 
     Args:
         sequences: maximum number of sequences in one generation, in training or evaluation. 0 means unknown.
@@ -91,7 +91,7 @@ def engine_kwargs(
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
         kwargs |= dict.fromkeys(accepted("moe_backend"), KEEPS_EXPERTS)
         if torch.cuda.device_count() < config.vllm_tensor_parallel_size:
-            kwargs["disable_custom_all_reduce"] = True  # It would query GPUs that this process can't see.
+            kwargs["disable_custom_all_reduce"] = True  # The all-reduce would query GPUs that this process can't see.
         if sequences:  # vLLM's default of up to 512 sequences suits a server.
             width = int(given.get("max_num_seqs") or min(sequences, MOST_SEQUENCES))
             kwargs["max_num_seqs"] = width
@@ -155,7 +155,7 @@ def accepted(*names: str) -> list[str]:
 
 
 def computes_float32_heads() -> bool:
-    """Return whether this vLLM can compute the output head in float32 (`head_dtype`) in a model of another dtype."""
+    """Return whether this vLLM can compute the output head in float32 (`head_dtype`) in a model of a smaller dtype."""
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
     return hasattr(LogitsProcessor, "_apply_head")
@@ -231,7 +231,7 @@ def blank_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serves_lora(model_path: str, config: GRPOConfig) -> bool:
-    """Return whether vLLM's class of this model supports LoRA. Without support, building it with slots fails."""
+    """Return whether vLLM's class of this model supports LoRA. vLLM refuses LoRA slots for a class without support."""
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
     names = getattr(read_config(model_path, config), "architectures", None) or ()

@@ -117,10 +117,10 @@ def _lies_in(found: str, releases: tuple[str, str]) -> bool:
 
 @contextlib.contextmanager
 def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, ranks: int = 1) -> Iterator[None]:
-    """Apply the patches that vLLM needs while it is built, and undo the temporary ones when the context ends.
+    """Apply the patches that vLLM needs while it is built, and undo the temporary patches when the context ends.
 
-    vLLM's weights stay writable, sleeping doesn't move them, and vLLM uses the policy's ``device``. Afterwards the
-    random states and the precision of float32 products are those from before.
+    vLLM's weights stay writable, sleeping doesn't move weights, and vLLM uses the policy's ``device``. The random
+    states and the precision of float32 products are restored.
     """
     on_cpu = device.type == "cpu"
     with contextlib.ExitStack() as while_built:

@@ -1,4 +1,4 @@
-"""Callbacks after each engine step, with the load that vLLM's scheduler reports. Some vLLM versions hide it."""
+"""Callbacks after each engine step, with the load that vLLM's scheduler reports. Not all versions report one."""
 
 from __future__ import annotations
 

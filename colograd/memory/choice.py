@@ -58,7 +58,7 @@ def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
 
 
 def _set_cache(run: RunDescription, plan: MemoryPlan) -> int:
-    """Return the KV cache bytes that the user's settings determine; 0 if they don't."""
+    """Return the KV cache bytes that the user's settings determine; 0 if no setting determines the size."""
     return run.kv_bytes or max(int(run.share * run.devices.total) - plan.engine_weights, 0)
 
 

@@ -14,7 +14,7 @@ Bytes per parameter on each of N ranks, with T ranks per engine, for a bfloat16 
 With T = 1 the policy's parameters are the engine's tensors. Quantised parameters take half a byte or one byte, in
 addition to the engine's 2. With T > 1 each rank holds the whole policy and copies it into its part of the engine. With
 `tensor` a rank's part of the policy is its part of the engine. Norms, and key-value heads that are fewer than T, are
-whole on each rank. The estimate counts them like split parameters.
+whole on each rank. The estimate counts these norms and heads as split.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ class Lengths:
     group: int  # completions that share a prompt in a row; 1 if rows are padded, not packed
 
     def copied_keys(self, shape: Shape, tokens: int, itemsize: int, device: str) -> CopiedKeys:
-        """Compute the copies of keys that attention makes in a row of ``tokens``. There are none if attention reads a
-        prompt's keys in place (`policy.attention`). Scores are computed for long completions."""
+        """Compute the copies of keys that attention makes in a row of ``tokens``. No copies are made if attention reads
+        a prompt's keys in place (`policy.attention`). Scores are computed for long completions."""
         scores = (0.0, 0.0)
         if shape.capped:
             many = min(self.group, max(1.0, (tokens - self.prompt) / self.completion))

@@ -157,7 +157,7 @@ def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
 
 
 def free_memory(model: torch.nn.Module) -> None:
-    """Free gradients and a failed forward's activations. Drop the exception first: its traceback holds activations."""
+    """Free gradients and a failed forward's activations. The exception must be gone, because it holds activations."""
     model.zero_grad(set_to_none=True)
     gc.collect()
     if torch.cuda.is_initialized():

@@ -65,7 +65,7 @@ class ShardingStrategy(ABC):
     traffic: Traffic = field(default_factory=Traffic)
 
     name: ClassVar[str]  # Value of the setting `sharding` that selects the strategy.
-    meets_in_backward: ClassVar[bool] = False  # Whether ranks communicate in backwards, and need equally many of them.
+    meets_in_backward: ClassVar[bool] = False  # Whether ranks communicate in backwards, so that all need equally many.
     parts: int = 1  # Number of parts that the optimizer's state is divided into.
 
     @property

@@ -246,7 +246,7 @@ class SharedGradients(SharedOptimizer):
             self._finish()
 
     def _goes_alike(self, loss: torch.Tensor) -> bool:
-        """Return whether ranks sum buckets during this backward. If not, they sum all buckets after it."""
+        """Return whether ranks sum buckets during this backward. If not, ranks sum all buckets after the backward."""
         return True
 
     def _on_gradient(self, index: int) -> None:

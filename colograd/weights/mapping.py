@@ -287,10 +287,10 @@ def _experts(
 def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: int, ranks: int) -> list[Part]:
     """Return the slices of the policy parameter ``parts[index]`` in ``target``; empty if the shapes don't fit.
 
-    If the outputs of a matrix are summed over ranks, vLLM splits the matrix by columns. Otherwise vLLM splits it by
-    rows, each fused part separately. If there are fewer key-value heads than ranks, vLLM repeats the heads. The last
-    rows of a padded vocabulary have no source. If the shapes are equal (a norm, for example), every rank has the whole
-    tensor.
+    If the outputs of a matrix are summed over ranks, vLLM splits the matrix by columns. Otherwise vLLM splits the
+    matrix by rows, each fused part separately. If there are fewer key-value heads than ranks, vLLM repeats the heads.
+    The last rows of a padded vocabulary have no source. If the shapes are equal (a norm, for example), every rank has
+    the whole tensor.
     """
     target, source = target.detach(), parts[index]
     if target.dim() != source.dim():

@@ -3,10 +3,10 @@
 *Equal values*: after policy and engine loaded the same checkpoint, the slice has the parameter's value bit for bit.
 Equality isn't enough for norms of ones, biases of zeros, or tensors that the engine has copied into a packed layout.
 
-*Dependence*: if the slice's values change, the engine's output changes. `unread` checks this by a forward per
-parameter, `read_together` by a few forwards for most parameters at once. `read_together` changes all parameters so that
-the changes cancel. If the engine didn't read one of them, its output would change by an amount that the policy's
-gradients estimate. All ranks of an engine take part in each forward.
+*Dependence*: if the slice's values change, the engine's output changes. `unread` checks each parameter by a forward.
+`read_together` checks most parameters at once by a few forwards: it changes all parameters so that the changes cancel.
+If the engine didn't read a parameter, the engine's output would change. The policy's gradients estimate by how much.
+All ranks of an engine take part in each forward.
 """
 
 from __future__ import annotations
