@@ -127,10 +127,7 @@ class Engine(Protocol):
         """Raise an error if the engine turns images into other inputs than the trainer's ``processor`` does."""
 
     def on_engine_leader(self, work: Callable[[], T], others: T) -> T:
-        """Run ``work`` on the engine's first rank.
-
-        Other ranks repeat the rank's calls of vLLM, and return ``others``.
-        """
+        """Run ``work`` on the engine's first rank. Other ranks repeat its calls of vLLM, and return ``others``."""
 
     @property
     def tensors(self) -> EngineTensors:

@@ -93,7 +93,7 @@ class MemoryPlan:
 
     @property
     def room(self) -> int:
-        """Bytes that the KV cache may take: the free bytes while sampling, or less if it stays during training."""
+        """Bytes that the KV cache may take, limited by training as well if the KV cache stays on the device."""
         empty = dataclasses.replace(self, kv_bytes=0)
         sampling = empty.remains("sampling")
         return sampling if self.sleeps else min(sampling, empty.remains("training"))

@@ -96,7 +96,7 @@ class ShardingStrategy(ABC):
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of one micro-batch.
 
-        If ranks communicate in the backward, each keeps its part of the sum.
+        If ranks communicate in the backward, a rank keeps its part of the sum.
         """
         loss.backward()
 

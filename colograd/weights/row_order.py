@@ -53,7 +53,8 @@ def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int
 def _orders(total: int, queries: int, keys: int) -> Iterator[Sequence[torch.Tensor]]:
     """Yield each known order of a matrix of ``total`` rows, for ``queries`` query heads and ``keys`` key heads.
 
-    An order is a list of tensors: the row indices of the policy in the engine's order. Ranks divide each tensor.
+    An order is a list of tensors: the row indices of the policy in the engine's order. An engine's ranks divide each
+    tensor.
     """
     rows, group = torch.arange(total), queries // keys
     if total % (keys * (group + 2)) == 0:  # checkpoint rows: query heads of a group, their key head, their value head
