@@ -22,7 +22,7 @@ from .sampling import UNKNOWN_TOKENS, Sampling, finish_reason_of, request_seed
 
 
 class VLLMEngine(LoadedVLLM):
-    """The `Engine` that samples with vLLM in the trainer's process. `LoadedVLLM` documents its arguments."""
+    """The `Engine` that samples with vLLM in the trainer's process. `LoadedVLLM` lists its constructor's arguments."""
 
     def on_engine_leader(self, work: Callable[[], T], others: T) -> T:
         """Run ``work`` on the engine's first rank. Outside ``work`` all ranks of an engine make equal calls of vLLM."""

@@ -134,7 +134,7 @@ def back_off(
 
 
 def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
-    """Pack a step's groups into new rows by ``rules``, and copy known per-token values. No row counts as trained."""
+    """Return the step in new rows packed by ``rules``, with known per-token values. The count of trained rows is 0."""
     rows = pack_step(batch.groups, rules)
     for name in ("old_logprobs", *kinds()):  # tensors [N], one value per token
         recorded = [tensor for row in batch.rows if (tensor := row.values(name)) is not None]
