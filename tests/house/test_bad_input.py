@@ -371,7 +371,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda _: check_choice("shared", None, cut=True),
         "weights is 'shared' and sharding is 'fsdp'",
         "no rank holds whole weights",
-        "set weights: auto .* or sharding: gradients",
+        "set weights: auto.* or sharding: gradients",
     ),
     "weights to gather that nobody has cut": (
         lambda _: check_choice("gathered", None),
