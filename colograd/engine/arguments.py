@@ -1,4 +1,4 @@
-"""The configuration as arguments of `vllm.LLM`."""
+"""Translation of the run's configuration into arguments of `vllm.LLM`, and checks of these arguments."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from ..policy.lora import Adapter
 from ..policy.supported import read_config
 from ..runtime import registry
 
-CPU_BLOCK = 32  # tokens per KV block. A group shares only whole blocks; with vLLM's 128 most prompts fill none
-MOST_SEQUENCES = 1024  # sequences decoded at once: vLLM's default on the largest GPUs
-FAR_APART = 128  # tokens between two CUDA graph sizes above the width of training
-VOCABULARY_BLOCK = 64  # vLLM pads a vocabulary to a multiple of this before it splits the rows
-# vLLM's kernel that reads a mixture's experts in the layout of a checkpoint. Other kernels swap or permute them.
-KEEPS_EXPERTS = "triton"
-V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's environment variable
-# Arguments of vllm.LLM that the trainer sets itself.
+# Tokens per KV cache block on a CPU. A group's completions share only full blocks of their prompt. vLLM's blocks of 128
+# tokens are longer than most prompts.
+CPU_BLOCK = 32
+MOST_SEQUENCES = 1024  # Maximum number of sequences decoded at once: vLLM's default on the largest GPUs.
+FAR_APART = 128  # Distance in tokens of CUDA graph sizes that only evaluations reach.
+VOCABULARY_BLOCK = 64  # vLLM pads a vocabulary to a multiple of 64 rows before it splits the rows over ranks.
+KEEPS_EXPERTS = "triton"  # vLLM's MoE kernel that keeps a checkpoint's layout. Other kernels permute the experts.
+V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's environment variable that turns Model Runner V2 on or off.
+# RESERVED: arguments of vllm.LLM that only the trainer may set.
 RESERVED = (
     "distributed_executor_backend", "logprobs_mode", "tensor_parallel_size", "model", "enable_lora", "max_loras",
     "max_cpu_loras", "max_lora_rank", "lora_target_modules", "moe_backend",
@@ -35,14 +36,14 @@ def engine_kwargs(
     model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int, sequences: int = 0,
     trained: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the arguments of `vllm.LLM`. ``vllm_engine_kwargs`` overrides each of them except the reserved ones.
+    """Return the arguments of `vllm.LLM`. ``vllm_engine_kwargs`` may override arguments that aren't in RESERVED.
 
     Args:
-        sequences: maximum number of sequences in one generation, in training or evaluation; 0: unknown.
-        trained: maximum number of sequences in one generation in training; 0: ``sequences``.
+        sequences: maximum number of sequences in one generation, in training or evaluation. 0 means unknown.
+        trained: maximum number of sequences in one generation of training. 0 means the value of ``sequences``.
 
     Raises:
-        ValueError: ``vllm_engine_kwargs`` sets an argument that the trainer sets itself.
+        ValueError: ``vllm_engine_kwargs`` sets an argument that only the trainer may set.
     """
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     for name in RESERVED:
@@ -58,7 +59,7 @@ def engine_kwargs(
         "tensor_parallel_size": config.vllm_tensor_parallel_size,
         "dtype": str(dtype).removeprefix("torch."),
         "seed": config.seed,
-        "logprobs_mode": "processed_logprobs",  # log-probabilities after temperature, of the sampled distribution
+        "logprobs_mode": "processed_logprobs",  # log-probabilities after temperature, top-k and top-p
         "trust_remote_code": config.trust_remote_code,
         "model_impl": config.vllm_model_impl,
         "enforce_eager": not compiles(config),
@@ -72,23 +73,26 @@ def engine_kwargs(
     if config.world_size > 1:
         kwargs |= dict.fromkeys(accepted(*TIME_LIMITS), config.ddp_timeout)
     if config.vllm_tensor_parallel_size > 1:
-        kwargs["async_scheduling"] = False  # in some versions each rank would schedule by whether its own batch is done
+        # Without asynchronous scheduling all ranks schedule alike. In some versions of vLLM an asynchronous scheduler
+        # depends on whether the rank's own batch is done.
+        kwargs["async_scheduling"] = False
     if config.on_cpu:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         kwargs["block_size"] = CPU_BLOCK
-        # vLLM's plain CPU kernel for multi-head latent attention; the AMX kernel packs weights out of reach. It has no
-        # effect on other models' attention.
+        # CPU_MLA is vLLM's plain CPU kernel for multi-head latent attention (MLA). vLLM's AMX kernel repacks weights,
+        # so that a weight sync can't write them. Models without MLA ignore the argument.
         if (plain := getattr(AttentionBackendEnum, "CPU_MLA", None)) is not None:
             kwargs |= dict.fromkeys(accepted("attention_backend"), plain)
     else:
-        # With a KV cache size the share has no effect, but vLLM refuses to start where less of the GPU is free.
+        # If `kv_bytes` sets the size of the KV cache, a utilization of 1 % suffices, because vLLM only checks that so
+        # much of the GPU is free.
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None)
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
         kwargs |= dict.fromkeys(accepted("moe_backend"), KEEPS_EXPERTS)
         if torch.cuda.device_count() < config.vllm_tensor_parallel_size:
-            kwargs["disable_custom_all_reduce"] = True  # it queries the other ranks' GPUs, but a task sees only its own
-        if sequences:  # vLLM's defaults suit a server: up to 512 sequences
+            kwargs["disable_custom_all_reduce"] = True  # The all-reduce would query GPUs that this process can't see.
+        if sequences:  # vLLM's default of up to 512 sequences suits a server.
             width = int(given.get("max_num_seqs") or min(sequences, MOST_SEQUENCES))
             kwargs["max_num_seqs"] = width
             says_graphs = any(name == "compilation_config" or "cudagraph" in name for name in given)
@@ -101,9 +105,11 @@ def engine_kwargs(
 
 
 def runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
-    """Return whether vLLM uses its Model Runner V2, which returns a completion's experts and kept tokens by itself.
+    """Return whether vLLM uses its Model Runner V2, which can return each token's routed experts and sampling mask.
 
-    On a GPU, V1 lacks the values that ``setting`` needs. Raises a ValueError if the user has switched V2 off there.
+    Raises:
+        ValueError: the user has switched V2 off on a GPU, where the feature that ``setting`` turns on needs V2. The
+            error names ``remedy``, a setting that turns the feature off.
     """
     import vllm.envs
 
@@ -118,15 +124,15 @@ def runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
 
 
 def graph_sizes(width: int, trained: int, most: int = 0, multiple: int = 1) -> list[int]:
-    """Return the numbers of tokens to capture CUDA graphs for. A step runs with the next larger size.
+    """Return the batch sizes in tokens to capture CUDA graphs for. A step runs with the next larger captured size.
 
-    Each size costs memory and time at start. So sizes above the width of training, which only evaluations reach, are
-    far apart.
+    Each size costs memory and time at start. Sizes above ``trained`` occur only in evaluations, so they are far apart.
 
     Args:
-        width: maximum number of sequences in a step, each with one token; ``trained``: in training.
-        most: maximum number of tokens in a step with drafts.
-        multiple: tokens per sequence and step with drafts; vLLM drops all sizes except its multiples.
+        width: maximum number of sequences in a step, each with one token.
+        trained: maximum number of sequences in a step of training.
+        most: maximum number of tokens in a step with drafts (speculative decoding); 0 without drafts.
+        multiple: tokens per sequence and step with drafts. vLLM drops sizes that aren't multiples of this number.
     """
     fine, largest = min(trained, width) * multiple, max(width, most)
     near = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, MOST_SEQUENCES + 1, 32)}
@@ -136,20 +142,20 @@ def graph_sizes(width: int, trained: int, most: int = 0, multiple: int = 1) -> l
 
 
 def compiles(config: GRPOConfig) -> bool:
-    """Return whether vLLM compiles the model and captures CUDA graphs at start. By default only a GPU does."""
+    """Return whether vLLM compiles the model and captures CUDA graphs at start: by default on a GPU, not on a CPU."""
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     return not given.get("enforce_eager", config.on_cpu)
 
 
 def accepted(*names: str) -> list[str]:
-    """Return the arguments among ``names`` that this vLLM knows."""
+    """Return the ``names`` that are arguments of `vllm.LLM` in the installed version of vLLM."""
     from vllm import EngineArgs
 
     return [name for name in names if name in inspect.signature(EngineArgs).parameters]
 
 
 def computes_float32_heads() -> bool:
-    """Return whether this vLLM can compute the head in float32 when the model has another dtype (`head_dtype`)."""
+    """Return whether this vLLM can compute the output head in float32 (`head_dtype`) in a model of a smaller dtype."""
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
     return hasattr(LogitsProcessor, "_apply_head")
@@ -158,19 +164,19 @@ def computes_float32_heads() -> bool:
 def _given_overrides(given: Any) -> dict[str, Any]:
     if given is not None and not isinstance(given, dict):
         raise ValueError(
-            f"vllm_engine_kwargs sets 'hf_overrides' to {given!r}, but must be a mapping, to which "
-            "cast_lm_head_to_fp32 or a quantised checkpoint adds: give one."
+            f"vllm_engine_kwargs sets 'hf_overrides' to {given!r}, but `hf_overrides` must be a mapping, "
+            "because `cast_lm_head_to_fp32` or a quantised checkpoint adds keys to the mapping. Set a mapping."
         )
     return given or {}
 
 
 def check_split(config: GRPOConfig, model_config: Any) -> None:
-    """Raise a ValueError if ``vllm_tensor_parallel_size`` doesn't divide a size of the model."""
+    """Raise a ValueError if a size of the model, e.g. its heads, isn't a multiple of ``vllm_tensor_parallel_size``."""
     check_parts(model_config, config.vllm_tensor_parallel_size, config.world_size)
 
 
 def check_parts(model_config: Any, ranks: int, world_size: int) -> None:
-    """Apply the rule of `check_split` to engines of ``ranks`` ranks in a run of ``world_size`` ranks."""
+    """Raise a ValueError if a size of the model isn't a multiple of ``ranks``, the number of ranks per engine."""
     text = model_config.get_text_config()
     if ranks == 1:
         return
@@ -182,10 +188,10 @@ def check_parts(model_config: Any, ranks: int, world_size: int) -> None:
         f"vocab_size (filled up to a multiple of {VOCABULARY_BLOCK})": vocabulary,
     }
     keys = int(getattr(text, "num_key_value_heads", 0) or heads)
-    if keys > ranks or ranks % keys:  # vLLM repeats heads where there are fewer than ranks
+    if keys > ranks or ranks % keys:  # vLLM copies key-value heads if there are fewer heads than ranks
         sizes["num_key_value_heads"] = keys
     vision = getattr(model_config, "vision_config", None)
-    if vision is not None:  # the vision tower is split too
+    if vision is not None:  # the vision tower is split over ranks like the text model
         names = ("num_heads", "num_attention_heads", "intermediate_size")
         sizes |= {f"vision_config.{name}": int(getattr(vision, name)) for name in names if hasattr(vision, name)}
     for name, size in sizes.items():
@@ -198,22 +204,22 @@ def check_parts(model_config: Any, ranks: int, world_size: int) -> None:
 
 
 def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for one LoRA slot of the adapter's rank, on the layers that it adapts."""
+    """Return the arguments of `vllm.LLM` for one LoRA slot on the adapted layers. Empty without LoRA in the engine."""
     if adapter is None or not serves_lora(model_path, config):
         return {}
     from vllm.config.lora import MaxLoRARanks
 
     rank = min(rank for rank in get_args(MaxLoRARanks) if rank >= adapter.rank)
     kwargs = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
-    if accepted("lora_target_modules"):  # then other layers get no slots
+    if accepted("lora_target_modules"):  # only layers that the adapter changes get LoRA slots
         kwargs["lora_target_modules"] = list(adapter.targets)
     return kwargs
 
 
 def blank_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments to add to ``kwargs`` so that vLLM doesn't read the weights, and builds unquantised layers.
+    """Return arguments to add to ``kwargs`` so that vLLM reads no weights, and builds unquantised layers.
 
-    A draft model's weights are still read, because nothing is published into it.
+    Weights of a draft model are still read, because no weight sync writes into the draft model.
     """
     from vllm.config import LoadConfig, SpeculativeConfig
 
@@ -225,7 +231,7 @@ def blank_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serves_lora(model_path: str, config: GRPOConfig) -> bool:
-    """Return whether vLLM's class of this model supports adapters. Otherwise it refuses to be built with slots."""
+    """Return whether vLLM's class of this model supports LoRA. vLLM refuses LoRA slots for a class without support."""
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
     names = getattr(read_config(model_path, config), "architectures", None) or ()
@@ -234,14 +240,14 @@ def serves_lora(model_path: str, config: GRPOConfig) -> bool:
 
 
 def engine_dtype(config: GRPOConfig, dtype: torch.dtype) -> torch.dtype:
-    """Return the engine's dtype for a policy of ``dtype``."""
+    """Return the dtype that ``vllm_engine_kwargs`` sets for the engine, else ``dtype``, the policy's dtype."""
     given = str((config.vllm_engine_kwargs or {}).get("dtype") or "").removeprefix("torch.")  # type: ignore[union-attr]
     found = getattr(torch, given, None)
     return found if isinstance(found, torch.dtype) else dtype
 
 
 def share_is_given(config: GRPOConfig) -> bool:
-    """Return whether the user sets the engine's share of the GPU. vLLM fills that share with the KV cache."""
+    """Return whether the user sets the engine's share of GPU memory. vLLM fills that share with the KV cache."""
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     names = ("gpu_memory_utilization", "num_gpu_blocks_override")
     return config.vllm_gpu_memory_utilization is not None or any(given.get(name) for name in names)

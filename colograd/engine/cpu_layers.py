@@ -1,4 +1,4 @@
-"""Repairs of layers that vLLM computes wrongly on a CPU. They stay in force for the whole process."""
+"""Corrections of layers that vLLM computes wrongly on a CPU. The corrections stay until the process ends."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 
 
 def mend_cpu_layers() -> None:
-    """Replace three of vLLM's functions for layers on a CPU; see each replacement."""
+    """Replace vLLM's CPU functions for Gated DeltaNet's convolution, rotary embeddings and expert routing."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     try:
         from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
-    except ImportError:  # a version with routers in another module
+    except ImportError:  # this version of vLLM has routers in another module
         CPURouter = None
 
     try:
         from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as delta
-    except ImportError:  # a version that can't run Gated DeltaNet on a CPU
+    except ImportError:  # this version of vLLM can't run Gated DeltaNet on a CPU
         delta = None
     for name in ("_causal_conv1d_fwd_cpu", "_causal_conv1d_update_cpu"):
         _mend(delta, name, _convolve)
@@ -29,7 +29,7 @@ def mend_cpu_layers() -> None:
 
 
 def _mend(owner: Any, name: str, ours: Callable[..., Any]) -> None:
-    """Let ``owner`` call our function. Its first argument is vLLM's."""
+    """Replace the attribute ``name`` of ``owner`` by ``ours``, which gets vLLM's function as its first argument."""
     theirs = getattr(owner, name, None)
     if theirs is None or hasattr(theirs, "mended"):
         return
@@ -43,14 +43,14 @@ def _mend(owner: Any, name: str, ours: Callable[..., Any]) -> None:
 
 
 def _convolve(theirs: Any, *, weight: torch.Tensor, is_vnni: bool, **given: Any) -> Any:
-    """Read the weights of Gated DeltaNet that the engine keeps in place; vLLM expects packed ones."""
+    """Pass Gated DeltaNet's convolution weights to vLLM's function unpacked, because the engine keeps them unpacked."""
     return theirs(weight=weight.view(weight.shape[0], weight.shape[-1]), is_vnni=False, **given)
 
 
 def _rotate(
     theirs: Any, self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rotate all heads of queries (T, H, D); vLLM's kernel for (T, H * D) rotates only the first ones (LFM2)."""
+    """Rotate all heads of queries (T, H, D). vLLM's kernel for (T, H * D) would rotate only the first heads (LFM2)."""
     if query.dim() != 3 or query.shape[1] == 1:
         return theirs(self, positions, query, key)
     rotated = theirs(self, positions, query.flatten(1), None if key is None else key.flatten(1))
@@ -58,7 +58,7 @@ def _rotate(
 
 
 def _route(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Choose by sigmoids among all experts; vLLM fails an assertion there (MiniMax-M2)."""
+    """Route tokens by sigmoid scores among all experts, where vLLM fails an assertion (MiniMax-M2)."""
     if self.scoring_func == "sigmoid" and self.custom_routing_function is None and not self.use_grouped_topk:
-        self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1  # one group of all experts
+        self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1  # one group holds all experts
     return theirs(self, *args, **kwargs)

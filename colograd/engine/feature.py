@@ -1,7 +1,8 @@
-"""`EngineFeature`: the interface of an optional part of the engine, and the facts of a run that decide about it.
+"""`EngineFeature`: the interface of extensions that change the engine, and `EngineUse`: facts about the run.
 
-An extension offers its features at the seam ``engine_feature``: a function of the configuration and an `EngineUse` that
-returns a feature, or None if its option is off. It is called once, when an engine is built.
+An extension registers a function under ``engine_feature`` in its ``HOOKS``. The function gets the configuration and an
+`EngineUse`, and returns an `EngineFeature`, or None if the extension's option is off. The function is called once, when
+an engine is built.
 """
 
 from __future__ import annotations
@@ -23,81 +24,81 @@ from .protocol import Sampled, ServedWeights
 
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """How a run uses its engine, in addition to the configuration."""
+    """Facts about a run that its engine needs, and that the configuration doesn't hold."""
 
-    end_tokens: tuple[int, ...] = ()  # ids that end a completion, besides the checkpoint's own
-    adapter: Adapter | None = None  # LoRA that gets a slot; see `load_adapter`
-    sequences: int = 0  # maximum number of sequences in one generation; 0: unknown
-    trained: int = 0  # maximum number of sequences in one generation of training; 0: ``sequences``
-    blank: bool = False  # whether to skip loading weights, because a publish writes all of them
-    tokens: int = 0  # number of tokens in the tokenizer, often fewer than the model's rows; 0: unknown
-    policy: Policy | None = None  # the policy that is trained; None: the engine is alone
-    prompts: Sequence[Any] = ()  # the run's datasets of prompts
-    has_tools: bool = False  # whether tools add to a prompt
-    model_config: Any = None  # without a policy: transformers' configuration of the model
+    end_tokens: tuple[int, ...] = ()  # Token ids that end a completion, in addition to the checkpoint's ids.
+    adapter: Adapter | None = None  # LoRA adapter that gets a slot in the engine.
+    sequences: int = 0  # Maximum number of sequences in one generation. 0 means unknown.
+    trained: int = 0  # Maximum number of sequences in one generation of training. 0 means the same as ``sequences``.
+    blank: bool = False  # Whether to skip reading weights, because a weight sync writes all weights.
+    tokens: int = 0  # Number of tokens in the tokenizer, often fewer than the model's embedding rows. 0 means unknown.
+    policy: Policy | None = None  # The model that is trained. None for an engine without training, e.g. evaluation.
+    prompts: Sequence[Any] = ()  # The run's datasets of prompts.
+    has_tools: bool = False  # Whether tools may append tokens to a prompt.
+    model_config: Any = None  # Transformers' configuration of the model. Needed if ``policy`` is None.
 
 
 class BuiltEngine(Protocol):
-    """The members of `VLLMEngine` that features use."""
+    """The members of a built `VLLMEngine` that an `EngineFeature` may use."""
 
     layout: RankLayout
-    vocab_size: int  # vocabulary size of the checkpoint
-    served: ServedWeights  # set by the feature that serves weights
+    vocab_size: int  # Vocabulary size of the checkpoint.
+    served: ServedWeights  # The policy's quantised weights that the engine reads in place. A feature may set them.
 
     @property
     def core(self) -> Any:
-        """vLLM's LLMEngine."""
+        """The `LLMEngine` of vLLM that schedules and decodes requests in this process."""
 
 
 class EngineFeature:
-    """An optional part of `VLLMEngine`; a subclass overrides some methods."""
+    """An extension's change of `VLLMEngine`. Each method has a default without effect. A subclass overrides some."""
 
-    blank = False  # whether the engine is built without reading weights, because a publish writes them
+    blank = False  # whether vLLM is built without reading weights, because a weight sync writes all weights
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return further arguments of `vllm.LLM`. ``arguments`` are those so far, the user's among them."""
+        """Return arguments of `vllm.LLM` that extend or override ``arguments``, which contain the user's arguments."""
         return {}
 
     def while_built(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context for the construction of vLLM."""
+        """Return a context manager that is entered while vLLM is built."""
         return contextlib.nullcontext()
 
     def built(self, engine: BuiltEngine) -> None:
-        """Change or watch an engine that has just been built."""
+        """Change, or keep a reference to, an engine that has just been built."""
 
     def check_processor(self, processor: Any) -> None:
-        """See `Engine.check_processor`."""
+        """Raise an error if vLLM turns images into other inputs than the trainer's ``processor`` does."""
 
     def while_generating(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context for one generation."""
+        """Return a context manager that is entered during each generation."""
         return contextlib.nullcontext()
 
     def request(self, prompt: ModelInput) -> Any:
-        """Return a prompt in vLLM's form; None: its token ids are enough."""
+        """Return ``prompt`` as an input of vLLM. None means that its token ids are the input."""
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
-        """Return the completions of a finished or stopped request, with additions. ``output``: vLLM's RequestOutput."""
+        """Return ``sampled``, the completions of an ended request, with data from ``output``, vLLM's RequestOutput."""
         return sampled
 
     def scored(self, prompt: ModelInput, output: Any) -> None:
-        """Check the output of `Engine.prompt_logprobs`, and forget it: the weights may change before the next call."""
+        """Check vLLM's ``output`` of `Engine.prompt_logprobs`, and keep nothing, because the weights may change."""
 
     def take_counts(self) -> dict[str, float]:
-        """Return what the feature has counted since the last call, as metrics."""
+        """Return the feature's counts by metric name. Each call sets the counts to 0."""
         return {}
 
     def drop(self, request: str) -> None:
-        """Drop everything about a request that has ended."""
+        """Drop all data that the feature has about ``request``, because the request has ended."""
 
     def forget(self) -> None:
-        """Drop everything that was computed with older weights."""
+        """Drop all data that were computed with the engine's old weights, after a weight sync."""
 
     def close(self) -> None:
-        """Free the feature's memory."""
+        """Free the memory of the feature when the engine is closed."""
 
 
 def engine_features(config: GRPOConfig, use: EngineUse) -> tuple[EngineFeature, ...]:
-    """Return the features of the installed extensions that a run uses. A collective."""
+    """Return an `EngineFeature` for each extension that the run's configuration turns on. All ranks must call this."""
     with on_all_ranks("the engine's features"):
         offers = (offer(config, use) for offer in hooks("engine_feature"))
         return tuple(feature for feature in offers if feature is not None)

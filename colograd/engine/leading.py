@@ -1,8 +1,8 @@
-"""Lockstep of an engine's ranks: the first rank calls vLLM, and the other ranks repeat its calls.
+"""Lockstep of the ranks of one engine (tensor parallelism): the other ranks repeat the first rank's calls of vLLM.
 
-Each rank has a vLLM with its own scheduler, and all schedulers must get the same calls between steps. A round's calls
-depend on clocks, rewards, tools and the user's code. So these run on the first rank only, which sends each call of vLLM
-(requests, aborts, steps) to the other ranks.
+Each rank has a vLLM with a scheduler, and all schedulers must get the same calls between steps. The calls of a
+generation depend on clocks, rewards, tools and the user's code. So this code runs on the first rank only. The first
+rank sends each call of vLLM (add request, abort request, step) to the other ranks.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from ..parallel import faults
 from ..parallel.lockstep import Lockstep
 from .building import replaced
 
-TOLD = ("add_request", "abort_request")  # methods of LLMEngine; their calls are sent to other ranks before a step
+TOLD = ("add_request", "abort_request")  # methods of LLMEngine that the other ranks repeat before a step
 
 
 @contextlib.contextmanager
 def leading(core: Any, group: Lockstep) -> Iterator[None]:
-    """Repeat requests, aborts and steps of ``core`` (vLLM's LLMEngine) on the other ranks. Runs on the first rank."""
-    calls: list[bytes] = []  # pickled calls since the last step
+    """Send the first rank's requests, aborts and steps of ``core`` (vLLM's LLMEngine) to the engine's other ranks."""
+    calls: list[bytes] = []  # pickled calls of vLLM since the last step
 
     def told(name: str) -> Callable[..., Any]:
         own = getattr(core, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            as_given = pickle.dumps((name, args, kwargs))  # pickled first, since vLLM may modify its arguments
-            result = own(*args, **kwargs)  # a call that fails here isn't sent
+            as_given = pickle.dumps((name, args, kwargs))  # Pickled first, because vLLM may modify arguments.
+            result = own(*args, **kwargs)  # A call that fails on this rank isn't sent to the other ranks.
             calls.append(as_given)
             return result
 
@@ -54,7 +54,7 @@ def leading(core: Any, group: Lockstep) -> Iterator[None]:
 
 
 def follow(core: Any, group: Lockstep) -> None:
-    """Repeat the first rank's calls until the body of its `leading` ends. Runs on the other ranks."""
+    """Repeat the first rank's calls of vLLM on another rank, until the first rank leaves its `leading` context."""
     goes_on = True
     while goes_on:
         calls, goes_on = group.listen()
@@ -66,19 +66,19 @@ def follow(core: Any, group: Lockstep) -> None:
 
 
 class _Outputs(list[Any]):
-    """A list in the role of vLLM's RequestOutputCollector."""
+    """A list with the method `put` of vLLM's RequestOutputCollector."""
 
     put = list.append
 
 
 @contextlib.contextmanager
 def last_outputs(core: Any, requests: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Collect the last output of each request of ``core`` (vLLM's LLMEngine) that is aborted in the body.
+    """Collect the last output of each request of ``core`` (vLLM's LLMEngine) that is aborted in the context.
 
-    The outputs have all tokens that the requests have written. vLLM makes such outputs only for streaming clients of
-    its server. So a list takes the place of a client's stream while requests are aborted.
+    An output has all tokens that the request has sampled. vLLM makes outputs of aborted requests only for streaming
+    clients of its server. So each request gets a list in place of a client's stream.
 
-    The yielded mapping, from request to output, is filled when the body ends.
+    The context's value is a mapping from request name to output. The mapping is filled when the context ends.
     """
     found, outputs, wanted = dict[str, Any](), _Outputs(), set(requests)
     for state in core.output_processor.request_states.values():
@@ -88,6 +88,6 @@ def last_outputs(core: Any, requests: Collection[str]) -> Iterator[dict[str, Any
     found |= {output.request_id: output for output in outputs}
     if lacking := wanted - found.keys():
         raise RuntimeError(
-            f"vLLM told nothing of {len(lacking)} of {len(wanted)} requests that were stopped: carry_over can't be had "
-            "with this version, leave it out."
+            f"vLLM returned no output for {len(lacking)} of {len(wanted)} requests that were stopped: `carry_over` "
+            "doesn't work with this version of vLLM. Remove the setting."
         )

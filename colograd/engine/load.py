@@ -1,8 +1,4 @@
-"""The engine's load after each step: running and waiting sequences, use of the KV cache, preemptions.
-
-The load is read from vLLM's scheduler in this process. If a version has it elsewhere, no load is reported, and nothing
-fails.
-"""
+"""Callbacks after each engine step, with the load that vLLM's scheduler reports. Not all versions report one."""
 
 from __future__ import annotations
 
@@ -13,22 +9,22 @@ from typing import Any, NamedTuple
 
 
 class Load(NamedTuple):
-    """The engine's load after one step."""
+    """The engine's load after one engine step: numbers of sequences, and use of the KV cache."""
 
-    running: int  # number of running sequences
-    waiting: int  # number of waiting sequences
-    cache: float  # used share of the KV cache, 0..1
+    running: int  # Number of running sequences.
+    waiting: int  # Number of sequences that wait to start.
+    cache: float  # Used fraction of the KV cache, between 0 and 1.
 
 
 @dataclass(slots=True)
 class Preemptions:
-    """Number of sequences that lost their keys and values to others for lack of KV cache, and started again."""
+    """Count of preemptions: vLLM drops a sequence's KV cache for lack of memory, and computes it again later."""
 
-    number: int | None = None  # None: this vLLM doesn't expose it
+    number: int | None = None  # None means that this version of vLLM doesn't expose preemptions
 
 
 def load_of(core: Any) -> Load | None:
-    """Return the present load of vLLM's LLMEngine; None: it can't be read."""
+    """Return the present load of ``core`` (vLLM's LLMEngine); None if this version of vLLM doesn't expose the load."""
     try:
         scheduler = core.engine_core.engine_core.scheduler
         waiting = len(scheduler.waiting) + len(getattr(scheduler, "skipped_waiting", ()))
@@ -39,7 +35,7 @@ def load_of(core: Any) -> Load | None:
 
 @contextlib.contextmanager
 def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Preemptions]:
-    """Call ``look`` with the load after each step of the engine, and count preemptions, while the context lasts."""
+    """Call ``look`` with the load after each engine step, and count preemptions, while the context lasts."""
     preemptions = Preemptions()
     inner = getattr(getattr(engine.core, "engine_core", None), "engine_core", None)
     scheduler = getattr(inner, "scheduler", None)
@@ -57,16 +53,16 @@ def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Preemptions]:
         try:
             yield preemptions
         finally:
-            vars(scheduler).pop("_preempt_request", None)  # uncovers the class's method
+            vars(scheduler).pop("_preempt_request", None)  # removes `counted`, so that the class's method is called
 
 
 def stepping(engine: Any, tell: Callable[[int], None]) -> contextlib.AbstractContextManager[None]:
-    """Call ``tell`` after each step in the context, with the number of running sequences: each got a token."""
+    """Call ``tell`` after each engine step with the number of running sequences, which got one token each."""
     return load_after_each_step(engine, lambda load: tell(load.running))
 
 
 def load_after_each_step(engine: Any, look: Callable[[Load], None]) -> contextlib.AbstractContextManager[None]:
-    """Call ``look`` with the load after each step, while the context lasts."""
+    """Call ``look`` with the load after each engine step, while the context lasts."""
 
     def after_step() -> None:
         if (load := load_of(engine.core)) is not None:
@@ -77,7 +73,7 @@ def load_after_each_step(engine: Any, look: Callable[[Load], None]) -> contextli
 
 @contextlib.contextmanager
 def after_each_step(engine: Any, work: Callable[[], None]) -> Iterator[None]:
-    """Call ``work`` after each step of the engine, after the listeners that are there, while the context lasts."""
+    """Append ``work`` to the listeners that the engine calls after each step, while the context lasts."""
     engine.after_step.append(work)
     try:
         yield

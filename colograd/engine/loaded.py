@@ -1,7 +1,6 @@
-"""`LoadedVLLM`: vLLM in this process, built with the features of a run; its weights' step, and its memory.
+"""`LoadedVLLM`: builds vLLM in the trainer's process, stamps its weights with an optimizer step, frees its KV cache.
 
-Every rank builds its own engine, or its part of an engine shared with neighbouring ranks, through vLLM's external
-launcher.
+Every rank builds an engine through vLLM's external launcher, or with tensor parallelism its part of an engine.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from .tensors import VLLMTensors
 
 
 class LoadedVLLM:
-    """vLLM in this process with its weights and memory; `VLLMEngine` samples with it.
+    """The part of `VLLMEngine` that builds vLLM, and manages its weights and memory. `VLLMEngine` adds the sampling.
 
     Args:
         model_path: folder or Hub id of the model that vLLM loads.
-        dtype: the policy's dtype. The engine uses it too unless ``vllm_engine_kwargs`` sets another.
-        context: maximum tokens of one sequence, prompt and completion together; None: the model's maximum.
-        kv_bytes: bytes of the KV cache; 0: on a GPU the memory that ``vllm_gpu_memory_utilization`` leaves for it.
-        use: further facts of the run.
-        features: optional parts; None: the extensions' features that the run uses.
+        dtype: the policy's dtype. The engine uses this dtype unless ``vllm_engine_kwargs`` sets a dtype.
+        context: maximum tokens of one sequence, prompt and completion together. None means the model's maximum.
+        kv_bytes: bytes of the KV cache. On a GPU 0 means the memory that ``vllm_gpu_memory_utilization`` leaves.
+        use: facts about the run that the configuration doesn't hold.
+        features: extensions' changes of the engine. None means the features that the run's configuration needs.
     """
 
-    llm: Any  # vllm.LLM
-    dtype: torch.dtype  # dtype of weights and activations
+    llm: Any  # The vllm.LLM object.
+    dtype: torch.dtype  # Dtype of the engine's weights and activations.
 
     def __init__(
         self, model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int,
@@ -48,15 +47,15 @@ class LoadedVLLM:
         started = time.perf_counter()
         check_vllm()
         self.layout, self.end_tokens = config.layout, use.end_tokens
-        self.sleeps = config.vllm_enable_sleep_mode and not config.on_cpu  # whether `sleep` frees the KV cache
+        self.sleeps = config.vllm_enable_sleep_mode and not config.on_cpu
         self.asleep = False
-        self.version: int | None = None  # step of the weights; only `stamp` and `invalidate` write it
-        self.after_step: list[Callable[[], None]] = []  # called after each step
-        self._adapter: Any = None  # LoRARequest of every request
-        self._requests = 0  # number of requests so far
-        self._open: dict[str, ModelInput] = {}  # prompts of the requests in flight, by name
+        self.version: int | None = None  # Optimizer step of the weights. Only `stamp` and `invalidate` write it.
+        self.after_step: list[Callable[[], None]] = []  # Listeners that are called after each engine step.
+        self._adapter: Any = None  # vLLM's LoRARequest that every request gets; None without an adapter.
+        self._requests = 0  # Number of requests since the engine was built.
+        self._open: dict[str, ModelInput] = {}  # Prompts of unfinished requests by request name.
         self._written: list[tuple[str, Sequence[int]]] = []
-        self._unknown_tokens = 0  # number of sampled unknown tokens since `take_counts`
+        self._unknown_tokens = 0  # number of sampled ids without a token in the tokenizer, since the last `take_counts`
         self.served = ServedWeights()
         self._features = engine_features(config, use) if features is None else tuple(features)
         self.blank = use.blank or any(feature.blank for feature in self._features)
@@ -84,17 +83,17 @@ class LoadedVLLM:
                 self.llm = LLM(**kwargs)
             self._close = closes_with(self, self.llm)
             model_config, cache = self.vllm_config.model_config, self.vllm_config.cache_config
-            self.vocab_size = int(model_config.hf_text_config.vocab_size)  # of the checkpoint
+            self.vocab_size = int(model_config.hf_text_config.vocab_size)
             for feature in self._features:
                 feature.built(self)
         self.dtype = model_config.dtype
         head_dtype: torch.dtype = getattr(model_config, "head_dtype", self.dtype)
         self.head_dtype = head_dtype if computes_float32_heads() else self.dtype
-        self.tokens = min(use.tokens or self.vocab_size, self.vocab_size)  # in the tokenizer
-        self.context = int(model_config.max_model_len)  # maximum tokens of a sequence, with its prompt
-        self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)  # capacity of the cache in tokens
-        self.max_sequences = int(self.vllm_config.scheduler_config.max_num_seqs)  # decoded at once; others wait
-        self.weight_bytes = sum(p.nbytes for p in self.model.parameters())  # each parameter counted once
+        self.tokens = min(use.tokens or self.vocab_size, self.vocab_size)  # number of the tokenizer's tokens
+        self.context = int(model_config.max_model_len)
+        self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+        self.max_sequences = int(self.vllm_config.scheduler_config.max_num_seqs)
+        self.weight_bytes = sum(p.nbytes for p in self.model.parameters())
         self.build_seconds = time.perf_counter() - started
 
     def check_processor(self, processor: Any) -> None:
@@ -103,7 +102,7 @@ class LoadedVLLM:
 
     @property
     def core(self) -> Any:
-        """vLLM's LLMEngine."""
+        """The `LLMEngine` of vLLM that schedules and decodes requests in this process."""
         return self.llm.llm_engine
 
     @property
@@ -132,8 +131,6 @@ class LoadedVLLM:
         if config.cast_lm_head_to_fp32 and self.head_dtype != torch.float32:
             yield "engine: this vLLM rounds logits to the model's dtype; cast_lm_head_to_fp32 is the policy's"
 
-    # -- weights
-
     def invalidate(self) -> None:
         self.version = None
 
@@ -146,8 +143,8 @@ class LoadedVLLM:
 
     def _forget_prefixes(self, version: int | None) -> None:
         inner = self.core.engine_core.engine_core
-        # After the last output, the worker still has to be notified of finished requests. Asynchronous scheduling may
-        # have a batch in flight, and vLLM's record of routed experts wouldn't survive a reset during that batch.
+        # vLLM's worker learns of finished requests only in a further step. Asynchronous scheduling may have a batch in
+        # flight, and resetting the prefix cache during a batch would destroy vLLM's record of routed experts.
         while inner.scheduler.has_requests() or getattr(inner, "batch_queue", None):
             self.core.step()
         if not self.core.reset_prefix_cache():
@@ -163,39 +160,40 @@ class LoadedVLLM:
         return VLLMTensors(self.model)
 
     def load_adapter(self, folder: str) -> None:
-        """Let vLLM load an adapter in peft's format into its first slot. Every later request uses it."""
+        """Let vLLM load a LoRA adapter in peft's format into its first slot. Every later request uses the adapter."""
         from vllm.lora.request import LoRARequest
 
         self._adapter = LoRARequest("policy", 1, folder)
         if not self.core.add_lora(self._adapter) or not self.adapter_is_active:
-            raise RuntimeError(f"vLLM loaded the adapter of {folder!r}, but didn't activate it in its first slot.")
+            raise RuntimeError(
+                f"vLLM loaded the adapter of {folder!r}, but didn't activate the adapter in its first LoRA slot."
+            )
 
     @property
     def adapter_is_active(self) -> bool:
         ids: Any = self.model.lora_manager.lora_index_to_id
         return self._adapter is not None and list(ids[:1]) == [self._adapter.lora_int_id]
 
-    # -- memory
-
     def sleep(self) -> None:
         if not self.sleeps or self.asleep:
             return
-        self._forget_prefixes(self.version)  # older versions of vLLM don't do it themselves
-        if hasattr(self.core, "release_kv_cache_memory"):  # older ones sleep at level 1
-            # The release needs a paused scheduler. Aborting requests would reset vLLM's record of routed experts.
+        self._forget_prefixes(self.version)  # Some versions of vLLM don't clear the prefix cache before sleeping.
+        if hasattr(self.core, "release_kv_cache_memory"):
+            # Level 0 pauses the scheduler, because releasing the KV cache needs a paused scheduler. Mode "keep" doesn't
+            # abort requests, because aborting would reset vLLM's record of routed experts.
             self.core.sleep(level=0, mode="keep")
             self.core.release_kv_cache_memory()
         else:
-            self.core.sleep(level=1)  # frees only the KV cache, see `weights_stay`
+            self.core.sleep(level=1)  # frees only the KV cache, because `weights_stay` keeps weights out of the pool
         self.asleep = True
 
     def wake(self) -> None:
         if not self.asleep:
             return
-        torch.cuda.empty_cache()  # vLLM maps the cache outside torch's allocator, so cached memory must be free
+        torch.cuda.empty_cache()  # frees torch's cached memory, because vLLM doesn't use torch's allocator
         self.core.wake_up(tags=["kv_cache"] if hasattr(self.core, "release_kv_cache_memory") else None)
         if self.core.is_sleeping():
-            raise RuntimeError("vLLM stayed asleep after wake_up: set vllm_enable_sleep_mode: false.")
+            raise RuntimeError("vLLM's KV cache stayed asleep after wake_up: set vllm_enable_sleep_mode: false.")
         self.asleep = False
 
     def close(self) -> None:

@@ -1,10 +1,11 @@
-"""Patches while vLLM is built: they protect transformers' classes from vLLM, and correct vLLM's Gemma models.
+"""Patches in force while vLLM is built. They protect transformers' classes, and correct vLLM's Gemma models.
 
-vLLM's transformers backend decorates transformers' model classes in place for its compiler. The policy has the same
-class in the same process, so it would run through vLLM's ``__call__``, and the next model couldn't be loaded. vLLM also
-replaces some of transformers' registered configurations by its own, and the next policy would get these.
+vLLM's transformers backend decorates transformers' model classes in place for vLLM's compiler. The policy uses the same
+classes in the same process, so the policy would run through vLLM's ``__call__``, and a further model couldn't be
+loaded. vLLM also replaces some of transformers' registered configurations. A policy loaded later would get vLLM's
+configurations.
 
-vLLM computes Gemma 3n's per-layer embeddings only in its multimodal class. Its text class lacks them, so its outputs
+vLLM computes Gemma 3n's per-layer embeddings only in its multimodal class. vLLM's text class lacks them, so its outputs
 would differ from the checkpoint's. For Gemma 4 vLLM suppresses the tokens that the generation configuration lists. The
 policy doesn't suppress them, so the sampler's probabilities would differ from the policy's.
 """
@@ -25,9 +26,9 @@ from .building import replaced
 
 @contextlib.contextmanager
 def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
-    """Restore transformers' classes and configurations after vLLM has built ``model()``, also if that fails.
+    """Restore transformers' classes and configurations after vLLM has built ``model()`` in the context, or failed.
 
-    If vLLM changed the class of a module in its model, the module gets a subclass with these changes.
+    If vLLM changed the class of a module in the model, the module gets a subclass with vLLM's changes.
     """
     before = {kind: (kind.__bases__, dict(vars(kind))) for kind in _subclasses(PreTrainedModel)}
     registered: dict[str, Any] = CONFIG_MAPPING._extra_content
@@ -35,7 +36,7 @@ def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for model_type in registered.keys() & CONFIG_MAPPING._mapping.keys():  # overrides of transformers' own
+        for model_type in registered.keys() & CONFIG_MAPPING._mapping.keys():  # configurations that vLLM registered
             del registered[model_type]
         registered |= registered_before
         theirs = {}
@@ -64,7 +65,7 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def computed_per_layer_inputs() -> contextlib.AbstractContextManager[None]:
-    """Correct the Gemma models that vLLM builds while the context lasts (see the module's docstring)."""
+    """Correct the Gemma models that vLLM builds in the returned context, as the module's docstring explains."""
     from vllm.model_executor.model_loader import base_loader
 
     theirs: Any = base_loader.initialize_model
@@ -78,8 +79,8 @@ def computed_per_layer_inputs() -> contextlib.AbstractContextManager[None]:
         for part in model.modules():
             compute = getattr(type(part), "get_per_layer_inputs", None)
             names = compute.__code__.co_names if compute is not None else ()
-            # transformers multiplies the input of the norm by hidden_size ** -0.5, and vLLM's code doesn't. A larger
-            # epsilon makes up for that. Without it a tiny model's log-probabilities differ by 1.4e-4 nats.
+            # transformers multiplies the norm's input by hidden_size ** -0.5, and vLLM doesn't. Multiplying epsilon by
+            # hidden_size has the same effect. Otherwise a tiny model's log-probabilities differ by 1.4e-4 nats.
             if "per_layer_projection_norm" in names and "per_layer_projection_scale" not in names:
                 part.per_layer_projection_norm.variance_epsilon *= part.config.hidden_size
         return model
@@ -88,7 +89,7 @@ def computed_per_layer_inputs() -> contextlib.AbstractContextManager[None]:
 
 
 def _add_per_layer_inputs(model: Any) -> None:
-    """Let ``model.forward`` compute ``per_layer_inputs`` (tokens, layers, size) if the caller passes none."""
+    """Let ``model.forward`` compute ``per_layer_inputs`` (tokens, layers, size) if the caller passes None."""
     inner: Any = getattr(model, "model", None)
     embed = getattr(inner, "get_per_layer_input_embeddings", None)
     if embed is None or "per_layer_inputs" not in inspect.signature(type(model).forward).parameters:

@@ -1,7 +1,4 @@
-"""`Engine`: the interface of an inference engine in the trainer's process. `VLLMEngine` implements it.
-
-A new engine is a class with these members; `training/assembly.py` builds it.
-"""
+"""`Engine`: the interface of an inference engine in the trainer's process, implemented by `VLLMEngine`."""
 
 from __future__ import annotations
 
@@ -24,20 +21,20 @@ T = TypeVar("T")
 
 
 class StaleWeights(RuntimeError):
-    """An attempt to sample with weights of another step than the trainer's."""
+    """The error of sampling while the engine's weights are not from the trainer's present optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One completion as sampled by the engine."""
+    """One completion of C tokens, sampled by the engine."""
 
-    ids: array[int]  # [C] "i", token ids
-    logprobs: array[float]  # [C] "f", log-probabilities in nats
+    ids: array[int]  # Token ids of the completion, [C] int32.
+    logprobs: array[float]  # Log-probabilities of the sampled tokens in nats, [C] float32.
     finish_reason: FinishReason
-    riders: tuple[Rider, ...] = ()  # extensions' data on the tokens, e.g. their experts
+    riders: tuple[Rider, ...] = ()  # Per-token data of extensions.
 
     def rollout(self, prompt: ModelInput, version: int) -> Rollout:
-        """Return a rollout of this completion of ``prompt``. It must have been sampled in one request."""
+        """Return a `Rollout` of ``prompt`` and this completion, sampled by the weights of step ``version``."""
         return Rollout(
             input=prompt,
             completion_ids=self.ids,
@@ -49,126 +46,120 @@ class Sampled:
         )
 
 
-EngineTensors = VLLMTensors  # another engine's tensors have the same members
+EngineTensors = VLLMTensors  # type of `Engine.tensors`
 
 
 class ServedWeights:
-    """The policy's quantised weights that the engine's layers read in place; here none."""
+    """The policy's quantised weights that the engine's layers read in place. This base class has no such weights."""
 
     @property
     def weights(self) -> Sequence[PackedWeight]:
         return ()
 
     def unused(self, but: Collection[PackedWeight] = ()) -> int:
-        """Count layers without any computation since the engine was built, except layers with a weight of ``but``."""
+        """Count layers that have computed nothing since the engine was built, except layers of weights in ``but``."""
         return 0
 
 
 class Engine(Protocol):
-    """An inference engine that holds the weights of one known optimizer step, samples with them, and sleeps."""
+    """An inference engine that samples with the weights of one known optimizer step, and can free its KV cache."""
 
     layout: RankLayout
-    version: int | None  # the optimizer step of the weights; None: unknown
-    context: int  # maximum tokens of a sequence, prompt and completion together
-    vocab_size: int  # vocabulary size of the loaded checkpoint
-    max_sequences: int  # maximum number of sequences decoded at once; others wait
-    kv_tokens: int  # tokens that the whole KV cache holds
-    weight_bytes: int  # bytes of all weights
-    dtype: torch.dtype  # dtype of weights and activations
-    blank: bool  # whether the engine was built without loading weights; a publish writes all weights
-    sleeps: bool  # whether `sleep` frees the KV cache's memory
-    asleep: bool  # whether the engine sleeps now
-    served: ServedWeights  # the policy's quantised weights that the engine reads in place
-    after_step: list[Callable[[], None]]  # called after each step, in this order
-
-    # requests
+    version: int | None  # Optimizer step of the weights. None means that the step is unknown.
+    context: int  # Maximum tokens of a sequence, prompt and completion together.
+    vocab_size: int  # Vocabulary size of the loaded checkpoint.
+    max_sequences: int  # Maximum number of sequences decoded at once. Further sequences wait in a queue.
+    kv_tokens: int  # Capacity of the KV cache in tokens.
+    weight_bytes: int  # Bytes of all weights.
+    dtype: torch.dtype  # Dtype of weights and activations.
+    blank: bool  # Whether the engine was built without reading weights. A weight sync writes all weights.
+    sleeps: bool  # Whether `sleep` frees the KV cache's memory.
+    asleep: bool  # Whether the KV cache is freed now.
+    served: ServedWeights  # The policy's quantised weights that the engine reads in place.
+    after_step: list[Callable[[], None]]  # Listeners that `advance` calls after each engine step, in list order.
 
     def submit(
         self, prompt: ModelInput | Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None,
         spent: int = 0, streams: bool = False,
     ) -> str:  # fmt: skip
-        """Queue a request, and return its name.
+        """Queue a request to sample completions of ``prompt``, and return the request's name.
 
         Args:
-            seed: seed of the first completion; the i-th one draws with seed + i.
+            seed: seed of the first completion. The i-th completion, counted from 0, draws with seed + i.
             n: number of completions; default ``sampling.n``.
-            spent: tokens of ``sampling.max_tokens`` that earlier turns have used.
-            streams: whether `written` returns the request's tokens after each step; needs n = 1.
+            spent: tokens of ``sampling.max_tokens`` that earlier turns of the conversation have used.
+            streams: whether `written` returns the request's tokens after each engine step. Streaming needs n = 1.
         """
 
     def advance(self) -> list[tuple[str, list[Sampled]]]:
-        """Run one step, and return the requests that it finished, each with its n completions."""
+        """Run one engine step. Return the name and the n completions of each request that finished in the step."""
 
     def written(self) -> list[tuple[str, Sequence[int]]]:
-        """Return the streaming requests that got tokens in the last step and haven't finished.
+        """Return (name, all token ids so far) of unfinished streaming requests that got tokens in the last engine step.
 
-        Each comes with all its tokens so far; the next step may append to this sequence.
+        The next engine step may append to the returned token ids.
         """
 
     def abort(self, requests: Iterable[str]) -> None:
-        """Drop the ``requests`` that are in flight."""
+        """Drop unfinished ``requests`` and their tokens. Names of finished requests are ignored."""
 
     def stop(self, requests: Iterable[str]) -> list[tuple[str, list[Sampled]]]:
-        """Drop the ``requests`` that are in flight, and return each with its completions so far, in order.
+        """Drop unfinished ``requests``, and return (name, completions so far) of each dropped request.
 
-        Unfinished completions have the finish reason `ABORT`. Completions that were still waiting have no tokens.
+        Unfinished completions have the finish reason `ABORT`. Completions that were waiting to start have no tokens.
         """
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Sample a group per prompt, see `RolloutSource.generate`."""
+        """Sample completions of ``prompts``, and yield one `Group` per prompt. See `RolloutSource.generate`."""
 
     def take_counts(self) -> dict[str, float]:
-        """Return counters since the last call, such as the number of accepted drafts."""
+        """Return counts by metric name, e.g. of accepted draft tokens. Each call sets the counts to 0."""
 
     def prompt_logprobs(self, prompt: ModelInput | Sequence[int]) -> torch.Tensor:
-        """Return log-probabilities of the tokens after the first, [P - 1] float32 in nats, with weights of any step."""
+        """Return the log-probabilities of a prompt's P tokens except the first: [P - 1] float32, in nats."""
 
     def check(self, sampling: Sampling) -> None:
         """Raise a ValueError if the engine refuses these sampling settings."""
 
     def check_processor(self, processor: Any) -> None:
-        """Raise an error if the engine reads images differently from the trainer's ``processor``."""
+        """Raise an error if the engine turns images into other inputs than the trainer's ``processor`` does."""
 
     def on_engine_leader(self, work: Callable[[], T], others: T) -> T:
-        """Run ``work`` on the engine's first rank; the others repeat its calls of the engine, and return ``others``."""
-
-    # weights
+        """Run ``work`` on the engine's first rank. Other ranks repeat its calls of vLLM, and return ``others``."""
 
     @property
     def tensors(self) -> EngineTensors:
-        """The engine's tensors in this process. A publish writes them."""
+        """The tensors of the engine's model in this process, by name. A weight sync writes into the tensors."""
 
     def invalidate(self) -> None:
-        """Declare the weights' step unknown: nothing can be sampled before the next `stamp`."""
+        """Set ``version`` to None, because the weights are changing. Sampling fails until the next `stamp`."""
 
     def stamp(self, version: int) -> None:
-        """Declare that the weights are from step ``version`` now, and drop everything computed with older weights."""
+        """Record that the weights are now of optimizer step ``version``. Drop cached results of older weights."""
 
     def require(self, version: int) -> None:
-        """Raise `StaleWeights` unless the weights are from step ``version``."""
+        """Raise `StaleWeights` unless the weights are of optimizer step ``version``."""
 
     def load_adapter(self, folder: str) -> None:
-        """Load an adapter in peft's format into the first slot. Every later request uses it."""
+        """Load a LoRA adapter in peft's format into the engine's first slot. Every later request uses the adapter."""
 
     @property
     def adapter_is_active(self) -> bool:
-        """Whether the first slot still holds the loaded adapter."""
-
-    # memory
+        """Whether the engine's first LoRA slot holds the adapter of `load_adapter`."""
 
     def sleep(self) -> None:
-        """Free the KV cache's memory until `wake`, if `sleeps` is true. Weights stay in memory."""
+        """Free the KV cache's memory until `wake`, and keep the weights. If ``sleeps`` is False, do nothing."""
 
     def wake(self) -> None:
-        """Allocate an empty KV cache again."""
+        """Allocate an empty KV cache after `sleep`."""
 
     def describe(self) -> str:
-        """Return one line with model, dtype, KV tokens and memory."""
+        """Return one line for the log: the model, its dtype, KV cache tokens and bytes of weights."""
 
     def warnings(self, config: Any) -> Iterator[str]:
-        """Yield warnings to print at the start."""
+        """Yield the warnings about the engine that are printed when a run starts."""
 
     def close(self) -> None:
-        """Free the engine. Another one may be built in this process afterwards."""
+        """Free the engine's memory. Afterwards a new engine may be built in this process."""

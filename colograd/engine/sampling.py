@@ -1,4 +1,4 @@
-"""The sampling parameters of a run, checked against vLLM's, each request's seed, and the order of prompts."""
+"""Sampling parameters of a run, checked against vLLM's; the seeds of requests; the order in which prompts start."""
 
 from __future__ import annotations
 
@@ -15,36 +15,35 @@ from ..batch import FinishReason, ModelInput, Prompt
 from ..config import GRPOConfig
 from ..config.sampling import SHAPING
 
-# Every field of vllm.SamplingParams is in one of the next three collections. A field outside them may return results
-# that no code here reads.
-# Sampling parameters that the trainer sets for each request.
+# Every field of vllm.SamplingParams must be in RESERVED, SUPPORTED or REFUSED, because a field that is in none of them
+# may return results that Colograd doesn't read. RESERVED: the trainer sets these parameters for each request.
 RESERVED = (
     "n", "seed", "max_tokens", "temperature", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize",
     "output_kind",
 )  # fmt: skip
-# Sampling parameters that `generation_kwargs` may set. Options about text only change where stop strings match,
-# because reward functions get texts that are decoded from token ids.
+# SUPPORTED: `generation_kwargs` may set these parameters. Options about decoded text only affect stop strings, because
+# reward functions get texts that the trainer decodes from token ids.
 SUPPORTED = (
     *SHAPING, "stop", "stop_token_ids", "ignore_eos", "repetition_detection", "include_stop_str_in_output",
     "skip_special_tokens", "spaces_between_special_tokens",
 )  # fmt: skip
-# Sampling parameters that `generation_kwargs` may not set.
+# REFUSED: `generation_kwargs` may not set these sampling parameters.
 REFUSED = (
     "logprob_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start", "routed_experts_prompt_start",
     "skip_reading_prefix_cache", "stream_interval", "trace_decode_token_ids", "watermarking", "skip_clone",
     "output_text_buffer_length",
 )  # fmt: skip
 
-LENGTHS = "lengths_{rank}.json"  # file name in a checkpoint
-UNKNOWN_TOKENS = "sampling/unknown_tokens"  # metric: number of sampled ids without a token in the tokenizer
+LENGTHS = "lengths_{rank}.json"  # File in a checkpoint with a rank's mean completion length of each prompt.
+UNKNOWN_TOKENS = "sampling/unknown_tokens"  # Metric: number of sampled ids that the tokenizer has no token for.
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    n: int  # G, completions per prompt
-    max_tokens: int  # maximum tokens of a completion
+    n: int  # Number of completions per prompt (G).
+    max_tokens: int  # Maximum tokens of a completion.
     temperature: float
-    options: dict[str, Any]  # further arguments of vllm.SamplingParams
+    options: dict[str, Any]  # arguments of vllm.SamplingParams that have no field in `Sampling`
 
     @classmethod
     def for_training(cls, config: GRPOConfig) -> Sampling:
@@ -71,21 +70,21 @@ class Sampling:
             from vllm.sampling_params import RepetitionDetectionParams
 
             options["repetition_detection"] = _of_vllm(RepetitionDetectionParams, "repetition_detection", repetition)
-        if isinstance(bias := options.get("logit_bias"), dict):  # JSON keys are strings
+        if isinstance(bias := options.get("logit_bias"), dict):  # JSON has only string keys
             options["logit_bias"] = {int(token): value for token, value in bias.items()}
         return cls(n, int(max_tokens or 512), temperature, options)
 
 
 def _structured_outputs(config: GRPOConfig) -> Any:
-    """Return the structure that every completion must match, as vLLM's StructuredOutputsParams; None: any text."""
+    """Return the structure of every completion as vLLM's StructuredOutputsParams. None allows any text."""
     from vllm.sampling_params import StructuredOutputsParams
 
     given: Any = (config.generation_kwargs or {}).get("structured_outputs")  # type: ignore[union-attr]
     regex = config.vllm_structured_outputs_regex
     if given is not None and regex is not None:
         raise ValueError(
-            "vllm_structured_outputs_regex and generation_kwargs: {structured_outputs: ...} say the same thing: give "
-            "one of them."
+            "`vllm_structured_outputs_regex` and `generation_kwargs: {structured_outputs: ...}` set the same option of "
+            "vLLM. Remove one of the two."
         )
     if regex is not None:
         return StructuredOutputsParams(regex=regex)
@@ -93,24 +92,25 @@ def _structured_outputs(config: GRPOConfig) -> Any:
 
 
 def _of_vllm(kind: Any, name: str, given: dict[str, Any]) -> Any:
-    """Make vLLM's object from a mapping; a key that vLLM would ignore is a ValueError."""
+    """Construct vLLM's class ``kind`` from the mapping that the user set. An unknown key raises a ValueError."""
     known = [key for key in inspect.signature(kind).parameters if not key.startswith("_")]
     if unknown := [key for key in given if key not in known]:
-        raise ValueError(f"{name} has {unknown[0]!r}, but knows {', '.join(known)}.")
+        raise ValueError(f"{name} has {unknown[0]!r}, but can only have the keys {', '.join(known)}.")
     return kind(**given)
 
 
 def request_seed(seed: int, position: int, purpose: str = "train") -> int:
-    """Return the seed of a prompt's request, a hash of the run's seed and the prompt's position in the stream.
+    """Return the seed of a prompt's request: a hash of the run's seed, the purpose and the prompt's position.
 
-    It has 62 bits, because vLLM seeds the i-th of n completions with seed + i.
+    The position is the prompt's index in the stream of prompts. The hash has 62 bits, because vLLM seeds the i-th of n
+    completions with seed + i.
     """
     digest = hashlib.blake2b(f"{seed}/{purpose}/{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
 
 def check_sampling(config: GRPOConfig) -> None:
-    """Raise a ValueError if ``generation_kwargs`` has a name that vLLM doesn't know, or one that isn't supported."""
+    """Raise a ValueError if ``generation_kwargs`` has an unsupported name, or if vLLM refuses a sampling setting."""
     from vllm import SamplingParams
 
     known = inspect.signature(SamplingParams).parameters
@@ -126,8 +126,7 @@ def check_sampling(config: GRPOConfig) -> None:
             raise ValueError(f"generation_kwargs sets {name!r}, which vLLM's SamplingParams doesn't have.{hint}")
         if name not in SUPPORTED:
             raise ValueError(
-                f"generation_kwargs sets {name!r}, which isn't supported: vLLM sets it itself, or nothing reads its "
-                "results. Remove it."
+                f"generation_kwargs sets {name!r}, but the trainer doesn't support this parameter of vLLM. Remove it."
             )
     try:
         for drawn in (Sampling.for_training(config), Sampling.for_evaluation(config)):
@@ -137,11 +136,11 @@ def check_sampling(config: GRPOConfig) -> None:
 
 
 def finish_reason_of(name: str) -> FinishReason:
-    """Convert vLLM's finish reason; a RuntimeError: it is an error, or unknown here."""
+    """Convert vLLM's name of a finish reason. Raise a RuntimeError if the name means an error, or is unknown."""
     if name not in [*FinishReason]:
         raise RuntimeError(
-            f"vLLM ended a completion with the reason {name!r}, so that its tokens can't be trained on: set "
-            "verbose: true, and look for the cause in vLLM's log."
+            f"vLLM ended a completion with the finish reason {name!r}, so the completion can't be trained on. Set "
+            "`verbose: true`, and look for the cause in vLLM's log."
         )
     return FinishReason(name)
 
@@ -149,21 +148,21 @@ def finish_reason_of(name: str) -> FinishReason:
 class LengthHistory:
     """Mean completion length of each prompt in tokens, from the last time it was sampled.
 
-    If not all prompts fit into the engine at once, long ones start first. A long completion that starts last is decoded
-    alone at the end. One that starts first is decoded together with others. This is the longest-processing-time rule
-    of list scheduling (Graham 1969, https://doi.org/10.1137/0117039). Each request has its own seed, so the order
-    changes no rollout, except by a kernel's rounding in other batches (none on a CPU). A checkpoint holds the lengths,
-    so that a resumed run has the same batches.
+    If not all prompts fit into the engine at once, prompts with long completions start first, because a long completion
+    that starts last is decoded alone at the end. Starting the longest first is the longest-processing-time rule of list
+    scheduling (Graham 1969, https://doi.org/10.1137/0117039). Each request has a seed, so the order changes rollouts
+    only by the rounding of kernels in other batches (none on a CPU). A checkpoint holds the lengths, so that a resumed
+    run has the batches of an uninterrupted run.
     """
 
     def __init__(self) -> None:
-        self._means: dict[str, float] = {}  # mean length in tokens, by `ModelInput.key`
+        self._means: dict[str, float] = {}  # mean completion length in tokens by `ModelInput.key` of the prompt
 
     def add(self, prompt: ModelInput, lengths: Sequence[int]) -> None:
         self._means[prompt.key] = sum(lengths) / len(lengths)
 
     def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Sort prompts by descending expected length. A new prompt has the mean of all; ties keep their order."""
+        """Sort prompts by descending expected completion length. A new prompt counts as the mean of known prompts."""
         if not self._means:
             return list(prompts)
         unknown = sum(self._means.values()) / len(self._means)

@@ -1,7 +1,4 @@
-"""`VLLMEngine`: samples with vLLM in this process, as an `Engine`.
-
-All requests of a round enter the queue at once; `generate` yields each group when its last completion ends.
-"""
+"""`VLLMEngine`: samples with vLLM in the trainer's process. `generate` queues all its prompts at once."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ from .sampling import UNKNOWN_TOKENS, Sampling, finish_reason_of, request_seed
 
 
 class VLLMEngine(LoadedVLLM):
-    """vLLM in this process, as an `Engine`; see `LoadedVLLM` for the arguments."""
+    """The `Engine` that samples with vLLM in the trainer's process. `LoadedVLLM` lists its constructor's arguments."""
 
     def on_engine_leader(self, work: Callable[[], T], others: T) -> T:
-        """See `Engine.on_engine_leader`. Outside ``work`` all ranks must make the same calls of the engine."""
+        """Run ``work`` on the engine's first rank. Outside ``work`` all ranks of an engine make equal calls of vLLM."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(nondeterminism_allowed())
             stack.enter_context(process.collector_at_rest())
@@ -43,17 +40,14 @@ class VLLMEngine(LoadedVLLM):
                 stack.enter_context(leading(self.core, self._lockstep))
             try:
                 return work()
-            finally:  # an error's traceback may keep generators open, so their requests are aborted here
-                with contextlib.suppress(Exception):  # if the engine has failed, its first error counts
+            finally:  # Requests are aborted here, because an error's traceback may keep generators open.
+                with contextlib.suppress(Exception):  # An error of the abort would hide the engine's first error.
                     self.abort([*self._open])
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Sample ``sampling.n`` completions of each prompt, and yield each `Group` when it finishes.
-
-        Closing the generator early aborts its requests in flight.
-        """
+        """Sample ``sampling.n`` completions per prompt, and yield each finished `Group`. Closing aborts requests."""
         self.require(version)
         seeds = [request_seed(seed, prompt.position, purpose) for prompt in prompts]
         waiting = {
@@ -79,7 +73,7 @@ class VLLMEngine(LoadedVLLM):
             self.abort(waiting)
 
     def check(self, sampling: Sampling) -> None:
-        """Let vLLM validate a request with these settings: patterns, schemas, token ids. Nothing is sampled."""
+        """Let vLLM validate ``sampling``, and sample nothing. Settings that vLLM refuses raise a ValueError."""
         try:
             self.abort([self.submit((0,), sampling, seed=0)])
         except Exception as error:  # in some versions vLLM's validation errors are no ValueErrors
@@ -96,7 +90,8 @@ class VLLMEngine(LoadedVLLM):
         if self.version != version:
             held = "no known step" if self.version is None else f"step {self.version}"
             raise StaleWeights(
-                f"The engine holds the weights of {held}, but the trainer is at step {version}: publish first."
+                f"The engine holds the weights of {held}, but the trainer is at step {version}: call `publish` of the "
+                "weight sync first."
             )
 
     def submit(
@@ -112,11 +107,11 @@ class VLLMEngine(LoadedVLLM):
         return self._enqueue(prompt, params)
 
     def _enqueue(self, prompt: ModelInput, params: Any) -> str:
-        """Add a request to vLLM's queue, and return its name."""
-        if prompt.media is None and max(prompt.ids, default=0) >= self.vocab_size:  # vLLM would read padding rows
+        """Add a request for completions of ``prompt`` to vLLM's queue, and return the request's name."""
+        if prompt.media is None and max(prompt.ids, default=0) >= self.vocab_size:  # vLLM would read rows of padding
             raise ValueError(
-                f"a prompt has the token id {max(prompt.ids)}, but the model's embedding has {self.vocab_size:,} rows, "
-                "numbered from 0: use the tokenizer of the model."
+                f"A prompt has the token id {max(prompt.ids)}, but the model's embedding has {self.vocab_size:,} rows, "
+                "numbered from 0. Use the tokenizer of the model."
             )
         self._requests += 1
         request = f"request-{self._requests}"
@@ -127,7 +122,7 @@ class VLLMEngine(LoadedVLLM):
         return request
 
     def parameters(self, ids: Sequence[int], sampling: Sampling, seed: int, n: int, spent: int = 0) -> Any:
-        """Return a request's vllm.SamplingParams; see `submit`."""
+        """Return vllm.SamplingParams for ``n`` completions of the prompt ``ids``. See `Engine.submit`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -140,9 +135,9 @@ class VLLMEngine(LoadedVLLM):
             max_tokens=min(sampling.max_tokens - spent, self.context - len(ids)),
             temperature=sampling.temperature,
             seed=seed,
-            logprobs=0,  # only the sampled token's
-            flat_logprobs=True,  # one list per completion: an object per token would take most of the time
-            detokenize=bool(options.get("stop")),  # only stop strings need text
+            logprobs=0,  # Only log-probabilities of sampled tokens are returned.
+            flat_logprobs=True,  # One list per completion, because an object per token would take most of the time.
+            detokenize=bool(options.get("stop")),  # Only stop strings need decoded text.
             output_kind=RequestOutputKind.FINAL_ONLY,
             **(options | {"stop_token_ids": ends}),
         )
@@ -166,7 +161,7 @@ class VLLMEngine(LoadedVLLM):
         return self._written
 
     def _sampled(self, output: Any, prompt: ModelInput) -> list[Sampled]:
-        """Convert a request's output into completions."""
+        """Convert a vLLM RequestOutput into its completions, in the order of their index."""
         sampled = []
         for one in sorted(output.outputs, key=lambda completion: completion.index):
             if self.tokens < self.vocab_size:
@@ -174,11 +169,11 @@ class VLLMEngine(LoadedVLLM):
             flat: Any = one.logprobs
             assert len(flat.logprobs) == len(one.token_ids), "vLLM returns one log-probability per sampled token"
             logprobs = array("f", flat.logprobs)
-            if math.isnan(sum(logprobs)):  # the trainer would take NaN for a value that nobody knows
+            if math.isnan(sum(logprobs)):  # the trainer would read NaN as an unknown log-probability
                 raise FloatingPointError(
                     "vLLM sampled a completion from logits that aren't numbers (NaN). Run `colograd doctor` on the "
-                    "recipe, or give the engine another dtype or attention backend: vllm_engine_kwargs: {dtype: "
-                    "float32}."
+                    "recipe, or change the engine's dtype or attention backend, e.g. `vllm_engine_kwargs: {dtype: "
+                    "float32}`."
                 )
             sampled.append(Sampled(array("i", one.token_ids), logprobs, finish_reason_of(one.finish_reason)))
         for feature in self._features:
@@ -186,13 +181,13 @@ class VLLMEngine(LoadedVLLM):
         return sampled
 
     def _drop(self, request: str) -> None:
-        """Forget a request that has ended."""
+        """Drop the prompt and the features' data of a request that has ended."""
         del self._open[request]
         for feature in self._features:
             feature.drop(request)
 
     def abort(self, requests: Iterable[str]) -> None:
-        """Drop the ``requests`` that are in flight. If no others are left, drain the engine."""
+        """Drop unfinished ``requests``. If the engine has no further requests, step vLLM until it is idle."""
         if names := [name for name in requests if name in self._open]:
             self.core.abort_request(names)
             for name in names:
@@ -210,7 +205,7 @@ class VLLMEngine(LoadedVLLM):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        # With a temperature vLLM would compile its sampler for requests without a seed, which takes seconds.
+        # With a temperature above 0 vLLM would spend seconds on compiling its sampler for requests without a seed.
         kind = RequestOutputKind.FINAL_ONLY
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=kind)
         prompt = prompt if isinstance(prompt, ModelInput) else ModelInput(tuple(prompt))

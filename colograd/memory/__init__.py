@@ -1,2 +1,1 @@
-"""The memory of a rank's device: planned before anything is built, measured for micro-batches, and used in turns by
-sampling and training."""
+"""Plan and use of a rank's device memory by the engine, which samples, and the policy, which is trained."""

@@ -1,4 +1,4 @@
-"""Choice of a run's sharding strategy and memory plan. Numbers only."""
+"""Choice of a run's sharding strategy and memory plan, computed from the numbers of a `RunDescription`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .estimate import estimate
 from .shape import CacheNeed
 from .table import MemoryPlan, gib
 
-AMPLE = 0.1  # share of a GPU; with a smaller KV cache an engine decodes too few sequences at once
-BUSY_TOKENS = 8192  # tokens of a micro-batch that keeps a GPU busy
+AMPLE = 0.1  # Fraction of a GPU for an ample KV cache. A smaller cache decodes too few sequences at once.
+BUSY_TOKENS = 8192  # Tokens of a micro-batch that keep a GPU busy.
 
 
 def plan_or_raise(run: RunDescription, strategy: str) -> MemoryPlan:
-    """Return the plan of a run with its KV cache, or raise ValueError if a GPU has no room for one sequence."""
+    """Return a run's memory plan with its KV cache. A GPU without room for one sequence raises a ValueError."""
     plan = best_plan(run, strategy)
     if not fits(run, strategy):
         plan = dataclasses.replace(plan, remedies=remedies(run, strategy))
@@ -28,7 +28,7 @@ def plan_or_raise(run: RunDescription, strategy: str) -> MemoryPlan:
 
 
 def best_plan(run: RunDescription, strategy: str) -> MemoryPlan:
-    """Return the plan with the longest micro-batches that leave an ample KV cache; else with the shortest ones."""
+    """Return the plan of the longest micro-batches that leave an ample KV cache, else of the shortest micro-batches."""
     for tokens in run.longest_rows:
         plan = estimate(run, strategy, tokens)
         if plan.takes(_ample(run)):
@@ -37,19 +37,19 @@ def best_plan(run: RunDescription, strategy: str) -> MemoryPlan:
 
 
 def _ample(run: RunDescription) -> CacheNeed:
-    """Return the KV-cache need for a whole generation, or `AMPLE` of the GPU if less, but at least for one sequence."""
+    """Return the KV cache need of one generation, lowered to `AMPLE` of the GPU, but never below one sequence."""
     need = run.need
     return dataclasses.replace(need, least=max(need.least, min(need.wanted, int(AMPLE * run.devices.total))))
 
 
 def fits(run: RunDescription, strategy: str) -> bool:
-    """Return whether the known parts fit. Unless the user set the KV cache's size, estimated parts must fit too."""
+    """Return whether the run's known memory fits. If the KV cache is planned, estimated memory must fit as well."""
     plan = best_plan(run, strategy)
     return plan.takes(run.need) if run.plans_cache else _known_fits(run, plan)
 
 
 def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
-    """Return whether weights, gradients, optimizer and KV cache fit. A CPU needs no more: its pages can be swapped."""
+    """Return whether weights, gradients, optimizer and KV cache fit, without activations, which a CPU can swap."""
     cache = _set_cache(run, plan) or (0 if run.devices.on_gpu else run.need.least)
     weights = plan.engine_weights + plan.policy_weights + plan.reference + plan.teacher
     sampling = cache + (0 if plan.offloads else plan.optimizer)
@@ -58,14 +58,14 @@ def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
 
 
 def _set_cache(run: RunDescription, plan: MemoryPlan) -> int:
-    """Return the KV-cache bytes that the user set, or that the engine's share of the device leaves; 0: unknown."""
+    """Return the KV cache bytes that the user's settings determine; 0 if no setting determines the size."""
     return run.kv_bytes or max(int(run.share * run.devices.total) - plan.engine_weights, 0)
 
 
 def auto(run: RunDescription) -> str:
-    """Choose the least sharded strategy that leaves room for an ample KV cache and a micro-batch of the run's tokens
-    (or `PLANNED_TOKENS`). If none does, choose the one that leaves most room. On a CPU only the known parts must
-    fit."""
+    """Return the least sharded strategy that leaves room for an ample KV cache and a micro-batch of the run's tokens
+    (or `PLANNED_TOKENS`). If no strategy does, return the one that leaves most room. On a CPU only the known parts
+    (weights, gradients, optimizer, KV cache) must fit."""
     if run.devices.ranks == 1:
         return run.strategies[0]
     for strategy in run.strategies:
@@ -77,8 +77,8 @@ def auto(run: RunDescription) -> str:
 
 
 def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int]) -> int:
-    """Choose the first of ``able``, the sparsest checkpointing that leaves room for an ample KV cache and a micro-batch
-    of the run's tokens or `BUSY_TOKENS`; else the last one. It is n for every n-th layer; 0: none."""
+    """Return the first number n of ``able`` with which checkpointing every n-th layer (0: no layer) leaves room for an
+    ample KV cache and a micro-batch of the run's tokens or `BUSY_TOKENS`. If no number does, return the last one."""
     tokens = run.tokens or max(BUSY_TOKENS * run.ranks_per_sequence, run.length)
 
     for every in able:
@@ -86,7 +86,7 @@ def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int])
         if not (run.overruled or run.kv_bytes):
             leaves_room = plan.takes(_ample(run))
         else:
-            cache = _set_cache(run, plan)  # 0: its size is unknown
+            cache = _set_cache(run, plan)  # 0 if the size is unknown
             leaves_room = cache > 0 and dataclasses.replace(plan, kv_bytes=cache).remains("training") >= 0
         if leaves_room:
             return every
@@ -94,7 +94,7 @@ def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int])
 
 
 def remedies(run: RunDescription, strategy: str) -> str:
-    """Return the changes that would make the run fit, without a full stop, from the seam "remedies"."""
+    """Return changes that would make the run fit, joined by "; ", without a full stop. Extensions propose them."""
     return (
         "; ".join(offer(run, strategy) for offer in registry.hooks("remedies")) or "take a smaller model or larger GPUs"
     )

@@ -1,5 +1,5 @@
 """`describe_run`: the numbers of a run that determine each rank's memory. The trainer describes a loaded model and its
-own device; `colograd plan` describes a model on the meta device and any GPUs."""
+present device. `colograd plan` describes a model on the meta device and any kind of GPUs."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ from ..runtime import process, registry
 from .policy_sizes import PolicySizes
 from .shape import CacheNeed, Lengths, Shape
 
-ORDER = ("none", "optimizer", "gradients", *TENSOR, "fsdp")  # all sharding strategies, the least sharded first
-STRATEGIES = tuple(strategy for strategy in ORDER if strategy not in TENSOR)  # strategies with an engine on each rank
-# Strategies with a whole policy on each rank, which sharing weights with the engine requires.
+ORDER = ("none", "optimizer", "gradients", *TENSOR, "fsdp")  # ORDER: all strategies, the least sharded first.
+STRATEGIES = tuple(strategy for strategy in ORDER if strategy not in TENSOR)  # STRATEGIES: without tensor parallelism.
+# WHOLE: strategies with a whole policy on each rank. Sharing weights with the engine requires a whole policy.
 WHOLE = tuple(strategy for strategy in STRATEGIES if strategy != "fsdp")
-ENGINE_SIZES = (2, 4, 8)  # proposed numbers of ranks per engine; an engine's ranks are on one machine
-PLANNED_TOKENS = 16384  # tokens of a micro-batch on a GPU until measured: they keep any GPU busy
+ENGINE_SIZES = (2, 4, 8)  # Numbers of ranks per engine that are proposed. An engine's ranks are on one machine.
+PLANNED_TOKENS = 16384  # Tokens of a micro-batch in plans before a measurement, enough for any GPU.
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
     ranks: int
-    total: int  # bytes of each device
-    available: int  # bytes, on the fullest device, before a rank allocates anything
+    total: int  # Bytes of each device.
+    available: int  # Free bytes of the fullest device before a rank allocates anything.
     name: str = "a GPU"
     on_gpu: bool = True
-    ranks_per_node: int = 0  # 0: all ranks are on one node
+    ranks_per_node: int = 0  # Number of ranks on a node. 0 means that all ranks are on one node.
 
     def takes_rows_of(self, ranks: int) -> bool:
-        """Return whether so many ranks can train each row together."""
+        """Return whether groups of ``ranks`` ranks, each on one node, can train each row together."""
         return self.ranks % ranks == 0 and (self.ranks_per_node or self.ranks) % ranks == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The work of one rank and its engine, in tokens and sequences."""
+    """The work of one rank: lengths of sequences, completions per generation, and size of micro-batches."""
 
-    length: int  # tokens of the longest sequence in the engine
-    sequences: int  # completions of one generation in this rank's engine
-    tokens: int = 0  # tokens of a micro-batch; 0: as many as fit
-    prompt: int = 0  # tokens of the longest prompt; 0: ``length`` minus the longest completion
-    shares_prompts: bool = True  # whether a group's completions share their prompt in a row
+    length: int  # Tokens of the longest sequence in the engine.
+    sequences: int  # Completions of one generation in this rank's engine.
+    tokens: int = 0  # Tokens of a micro-batch. 0 means as many as fit.
+    prompt: int = 0  # Tokens of the longest prompt. 0 means ``length`` minus the longest completion.
+    shares_prompts: bool = True  # Whether a group's prompt is computed once per packed row, for all its completions.
 
 
 @dataclass(frozen=True, slots=True)
 class RunDescription:
-    """The numbers of a run that determine the memory of one rank."""
+    """The numbers of a run that determine the memory of one rank, for its engine and its policy."""
 
     devices: Devices
     ranks_per_engine: int
@@ -68,45 +68,45 @@ class RunDescription:
     sizes: PolicySizes
     engine_itemsize: int
     cache_itemsize: int
-    length: int  # tokens of the longest sequence in the engine
-    sequences: int  # completions of one generation in this rank's engine
-    running: int  # sequences in the engine's KV cache at once
+    length: int  # Tokens of the longest sequence in the engine.
+    sequences: int  # Completions of one generation in this rank's engine.
+    running: int  # Sequences in the engine's KV cache at once.
     lengths: Lengths
-    tokens: int  # tokens of a micro-batch; 0: as many as fit
-    checkpointing: int = 1  # every n-th layer computes its activations again; 0: none
-    shared: bool = True  # the policy's parameters are the engine's tensors, if the strategy allows it
-    served: bool = False  # the engine reads the policy's quantised weights
-    reshard: bool = True  # FSDP frees gathered weights after a forward
-    offloads_parts: bool = False  # FSDP keeps each rank's part on the host
-    sleeps: bool = False
-    offloads: bool = False  # the optimizer's state is on the host while the engine samples
-    streams: bool = False  # the optimizer's state passes through the device from the host
-    can_stream: bool = False  # the optimizer supports it
-    offloads_gradients: bool = False  # the sums of gradients are in host memory
-    offloads_activations: bool = False  # inputs of layers that are computed again are in host memory
-    reference: int = 0  # bytes
-    teacher: int = 0  # bytes
-    kv_bytes: int = 0  # 0: planned
-    overruled: bool = False  # the user gives the engine a share of the device
-    share: float = 0.0  # this share; 0: unknown
-    strategies: tuple[str, ...] = STRATEGIES  # sharding strategies that the run may use
-    # Strategies with engines of more ranks, by the ranks of an engine, the fewest first.
+    tokens: int  # Tokens of a micro-batch. 0 means as many as fit.
+    checkpointing: int = 1  # Every n-th layer uses activation checkpointing. 0 means no layer.
+    shared: bool = True  # Whether the policy's parameters are the engine's tensors, if the strategy allows sharing.
+    served: bool = False  # Whether the engine reads the policy's quantised weights.
+    reshard: bool = True  # Whether FSDP frees gathered weights after a forward.
+    offloads_parts: bool = False  # Whether FSDP keeps each rank's weights, gradients and optimizer state on the host.
+    sleeps: bool = False  # Whether the KV cache is freed during training.
+    offloads: bool = False  # Whether the optimizer's state is on the host while the engine samples.
+    streams: bool = False  # Whether the optimizer's state stays on the host, and passes through the device in buffers.
+    can_stream: bool = False  # Whether the optimizer supports a state that stays on the host.
+    offloads_gradients: bool = False  # Whether the sums of gradients are in host memory.
+    offloads_activations: bool = False  # Whether inputs of checkpointed layers are in host memory.
+    reference: int = 0  # Bytes of the reference model.
+    teacher: int = 0  # Bytes of the teacher model.
+    kv_bytes: int = 0  # Bytes of the KV cache that the user set. 0 means that the size is planned.
+    overruled: bool = False  # Whether the user sets the engine's fraction of the device's memory.
+    share: float = 0.0  # The engine's fraction of the device's memory that the user set. 0 means unknown.
+    strategies: tuple[str, ...] = STRATEGIES  # Sharding strategies that the run may use.
+    # Strategies that engines of more ranks would allow, by ranks per engine, in ascending order.
     larger_engines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    samples: bool = True  # False: there is no engine
-    ranks_per_sequence: int = 1  # ranks that share out a row's tokens
-    can_share_rows: bool = False  # the model and the settings allow sharing out a row's tokens
-    # Activations besides the decoder's. Extensions offer functions of the model at the seam "activations", which return
-    # None or an object with ``bytes(tokens, lengths, itemsize, checkpointing)``: the bytes for a row of ``tokens``.
+    samples: bool = True  # Whether the run has an engine.
+    ranks_per_sequence: int = 1  # Ranks that divide a row's tokens (sequence parallelism).
+    can_share_rows: bool = False  # Whether model and settings allow sequence parallelism.
+    # Functions that give further bytes of activations, e.g. of a vision tower. Extensions register functions of the
+    # model as "activations". They return None, or an object with ``bytes(tokens, lengths, itemsize, checkpointing)``.
     further: tuple[Any, ...] = ()
 
     @property
     def plans_cache(self) -> bool:
-        """Whether the size of the KV cache is free to choose."""
+        """Whether the plan chooses the size of the KV cache, because the user's settings don't determine it."""
         return self.devices.on_gpu and not (self.overruled or self.kv_bytes)
 
     @property
     def need(self) -> CacheNeed:
-        """Bytes of KV cache that a generation needs on this rank."""
+        """Bytes of KV cache that one generation needs on this rank."""
         if not self.samples:
             return CacheNeed(0, 0, 0)
         shape = self.shape.split(self.ranks_per_engine)
@@ -114,7 +114,7 @@ class RunDescription:
 
     @property
     def longest_rows(self) -> list[int]:
-        """Sizes of micro-batches to plan with, in tokens, the largest first; each holds one whole sequence."""
+        """Sizes of micro-batches to plan with, in tokens, in descending order. Each size holds the longest sequence."""
         if self.tokens:
             return [max(self.tokens, self.length)]
         sizes = [max(PLANNED_TOKENS * self.ranks_per_sequence, self.length)]
@@ -140,14 +140,15 @@ def describe_run(
     teacher: int = 0,
     to_pack: Mapping[torch.Tensor, int] | None = None,
 ) -> RunDescription:
-    """Describe a run.
+    """Return the `RunDescription` of a run with these settings, model and devices.
 
     Args:
-        settings: a `GRPOConfig`, or the options of `colograd plan`, which have its fields' names.
-        model: the policy with its frozen parameters marked, or its outline (`policy.outline`).
+        settings: a `GRPOConfig`, or the options of `colograd plan`, which have the same field names.
+        model: the policy with its frozen parameters marked, or its copy on the meta device (`policy.outline`).
         shared: whether the policy's parameters are the engine's tensors.
-        reference, teacher: bytes.
-        to_pack: see `PolicySizes.of`.
+        reference: bytes of the reference model.
+        teacher: bytes of the teacher model.
+        to_pack: bytes of parameters that loading will quantise, see `PolicySizes.of`.
     """
     given: dict[str, Any] = dict(settings.vllm_engine_kwargs or {})
     dtype = model.dtype
@@ -170,7 +171,7 @@ def describe_run(
         tokens=work.tokens,
         checkpointing=settings.checkpointing,
         shared=shared,
-        served=settings.weights == "shared",  # matters only for quantised weights
+        served=settings.weights == "shared",  # `served` has an effect on quantised weights only
         reshard=settings.fsdp_reshard_after_forward,
         offloads_parts=settings.fsdp_offload_params,
         sleeps=settings.vllm_enable_sleep_mode,
@@ -217,13 +218,13 @@ def _strategies(settings: Any, model: Any, devices: Devices, per_engine: int) ->
 
 
 def _larger_engines(settings: Any, model: Any, devices: Devices) -> dict[int, tuple[str, ...]]:
-    """Map larger numbers of ranks per engine to the strategies that they allow. The map is empty for an adapter."""
+    """Return the sharding strategies that larger engines allow, by ranks per engine. Empty with a LoRA adapter."""
     if is_adapted(model) or settings.weights != "auto" or getattr(settings, "checks_drafts", False):
         return {}
     found = {}
     for ranks in ENGINE_SIZES:
         if ranks > settings.vllm_tensor_parallel_size:
-            # The engine can't split this model so, or its configuration lacks the sizes: nothing to propose.
+            # Sizes that vLLM can't split, or that the configuration lacks, are errors. Then nothing is proposed.
             with contextlib.suppress(ValueError, TypeError, AttributeError):
                 check_parts(model.config, ranks, ranks)
                 check_planned(model.config, ranks)
@@ -233,10 +234,7 @@ def _larger_engines(settings: Any, model: Any, devices: Devices) -> dict[int, tu
 
 
 def own_devices(device: torch.device, model: torch.nn.Module) -> Devices:
-    """Describe the devices of all ranks. The memory of ``model`` counts as available. A collective.
-
-    Other tensors of this process don't, such as a reward model's.
-    """
+    """Describe the devices of all ranks. Memory of ``model`` counts as available. All ranks must call this."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         free, total = torch.cuda.mem_get_info(device)

@@ -1,6 +1,8 @@
-"""Turns of the engine and the policy in the device's memory, on GPUs only: the KV cache sleeps while the policy trains
-(`vllm_enable_sleep_mode`), and the optimizer's state is on the host while the engine samples (`offload_optimizer:
-sampling`). Weights never move: the policy may share them with the engine."""
+"""Alternate use of a GPU's memory by the engine, which samples, and the policy, which is trained.
+
+With `vllm_enable_sleep_mode` the KV cache is freed while the policy trains. With `offload_optimizer: sampling` the
+optimizer's state is on the host while the engine samples. Weights never move, because policy and engine may share them.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ DEVICE_ONLY = (
 class DeviceTurns:
     def __init__(self, engine: Engine, config: GRPOConfig, times: PhaseTimes) -> None:
         self.engine = engine
-        # Extensions offer functions of the configuration that return None, or an object with ``to_host(optimizer)`` and
-        # ``to_device()``, which move an optimizer's state and return the bytes moved.
+        # Extensions register functions of the configuration that return None, or an object with ``to_host(optimizer)``
+        # and ``to_device()``. The methods move an optimizer's state, and return the bytes moved.
         moves = (moves_of(config) for moves_of in registry.hooks("optimizer_moves"))
         self.offload: Any = next(filter(None, moves), None)
         self.times = times
@@ -34,11 +36,11 @@ class DeviceTurns:
             for name in DEVICE_ONLY
             if getattr(config, name) not in (False, "none") and config.on_cpu
         ]
-        self._return_to_policy()  # the first training forward may be measured before anything is sampled
+        self._return_to_policy()  # memory may be measured for training before sampling
 
     @contextmanager
     def sampling(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
-        """Give the memory to the engine while the body samples. After an error the engine keeps it for its requests."""
+        """Give the memory to the engine while the context lasts. After an error the engine keeps the memory."""
         if self.offload is not None and optimizer is not None:
             with self.times.phase("offload"):
                 self.offload.to_host(optimizer)
@@ -57,18 +59,18 @@ class DeviceTurns:
                 self.offload.to_device()
 
 
-# Expandable segments of torch's allocator avoid fragmentation: each micro-batch has rows of other lengths.
+# Expandable segments of torch's CUDA allocator avoid fragmentation by rows of different lengths.
 SETTING = "expandable_segments:True"
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def expand_segments(config: GRPOConfig) -> bool:
-    """Switch expandable segments on before the first allocation on a GPU. Return whether the run supports them."""
+    """Turn expandable segments on before the first allocation on a GPU. Return whether the run supports them."""
     able = (
         config.device.type == "cuda"
-        and not any(name in os.environ for name in VARIABLES)  # the user's setting has precedence
-        and not config.vllm_enable_sleep_mode  # vLLM's memory pool for a sleeping KV cache can't have them
-        and config.vllm_tensor_parallel_size == 1  # segments forbid the engine's ranks to open each other's memory
+        and not any(name in os.environ for name in VARIABLES)  # The user's setting has precedence.
+        and not config.vllm_enable_sleep_mode  # vLLM's memory pool excludes expandable segments.
+        and config.vllm_tensor_parallel_size == 1  # The ranks of one engine can't open memory in such segments.
     )
     if able:
         torch.cuda.memory._set_allocator_settings(SETTING)

@@ -1,20 +1,20 @@
-"""`estimate`: the memory plan of one rank with a strategy of sharding. Numbers in, bytes out.
+"""`estimate`: the memory plan of one rank with a sharding strategy. It computes bytes from a `RunDescription`.
 
-Bytes per parameter on each of N ranks, T of them per engine, of a bfloat16 policy with `adamw_split`:
+Bytes per parameter on each of N ranks, with T ranks per engine, for a bfloat16 policy and the optimizer `adamw_split`:
 
     strategy    engine   policy            gradients   optimizer state   temporary
     none        2/T      0 (T = 1) or 2    4           10                nothing
-    optimizer   2/T      0 or 2            4           10/N              buckets on their way
-    gradients   2/T      0 or 2            4/N         10/N              buckets on their way
+    optimizer   2/T      0 or 2            4           10/N              buckets in exchange
+    gradients   2/T      0 or 2            4/N         10/N              buckets in exchange
     tensor      2/T      0                 4/T         10/T              nothing
-     +optimizer 2/T      0                 4/T         10/N              buckets on their way
-     +gradients 2/T      0                 4/N         10/N              buckets on their way
+     +optimizer 2/T      0                 4/T         10/N              buckets in exchange
+     +gradients 2/T      0                 4/N         10/N              buckets in exchange
     fsdp        2/T      2/N               4/N         10/N              the largest block, gathered and summed
 
-With T = 1 the policy's parameters are the engine's tensors; quantised ones take half a byte or one, in addition to the
-engine's 2. With T > 1 each rank holds the whole policy and copies it into its part of the engine; with `tensor` its
-part of the policy is its part of the engine. (Norms, and key-value heads that are fewer than T, are whole on each rank;
-they count as the rest.)
+With T = 1 the policy's parameters are the engine's tensors. Quantised parameters take half a byte or one byte, in
+addition to the engine's 2. With T > 1 each rank holds the whole policy and copies it into its part of the engine. With
+`tensor` a rank's part of the policy is its part of the engine. Norms, and key-value heads that are fewer than T, are
+whole on each rank. The estimate counts these norms and heads as split.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from .description import RunDescription
 from .shape import Trained, activation_bytes, engine_bytes, left_on_device
 from .table import MemoryPlan
 
-ALIVE = IN_FLIGHT + 2  # buckets at once: some being summed, one being filled, one being flattened
-GATHERED = 4  # copies of a block's weights with FSDP: gathered and unflattened, of this block and the next
-SUMMED = 2  # copies of a block's gradients with FSDP: computed, and flattened to be summed
+ALIVE = IN_FLIGHT + 2  # Buckets in memory at once: some are summed, one is filled, one is flattened.
+GATHERED = 4  # Copies of a block's weights with FSDP: gathered and unflattened ones, of two blocks.
+SUMMED = 2  # Copies of a block's gradients with FSDP: computed ones, and flattened ones to be summed.
 
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """Bytes of a policy on one rank."""
+    """Bytes that a rank needs for the engine's weights, and for training the policy."""
 
-    engine: int  # bytes of the engine's weights
-    policy: int  # bytes of the policy's weights; 0: they are the engine's
-    gradients: int  # live from a step's first backward to its optimizer step
-    optimizer: int
-    exchange: int  # temporary: gradients on their way to other ranks, or weights gathered from them
-    on_way: int = 0  # most bytes of gradients on their way to the host, which ``gradients`` contains
+    engine: int  # Bytes of the engine's weights.
+    policy: int  # Bytes of the policy's weights. 0 means that policy and engine share memory.
+    gradients: int  # Bytes of gradients, allocated from a step's first backward to its optimizer step.
+    optimizer: int  # Bytes of the optimizer's state.
+    exchange: int  # Temporary bytes of gradients sent to other ranks, or of weights gathered from other ranks.
+    on_way: int = 0  # Maximum part of ``gradients`` in transfer to the host.
 
 
 def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
-    """Compute the bytes on each rank, with ``strategy`` of `STRATEGIES`."""
+    """Compute a rank's `RankBytes` with the sharding ``strategy``."""
     sizes, ranks, size, on_gpu = run.sizes, run.devices.ranks, run.ranks_per_engine, run.devices.on_gpu
     engine = (sizes.elements - (sizes.packed_elements if run.served else 0)) * run.engine_itemsize // size
 
@@ -54,22 +54,22 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
         own = sizes.optimizer // parts
         return left_on_device().state(own) if run.streams and on_gpu else own
 
-    def buckets(parts: int, cut: int = 1) -> int:  # buckets being summed, and this rank's part of the sums
+    def buckets(parts: int, cut: int = 1) -> int:  # bytes of buckets in exchange, and of this rank's part of the sums
         largest = sizes.largest // cut
         elements = min(sizes.trained // cut, ALIVE * ELEMENTS + (largest if largest > ELEMENTS else 0))
         return sizes.gradient_itemsize * (elements + elements // parts) if parts > 1 else 0
 
     if strategy == "fsdp":
-        # Each rank, or its host, owns a part of everything, and the largest block (a layer, the head, the embedding) is
-        # gathered. Measured: 13 to 15.5 bytes per element of a bfloat16 block (tests/extensions/fsdp/test_fsdp.py).
+        # Each rank, or its host, has a part of every parameter, and gathers the largest block (layer, head or
+        # embedding). Measured: 13 to 15.5 bytes per element of a bfloat16 block (tests/extensions/fsdp/test_fsdp.py).
         block = (GATHERED * sizes.itemsize + SUMMED * sizes.gradient_itemsize) * max(sizes.block, sizes.largest)
         exchange = block + (0 if run.reshard else sizes.itemsize * (sizes.elements - sizes.rest))
         if run.offloads_parts and on_gpu:
             return RankBytes(engine, 0, 0, 0, exchange)
         return RankBytes(engine, sizes.weights // ranks, sizes.gradients // ranks, state(ranks), exchange)
     if strategy in TENSOR:
-        # A T-th of the policy is in the engine's memory; ranks with the same part divide the rest. Each rank has one of
-        # an adapter's two matrices whole, so the adapter counts as whole.
+        # A T-th of the policy is in the engine's memory. Ranks with equal parts divide gradients or optimizer state. A
+        # LoRA adapter counts as whole, because each rank has one of its two matrices whole.
         engines, shared_out = ranks // size, strategy.partition("+")[2]
         cut = 1 if 2 * sizes.trained < sizes.elements else size
         return RankBytes(
@@ -79,7 +79,7 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
             optimizer=state(engines * cut if shared_out else cut),
             exchange=buckets(engines, cut) if shared_out else 0,
         )
-    # Float32 gradients of embedding and head count as activations.
+    # Float32 gradients of embedding and head are counted in the activations.
     parts, on_way = ranks if strategy == "gradients" else 1, 0
     gradients = sizes.gradients // parts
     if run.offloads_gradients and on_gpu:
@@ -96,14 +96,14 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
 
 
 def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
-    """Plan one rank with micro-batches of ``tokens``, before its KV cache is sized."""
+    """Return the memory plan of one rank with micro-batches of ``tokens`` tokens, without a KV cache."""
     devices, parts, itemsize = run.devices, bytes_per_rank(run, strategy), run.sizes.itemsize
     device = "cuda" if devices.on_gpu else "cpu"
     copied = run.lengths.copied_keys(run.shape, tokens, itemsize, device)
     cut = run.ranks_per_engine if strategy in TENSOR else 1
     trained = Trained(
         head=run.sizes.largest >= run.shape.vocabulary * run.shape.hidden,
-        adapted=2 * run.sizes.trained < run.sizes.elements,  # else most parameters are trained
+        adapted=2 * run.sizes.trained < run.sizes.elements,
         inputs_on_host=run.offloads_activations and devices.on_gpu,
         on_way=parts.on_way,
     )

@@ -1,4 +1,4 @@
-"""`PolicySizes`: elements and bytes of a whole policy, its gradients and its optimizer's state."""
+"""`PolicySizes`: numbers of elements, and bytes, of a policy, its gradients and its optimizer's state."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from ..policy.packed_weights import packed_weights
 @dataclass(frozen=True, slots=True)
 class PolicySizes:
     elements: int
-    trained: int  # elements
-    weights: int  # bytes
-    gradients: int  # bytes, in the dtype of their accumulation
-    optimizer: int  # bytes of state after its first step
-    itemsize: int  # bytes per element of the policy's dtype
-    gradient_itemsize: int
-    largest: int  # elements of the largest trained parameter
-    block: int  # elements of the largest decoder layer
-    rest: int  # elements outside of the decoder's layers: embedding, head
-    packed: int = 0  # bytes of quantised weights with their scales
-    packed_elements: int = 0  # elements of the quantised matrices
-    matrix: int = 0  # elements of the largest trained parameter of a decoder layer
+    trained: int  # Elements of trained parameters.
+    weights: int  # Bytes of all weights.
+    gradients: int  # Bytes of gradients, in the dtype in which they are accumulated.
+    optimizer: int  # Bytes of the optimizer's state after its first step.
+    itemsize: int  # Bytes per element of the policy's dtype.
+    gradient_itemsize: int  # Bytes per element of gradients.
+    largest: int  # Elements of the largest trained parameter.
+    block: int  # Elements of the largest decoder layer.
+    rest: int  # Elements outside of the decoder's layers, i.e. embedding and head.
+    packed: int = 0  # Bytes of quantised weights with their scales.
+    packed_elements: int = 0  # Elements of quantised matrices.
+    matrix: int = 0  # Elements of the largest trained parameter in a decoder layer.
 
     @classmethod
     def of(
         cls, model: torch.nn.Module, optim: str, itemsize: int, to_pack: Mapping[torch.Tensor, int] | None = None
     ) -> PolicySizes:
-        """Compute the sizes of a model, also on the meta device. Its frozen parameters must be marked. ``to_pack`` has
-        the quantised bytes of parameters that loading will quantise; default: already packed ones."""
+        """Compute the sizes of a model with marked frozen parameters. The model may be on the meta device. ``to_pack``
+        has the quantised bytes of parameters that loading will quantise. By default the model's quantised weights
+        count."""
         if to_pack is None:
             found = packed_weights(model)
             packed = {p: found[name].nbytes for name, p in model.named_parameters() if name in found}
@@ -44,7 +45,7 @@ class PolicySizes:
             return sum(matrices.get(p, p.numel()) for p in module.parameters())
 
         lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-        decoder = max(lists, key=elements, default=())  # the largest list
+        decoder = max(lists, key=elements, default=())  # the decoder is the largest list
         layers, own = [elements(layer) for layer in decoder], (p for layer in decoder for p in layer.parameters())
         trained = [p.numel() for p in model.parameters() if p.requires_grad]
         gradients, whole = gradient_bytes(model, optim), elements(model)
@@ -66,7 +67,7 @@ class PolicySizes:
 
 
 def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
-    """Count the bytes of all gradients. For optimizers that keep a float32 master, they accumulate in float32."""
+    """Count the bytes of all gradients. Optimizers with a float32 master copy of weights have float32 gradients."""
     trained = (p for p in model.parameters() if p.requires_grad)
     if optim in KEEPS_MASTER:
         return sum(4 * p.numel() for p in trained)
@@ -74,11 +75,11 @@ def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
 
 
 def optimizer_bytes(model: torch.nn.Module, optim: str) -> int:
-    """Count the bytes of the optimizer's state after its first step; for optimizers smaller than AdamW an upper bound.
+    """Count the bytes of the optimizer's state after its first step. For optimizers smaller than AdamW an upper bound.
 
-    `adamw_split` keeps 10 for a bfloat16 parameter (two float32 moments, 16 bits of remainder) and 8 for a float32
-    one. `muon` keeps four less for a matrix, but its own temporaries take that space. torch's AdamW keeps two moments
-    in the parameter's dtype; optimizers named 8bit keep one byte per moment.
+    `adamw_split` has 10 bytes per element of a bfloat16 parameter (two float32 moments, 16 bits of remainder), and 8
+    per element of a float32 parameter. `muon` has four bytes less for matrices, but its temporaries take that space.
+    torch's AdamW has two moments in the parameter's dtype. Optimizers named 8bit have one byte per moment.
     """
     total = 0
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Bytes that follow from a model's shape: activations, the engine's steps, the KV cache."""
+"""Bytes of activations, engine steps and KV cache, computed from the sizes of a model."""
 
 from __future__ import annotations
 
@@ -11,40 +11,41 @@ from ..policy.head import TILE_ELEMENTS
 from ..runtime import registry
 from ..runtime.sizes import size_of
 
-ENGINE_TOKENS = 16384  # tokens of one engine step: vLLM's default for `LLM` on large GPUs
-BLOCK = 128  # most tokens of a KV block in vLLM: fewer in most attention backends
-# Where keys are copied, completions are planned with 1/SHORT of the longest, because short completions copy their
-# prompt's keys more often. Rows of still shorter completions are rare, and are packed again if memory runs out.
+ENGINE_TOKENS = 16384  # Tokens of one engine step: vLLM's default for `LLM` on large GPUs.
+BLOCK = 128  # Maximum tokens of a KV cache block in vLLM. Most attention backends have smaller blocks.
+# SHORT: if attention copies keys, plans assume completions of 1/SHORT of the longest, because short completions copy
+# their prompt's keys more often. Rows of still shorter completions are rare. If memory runs out, they are packed again.
 SHORT = 8
-# Flash attention's backward sums queries' gradients in rows of whole blocks, and heads of a multiple of a number.
+# FLASH_ROWS, FLASH_HEAD_STEP: flash attention's backward pads sums of queries' gradients to blocks of 128 rows, and
+# heads to a multiple of 32 elements.
 FLASH_ROWS, FLASH_HEAD_STEP = 128, 32
-SCORE = 8  # bytes kept per soft-capped score: the tanh, the softmax in float32 and in the row's dtype
-GATED = {"gpt_oss": 7}  # clamps its gate, and multiplies it by its own sigmoid; see `Shape.gated`
-NORMS = {"gemma2": 4, "gemma3": 4, "gemma3_text": 4}  # also behind attention and MLP
+SCORE = 8  # Bytes kept per soft-capped attention score: tanh, softmax in float32, and softmax in the row's dtype.
+GATED = {"gpt_oss": 7}  # `Shape.gated` by model family. gpt-oss clamps the gate, and multiplies it by its sigmoid.
+NORMS = {"gemma2": 4, "gemma3": 4, "gemma3_text": 4}  # Norms per layer: before and after attention and MLP.
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a decoder, in elements."""
+    """Sizes of a decoder model, in elements or numbers of layers and heads."""
 
     layers: int
     hidden: int
-    intermediate: int  # total size of the MLPs that one token goes through
-    queries: int  # heads * head size
-    keys: int  # key-value heads * head size
-    head: int  # size of one head
+    intermediate: int  # Total intermediate size of the MLPs that one token goes through.
+    queries: int  # Number of query heads * head size.
+    keys: int  # Number of key-value heads * head size.
+    head: int  # Size of one attention head.
     vocabulary: int
-    tied: bool = False  # the head's weight is the embedding's
-    experts: int = 0  # experts of a mixture that one token goes through
-    gated: int = 4  # tensors of the MLP's size that are kept: gate, activated gate, up, product
-    norms: int = 2  # norms of a layer
-    window: int = 0  # most tokens that sliding-window layers see; 0: all layers see all tokens
-    copies: bool = False  # whether attention copies keys (soft caps, dropout)
-    capped: int = 0  # heads with scores in memory, as no fused kernel takes soft caps
+    tied: bool = False  # Whether output head and embedding have one weight.
+    experts: int = 0  # Number of experts that one token goes through. 0 without a mixture.
+    gated: int = 4  # Tensors of intermediate size that an MLP keeps: gate, activated gate, up, product.
+    norms: int = 2  # Number of norms per layer.
+    window: int = 0  # Maximum tokens that sliding-window layers see. 0 means that all layers see all tokens.
+    copies: bool = False  # Whether attention copies keys, because it has soft caps or dropout.
+    capped: int = 0  # Number of heads with scores in memory, because no fused kernel supports soft caps.
 
     @classmethod
     def of(cls, model_config: Any) -> Shape:
-        """Read a transformers configuration. A missing size is derived as in GPT-2."""
+        """Read the sizes from a transformers configuration. Missing sizes are derived as in GPT-2."""
 
         def size(name: str, default: int) -> int:
             return size_of(model_config, name) or default
@@ -74,7 +75,7 @@ class Shape:
         )
 
     def split(self, ranks: int) -> Shape:
-        """Return the shape on one of ``ranks`` that split each layer; every rank has at least one key-value head."""
+        """Return the shape of one of ``ranks`` ranks that split each layer. A rank has at least one key-value head."""
         return replace(
             self,
             intermediate=-(-self.intermediate // ranks),
@@ -85,38 +86,39 @@ class Shape:
         )
 
     def on_row_ranks(self, ranks: int) -> Shape:
-        """Return the shape per token of a rank's own, if ``ranks`` ranks share out a row's tokens and attention's
-        heads. If ``ranks`` doesn't divide the key-value heads, a rank has more than its share."""
+        """Return the shape per token on one of ``ranks`` ranks that divide a row's tokens and attention's heads
+        (sequence parallelism). If ``ranks`` doesn't divide the key-value heads, a rank has more keys and values than
+        with an equal division."""
         heads, keys = self.queries // self.head, max(self.keys // self.head, 1)
         if heads % ranks == 0 and keys % ranks == 0:
             return self
-        if heads % ranks == 0 and ranks % keys == 0:  # one key-value head on each rank
+        if heads % ranks == 0 and ranks % keys == 0:  # each rank has one key-value head
             return replace(self, keys=ranks * self.head)
         filled = -(-heads // ranks) * ranks * self.head
         return replace(self, queries=filled, keys=filled)
 
 
 class CopiedKeys(NamedTuple):
-    """Copies of keys that attention makes, and scores in memory, per token of a row."""
+    """Copies of keys, and scores in memory, that attention needs, as factors per token of a row."""
 
-    kept: float = 0.0  # copied keys that every layer keeps for the backward
-    inside: float = 1.0  # keys of one layer's attention while it runs, with its own
-    scores: float = 0.0  # scores of each head of every layer
-    segment: float = 0.0  # the longest segment's part of ``scores``
-    padding: float = 0.0  # rows that flash attention's backward adds for a row's segments
+    kept: float = 0.0  # Copied keys that every layer keeps for the backward.
+    inside: float = 1.0  # Keys, with copies, in memory while one layer's attention runs.
+    scores: float = 0.0  # Attention scores of each head in every layer.
+    segment: float = 0.0  # Part of ``scores`` that belongs to the longest segment (prompt or completion).
+    padding: float = 0.0  # Rows of padding that flash attention's backward adds for segments.
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """The longest prompt and completion of a row, in tokens."""
+    """The longest prompt and completion of a row in tokens, and the completions that share a prompt."""
 
     prompt: int
     completion: int
-    group: int  # completions that share a prompt in a row; 1 if rows are padded
+    group: int  # completions that share a prompt in a row; 1 if rows are padded, not packed
 
     def copied_keys(self, shape: Shape, tokens: int, itemsize: int, device: str) -> CopiedKeys:
-        """Compute the copies that attention makes: none if it reads a prompt's keys in place (see
-        `policy.attention`). Scores are of a row of long completions."""
+        """Compute the copies of keys that attention makes in a row of ``tokens``. No copies are made if attention reads
+        a prompt's keys in place (`policy.attention`). Scores are computed for long completions."""
         scores = (0.0, 0.0)
         if shape.capped:
             many = min(self.group, max(1.0, (tokens - self.prompt) / self.completion))
@@ -135,8 +137,9 @@ class Lengths:
         return CopiedKeys(0.0, self.joined_keys(tokens, shape.window) if windowed else 1.0, padding=padding)
 
     def joined_keys(self, tokens: int, window: int = 0) -> float:
-        """Compute the keys per token of a row, if each completion's are joined with its prompt's (in a ``window``, the
-        last of them): 1 for one sequence, nearly 9 for 8 completions far shorter than their prompt."""
+        """Compute the keys per token of a row if each completion's keys are copied behind its prompt's keys, or behind
+        the last of them in a ``window``. The result is 1 for one sequence, and nearly 9 for 8 completions far shorter
+        than their prompt."""
         if self.group == 1:
             return 1.0
         count, short = self._short(tokens)
@@ -148,17 +151,17 @@ class Lengths:
         return self.prompt / (self.prompt + count * short)
 
     def _short(self, tokens: int) -> tuple[int, int]:
-        """Return the number of short completions of one prompt in a row of ``tokens``, and the tokens of each."""
+        """Return (number of short completions of one prompt in a row of ``tokens``, tokens of each)."""
         short = max(1, self.completion // SHORT)
         return min(self.group, max(1, (tokens - self.prompt) // short)), short
 
 
 def layer_bytes(shape: Shape, itemsize: int, copied: float = 0.0) -> float:
-    """Compute the bytes that one layer keeps for the backward pass, per token, as in arXiv 2205.05198 (section 4.1).
+    """Compute the bytes per token that one layer keeps for the backward, as in arXiv 2205.05198 (section 4.1).
 
-    RMSNorms: float32 input, normalised and scaled output. Fused attention: queries, keys and values, twice (and
-    ``copied`` more of the keys and values), and its output. MLP: gate, activated gate, up, product; in a mixture also
-    its input and output, once per expert.
+    RMSNorms keep a float32 input, and the normalised and the scaled output. Fused attention keeps its output, and
+    queries, keys and values twice, and ``copied`` further keys and values. The MLP keeps gate, activated gate, up and
+    product. A mixture keeps its input and output once per expert as well.
     """
     norms = shape.norms * shape.hidden * (4 + 2 * itemsize)
     mlp = shape.gated * shape.intermediate + 2 * shape.experts * shape.hidden
@@ -166,7 +169,7 @@ def layer_bytes(shape: Shape, itemsize: int, copied: float = 0.0) -> float:
 
 
 def again(shape: Shape, checkpointing: int) -> int:
-    """Count the layers that are computed again. Each of them keeps only its input."""
+    """Count the layers with activation checkpointing. Each of them keeps only its input for the backward."""
     return -(-shape.layers // checkpointing) if checkpointing else 0
 
 
@@ -177,8 +180,8 @@ def kept_by_layers(
     copied: CopiedKeys = CopiedKeys(),  # noqa: B008  # immutable
     on_host: bool = False,
 ) -> tuple[float, float]:
-    """Compute the bytes per token that all layers keep, and the bytes of one layer that is computed again. Each
-    ``checkpointing``-th layer keeps only its input; ``on_host`` all of these inputs but a few are on the host."""
+    """Compute (bytes per token that all layers keep, bytes per token of one layer that is computed again). Every
+    ``checkpointing``-th layer keeps only its input. With ``on_host`` all but a few of these inputs are on the host."""
     layer = layer_bytes(shape, itemsize, copied.kept) + SCORE * shape.capped * copied.scores
     twice = again(shape, checkpointing)
     inputs = min(twice, left_on_device().inputs) if on_host else twice
@@ -186,23 +189,23 @@ def kept_by_layers(
 
 
 def left_on_device() -> Any:
-    """Return the offer at the seam "left_on_device": the bytes that parts of training in host memory take on the device
-    while they pass through.
+    """Return functions of the "offload" extension: the device bytes that data in host memory takes in transfer.
 
-    ``inputs``: number of layers' inputs on the device at once. ``state(nbytes)``: of an optimizer's state.
-    ``sums(gradients)``: of sums in transfer. ``on_way(gradients, largest)``: of gradients in transfer.
+    ``inputs`` is the number of layer inputs on the device at once. ``state(nbytes)`` gives the bytes for an optimizer
+    state of ``nbytes``. ``sums(gradients)`` gives the bytes of gradient sums in transfer, and ``on_way(gradients,
+    largest)`` the bytes of gradients in transfer.
     """
     (left,) = registry.hooks("left_on_device")
     return left
 
 
 class Trained(NamedTuple):
-    """The trained parameters and parts in host memory, as far as activations depend on them."""
+    """Facts about training that the memory of activations depends on."""
 
-    head: bool = True
-    adapted: bool = False  # most parameters are frozen
-    inputs_on_host: bool = False  # inputs of layers that are computed again are on the host
-    on_way: int = 0  # most bytes of gradients on their way to the host while layers go backward; counted elsewhere
+    head: bool = True  # Whether the output head is trained.
+    adapted: bool = False  # Whether most parameters are frozen, as with LoRA.
+    inputs_on_host: bool = False  # Whether inputs of checkpointed layers are in host memory.
+    on_way: int = 0  # Maximum bytes of gradients in transfer to the host in the backward. The plan adds them elsewhere.
 
 
 def activation_bytes(
@@ -214,28 +217,31 @@ def activation_bytes(
     copied: CopiedKeys = CopiedKeys(),  # noqa: B008  # immutable
     trained: Trained = Trained(),  # noqa: B008  # immutable
 ) -> int:
-    """Estimate the peak of one forward and backward, without weights and gradients: the largest of three moments.
+    """Estimate the peak bytes of one forward and backward, without weights and gradients: the largest of three moments.
 
-    In the head: the layers' activations, the final norm, the head's input and its gradient, two float32 tiles of
-    logits (`logprobs`), and the gradient of the head's weight. In the last layer: its gradients, and for a tied head
-    also the weight's gradient, which waits for the embedding's. In the embedding: its gradient in its dtype and in
-    float32; if tied, both and their sum in float32. If gradients go to the host, none is on its way in the head.
-    Counted on fake CUDA tensors (tests/policy/test_fake_gpu.py).
-    SmolLM2-135M in bfloat16 on a CPU: 956 and 1,740 MiB for 1,024 and 2,048 tokens (measured: 953, 1,697); with
-    checkpointing 325 for 1,024 (272).
+    In the head: the layers' activations, the final norm, the head's input and its gradient, two float32 tiles of logits
+    (`logprobs`), and the gradient of the head's weight. In the last layer: the layer's gradients, and for a tied head
+    the weight's gradient, which waits for the embedding's gradient. In the embedding: its gradient in its dtype and in
+    float32, and if tied, both gradients and their sum in float32. If gradients go to the host, none is in transfer in
+    the head.
+
+    Counted on fake CUDA tensors (tests/policy/test_fake_gpu.py). SmolLM2-135M in bfloat16 on a CPU: estimated 956 and
+    1,740 MiB for 1,024 and 2,048 tokens (measured 953 and 1,697); with checkpointing 325 MiB for 1,024 tokens (measured
+    272).
     """
     kept, twice = kept_by_layers(shape, itemsize, checkpointing, copied, trained.inputs_on_host)
     weight = 4 * shape.vocabulary * shape.hidden if trained.head else 0
     head = tokens * shape.hidden * (8 + 3 * itemsize) + 2 * 4 * TILE_ELEMENTS.get(device, 2**24) + weight
-    # The peak of gradients inside one layer, per token: in its MLP, or in its attention after the MLP's activations are
-    # freed. The MLP has the gradients of gate and up, or the product's gradient and an adapter's float32 input.
+    # Peak of gradients inside one layer, per token: either in its MLP, or in its attention after the MLP's activations
+    # are freed. The MLP has the gradients of gate and up, or the product's gradient and a LoRA adapter's float32 input.
     inner, joined = max(itemsize, 4) if trained.adapted else itemsize, copied.inside
     mlp = (itemsize + inner) * shape.intermediate + itemsize * 2 * max(shape.experts, 1) * shape.hidden
     attention = itemsize * (
         joined * 2 * shape.keys - shape.gated * shape.intermediate - 2 * shape.experts * shape.hidden
     )
     if device == "cuda":
-        # Flash attention's backward sums queries' gradients in float32, and keys' and values' once per query head.
+        # Flash attention's backward sums queries' gradients in float32, and has keys' and values' gradients per query
+        # head.
         spread = 0 if shape.keys == shape.queries else itemsize * joined * 2 * shape.queries
         widened = -(-shape.head // FLASH_HEAD_STEP) * FLASH_HEAD_STEP / max(shape.head, 1)
         attention += 4 * shape.queries * widened * (1 + copied.padding) + spread
@@ -254,13 +260,13 @@ def engine_bytes(shape: Shape, sequences: int, itemsize: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CacheNeed:
-    per_token: int
-    least: int  # one sequence at full length
-    wanted: int  # every sequence of a generation at full length: more would never be used
+    per_token: int  # Bytes of keys and values per token.
+    least: int  # Bytes for one sequence of maximum length.
+    wanted: int  # Bytes for all sequences of a generation at maximum length. A larger KV cache would stay unused.
 
     @classmethod
     def of(cls, shape: Shape, itemsize: int, length: int, sequences: int) -> CacheNeed:
-        """Compute the need of ``sequences`` sequences of up to ``length`` tokens; an upper bound with window layers."""
+        """Return the KV cache bytes of ``sequences`` sequences of ``length`` tokens. Windows would need less."""
         per_token = 2 * shape.layers * shape.keys * itemsize
-        # vLLM keeps a block for itself, and a sequence's last block is partly empty.
+        # vLLM reserves one block of the KV cache, and the last block of a sequence is partly empty.
         return cls(per_token, (length + 2 * BLOCK) * per_token, (sequences + 1) * (length + BLOCK) * per_token)

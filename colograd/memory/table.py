@@ -1,12 +1,13 @@
 """`MemoryPlan`: the memory of one rank's device while it samples and while it trains, as a table.
 
-Sampling and training alternate, so each part counts only while it is allocated. Gradients are freed after the optimizer
-step. With `offload_gradients` or `offload_optimizer: stream`, only the bytes in transit to or from the host count. A
-reference model or a teacher that waits on the host runs before gradients exist, in the space planned for them.
+Sampling and training alternate, and a part counts only while it is allocated. Gradients are freed after the optimizer
+step. With `offload_gradients` or `offload_optimizer: stream`, only bytes in transfer to or from the host count. A
+reference model or teacher that waits on the host runs before gradients exist, in the space planned for gradients.
 
 A KV cache that sleeps while the policy trains (`vllm_enable_sleep_mode`) shares its space with gradients and
-activations. A KV cache that stays is planned in addition to them. So a micro-batch may be trained between two engine
-steps (`overlap`), because an engine step at the end of sampling needs far less memory than a micro-batch.
+activations. Otherwise the KV cache is planned in addition to gradients and activations. Then a micro-batch may be
+trained between two engine steps (`overlap`), because an engine step at the end of sampling needs less memory than a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from dataclasses import dataclass
 
 from .shape import CacheNeed
 
-MARGIN = 0.08  # share of the device, for CUDA graphs, NCCL and fragmentation; vLLM's own default leaves as much
-CPU_SHARE = 4  # on a CPU the KV cache takes at most this part of the free memory
+MARGIN = 0.08  # Fraction of the device for CUDA graphs, NCCL and fragmentation. vLLM's default leaves as much free.
+CPU_SHARE = 4  # On a CPU the KV cache takes at most a quarter of free memory.
 PHASES = ("sampling", "training")
 GIB = 2**30
-# For a plan that fit until the engine was built or the activations were measured: no change was tried.
+# REMEDIES: advice if a plan doesn't fit any more after the engine was built, or activations were measured.
 REMEDIES = "lower max_tokens_per_microbatch or vllm_max_model_length, or set gradient_checkpointing: true"
 
 
@@ -28,35 +29,35 @@ REMEDIES = "lower max_tokens_per_microbatch or vllm_max_model_length, or set gra
 class MemoryPlan:
     device: str
     total: int
-    available: int  # bytes for this process: the total less other processes' memory
-    engine_weights: int  # 0: there is no engine
-    policy_weights: int  # 0: shared with the engine
+    available: int  # Bytes for this process: the device's total minus the memory of other processes.
+    engine_weights: int  # Bytes of the engine's weights. 0 means that the run has no engine.
+    policy_weights: int  # Bytes of the policy's weights. 0 means that policy and engine share memory.
     gradients: int
     optimizer: int
-    activations: int  # bytes for a micro-batch of ``tokens`` tokens
-    engine: int  # bytes of the engine without weights and KV cache
+    activations: int  # Bytes of activations for a micro-batch of ``tokens`` tokens.
+    engine: int  # Bytes of the engine without weights and KV cache.
     tokens: int
-    measured: bool = False  # activations are measured; False: estimated
+    measured: bool = False  # Whether activations are measured, not estimated.
     kv_per_token: int = 0
-    kv_bytes: int = 0  # 0: unknown until the engine is built with its share of the device
+    kv_bytes: int = 0  # Bytes of the KV cache. 0 means unknown until the engine is built.
     kv_tokens: int = 0
-    sleeps: bool = False  # the KV cache sleeps while the policy trains
-    offloads: bool = False  # the optimizer's state is on the host while the engine samples
-    streams: bool = False  # the optimizer's state is always on the host: its buffers on the device count
-    reference: int = 0  # bytes; 0: there is no reference model, or it waits on the host
-    teacher: int = 0  # bytes; 0: there is no teacher, or it waits on the host
-    strategy: str = "none"  # the sharding strategy
+    sleeps: bool = False  # Whether the KV cache is freed while the policy trains.
+    offloads: bool = False  # Whether the optimizer's state is on the host while the engine samples.
+    streams: bool = False  # Whether the optimizer's state stays on the host. Its buffers on the device count.
+    reference: int = 0  # Bytes of the reference model on the device. 0 without one, or if it waits on the host.
+    teacher: int = 0  # Bytes of the teacher model on the device. 0 without one, or if it waits on the host.
+    strategy: str = "none"  # Name of the sharding strategy.
     ranks: int = 1
-    exchange: int = 0  # gradients on their way to other ranks, or weights gathered from them
-    offloads_gradients: bool = False  # gradients go to the host: only gradients on their way count
-    remedies: str = ""  # changes that would make the run fit; empty: it fits, or none was tried
+    exchange: int = 0  # Bytes of gradients sent to other ranks, or of weights gathered from other ranks.
+    offloads_gradients: bool = False  # Whether gradients are moved to the host. Only gradients in transfer count.
+    remedies: str = ""  # Changes that would make the run fit. Empty if the run fits, or if no changes were tried.
 
     @property
     def margin(self) -> int:
         return int(MARGIN * self.total)
 
     def rows(self) -> list[tuple[str, int, int]]:
-        """Return (name, bytes while sampling, bytes while training) of each part."""
+        """Return the rows of the table: (name of the part, bytes while sampling, bytes while training)."""
         part = f", 1/{self.ranks}"
         of_policy = part if self.strategy == "fsdp" else "" if self.policy_weights else " (shared)"
         of_gradients = part if self.strategy in ("gradients", "fsdp") else ""
@@ -86,45 +87,45 @@ class MemoryPlan:
         ]
 
     def remains(self, phase: str) -> int:
-        """Return the bytes left in ``phase`` of `PHASES`; negative: the plan exceeds the device."""
+        """Return the bytes left in ``phase`` of `PHASES`. A negative number means that the plan exceeds the device."""
         column = 1 + PHASES.index(phase)
         return self.total - sum(int(row[column]) for row in self.rows())
 
     @property
     def room(self) -> int:
-        """Bytes that the KV cache may take: the least remainder of the phases in its lifetime."""
+        """Bytes that the KV cache may take, limited by training as well if the KV cache stays on the device."""
         empty = dataclasses.replace(self, kv_bytes=0)
         sampling = empty.remains("sampling")
         return sampling if self.sleeps else min(sampling, empty.remains("training"))
 
     def takes(self, need: CacheNeed) -> bool:
-        """Return whether training fits together with a KV cache of one full sequence."""
+        """Return whether training fits, and whether a KV cache of one full sequence fits."""
         empty = dataclasses.replace(self, kv_bytes=0)
         return self.room >= need.least and empty.remains("training") >= 0
 
     def with_cache(self, need: CacheNeed) -> MemoryPlan:
-        """Add a KV cache for one whole generation, or as large as fits."""
+        """Return the plan with a KV cache for one whole generation, or a smaller one if memory is short."""
         return dataclasses.replace(self, kv_bytes=min(need.wanted, max(self.room, 0)))
 
     def with_cpu_cache(self, need: CacheNeed) -> MemoryPlan:
-        """Add a KV cache on a CPU: at most a quarter of the free memory, but at least one full sequence."""
+        """Return the plan with a KV cache on a CPU: a quarter of free memory at most, one full sequence at least."""
         return dataclasses.replace(self, kv_bytes=max(need.least, min(need.wanted, self.available // CPU_SHARE)))
 
     def with_engine(self, weights: int, apart: int, kv_tokens: int) -> MemoryPlan:
-        """Set the bytes of the built engine, and of the policy's weights ``apart`` from it."""
+        """Return the plan with the built engine's bytes, and the bytes of policy weights ``apart`` from the engine."""
         kv_bytes = self.kv_bytes or kv_tokens * self.kv_per_token
         return dataclasses.replace(
             self, engine_weights=weights, policy_weights=apart, kv_bytes=kv_bytes, kv_tokens=kv_tokens
         )
 
     def with_measured(self, tokens: int, peak: int) -> MemoryPlan:
-        """Set a measured budget: ``peak`` is the bytes of forward and backward, gradients included."""
+        """Return the plan with measured activations. ``peak`` is the bytes of a forward and backward with gradients."""
         activations = max(peak - self.gradients - self.exchange, 0)
         return dataclasses.replace(self, tokens=tokens, activations=activations, measured=True)
 
     @property
     def fits(self) -> bool:
-        """Whether all parts fit. Measured activations may use the margin."""
+        """Whether all parts fit into the device. Measured activations may use `MARGIN`."""
         slack = self.margin if self.measured else 0
         return min(self.remains(phase) for phase in PHASES) + slack >= 0
 
@@ -137,7 +138,7 @@ class MemoryPlan:
         return lines + [f"{f'  {name}':<{width}} {gib(a):>9} {gib(b):>9}" for name, a, b in rows]
 
     def table(self) -> str:
-        """Join the lines into one text; the last one names remedies if the plan doesn't fit."""
+        """Return the table as one text. If the plan doesn't fit, the last line names remedies."""
         last = [] if self.fits else [f"  more is planned than there is: {self.remedies or REMEDIES}"]
         return "\n".join([*self.lines(), *last])
 

@@ -1,7 +1,8 @@
-"""The token budget of a micro-batch: measured once on a GPU, halved when memory runs out. The update stays the same.
+"""The token budget: the maximum tokens of a micro-batch, measured once on a GPU, and halved if memory runs out.
 
-`max_tokens_per_microbatch: auto` measures the peak memory of dummy rows of growing length, fits a line, and fills
-`SHARE` of the memory that policy, engine and the optimizer's state leave free.
+The optimizer step doesn't depend on the budget. `max_tokens_per_microbatch: auto` measures the peak memory of dummy
+rows of growing length, and fits a line. The budget fills `SHARE` of the memory that policy, engine and optimizer state
+leave free.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from ..policy.packing import PackingRules, dummy, pack_step, places
 from ..policy.second_models import kinds
 from .shape import SHORT
 
-SHARE = 0.8  # share of the free memory; fragmentation and row lengths that weren't measured need the rest
-# Measured sizes, in tokens. A row of LARGEST keeps any GPU busy; only a longer sequence needs more.
+SHARE = 0.8  # Fraction of free memory to fill. Fragmentation and unmeasured row lengths may need 20 %.
+# SMALLEST, LARGEST: smallest and largest number of tokens in a measured row. LARGEST tokens keep any GPU busy. Only a
+# longer sequence needs a longer row.
 SMALLEST, LARGEST = 1024, 65536
-STEP = 256  # tokens; budgets are multiples of STEP
+STEP = 256  # Token budgets are multiples of 256.
 
 
 def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tuple[int, int]:
-    """Find the most tokens that stay under ``limit`` bytes of peak memory, by a line through the last two sizes
-    measured.
+    """Return the maximum tokens below ``limit`` bytes of peak memory, by a line through the last two measurements.
 
     Args:
-        peak: tokens -> peak bytes of a forward and backward; infinite: it ran out of memory.
-        largest: tokens that are enough.
+        peak: returns the peak bytes of a forward and backward for a number of tokens; inf if memory ran out.
+        largest: number of tokens that is enough. No larger number is tried.
 
     Returns:
         The tokens, a multiple of `STEP`, and their bytes on the line.
     """
-    # Starting at the origin makes a single size an upper estimate of the slope.
+    # Because the line starts at the origin, the first size gives an upper estimate of the slope.
     x, y, slope, most = 0, 0.0, 0.0, largest
     tokens = SMALLEST
     while tokens <= largest:
@@ -46,7 +47,7 @@ def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tu
             most = tokens - STEP
             break
         x, y, slope = tokens, used, (used - y) / (tokens - x)
-        if y + slope * x > limit:  # twice as many tokens wouldn't fit
+        if y + slope * x > limit:  # twice the tokens wouldn't fit
             break
         tokens *= 2
     if not x:
@@ -64,21 +65,21 @@ def measure(
     pending_bytes: int,
     ranks_per_sequence: int = 1,
 ) -> tuple[int, int]:
-    """Measure the safe budget of each rank's GPU, and return the smallest one and its bytes. A collective.
+    """Measure the token budget of each rank's GPU. Return the smallest budget and its bytes. All ranks must call this.
 
     Args:
-        train: forward and backward of one micro-batch.
+        train: runs forward and backward of one micro-batch.
         clean: frees activations and gradients.
-        shape: tokens of the longest prompt and of the longest completion, and completions per group.
-        pending_bytes: of the optimizer's state, if it isn't allocated yet.
-        ranks_per_sequence: ranks that share out a row's tokens; each must have enough of them to be busy.
+        shape: tokens of the longest prompt, tokens of the longest completion, and completions per group.
+        pending_bytes: bytes of the optimizer's state if it isn't allocated yet.
+        ranks_per_sequence: ranks that divide a row's tokens. Each of them needs enough tokens to be busy.
     """
     device = rules.device
     prompt, completion, count = shape
-    if rules.share_prompts:  # long completions have most logits, short ones join most keys with their prompt's
+    if rules.share_prompts:  # long completions have most logits, short completions copy most keys
         shapes = {shape, (prompt, max(1, completion // SHORT), count)}
     else:
-        shapes = {(prompt, completion, 1)}  # each padded row has its own prompt
+        shapes = {(prompt, completion, 1)}  # each padded row has one completion with its prompt
 
     def peak(tokens: int) -> float:
         peaks = []
@@ -93,14 +94,14 @@ def measure(
             clean()
         return max(gather(max(peaks)))
 
-    torch.cuda.empty_cache()  # the policy's stream can't use memory cached for the engine's stream
+    torch.cuda.empty_cache()  # torch's cached memory of the engine's CUDA stream is unusable in the policy's
     free = torch.cuda.mem_get_info(device)[0]
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - pending_bytes
     return fill(peak, int(SHARE * min(gather(free))), max(LARGEST * ranks_per_sequence, prompt + completion))
 
 
 def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) -> PackedRow:
-    """Make a row of ``tokens`` tokens with zero advantages: the longest groups, the last one cut short."""
+    """Make a dummy row of ``tokens`` tokens with zero advantages: the longest groups, and a shorter last group."""
     longest_prompt, longest, count = shape
     groups: list[tuple[int, list[int]]] = []
     left = tokens
@@ -109,7 +110,7 @@ def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) ->
         room = min(left - prompt, longest * count)
         groups.append((prompt, [min(longest, room - start) for start in range(0, room, longest)]))
         left -= prompt + room
-    if left:  # a single token is no group
+    if left:  # a group needs two tokens
         groups[-1][1][-1] += left
     return dummy(device, groups)
 
@@ -117,25 +118,25 @@ def dummy_row(tokens: int, shape: tuple[int, int, int], device: torch.device) ->
 def back_off(
     rules: PackingRules, batches: Sequence[StepBatch], reason: BaseException | str, among: int = 1
 ) -> tuple[PackingRules, list[StepBatch]]:
-    """Halve the budget and pack the steps again: the failed step (the first ``among`` batches) and the rest of its
-    round. A collective: all ranks call it after any rank ran out of memory. It raises `OutOfMemoryError` if each
-    micro-batch is already a single completion."""
+    """Halve the token budget, and pack the steps again: the failed step (the first ``among`` batches) and the later
+    steps with the same rollouts. After any rank ran out of memory, all ranks must call this. If each micro-batch of the
+    failed step has a single completion, raise `OutOfMemoryError`."""
     failed = [row for batch in batches[:among] for row in batch.rows]
     largest = max(gather(max((row.num_tokens for row in failed), default=0)))
     if not any(gather(any(len(row.rollouts) > 1 for row in failed))):
         raise torch.OutOfMemoryError(
             f"A single completion with its prompt doesn't fit ({largest:,} tokens; {reason}): set "
-            "gradient_checkpointing: true, set vllm_enable_sleep_mode: true, share more out among the ranks "
-            "(sharding), or lower max_completion_length, max_prompt_tokens or vllm_gpu_memory_utilization."
+            "gradient_checkpointing: true, set vllm_enable_sleep_mode: true, divide more over ranks (`sharding`), "
+            "or lower max_completion_length, max_prompt_tokens or vllm_gpu_memory_utilization."
         )
     rules = dataclasses.replace(rules, max_tokens=max(1, min(rules.max_tokens, largest) // 2))
     return rules, [repack(batch, rules) for batch in batches]
 
 
 def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
-    """Pack the same step with another budget, with each completion's log-probabilities. No row counts as trained."""
+    """Return the step in new rows packed by ``rules``, with known per-token values. The count of trained rows is 0."""
     rows = pack_step(batch.groups, rules)
-    for name in ("old_logprobs", *kinds()):  # [N] tensors
+    for name in ("old_logprobs", *kinds()):  # tensors [N], one value per token
         recorded = [tensor for row in batch.rows if (tensor := row.values(name)) is not None]
         if not recorded or len(recorded) < len(batch.rows):
             continue
@@ -147,7 +148,7 @@ def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
         packed = []
         for row in rows:
             values = []
-            for rollout, at in places(row):  # a new dummy row gets zeros; its tokens aren't in the loss
+            for rollout, at in places(row):  # a dummy row gets zeros, because the loss ignores its tokens
                 blank = recorded[0].new_zeros(at.stop - at.start, *recorded[0].shape[1:])
                 values.append(known.get(rollout, blank))
             packed.append(row.with_values(name, torch.cat(values)))
@@ -156,7 +157,7 @@ def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
 
 
 def free_memory(model: torch.nn.Module) -> None:
-    """Free gradients and a failed forward's activations. The exception must be gone: its traceback holds them."""
+    """Free gradients and a failed forward's activations. The exception must be gone, because it holds activations."""
     model.zero_grad(set_to_none=True)
     gc.collect()
     if torch.cuda.is_initialized():

@@ -1,7 +1,4 @@
-"""Sharding: strategies that divide weights, gradients and optimizer state among ranks.
-
-`ShardingStrategy` is the interface; `zero` and extensions implement it; `selection` picks one.
-"""
+"""Sharding strategies: `ShardingStrategy` is their interface, and `selection` chooses the strategy of a run."""
 
 from .selection import check_sharding, strategy_name, strategy_of
 from .strategy import ShardingStrategy

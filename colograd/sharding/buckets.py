@@ -1,4 +1,4 @@
-"""Buckets: consecutive parameters that ranks exchange in one collective. Each of N ranks owns an N-th of a bucket."""
+"""Buckets: groups of parameters that ranks exchange in one collective. Each of N ranks updates an N-th of a bucket."""
 
 from __future__ import annotations
 
@@ -14,33 +14,38 @@ from ..parallel.gradients import in_buckets
 from ..parallel.shards import all_gather
 from .strategy import Owned
 
-# Most elements of a bucket; a larger parameter has its own bucket. 64 MiB of float32 gradients keep a link busy.
+# ELEMENTS: maximum elements of a bucket, except for a larger single parameter. 64 MiB of float32 keep a link busy.
 ELEMENTS = 2**24
 
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch 2.13's new name
+# torch 2.13 has renamed reduce_scatter_tensor to reduce_scatter_single.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Bucket:
-    """Parameters as one flat tensor, padded to N equal parts. This rank owns one part.
+    """A group of parameters that are exchanged as one flat tensor, padded to one equal part per rank.
 
-    The flat tensor exists only during an exchange. If the bucket is a single parameter with a size that N divides, the
-    flat tensor is that parameter's memory.
+    This rank updates one part. The flat tensor exists only during an exchange. If the bucket has one parameter, and the
+    number of ranks divides its size, the parameter's memory is the flat tensor.
 
     Args:
-        group: process group of the ranks; None: all ranks.
+        group: process group of the ranks. None means all ranks.
     """
 
     def __init__(
         self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter], rank: int, ranks: int, group: Any = None
     ) -> None:
         self.parameters, self.ranks, self.group = parameters, ranks, group
+        # The flat tensor concatenates the parameters. ``starts`` are their offsets. ``part`` is the number of elements
+        # per rank, with padding. ``begin`` is the offset of this rank's part. ``in_place`` means that a parameter's
+        # memory is the flat tensor. ``sum`` [part] is this rank's part of the summed gradient. ``places`` maps pieces
+        # of parameters to ranges of this rank's part.
         self.sizes = [parameter.numel() for parameter in parameters]
-        self.starts = list(itertools.accumulate(self.sizes, initial=0))[:-1]  # first elements in the flat tensor
-        self.part = -(-sum(self.sizes) // ranks)  # elements of each rank's part; the last one ends with padding
-        self.begin = rank * self.part  # first element of this rank's part in the flat tensor
-        self.in_place = len(parameters) == 1 and self.sizes[0] == self.part * ranks  # the flat tensor is the parameter
-        self.sum: torch.Tensor | None = None  # [part] this rank's part of the summed gradient
-        self.places: dict[Owned, slice] = {}  # this rank's pieces of parameters, with their ranges in its part
+        self.starts = list(itertools.accumulate(self.sizes, initial=0))[:-1]
+        self.part = -(-sum(self.sizes) // ranks)
+        self.begin = rank * self.part
+        self.in_place = len(parameters) == 1 and self.sizes[0] == self.part * ranks
+        self.sum: torch.Tensor | None = None
+        self.places: dict[Owned, slice] = {}
         for name, parameter, start in zip(names, parameters, self.starts, strict=True):
             first = min(max(self.begin - start, 0), parameter.numel())
             last = min(max(self.begin + self.part - start, 0), parameter.numel())
@@ -57,7 +62,7 @@ class Bucket:
         return getattr(first, "grad_dtype", None) or first.dtype
 
     def flat(self, tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-        """Concatenate one tensor per parameter, with zeros in place of None and as padding: ``[part * ranks]``."""
+        """Concatenate one tensor per parameter into ``[part * ranks]``. None and padding become zeros."""
         if self.in_place and tensors[0] is not None and tensors[0].is_contiguous():
             return tensors[0].view(-1).to(self.parameters[0].device)
         flat = torch.zeros(self.part * self.ranks, dtype=dtype, device=self.parameters[0].device)
@@ -67,7 +72,7 @@ class Bucket:
         return flat
 
     def add(self, summed: torch.Tensor) -> None:
-        """Add a reduction's result ``[part]`` to this rank's part of the step's gradient, which the optimizer reads."""
+        """Add ``summed`` [part], a gradient summed over ranks, to this rank's gradient that the optimizer reads."""
         self.sum = summed if self.sum is None else self.sum.add_(summed)
         for piece, place in self.places.items():
             piece.part.grad = self.sum[place]
@@ -79,7 +84,7 @@ class Bucket:
 
     @torch.no_grad()
     def gather(self) -> int:
-        """Gather all ranks' parts of the weights into the parameters, in place. Return the bytes of the collective."""
+        """Write all ranks' updated weights into the parameters by an all-gather. Return the collective's bytes."""
         flat = self.flat([parameter.data for parameter in self.parameters], self.parameters[0].dtype)
         all_gather(flat, flat[self.begin : self.begin + self.part], group=self.group)
         watchdog.progress()
@@ -92,8 +97,8 @@ class Bucket:
 def buckets_of(
     model: torch.nn.Module, rank: int, ranks: int, elements: int = ELEMENTS, group: Any = None
 ) -> list[Bucket]:
-    """Return the trained parameters in buckets of one dtype and of at most so many ``elements``, in about the order of
-    their gradients in a backward. ``group`` is as in `Bucket`."""
+    """Return the trained parameters in buckets of one dtype and of at most ``elements`` elements, in about the order of
+    their gradients in a backward. ``group`` is the process group of the ranks; None means all ranks."""
     trained = [(name, p) for name, p in reversed(list(model.named_parameters())) if p.requires_grad]
     buckets = []
     for _, same_kind in itertools.groupby(trained, key=lambda item: (item[1].dtype, item[1].device)):

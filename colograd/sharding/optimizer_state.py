@@ -1,9 +1,10 @@
-"""An optimizer's state in one file per rank, by parameter and range of elements. Any number of ranks can read it.
+"""Files of an optimizer's state: one file per rank that any number of ranks can read.
 
 A rank writes ``optimizer-R-of-N.safetensors`` with a tensor ``parameter|first element|name of the state`` for each part
-that it owns. Without sharding one rank writes all parts. If a rank's part of a parameter isn't a range of elements
-(but some columns, say), the ranges count elements of the part, and the file's header describes the part (``shards``).
-Optimizers with other state use the usual file (``optimizer.pt``), as do older checkpoints of runs without sharding.
+that its optimizer updates. Without sharding one rank writes all parts. If a rank's part of a parameter isn't a range of
+elements (but some columns, for example), the ranges count elements of the part, and the file's header describes the
+part under ``shards``. Optimizers with other state, and older checkpoints of runs without sharding, use transformers'
+file ``optimizer.pt``.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ SEPARATOR = "|"
 
 
 class Stored(NamedTuple):
-    """A range of a parameter's state in a file, or a scalar that belongs to every range (such as the step count)."""
+    """A saved range of one state of a parameter, e.g. of a moment; or a scalar for all ranges, e.g. the step count."""
 
-    start: int
-    stop: int  # equal to ``start`` for a scalar
-    values: Any  # elements of the range, read when they are sliced; the tensor of a scalar
-    shard: Shard | None = None  # the range counts elements of this part; None: elements of the whole parameter
+    start: int  # First element of the range.
+    stop: int  # Last element of the range + 1. For a scalar equal to ``start``.
+    values: Any  # Elements of the range, read from the file when sliced. For a scalar its tensor.
+    shard: Shard | None = None  # The part that ``start`` and ``stop`` count in. None for the whole parameter.
 
 
-State = Mapping[str, Mapping[str, Sequence[Stored]]]  # parameter -> name of a state -> ranges
+State = Mapping[str, Mapping[str, Sequence[Stored]]]  # saved ranges by parameter name and name of the state
 
 
 def can_be_cut(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
-    """Return whether `save` can write an optimizer's state: tensors of owned parameters, with as many elements as the
-    parameter or one, and groups' settings that are JSON values."""
+    """Return whether `save` can write an optimizer's state: tensors with as many elements as a parameter of ``owned``,
+    or with one element, and settings of parameter groups that are JSON values."""
     parts = {id(piece.part) for piece in owned}
     grouped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not all(id(parameter) in parts for parameter in (*grouped, *optimizer.state)):
@@ -76,14 +77,14 @@ def save(
     ranks: int,
     write: WriteTensors = save_file,
 ) -> None:
-    """Write the state of this rank's parts ``owned``, as file ``rank`` of ``ranks`` in a checkpoint's folder."""
+    """Write the optimizer state of this rank's parts ``owned`` into ``folder``, as file ``rank`` of ``ranks``."""
     tensors = {}
     for piece in owned:
         for key, value in optimizer.state.get(piece.part, {}).items():
             if isinstance(value, torch.Tensor):
                 flat = value.detach().reshape(-1) if value.dim() else value.detach()
                 tensors[SEPARATOR.join((piece.name, str(piece.start), key))] = flat
-    if write is save_file:  # it requires tensors that share no memory
+    if write is save_file:  # `save_file` requires tensors that share no memory
         tensors = {name: value.to("cpu", copy=True) for name, value in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     watchdog.progress()
@@ -104,9 +105,9 @@ def load(
     rank: int = 0,
     ranks: int = 1,
 ) -> None:
-    """Read the state of this rank's parts into the optimizer, or raise ValueError if a file is missing or of another
-    model. If this rank's file has all of its parts, the other files may be on other nodes. ``order`` has the names of
-    all trained parameters as in an optimizer without sharding."""
+    """Read the state of this rank's parts ``owned`` into the optimizer. A missing file, or a file of another model,
+    raises a ValueError. If this rank's file has all of its parts, other ranks' files may be missing. ``order`` has the
+    names of all trained parameters as in an optimizer without sharding."""
     with contextlib.ExitStack() as files:
         if is_sharded(folder):
             stored, settings = _in_shards(folder, files, folder / _name(rank, ranks), owned)
@@ -116,8 +117,8 @@ def load(
         numbered = [parts[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
         if stored and (missing := sorted({piece.name for piece in numbered} - stored.keys())):
             raise ValueError(
-                f"The optimizer state in {str(folder)!r} lacks {len(missing)} trained parameters "
-                f"({', '.join(missing[:3])}). Resume from a complete checkpoint of this model."
+                f"The checkpoint's optimizer state is incomplete: {str(folder)!r} lacks {len(missing)} trained "
+                f"parameters ({', '.join(missing[:3])}). Resume from a complete checkpoint of this model."
             )
         state = {
             index: {key: _assemble(piece, key, ranges, folder) for key, ranges in stored[piece.name].items()}
@@ -142,22 +143,22 @@ def _check_settings(settings: Any, optimizer: torch.optim.Optimizer, folder: Pat
     present = optimizer.param_groups
     if not isinstance(settings, list) or len(settings) != len(present):
         raise ValueError(
-            f"The optimizer state in {str(folder)!r} must have {len(present)} groups of parameters. Resume from a "
-            "checkpoint of this run."
+            f"The checkpoint's optimizer state doesn't fit this run: {str(folder)!r} must have {len(present)} "
+            "parameter groups, like the optimizer of this run. Resume from a checkpoint of this run."
         )
     for saved, group in zip(settings, present, strict=True):
         for name, value in saved.items() if isinstance(saved, dict) else [("", saved)]:
             if name in group and kind(value) != kind(group[name]) and None not in (value, group[name]):
                 raise ValueError(
-                    f"The optimizer state in {str(folder)!r} has {name} {value!r:.50}, which is of the wrong type. "
-                    "Resume from another checkpoint."
+                    f"The checkpoint's optimizer state has a setting of the wrong type: {str(folder)!r} has {name} "
+                    f"{value!r:.50}. Resume from another checkpoint."
                 )
 
 
 def _in_shards(
     folder: Path, files: contextlib.ExitStack, rank_file: Path, owned: Sequence[Owned]
 ) -> tuple[State, list[dict[str, Any]]]:
-    """Return states and settings from this rank's file if it has all parts, else from the files of all ranks."""
+    """Return states and settings from this rank's file if it has all parts ``owned``, else from all ranks' files."""
     if rank_file.is_file():
         stored, settings = _in_files([rank_file], files)
         for piece in owned:
@@ -171,12 +172,12 @@ def _in_shards(
     missing = [name for name in (_name(rank, ranks) for rank in range(ranks)) if name not in names]
     if not missing:
         return _in_files([folder / name for name in sorted(names)], files)
-    if rank_file.is_file() and not stored:  # the optimizer has no state
+    if rank_file.is_file() and not stored:  # an optimizer without state needs no other files
         return stored, settings
     raise ValueError(
-        f"The optimizer state in {str(folder)!r} was written by {ranks} ranks, but {', '.join(missing)} "
-        f"{'is' if len(missing) == 1 else 'are'} missing there. Resume with the same number of ranks, nodes and "
-        "sharding, or copy the missing files from the machines that wrote them."
+        f"The checkpoint's optimizer state is incomplete: {str(folder)!r} was written by {ranks} ranks, but "
+        f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing there. Resume with the same number of "
+        "ranks, nodes and sharding, or copy the missing files from the machines that wrote them."
     )
 
 
@@ -202,7 +203,7 @@ def _in_one_file(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[s
         raise ValueError(
             f"{str(folder)!r} has no optimizer state ({OPTIMIZER_NAME} or {PATTERN}). Use a complete checkpoint."
         )
-    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # mmap: a rank reads only its part
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # with mmap a rank reads only its part
     stored: dict[str, dict[str, list[Stored]]] = {}
     for index, values in saved["state"].items():
         states = stored.setdefault(order[index], {})
@@ -210,8 +211,8 @@ def _in_one_file(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[s
             if isinstance(value, torch.Tensor):
                 if value.nbytes > value.untyped_storage().nbytes():
                     raise ValueError(
-                        f"{str(path)!r} has a tensor of {value.nbytes:,} bytes, more than the file. Resume from "
-                        "another checkpoint."
+                        f"{str(path)!r} has a tensor of {value.nbytes:,} bytes, more than the size of the file. Resume "
+                        "from another checkpoint."
                     )
                 flat = value.reshape(-1) if value.dim() else value
                 states[key] = [Stored(0, value.numel() if value.dim() else 0, flat)]
@@ -219,7 +220,7 @@ def _in_one_file(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[s
 
 
 def _assemble(piece: Owned, key: str, ranges: Sequence[Stored], folder: Path) -> torch.Tensor:
-    """Assemble a part's state from saved ranges, in the part's shape. Several files may have the same range."""
+    """Assemble a part's state from saved ranges, in the part's shape. Several files may hold equal ranges."""
     if _scalar(ranges):
         scalar: torch.Tensor = ranges[0].values.clone()
         return scalar
@@ -229,8 +230,8 @@ def _assemble(piece: Owned, key: str, ranges: Sequence[Stored], folder: Path) ->
     whole = _whole_value(ranges, shards[0].shape) if shards else None
     if whole is None:
         raise ValueError(
-            f"The optimizer state in {str(folder)!r} lacks elements of {piece.name} ({key}). Resume from a complete "
-            "checkpoint of this model."
+            f"The checkpoint's optimizer state is incomplete: {str(folder)!r} lacks elements of {piece.name} ({key}). "
+            "Resume from a complete checkpoint of this model."
         )
     return piece.of(whole).clone()
 
@@ -240,7 +241,7 @@ def _scalar(ranges: Sequence[Stored]) -> bool:
 
 
 def _spans(ranges: Sequence[Stored], shard: Shard | None, start: int, stop: int) -> list[tuple[Stored, int, int]]:
-    """Return the parts of ranges that make up elements ``start`` ... ``stop`` of a tensor; empty: some are missing."""
+    """Return pieces of saved ranges that make up elements ``start`` to ``stop`` - 1; [] if elements are missing."""
     spans, at = [], start
     for stored in sorted((r for r in ranges if r.shard == shard), key=lambda r: r.start):
         if stored.start <= at < min(stored.stop, stop):
@@ -254,7 +255,7 @@ def _join(spans: Sequence[tuple[Stored, int, int]]) -> torch.Tensor:
 
 
 def _whole_value(ranges: Sequence[Stored], shape: Sequence[int]) -> torch.Tensor | None:
-    """Assemble a whole parameter's state from ranges of the parameter and of its parts; None if some are missing."""
+    """Assemble a whole parameter's state from saved ranges of the parameter and its parts; None if some are missing."""
     missing = torch.ones(*shape, dtype=torch.bool)
     whole: torch.Tensor | None = None
     for shard in dict.fromkeys(r.shard for r in ranges):

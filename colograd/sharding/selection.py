@@ -1,8 +1,8 @@
-"""The selection of the sharding strategy by the configuration.
+"""Selection of the run's sharding strategy by the configuration.
 
-Extensions offer further strategies at the seam "sharding" (classes with a `name`), and variants of all strategies at
-the seam "sharding_variant": functions that take the selected class and the configuration, and return that class or one
-derived from it.
+Extensions register further strategies (classes with a `name`) as "sharding", and variants of strategies as
+"sharding_variant". A variant is a function of the selected class and the configuration. It returns the class, or a
+subclass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def strategy_of(config: GRPOConfig) -> type[ShardingStrategy]:
 
 
 def check_sharding(config: GRPOConfig, optimizer: Any) -> None:
-    """Refuse an optimizer that is passed to a run with sharding: it may have state of whole parameters."""
+    """Raise a ValueError for the user's optimizer with sharding, because its state may be of whole parameters."""
     if optimizer is not None and config.sharding != "none":
         raise ValueError(
             f"sharding is {config.sharding!r}, which can't use the optimizer passed to the trainer "

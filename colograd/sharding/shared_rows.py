@@ -1,6 +1,7 @@
-"""Strategies with ranks that train each row together: with parts of the policy, or of the row's tokens.
+"""The base of strategies where several ranks train one row (packed sequences) together, e.g. tensor parallelism.
 
-These ranks exchange in each forward and backward. So a rank that fails there must report it to the waiting ranks.
+Each rank has a part of the policy, or of the row's tokens. The ranks communicate in each forward and backward. So a
+rank that fails must report the failure to the waiting ranks.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from ..policy.lora import unwrap
 from ..runtime.failures import forget_frames
 from .strategy import ShardingStrategy, drop_graph
 
-PATIENCE = 30.0  # seconds within which all ranks of a row run out of memory, if they do so at the same place
+PATIENCE = 30.0  # seconds to wait until all ranks of a row have run out of memory at the same operation
 
 
 @contextmanager
 def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
-    """Run a body in which the ranks of a row exchange, and report a failure to the waiting ranks.
+    """Report an error in the context to the ranks of the row, which wait in a collective.
 
-    The ranks do the same work, so all of them may run out of memory at the same place. Then no rank waits, nothing is
+    The ranks do equal work, so all of them may run out of memory at the same operation. Then no rank waits, nothing is
     reported, and all ranks can try again.
     """
     shortage: torch.OutOfMemoryError | None = None
@@ -35,7 +36,7 @@ def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            forget_frames(error)  # they hold activations
+            forget_frames(error)  # the frames hold activations
             if not row.meets(PATIENCE):
                 raise
             shortage = error
@@ -44,7 +45,7 @@ def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
 
 
 class SharedRows(ShardingStrategy):
-    """The common part of these strategies, to be combined with another strategy."""
+    """A strategy where ranks train each row together. Combine it with a strategy that divides the optimizer state."""
 
     meets_in_backward = True
 
@@ -55,14 +56,14 @@ class SharedRows(ShardingStrategy):
     @property
     @abstractmethod
     def row(self) -> RankGroup:
-        """The ranks of a row."""
+        """The group of ranks that train a row together."""
 
     def share_frozen(self, model: torch.nn.Module) -> None:
-        """Report failures in the second model's forward. It is a copy of the policy, and is already cut."""
+        """Report errors in the frozen model's forward. The model is a copy of the divided policy."""
         self._around(model)
 
     def _around(self, model: torch.nn.Module) -> None:
-        # Set on the model below an adapter's wrapper: the wrapper reads it there, and the row proof runs that model.
+        # The attribute is set on the model inside a PEFT wrapper, because the check of rows at start runs that model.
         unwrap(model).around_forward = functools.partial(telling_unless_alike, "the forward", self.row)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""`ShardingStrategy`: how ranks share a policy's training, as the trainer sees it."""
+"""`ShardingStrategy`: the interface that divides a policy's training over ranks."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from ..config import GRPOConfig
 from ..parallel.shards import RankGroup, Shard
 from ..runtime.failures import forget_frames
 
-# (tensors on any device, file, metadata): writes a safetensors file, now or later.
+# Function that writes a safetensors file, at once or later. Arguments: tensors on any device, path, metadata.
 WriteTensors = Callable[[dict[str, torch.Tensor], str | Path, dict[str, str]], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """Elements of a parameter that this rank has the optimizer state of, with a view that the optimizer updates."""
+    """A range of a parameter's elements that this rank's optimizer updates, and its view of the parameter."""
 
     name: str
-    part: torch.Tensor  # the view
-    start: int  # first element in the flattened parameter, or in the flattened shard if there is one
-    stop: int  # last element + 1
-    shard: Shard | None = None  # this rank's part of the parameter, if that isn't a range of elements
+    part: torch.Tensor  # View of the parameter's elements.
+    start: int  # First element, counted in the flattened parameter, or in the flattened ``shard``.
+    stop: int  # Last element + 1.
+    shard: Shard | None = None  # This rank's part of the parameter. None if the part is a range of elements.
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the same elements of a tensor of the parameter's shape, in the shape of the part."""
+        """Return this rank's elements of ``whole``, a tensor of the parameter's shape, in the shape of ``part``."""
         whole = whole if self.shard is None else self.shard.of(whole)
         return whole.reshape(-1)[self.start : self.stop].view(self.part.shape)
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes moved between ranks, and into the engine, since the last `take`."""
+    """Bytes that a rank exchanged with other ranks, or copied into the engine, since the last `take`."""
 
-    reduced: int = 0  # gradients
-    gathered: int = 0  # weights, after the optimizer's step
-    published: int = 0  # further copies into the engine's tensors
+    reduced: int = 0  # Bytes of gradients that ranks have summed.
+    gathered: int = 0  # Bytes of weights that ranks have gathered after optimizer steps.
+    published: int = 0  # Bytes of weights that were copied into the engine.
 
     def take(self) -> dict[str, float]:
-        """Return the counts as metrics and reset them."""
+        """Return the counts as metrics ``sync/..._bytes``, and set the counts to 0."""
         metrics = {f"sync/{name}_bytes": float(number) for name, number in asdict(self).items()}
         self.reduced = self.gathered = self.published = 0
         return metrics
@@ -54,128 +54,131 @@ class Traffic:
 
 @dataclass
 class ShardingStrategy(ABC):
-    """The division of a policy's training among ranks.
+    """A strategy that divides a policy's training over ranks.
 
-    Create it when the policy is in its final memory, and before its optimizer. A step is `backward` for each
-    micro-batch, `sum_gradients`, `divide_gradients`, `clip`, and the optimizer's step. Every rank then has the new
-    weights.
+    Create the strategy when the policy is in its final memory, and before the policy's optimizer. An optimizer step
+    calls `backward` for each micro-batch, then `sum_gradients`, `divide_gradients`, `clip`, and the optimizer's `step`.
+    Afterwards every rank has the new weights.
     """
 
     model: torch.nn.Module
     traffic: Traffic = field(default_factory=Traffic)
 
-    name: ClassVar[str]  # the value of `sharding`
-    meets_in_backward: ClassVar[bool] = False  # ranks exchange in each backward, so all need the same number
-    parts: int = 1  # number of parts of the optimizer's state
+    name: ClassVar[str]  # Value of the setting `sharding` that selects the strategy.
+    meets_in_backward: ClassVar[bool] = False  # Whether ranks communicate in backwards, so that all need equally many.
+    parts: int = 1  # Number of parts that the optimizer's state is divided into.
 
     @property
     def among(self) -> RankGroup | None:
-        """The ranks that sum gradients and divide the optimizer's state; None: all ranks."""
+        """The group of ranks that sum gradients and divide the optimizer's state. None means all ranks."""
         return None
 
     @classmethod
     def for_run(cls, model: torch.nn.Module, config: GRPOConfig) -> ShardingStrategy:
-        """Create the strategy with the run's settings."""
+        """Create the strategy for ``model`` with the settings of ``config``."""
         return cls(model)
 
     def share_frozen(self, model: torch.nn.Module) -> None:  # noqa: B027 (most strategies keep a frozen model whole)
-        """Cut a second, frozen model (the reference) in the way of the policy's weights."""
+        """Divide a frozen model, e.g. the reference model of the KL term, over ranks like the policy."""
 
     @abstractmethod
     def describe(self) -> str:
-        """Return one line for the start of a run, or an empty text."""
+        """Return one line for the log at start, or "" if nothing is divided."""
 
     @abstractmethod
     def share(self, optimizer: torch.optim.Optimizer) -> None:
-        """Reduce a new optimizer's groups to this rank's parts, and add a gather of the other parts to its step."""
+        """Leave only this rank's parts in the optimizer's groups, and gather the other ranks' parts after each step."""
 
     def agree(self, what: str) -> AbstractContextManager[None]:
-        """Return a context that fails on all ranks or on none (see `on_all_ranks`), if ranks meet in the backward."""
+        """Return a context that raises an error of any rank on all ranks, if ranks communicate in `backward`."""
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward of one micro-batch and add up gradients; if ranks meet in it, only of this rank's parts."""
+        """Add the gradients of one micro-batch.
+
+        If ranks communicate in the backward, a rank keeps its part of the sum.
+        """
         loss.backward()
 
     def failed(self, error: BaseException) -> None:  # noqa: B027 (most strategies have no waiting ranks)
-        """Handle a failure of this rank before its backward took part in exchanges that other ranks wait for."""
+        """Handle an error of this rank before its backward, because other ranks wait in the backward's collectives."""
 
     @abstractmethod
     def sum_gradients(self) -> None:
-        """Sum the remaining gradients over ranks, after a step's last backward. A missing gradient counts as zeros."""
+        """Sum over ranks the gradients that `backward` hasn't summed. Missing gradients count as zeros."""
 
     @abstractmethod
     def gradients(self) -> Sequence[torch.Tensor]:
-        """Return this rank's share of the summed gradient, after `sum_gradients`. Padding is 0."""
+        """Return this rank's parts of the summed gradient, after `sum_gradients`. Padding elements are 0."""
 
     @torch.no_grad()
     def divide_gradients(self, denominator: float) -> None:
-        """Divide the step's summed gradient. The denominator comes last, as backwards may begin before it is known."""
+        """Divide the summed gradient. The denominator comes last, because it may be unknown when backwards start."""
         if gradients := list(self.gradients()):
             torch._foreach_div_(gradients, denominator)
 
     @abstractmethod
     def clip(self, largest: float) -> float:
-        """Scale the gradient down so that its norm over all ranks is at most ``largest``. Return the norm before."""
+        """Scale the gradient so that its norm over all ranks is at most ``largest``. Return the norm before scaling."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Drop the gradients of a step that will be repeated."""
+        """Drop the gradients of an optimizer step that failed and will be repeated."""
 
     @abstractmethod
     def owned(self) -> Sequence[Owned]:
-        """Return the parts of trained parameters that this rank has the optimizer state of."""
+        """Return the parts of trained parameters that this rank's optimizer updates."""
 
     @abstractmethod
     def gather_weights(self) -> None:
-        """Copy each rank's updated parts of the weights to all ranks."""
+        """Copy the weights that each rank has updated to all ranks."""
 
     def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
-        """Return whether `save_optimizer` can write this optimizer's state."""
+        """Return whether `save_optimizer` can write the state of this optimizer."""
         return True
 
     @abstractmethod
     def save_optimizer(
         self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
     ) -> bool:
-        """Write this rank's part of the optimizer state, with ``keep`` also the state that is the same on all ranks.
-        Return False if the state can't be cut, and nothing is written."""
+        """Write this rank's part of the optimizer state. Only with ``keep`` write state that is equal on all ranks.
+        Return False, and write nothing, if the state can't be divided by elements of parameters."""
 
     @abstractmethod
     def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
-        """Read optimizer state of any number of ranks. Return False if only the usual file exists; load it as usual."""
+        """Read optimizer state of any number of ranks. Return False if the caller must load transformers' file."""
 
     def close(self) -> None:  # noqa: B027 (most strategies have nothing to undo)
-        """Undo the changes of the model, so that another trainer can use it."""
+        """Undo the strategy's changes of the model, so that another trainer can train the model."""
 
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor] | None:
-        """Return the whole model's state dict in host memory, or an empty one without ``keep``. A collective. None: the
-        model isn't cut, so that its own `state_dict` serves."""
+        """Return the whole model's state dict in host memory, or {} without ``keep``. All ranks must call this. Return
+        None if the model isn't divided, because then the model's own `state_dict` is complete."""
         return None
 
     def load_weights(self, folder: Path) -> bool:
-        """Read this rank's part of a saved model's weights. Return False if the model isn't cut; load it as usual."""
+        """Read this rank's part of a saved model's weights. Return False, and read nothing, for an undivided model."""
         return False
 
 
 def drop_graph(loss: torch.Tensor, error: BaseException) -> None:
-    """Free the activations of a failed backward. Their memory is needed for exchanges that other ranks wait in."""
-    loss.detach_()  # callers may still refer to the loss
+    """Free the activations of a failed backward, because collectives that other ranks wait in need memory."""
+    loss.detach_()  # frees the graph although callers refer to the loss
     forget_frames(error)
     if loss.is_cuda:
-        torch.cuda.empty_cache()  # unused memory is fragmented by the allocation that failed
+        torch.cuda.empty_cache()  # the failed allocation has left torch's cached memory fragmented
 
 
 @torch.no_grad()
 def squared_norm(gradients: Iterable[torch.Tensor]) -> float:
-    """Return the sum of all squares, in float64. However it is cut into parts, its float32 root is the same."""
+    """Return the sum of squares in float64, so that its float32 root doesn't depend on the division into parts."""
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
     return float(torch.stack(norms).square().sum()) if norms else 0.0
 
 
 @torch.no_grad()
 def scale_down(gradients: Sequence[torch.Tensor], norm: float, largest: float) -> None:
-    """Scale gradients as `torch.nn.utils.clip_grad_norm_` does, with a norm that is already known."""
+    """Scale gradients like `torch.nn.utils.clip_grad_norm_`, where ``norm`` is the norm of all ranks' gradients."""
     factor = largest / (norm + 1e-6)
     if gradients and factor < 1.0:
         torch._foreach_mul_(gradients, factor)

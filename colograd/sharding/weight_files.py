@@ -1,5 +1,5 @@
-"""Readers of a saved model's files: each rank reads its rows. They also stack a mixture's experts: transformers saves
-these one by one, and its Trainer doesn't stack them again."""
+"""Readers of a saved model's safetensors files. Each rank reads only its rows. The readers stack a mixture's experts,
+because transformers saves experts one by one, and its Trainer doesn't stack them when it loads a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..parallel import watchdog
 from ..parallel.shards import Shard
 
-# Saved names of an expert's matrices, in the order in which a parameter stacks them.
+# PARTS: names of an expert's matrices in saved files, in the order in which a parameter of the model stacks them.
 PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-MOST_ELEMENTS = 2**24  # most elements of whole rows in memory, where a rank keeps some columns
-BLOCKS = (".mlp.", ".block_sparse_moe.")  # name of a mixture's block in the model, and in some checkpoints
+MOST_ELEMENTS = 2**24  # Maximum elements to read at once if a rank reads whole rows, and keeps some columns.
+BLOCKS = (".mlp.", ".block_sparse_moe.")  # Name of a mixture's block in transformers, and in some checkpoints.
 
 
 class WeightFiles:
-    """The safetensors files of a folder that `save_pretrained` wrote. ValueError: there are none, or they are
-    elsewhere."""
+    """The safetensors files that `save_pretrained` wrote into ``folder``. A folder without such files, or with an index
+    that names files elsewhere, raises a ValueError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # File name -> open file. Files stay open: each has a list of its tensors, a hundred thousand in a mixture.
+        # Open files by file name. Files stay open, because opening a file reads its list of up to 100,000 tensors.
         self._files: dict[str, Any] = {}
         index = folder / SAFE_WEIGHTS_INDEX_NAME
         if index.is_file():
-            self.file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]  # tensor name -> file name
+            self.file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]  # file name by tensor name
             for name in self.file_of.values():
                 if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
                     raise ValueError(
-                        f"{str(index)!r} names {name!r:.100}, which isn't a file in its folder. Use a checkpoint from "
-                        "a trusted source."
+                        f"{str(index)!r} names {name!r:.100}, which isn't a file in the index's folder. Use a "
+                        "checkpoint from a trusted source."
                     )
         elif not (folder / SAFE_WEIGHTS_NAME).is_file():
             raise ValueError(f"{str(folder)!r} has no {SAFE_WEIGHTS_NAME}. Use a complete checkpoint.")
@@ -47,8 +47,8 @@ class WeightFiles:
 
     @torch.no_grad()
     def copy(self, names: Sequence[str], place: torch.Tensor, shape: torch.Size, rows: range) -> None:
-        """Read ``rows`` of a parameter of a ``shape`` into ``place``, or raise ValueError if the files lack it or have
-        another shape. A tied parameter has several possible ``names``."""
+        """Read ``rows`` of a parameter of shape ``shape`` from the files into ``place``. A tied parameter has several
+        possible ``names``. If the files lack the parameter, or have it in another shape, a ValueError is raised."""
         candidates = (name.replace(*BLOCKS) if other else name for name in names for other in (False, True))
         name = next((name for name in candidates if name in self.file_of), None)
         watchdog.progress()
@@ -56,8 +56,8 @@ class WeightFiles:
             experts = next(filter(None, (self.experts(name) for name in names)), None)
             if experts is None:
                 raise ValueError(
-                    f"{str(self.folder)!r} has no weights of {names[0]}: it is of another model. Use a checkpoint of "
-                    "the policy's model."
+                    f"{str(self.folder)!r} has no weights of {names[0]}, so the folder is of another model. Use a "
+                    "checkpoint of the policy's model."
                 )
             self._check(names[0], (len(experts), *shape[1:]), shape)
             for row, expert in zip(place, rows, strict=False):
@@ -72,14 +72,14 @@ class WeightFiles:
 
     @torch.no_grad()
     def copy_part(self, names: Sequence[str], place: torch.Tensor, shard: Shard) -> None:
-        """Read the part ``shard`` of a parameter into ``place``. Otherwise as `copy`."""
+        """Read the part ``shard`` of a parameter into ``place``. Names and errors are as in `copy`."""
         if shard.begin is not None:
             rows = range(*shard.boxes[0][0]) if shard.shape else range(1)
             self.copy(names, place, torch.Size(shard.shape), rows)
             return
         (begin, end), *_ = shard.boxes[0]
         assert shard.axis or len(shard.boxes) == 1, shard
-        step = max(1, MOST_ELEMENTS // torch.Size(shard.shape[1:]).numel())  # limits the memory of whole rows
+        step = max(1, MOST_ELEMENTS // torch.Size(shard.shape[1:]).numel())  # rows that are read at once
         for first in range(begin, end, step):
             rows = range(first, min(first + step, end))
             whole = torch.empty(len(rows), *shard.shape[1:], dtype=place.dtype)
@@ -88,7 +88,7 @@ class WeightFiles:
             place[rows.start - begin : rows.stop - begin].copy_(Shard((*whole.shape,), boxes, shard.axis).of(whole))
 
     def experts(self, name: str) -> list[list[str]] | None:
-        """Return the names of each expert's saved matrices, for a parameter that stacks all experts of a block."""
+        """Return the names of each expert's saved matrices for a parameter that stacks experts; None without any."""
         head, of_experts, last = name.rpartition(".experts.")
         if not of_experts:
             return None
@@ -114,18 +114,18 @@ class WeightFiles:
     def _check(self, name: str, saved: Sequence[int], shape: Sequence[int]) -> None:
         if tuple(saved) != tuple(shape):
             raise ValueError(
-                f"{name} has shape {tuple(saved)} in {str(self.folder)!r} and {tuple(shape)} in the policy: it is of "
-                "another model. Use a checkpoint of the policy's model."
+                f"{name} has shape {tuple(saved)} in {str(self.folder)!r} and {tuple(shape)} in the policy, so "
+                "the file is of another model. Use a checkpoint of the policy's model."
             )
 
 
 def saved_names(model: Any) -> dict[str, str]:
-    """Return the saved name by the parameter's name, for parameters that transformers saves whole but renames."""
+    """Return saved names by the parameter's name, for parameters that transformers saves whole, but renames."""
     names = dict[str, str]()
     for name, _ in model.named_parameters(remove_duplicate=False):
         try:
             (saved,) = revert_weight_conversion(model, {name: torch.tensor(0)})
-        except (RuntimeError, IndexError, ValueError):  # transformers saves it in parts; a number can't be split
+        except (RuntimeError, IndexError, ValueError):  # transformers saves the parameter in parts
             continue
         if saved != name:
             names[name] = saved
@@ -133,7 +133,7 @@ def saved_names(model: Any) -> dict[str, str]:
 
 
 def all_names(model: torch.nn.Module) -> dict[int, list[str]]:
-    """Return the possible names of each parameter in files, by the parameter's id."""
+    """Return the names that each parameter may have in saved files, by the parameter's id."""
     names, saved = dict[int, list[str]](), saved_names(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).extend(dict.fromkeys((name, saved.get(name, name))))
@@ -141,7 +141,7 @@ def all_names(model: torch.nn.Module) -> dict[int, list[str]]:
 
 
 def completed(whole: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's `state_dict` in host memory: its ``whole`` parameters, also under tied names, and buffers."""
+    """Return the model's state dict in host memory: ``whole`` (parameters by name) with tied names and buffers."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {
@@ -151,9 +151,9 @@ def completed(whole: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict
 
 
 def load_renamed(model: torch.nn.Module, folder: Path) -> bool:
-    """Read a saved model in place, if transformers saves its parameters under other names or experts one by one. Return
-    False, and read nothing, if the files have the parameters' names. ValueError: a parameter is missing, or has another
-    shape."""
+    """Read the weights of ``folder`` into ``model``, if transformers saves parameters under other names, or experts one
+    by one. Otherwise return False, and read nothing. A missing parameter, or one of another shape, raises a
+    ValueError."""
     parameters, names_of = dict(model.named_parameters(remove_duplicate=False)), all_names(model)
     has_experts = any(".experts." in name and name.rpartition(".")[2] in PARTS for name in parameters)
     if not has_experts and all(name in parameters for names in names_of.values() for name in names):
@@ -166,8 +166,8 @@ def load_renamed(model: torch.nn.Module, folder: Path) -> bool:
 
 
 def float32_weights(folder: Path, stacked_names: Iterable[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and value of a checkpoint's float32 weights, one at a time, on the CPU; nothing without safetensors
-    files. ``stacked_names`` are of further parameters, which stack experts that may have been saved one by one."""
+    """Yield (name, value on the CPU) of a checkpoint's float32 weights, one at a time. Without safetensors files yield
+    nothing. ``stacked_names`` are parameters that stack experts, which may have been saved one by one."""
     if (folder / SAFE_WEIGHTS_NAME).is_file() or (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         files = WeightFiles(folder)
         for name in files.file_of:
@@ -181,14 +181,14 @@ def float32_weights(folder: Path, stacked_names: Iterable[str] = ()) -> Iterator
 
 @torch.no_grad()
 def load_whole(model: Any, folder: str) -> None:
-    """Copy a folder's weights into a whole model, in place. Names of older versions of transformers work too."""
+    """Copy the weights in ``folder`` into an undivided ``model``. Files may have names of old transformers versions."""
     loaded, found = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
-            f"{folder!r} lacks {len(missing)} of the policy's weights ({', '.join(missing[:3])}): they are of another "
-            "model, or a file is missing."
+            f"{folder!r} lacks {len(missing)} policy weights ({', '.join(missing[:3])}): the folder is of "
+            "another model, or a file is missing."
         )
     for (name, parameter), saved in zip(model.named_parameters(), loaded.parameters(), strict=True):
         if parameter.shape != saved.shape:
-            raise ValueError(f"{name} has shape {tuple(saved.shape)} in {folder!r}: it is of another model.")
+            raise ValueError(f"{name} has shape {tuple(saved.shape)} in {folder!r}: the file is of another model.")
         parameter.copy_(saved)

@@ -1,9 +1,9 @@
-"""Strategies with parameters that stay whole and stay in their memory, which may be the engine's: `WholeCopies`, where
-every rank has the whole summed gradient and optimizer state (`sharding: none`), and ZeRO (arXiv 1910.02054).
+"""ZeRO (arXiv 1910.02054), and `WholeCopies` without sharding. Parameters stay whole in their memory.
 
-With ZeRO each rank's optimizer has views of its N-th of every bucket, and writes into the policy's tensors. An
-all-gather writes the other ranks' elements into the same tensors. If these are the engine's tensors, this publishes the
-weights as well.
+With ZeRO the optimizer of a rank has views of its N-th of every bucket (group of parameters), and writes into the
+policy's tensors. An all-gather writes the elements of other ranks into the policy's tensors. If the policy shares the
+engine's memory, the engine gets the new weights by that all-gather. With `WholeCopies` (`sharding: none`) every rank
+has the whole summed gradient and the whole optimizer state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from . import optimizer_state
 from .buckets import Bucket, buckets_of, reduce_scatter
 from .strategy import Owned, ShardingStrategy, WriteTensors, drop_graph, scale_down, squared_norm
 
-IN_FLIGHT = 2  # reductions at once: they overlap with the computation of further gradients, in bounded memory
+IN_FLIGHT = 2  # Maximum number of reductions that run at once, to limit memory. Reductions overlap with the backward.
 
 
 class WholeCopies(ShardingStrategy):
@@ -35,11 +35,11 @@ class WholeCopies(ShardingStrategy):
         return ""
 
     def share(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: every rank's optimizer has all parameters."""
+        """Do nothing, because every rank's optimizer updates all parameters."""
 
     def sum_gradients(self) -> None:
         parameters, size = list(self.model.parameters()), world_size() if self.among is None else self.among.size
-        if size > 1 or all(parameter.grad is None for parameter in parameters):  # None: a step without a micro-batch
+        if size > 1 or all(parameter.grad is None for parameter in parameters):  # no micro-batch has computed gradients
             zero_gradients(parameters)
         if size > 1:
             self.traffic.reduced += sum_over_ranks(self.gradients(), among=self.among)
@@ -54,14 +54,14 @@ class WholeCopies(ShardingStrategy):
         return norm
 
     def discard(self) -> None:
-        """Do nothing: the caller sets the parameters' gradients to None before it repeats a step."""
+        """Do nothing, because the caller sets gradients to None before it repeats a step."""
 
     def owned(self) -> Sequence[Owned]:
         trained = self.model.named_parameters()
         return [Owned(name, p, 0, p.numel()) for name, p in trained if p.requires_grad]
 
     def gather_weights(self) -> None:
-        """Do nothing: each rank has updated all weights."""
+        """Do nothing, because each rank has updated all weights."""
 
     def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
         return optimizer_state.can_be_cut(optimizer, owned)
@@ -83,16 +83,16 @@ class WholeCopies(ShardingStrategy):
 
 
 class SharedParts(ShardingStrategy):
-    """A strategy with one rank per element of a trained parameter, which has its summed gradient and updates it."""
+    """The base of strategies where one rank has the summed gradient and the optimizer state of a trained element."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
         self.parts = world_size() if self.among is None else self.among.size
-        self._order: list[str] = []  # names of all trained parameters, as in an optimizer without sharding
+        self._order: list[str] = []  # names of all trained parameters in the order of an optimizer without sharding
 
     @abstractmethod
     def _after_step(self) -> None:
-        """Finish an optimizer step."""
+        """Gather weights and drop gradients after the optimizer's step."""
 
     def share(self, optimizer: torch.optim.Optimizer) -> None:
         pieces = {piece.name: piece.part for piece in self.owned()}
@@ -114,7 +114,7 @@ class SharedParts(ShardingStrategy):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """The device of the collectives."""
+        """The device of the tensors that ranks exchange."""
 
     def save_optimizer(
         self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
@@ -128,7 +128,7 @@ class SharedParts(ShardingStrategy):
 
 
 class SharedOptimizer(SharedParts):
-    """ZeRO stage 1: ranks divide the optimizer's state. Gradients are whole until a step's last backward."""
+    """ZeRO stage 1: ranks divide the optimizer's state. Each rank has whole gradients until a step's last backward."""
 
     name = "optimizer"
     shared_out, exchanged = "optimizer state", "once per step"
@@ -138,7 +138,7 @@ class SharedOptimizer(SharedParts):
         among = self.among
         place, group = (rank(), None) if among is None else (among.place, among.group)
         self.buckets: list[Bucket] = buckets_of(model, place, self.parts, group=group)
-        # Sums over ranks that are under way: bucket, input, output [part], and the collective, which needs its input.
+        # Running reductions: bucket, input, output [part], and the collective. The input must live until the end.
         self._under_way: collections.deque[tuple[Bucket, torch.Tensor, torch.Tensor, dist.Work]] = collections.deque()
 
     def describe(self) -> str:
@@ -165,18 +165,18 @@ class SharedOptimizer(SharedParts):
         self._under_way.append((bucket, flat, summed, work))
 
     def _whole(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
-        """Return this rank's gradients of a bucket, and remove them from the parameters."""
+        """Return this rank's unsummed gradients of a bucket's parameters, and set the parameters' ``grad`` to None."""
         gradients = [parameter.grad for parameter in bucket.parameters]
         for parameter in bucket.parameters:
             parameter.grad = None
         return gradients
 
     def _keep(self, bucket: Bucket, summed: torch.Tensor) -> None:
-        """Add a reduction's result to this rank's part of the step's gradient."""
+        """Add ``summed``, a bucket's gradient summed over ranks, to this rank's part of the step's gradient."""
         bucket.add(summed)
 
     def _has(self, bucket: Bucket) -> bool:
-        """Return whether something was added in this step."""
+        """Return whether this optimizer step has a summed gradient of the bucket."""
         return bucket.sum is not None
 
     def _finish(self, but: int = 0) -> None:
@@ -206,16 +206,16 @@ class SharedOptimizer(SharedParts):
 
 
 class SharedGradients(SharedOptimizer):
-    """ZeRO stage 2: ranks divide gradients as well. A bucket's gradients are reduced as soon as they are computed."""
+    """ZeRO stage 2: ranks divide gradients and optimizer state. A bucket's gradients are summed during the backward."""
 
     name = "gradients"
     meets_in_backward, shared_out, exchanged = True, "optimizer state and gradients", "in each backward"
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self._next = len(self.buckets)  # index of the next bucket to reduce; outside of a backward there is none
-        self._amid = True  # whether buckets are reduced during the present backward
-        self._missing: list[int] = []  # number of gradients per bucket that this backward hasn't computed yet
+        self._next = len(self.buckets)  # Index of the next bucket to sum. Outside of a backward no bucket is next.
+        self._amid = True  # Whether ranks sum buckets during the present backward.
+        self._missing: list[int] = []  # Gradients per bucket that this backward hasn't computed yet.
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._on_gradient(index))
             for index, bucket in enumerate(self.buckets)
@@ -230,7 +230,7 @@ class SharedGradients(SharedOptimizer):
         return on_all_ranks(what)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward. If it fails on this rank, the rank still answers the others' exchanges with zeros."""
+        """Run the backward. If this rank fails, it sends zeros in the remaining collectives of the backward."""
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._next, self._amid = 0, self._goes_alike(loss)
         try:
@@ -238,7 +238,7 @@ class SharedGradients(SharedOptimizer):
         except BaseException as error:
             drop_graph(loss, error)
             self.failed(error)
-            self.model.zero_grad(set_to_none=True)  # the remaining exchanges need the memory
+            self.model.zero_grad(set_to_none=True)  # the remaining collectives need memory
             raise
         finally:
             while self._next < len(self.buckets):
@@ -246,11 +246,11 @@ class SharedGradients(SharedOptimizer):
             self._finish()
 
     def _goes_alike(self, loss: torch.Tensor) -> bool:
-        """Return whether buckets may be reduced during this backward; if not, they are reduced after it."""
+        """Return whether ranks sum buckets during this backward. If not, ranks sum all buckets after the backward."""
         return True
 
     def _on_gradient(self, index: int) -> None:
-        """Count a gradient of bucket ``index``, and reduce complete buckets in their order, the same on all ranks."""
+        """Count a gradient of bucket ``index``. Sum complete buckets over ranks, in the same order on all ranks."""
         if not self._amid or self._next == len(self.buckets):
             return
         self._missing[index] -= 1
@@ -262,7 +262,7 @@ class SharedGradients(SharedOptimizer):
         self._next += 1
 
     def sum_gradients(self) -> None:
-        """Set missing gradients to zeros, after a step without a backward. The backwards have summed all others."""
+        """Set gradients of buckets without a summed gradient to zeros, e.g. in a step without a micro-batch."""
         for bucket in self.buckets:
             if not self._has(bucket):
                 zeros = torch.zeros(bucket.part, dtype=bucket.gradient_dtype, device=bucket.parameters[0].device)

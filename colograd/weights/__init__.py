@@ -1,8 +1,8 @@
-"""Publishing: the policy's weights become the engine's. `WeightSync` is the interface.
+"""Weight syncs: copy the policy's weights into the engine, or let both share memory. `WeightSync` is the interface.
 
-Its implementations are `shared`, `copied` (also for merged adapters), `gathered` and `adapter`. `selection` picks one,
-or a class of the user's. `mapping` finds the engine tensor of each parameter. `proof` shows that the engine reads it
-there, for most parameters at once with the changes of `sign_probe`.
+The implementations are `shared`, `copied` (also for merged LoRA adapters), `gathered` and `adapter`. `selection`
+chooses one of them, or the user's class. `mapping` finds the engine tensor of each parameter. `proof` checks at start
+that the engine reads the mapped tensors, for most parameters together by the sign changes of `sign_probe`.
 """
 
 from .mapping import Slice

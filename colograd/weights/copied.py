@@ -1,7 +1,7 @@
-"""`copied`: the engine has its own copy of the weights. A publish is one planned copy, which also casts.
+"""The weight sync `copied`: the engine has a copy of the weights, and each sync copies and casts the policy's weights.
 
-For an adapter that vLLM can't serve, the copy is W + scaling * B A. Each publish computes it in float32, one layer at a
-time, and rounds it once. Merging into the policy itself would accumulate rounding errors.
+For a LoRA adapter that vLLM can't serve, the copy is W + scaling * B A, computed in float32 one layer at a time, and
+rounded once. Merging into the policy's own weights would accumulate rounding errors.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from .sync import PlannedSync
 
 
 class Copies:
-    """A planned copy of ``slices``. Computed values (dequantised ones, say) are computed one slice at a time."""
+    """A copy of ``slices`` into the engine, planned once. Computed values (dequantised ones) are made one by one."""
 
     def __init__(self, slices: Sequence[Slice]) -> None:
         plain = [part for part in slices if not part.is_computed]
         self._computed = [part for part in slices if part.is_computed]
-        # Detached views share the policy's storage, so they stay valid while the optimizer writes in place.
+        # The sources are detached views of the policy's storage, so they stay valid while the optimizer writes in
+        # place.
         self._sources = [part.held for part in plain]
         self._destinations = [part.destination for part in plain]
         self.nbytes = sum(part.destination.nbytes for part in slices)
 
     @torch.no_grad()
     def write(self) -> int:
-        """Cast the sources and write them into the destinations. Return the bytes written."""
+        """Copy the policy's values into the engine, cast to the engine's dtype. Return the number of bytes written."""
         if self._sources:
             torch._foreach_copy_(self._destinations, self._sources)
         for part in self._computed:
@@ -39,7 +40,7 @@ class Copies:
 
 
 class CopiedWeights(PlannedSync):
-    """Copies the policy into the engine, cast to the engine's dtype. ``why``: the reason that memory isn't shared."""
+    """The weight sync that copies the policy into the engine. ``why`` is the reason that memory isn't shared."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
         super().__init__(policy, engine)
@@ -52,7 +53,7 @@ class CopiedWeights(PlannedSync):
         return f"weights: copied, {len(self.slices)} parameters, {size} ({self.why})"
 
     def write(self) -> int:
-        """Write the weights; frozen ones (a vision tower, say) only in the first call. Return the bytes written."""
+        """Copy the weights into the engine, and return the bytes. Frozen weights are copied in the first call only."""
         nbytes = self.copies.write()
         self.copies = self._later
         return nbytes
@@ -62,16 +63,13 @@ class CopiedWeights(PlannedSync):
 
 
 def changes(part: Slice) -> bool:
-    """Return whether the engine's value may change. Buffers may change without the optimizer."""
+    """Return whether the engine's value may change during training. Buffers may change without the optimizer."""
     is_parameter = isinstance(part.source, torch.nn.Parameter)
     return part.adapted is not None or part.source.requires_grad or not is_parameter
 
 
 class MergedWeights(CopiedWeights):
-    """Publishes a PeftModel as merged weights, and the unchanged weights of its base only once.
-
-    ``slices`` are the places of the base's parameters. ``why`` vLLM doesn't serve the adapter is for `describe`.
-    """
+    """The weight sync that merges a PeftModel's adapter into the engine's copy. ``why`` is the reason for merging."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
         adapted = {layer.parameter: layer for layer in adapted_layers(policy)}
@@ -81,7 +79,7 @@ class MergedWeights(CopiedWeights):
             source = copies.get(name, part.source)
             parts.append(dataclasses.replace(part, name=name, source=source, adapted=adapted.get(name)))
         super().__init__(policy, engine, parts, why)
-        # The places that each publish writes.
+        # Slices of weights that change in training, so that every weight sync copies them.
         self.moving = [part for part, new in zip(slices, parts, strict=True) if changes(new)]
 
     def describe(self) -> str:

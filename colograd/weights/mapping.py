@@ -1,9 +1,9 @@
-"""The map from policy parameters to slices of engine tensors.
+"""The map from the policy's parameters to slices of the engine's tensors.
 
-vLLM fuses projections (q, k and v become rows of one matrix) and pads vocabularies. The model class names its fusions
-in ``packed_modules_mapping`` and its renamings in ``hf_to_vllm_mapper``. Shapes determine the rest, including the part
-of a parameter that a rank of a shared engine has. A mixture's experts are one tensor per kind on both sides, under
-different names.
+vLLM fuses projections (q, k and v become rows of one matrix) and pads vocabularies. The class of vLLM's model names its
+fused layers in ``packed_modules_mapping``, and its renamed tensors in ``hf_to_vllm_mapper``. Shapes determine the
+remaining facts, such as the part of a parameter that one rank of an engine with tensor parallelism has. A mixture's
+experts are stacked in one tensor per projection in policy and engine, under different names.
 """
 
 from __future__ import annotations
@@ -23,63 +23,59 @@ from ..policy.packed_weights import PackedWeight, packed_weights
 from ..policy.towers import in_tower, read_parameters
 from ..sharding.weight_files import saved_names
 
-# Names in transformers and in vLLM of the experts of a block, (E, 2I, H) and (E, H, I), and of their biases. A policy
-# may have them transposed: (E, H, 2I) and (E, I, H).
+# Names of a block's expert tensors in transformers and in vLLM, for matrices of the shapes (E, 2I, H) and (E, H, I),
+# and for their biases. A policy may have the matrices transposed: (E, H, 2I) and (E, I, H).
 EXPERTS = {
     "gate_up_proj": "w13_weight", "down_proj": "w2_weight", "gate_up_proj_bias": "w13_bias", "down_proj_bias": "w2_bias"
 }  # fmt: skip
-WITHIN = ("", "routed_experts.")  # path of the tensors inside vLLM's module of the experts
-BLOCKS = (".mlp.", ".block_sparse_moe.")  # name of a mixture's block in transformers, and in some models of vLLM
-# Prefix of a SigLIP tower in transformers and in vLLM.
-TOWER = ("vision_tower.", "vision_tower.vision_model.")
+WITHIN = ("", "routed_experts.")  # Possible paths of expert tensors inside vLLM's module of experts.
+BLOCKS = (".mlp.", ".block_sparse_moe.")  # Name of a mixture's block in transformers, and in some vLLM models.
+TOWER = ("vision_tower.", "vision_tower.vision_model.")  # Prefix of a SigLIP vision tower in transformers and in vLLM.
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A policy parameter, or this engine rank's part of it, and its place in the engine's storage."""
+    """A policy parameter (or this engine rank's part of one) with the view of the engine's tensor that holds it."""
 
-    name: str  # the policy's name of the parameter
-    source: torch.Tensor  # the policy's parameter; if quantised, a meta tensor with its shape
-    destination: torch.Tensor  # a view of the engine's tensor
-    cut: tuple[slice, ...] = ()  # the source's part that is in ``destination``; empty: the whole source
-    packed: PackedWeight | None = None  # the quantised weight, if the policy has the parameter quantised
-    through: Callable[[torch.Tensor], torch.Tensor] | None = None  # elementwise function from policy to engine values
-    again: bool = False  # ``destination`` is a further copy of the parameter, which the engine reads in other places
-    rows: torch.Tensor | None = None  # indices of the source's rows in the order of ``destination``, see row_order
-    adapted: AdaptedLayer | None = None  # the layer with an adapter whose merged weight the engine gets
+    name: str  # The parameter's name in the policy.
+    source: torch.Tensor  # The policy's parameter. For a quantised parameter a meta tensor of its shape.
+    destination: torch.Tensor  # A view of the engine's tensor that holds the parameter.
+    cut: tuple[slice, ...] = ()  # Index of the part of ``source`` in ``destination``. Empty for the whole source.
+    packed: PackedWeight | None = None  # The policy's quantised weight. None if it isn't quantised.
+    through: Callable[[torch.Tensor], torch.Tensor] | None = None  # Elementwise function from policy to engine values.
+    again: bool = False  # Whether ``destination`` is a second copy of the parameter in the engine.
+    rows: torch.Tensor | None = None  # Row indices of ``source`` in the order of ``destination``. None if equal.
+    adapted: AdaptedLayer | None = None  # The LoRA layer that is merged for the engine. None without merging.
 
     @property
     def plain_name(self) -> str:
-        """The parameter's name in a model without adapters."""
+        """The parameter's name in a model without LoRA adapters."""
         return base_name(self.name) or self.name
 
     @property
     def is_computed(self) -> bool:
-        """Whether the engine's values are computed from the policy's, so that memory can't be shared."""
+        """Whether the engine's values are computed from the policy's. Then policy and engine can't share memory."""
         return any(each is not None for each in (self.packed, self.through, self.rows, self.adapted))
 
     @property
     def view(self) -> torch.Tensor:
-        """A view of the parameter's part in the policy's present memory. Not for quantised parameters."""
+        """The view of ``source`` that corresponds to ``destination``. Not for quantised parameters."""
         return self.source.detach()[self.cut]
 
     @property
     def held(self) -> torch.Tensor:
-        """The policy's values for ``destination``: the `view`, or a new tensor if `is_computed`."""
+        """The policy's values for ``destination``: `view`, or a new tensor if the values must be computed."""
         if self.adapted is not None:
             return self.part_of(self.adapted.merged())
         return self.part_of(self.source.detach() if self.packed is None else self.packed.values())
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the values for ``destination`` from a tensor of the parameter's shape."""
+        """Return the values for ``destination``, taken from ``whole``, a tensor of the parameter's shape."""
         part = whole[self.cut if self.rows is None else self.rows.to(whole.device)]
         return part if self.through is None else self.through(part)
 
     def equal(self) -> bool:
-        """Return whether the engine has the policy's value bit for bit, in the narrower of their dtypes.
-
-        The policy may still be in host memory, so its value moves to the engine's device first and is cast there.
-        """
+        """Return whether engine and policy have equal values, bit for bit in the narrower of both dtypes."""
         engine_value = self.destination
         policy_value = self.held.to(engine_value.device)
         narrow = min(policy_value.dtype, engine_value.dtype, key=lambda dtype: dtype.itemsize)
@@ -87,19 +83,19 @@ class Slice:
 
 
 class UnmappedParameter(ValueError):
-    """A parameter has no place in the engine, or an engine tensor no source in the policy."""
+    """The error that a policy parameter has no engine tensor, or that an engine tensor has no policy parameter."""
 
 
-Part = tuple[torch.Tensor, tuple[slice, ...]]  # a view of an engine's tensor, and the part of a parameter in it
-EXPANDS = "kv_b_proj"  # the layer that expands latent attention's keys and values, in transformers and in vLLM
-ABSORBED = ("W_UK_T", "W_UV")  # vLLM's matrices per head, (P, L) and (L, V), that expand latent keys and values
+Part = tuple[torch.Tensor, tuple[slice, ...]]  # Pair of `Slice.destination` and `Slice.cut`.
+EXPANDS = "kv_b_proj"  # Name of the layer that expands the keys and values of latent attention (MLA).
+ABSORBED = ("W_UK_T", "W_UV")  # vLLM's copies of `kv_b_proj` for decoding, (P, L) and (L, V) per head.
 
 
 def map_parameters(
     policy: torch.nn.Module, engine: EngineTensors, place: int = 0, ranks: int = 1,
     served: Collection[PackedWeight] = (),
 ) -> list[Slice]:  # fmt: skip
-    """Pair every parameter of the policy, or of a LoRA policy's base, with its slice of the engine's tensors.
+    """Pair every parameter of the policy (of a LoRA policy's base) with its slices of the engine's tensors.
 
     Args:
         place: index of this rank among the ranks of its engine.
@@ -107,7 +103,7 @@ def map_parameters(
         served: the policy's packed weights that the engine reads in the policy's memory.
 
     Raises:
-        UnmappedParameter: parameters or engine tensors are left over.
+        UnmappedParameter: parameters or engine tensors are left without a partner.
     """
     targets: dict[str, torch.Tensor] = dict(engine.parameters())
     packed, read = packed_weights(policy), read_parameters(unwrap(policy))
@@ -117,7 +113,7 @@ def map_parameters(
         parameter = policy.get_parameter(name)
         if (name not in packed or packed[name] not in served) and (read is None or id(parameter) in read):
             sources[base] = torch.empty(packed[name].shape, device="meta") if name in packed else parameter
-    for name, buffer in policy.named_buffers():  # the engine has some buffers as parameters: a router's correction, say
+    for name, buffer in policy.named_buffers():  # some buffers are parameters in vLLM, e.g. a router's correction
         if (base := base_name(name)) in targets and base not in sources:
             sources[base], policy_names[base] = buffer, name
     slices, missing, other_names, saved = [], [], dict[str, str](), saved_names(unwrap(policy))
@@ -132,9 +128,9 @@ def map_parameters(
                 parts = [(target.detach().mT, ())]  # GPT-2's projections are transposed
             elif ranks == 1 or name.split(".")[-2] not in engine.fusions:
                 parts, last = _split(target, fused, index, place, ranks), len(fused) - 1
-                if index < last and fused[index] is fused[last]:  # keys that are also values (some layers of Gemma 4)
+                if index < last and fused[index] is fused[last]:  # some layers of Gemma 4 use keys as values
                     copies = _split(target, fused, last, place, ranks)
-            elif in_tower(name):  # queries, keys and values; shapes don't show where they end in the checkpoint
+            elif in_tower(name):  # a tower's queries, keys and values are three equal parts
                 parts = _merged(target, source, place, [source.shape[0] // 3] * 3)
             else:
                 of_engine = next(each for each, tensor in targets.items() if tensor is target)
@@ -152,7 +148,7 @@ def map_parameters(
             target, source = free[other], sources[name]
             target = target.view(source.shape) if target.numel() == source.numel() else target[: source.shape[0]]
             slices.append(Slice(policy_names[name], source, target))
-    # The policy may have an engine's parameter as a buffer of another name: a router's correction, say.
+    # vLLM's parameter may be a buffer of another name in the policy, e.g. a router's correction.
     buffers = {name: b for name, b in policy.named_buffers() if b.is_floating_point() and _layer_of(name)}
     for name in [*_uncovered(slices, targets)]:
         target = targets[name].detach()
@@ -161,7 +157,7 @@ def map_parameters(
             slices.append(Slice(matches[0], buffers[matches[0]], target))
     if leftover := sorted(_uncovered(slices, targets)):
         raise UnmappedParameter(
-            f"The policy has no source for {len(leftover)} engine tensors: {', '.join(leftover[:4])}."
+            f"The policy has no parameter for {len(leftover)} engine tensors: {', '.join(leftover[:4])}."
         )
     functions = {own: engine.written_through(name, other_names.get(name)) for name, own in policy_names.items()}
     return [dataclasses.replace(p, packed=packed.get(p.name), through=functions.get(p.name)) for p in slices]
@@ -170,10 +166,9 @@ def map_parameters(
 def _match_by_shape(
     name: str, sources: Mapping[str, torch.Tensor], missing: Sequence[str], free: Mapping[str, torch.Tensor]
 ) -> str:
-    """Return the name of the only free engine tensor with a parameter's layer and shape.
+    """Return the name of the only unpaired engine tensor with the layer number and the shape of parameter ``name``.
 
-    A padded vocabulary may have more rows. (The proof shows, as for any parameter, that the tensor has the parameter's
-    value and is read.)
+    A padded vocabulary may have more rows. `proof` checks the value later. No tensor, or several, are an error.
     """
     expected = [size for size in sources[name].shape if size > 1]
 
@@ -187,12 +182,12 @@ def _match_by_shape(
     matches, rivals = [*like(free, free)], [*like(missing, sources)]
     if len(matches) != 1 or len(rivals) != 1:
         shapes = ", ".join(f"{each} {tuple(sources[each].shape)}" for each in missing[:4])
-        raise UnmappedParameter(f"The engine has no place for {len(missing)} parameters: {shapes}.")
+        raise UnmappedParameter(f"The engine has no tensor for {len(missing)} parameters: {shapes}.")
     return matches[0]
 
 
 def _layer_of(name: str) -> str:
-    """Return the number of the layer in a parameter's name; empty if there is none."""
+    """Return the layer number in a parameter's name, e.g. "3"; "" if the name has no number."""
     return next((part for part in name.split(".") if part.isdecimal()), "")
 
 
@@ -200,9 +195,9 @@ def _find(
     name: str, saved: str, sources: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], engine: EngineTensors,
     ranks: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor], int] | None:  # fmt: skip
-    """Find a parameter's engine tensor by the policy's name or by the ``saved`` name.
+    """Find a parameter's engine tensor by the parameter's name in the policy or in the checkpoint (``saved``).
 
-    With it are the parameters that are fused in it, and this parameter's index among them.
+    Return (tensor, the parameters that are fused in it, this parameter's index among them), or None without a match.
     """
     for each in dict.fromkeys((name, saved)):
         mapped = engine.renamed(each)
@@ -220,15 +215,15 @@ def _find(
                 fused_parts = [sources[sibling] for sibling in siblings if sibling in sources]
                 with_values = [*fused_parts, fused_parts[-1]]
                 if len(with_values) == len(parts) and sum(_fused_rows(target, with_values, ranks)[0]) == len(target):
-                    fused_parts = with_values  # its keys are also values
+                    fused_parts = with_values  # the layer uses keys as values
                 return target, fused_parts, index
     return None
 
 
 def _absorbed(name: str, parts: Sequence[Part], targets: Mapping[str, torch.Tensor]) -> Iterator[Part]:
-    """Yield the places of vLLM's copies of the layer `EXPANDS`, which its decoding of latent attention reads.
+    """Yield the slices of `ABSORBED`, vLLM's copies of the layer `EXPANDS` for decoding latent attention (MLA).
 
-    A rank has (H * (P + V), L) of the parameter. ``parts`` are the places of the layer itself.
+    A rank has (H * (P + V), L) of the layer's weight. ``parts`` are the slices of the layer's own engine tensor.
     """
     module, _, _ = name.rpartition(f".{EXPANDS}.")
     matrices = {end: tensor for place, tensor in targets.items() if place.startswith(f"{module}.") for end in ABSORBED
@@ -246,9 +241,9 @@ def _experts(
     name: str, source: torch.Tensor, module: Any, targets: dict[str, torch.Tensor], engine: EngineTensors, place: int,
     ranks: int,
 ) -> list[Part]:  # fmt: skip
-    """Return the places of a block's experts; empty if the parameter isn't a mixture's experts.
+    """Return the slices for a mixture's experts of one block; empty if the parameter doesn't hold experts.
 
-    With several ranks, each has the same rows of the gate and the up projection, or columns of the down projection.
+    Ranks of an engine split the gate and up projections by rows, and the down projection by columns.
     """
     head, _, last = name.rpartition(".")
     if not head.endswith(".experts") or last not in EXPERTS:
@@ -270,7 +265,7 @@ def _experts(
             target = target.mT
         parts: list[Part] = [(target, ())]
     elif last == "gate_up_proj":
-        total = source.shape[1] // 2  # I, on all ranks together
+        total = source.shape[1] // 2  # intermediate size I of all ranks together
         size = total // ranks
         expected = torch.Size((source.shape[0], 2 * size, source.shape[2]))
         parts = [
@@ -283,18 +278,19 @@ def _experts(
         parts = [(target, (everything, everything, slice(place * size, (place + 1) * size)))]
     if target.shape != expected:
         raise UnmappedParameter(
-            f"{name} has the shape {tuple(target.shape)} in the engine, not {tuple(expected)}: the engine's kernel for "
-            "experts has its own layout."
+            f"{name} has the shape {tuple(target.shape)} in vLLM, not {tuple(expected)}: the engine's kernel for "
+            "experts has another layout than checkpoints."
         )
     return parts
 
 
 def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: int, ranks: int) -> list[Part]:
-    """Return the part of ``parts[index]`` that is in ``target``; empty if the shapes don't fit.
+    """Return the slices of the policy parameter ``parts[index]`` in ``target``; empty if the shapes don't fit.
 
-    vLLM splits a matrix by columns if its outputs are summed over ranks. It splits others by rows, each fused part by
-    itself. It repeats key-value heads if there are fewer than ranks. The last rows of a padded vocabulary have no
-    source. Every rank has a whole tensor if the shapes are equal (a norm, say).
+    If the outputs of a matrix are summed over ranks, vLLM splits the matrix by columns. Otherwise vLLM splits the
+    matrix by rows, each fused part separately. If there are fewer key-value heads than ranks, vLLM repeats the heads.
+    The last rows of a padded vocabulary have no source. If the shapes are equal (a norm, for example), every rank has
+    the whole tensor.
     """
     target, source = target.detach(), parts[index]
     if target.dim() != source.dim():
@@ -307,12 +303,12 @@ def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: i
         return [(target, (slice(None), cut))] if columns * ranks == source.shape[1] else []
     if target.shape[1:] != source.shape[1:]:
         return []
-    if len(parts) == 1:  # by rows; a vocabulary may be padded
+    if len(parts) == 1:  # the tensor is split by rows, and may be a padded vocabulary
         start = min(place * target.shape[0], source.shape[0])
         stop = min(start + target.shape[0], source.shape[0])
         fits = target.shape[0] * ranks >= source.shape[0]
         return [(target[: stop - start], _rows(start, stop, source))] if fits else []
-    if sum(part.shape[0] for part in parts) == target.shape[0]:  # each rank has the whole layer, as in a tower
+    if sum(part.shape[0] for part in parts) == target.shape[0]:  # each rank has the whole layer, e.g. in a tower
         ranks = 1
     rows, repeated = _fused_rows(target, parts, ranks)
     if sum(rows) != target.shape[0]:
@@ -322,10 +318,9 @@ def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: i
 
 
 def _merged(target: torch.Tensor, source: torch.Tensor, place: int, outputs: Sequence[int]) -> list[Part]:
-    """Return a rank's part of each output of a layer that is merged in checkpoint and engine.
+    """Return a rank's slices of a layer that is fused in checkpoint and engine; empty if the shapes don't fit.
 
-    An example is a short convolution's input and gates. ``outputs`` are the sizes on all ranks. The result is empty if
-    the shapes don't fit.
+    An example is a short convolution's input and gates. ``outputs`` are the sizes of the fused parts on all ranks.
     """
     target = target.detach()
     if target.shape == source.shape:
@@ -345,27 +340,27 @@ def _merged(target: torch.Tensor, source: torch.Tensor, place: int, outputs: Seq
 
 
 def _fused_rows(target: torch.Tensor, parts: list[torch.Tensor], ranks: int) -> tuple[list[int], list[int]]:
-    """Return, for each part of a fused layer, a rank's number of rows and the number of ranks with the same rows."""
+    """Return, per part of a fused layer, a rank's number of rows, and the number of ranks that hold the same rows."""
     rows = [part.shape[0] // ranks for part in parts]
     first, others = rows[0], sum(rows[1:])
     times = (target.shape[0] - first) // others if others else 1
-    if times > 1 and first + times * others == target.shape[0]:  # keys and values are repeated, queries aren't
+    if times > 1 and first + times * others == target.shape[0]:  # several ranks hold equal keys and values
         return [first, *(times * size for size in rows[1:])], [1, *(times for _ in rows[1:])]
     return rows, [1 for _ in rows]
 
 
 def _rows(start: int, stop: int, source: torch.Tensor) -> tuple[slice, ...]:
-    """Return the cut to rows ``start`` ... ``stop``; empty for all rows."""
+    """Return the index of rows ``start`` to ``stop`` - 1; empty if these are all rows of ``source``."""
     return () if stop - start == source.shape[0] else (slice(start, stop),)
 
 
 def _uncovered(slices: list[Slice], targets: dict[str, torch.Tensor]) -> Iterator[str]:
-    """Yield engine tensors that the slices don't fill, except for the last rows of a padded vocabulary."""
+    """Yield the names of engine tensors that the slices don't fill. Padded rows of a vocabulary may stay empty."""
     filled: dict[int, int] = defaultdict(int)
     for part in slices:
         filled[part.destination.untyped_storage().data_ptr()] += part.destination.numel()
     for name, target in targets.items():
-        if not target.numel():  # its layer reads the policy's packed weight
+        if not target.numel():  # the engine's tensor is empty, because its layer reads the policy's packed weight
             continue
         vocabulary = "embed" in name or "lm_head" in name or "wte" in name
         storage = target.untyped_storage().data_ptr()

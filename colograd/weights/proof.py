@@ -1,11 +1,12 @@
-"""Proof that the engine reads each of the policy's parameters at the place in the mapping.
+"""Checks at start that a weight sync reaches the engine: each parameter's slice of an engine tensor is the right one.
 
-*It is the right place*: after both sides loaded the same checkpoint, the slice has the parameter's value bit for bit.
-This proves nothing for norms of ones, biases of zeros, or a tensor that the engine has packed since. *The engine reads
-it*: if the value changes there, the engine's output changes. `unread` shows this with a forward per parameter,
-`read_together` for most parameters at once. It changes all parameters so that the changes cancel; the policy's
-gradients estimate how much the output would differ if the engine didn't read one parameter. All ranks of an engine
-take part in each forward.
+*Equal values*: after policy and engine loaded the same checkpoint, the slice has the parameter's value bit for bit.
+Equality isn't enough for norms of ones, biases of zeros, or tensors that the engine has copied into a packed layout.
+
+*Dependence*: if the slice's values change, the engine's output changes. `unread` checks each parameter by a forward.
+`read_together` checks most parameters at once by a few forwards: it changes all parameters so that the changes cancel.
+If the engine didn't read a parameter, the engine's output would change. The policy's gradients estimate by how much.
+All ranks of an engine take part in each forward.
 """
 
 from __future__ import annotations
@@ -29,25 +30,26 @@ from .mapping import Slice
 from .row_order import is_near
 from .sign_probe import EMBEDDING, cancelling, with_signs
 
-PROBE_TOKENS = (8, 64)  # lengths of a short prompt, and of a longer one for parameters without effect on the short one
-# Least effect of one parameter's change, as a multiple of the remaining effect of all changes together. The gradient
-# estimates an effect up to a factor of three.
+# PROBE_TOKENS: prompt lengths. The prompt of 64 tokens tests parameters that a prompt of 8 tokens doesn't depend on.
+PROBE_TOKENS = (8, 64)
+# MARGIN: a parameter counts as read if the predicted effect of its change is 10 times the measured effect of all
+# cancelling changes together. The gradient predicts an effect up to a factor of three.
 MARGIN = 10.0
-# Least effect in nats, in float32 and in 16 bits; below, a change might be lost in rounding.
+# VISIBLE: smallest effect in nats that counts, in float32 and in 16 bits. Rounding may hide smaller effects.
 VISIBLE, VISIBLE_16_BIT = 1e-3, 1e-2
-# Largest rounding difference between two ways to compute the largest logit, in steps of its dtype. A trained model has
-# logits of about 30 for random tokens, and the step of bfloat16 at 30 is 1/8.
+# ROUNDED_LOGIT: largest rounding difference of the largest logit between policy and engine, in steps of the dtype. A
+# trained model has logits of about 30 for random tokens, and the step of bfloat16 at 30 is 1/8.
 ROUNDED_LOGIT = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A short prompt with the engine's output for unchanged weights."""
+    """A short prompt, and the engine's log-probabilities of its tokens with unchanged weights."""
 
     engine: Engine
     ids: list[int] | ModelInput
-    usual: torch.Tensor  # [tokens - 1] log-probabilities with unchanged weights
-    noise: float  # largest difference between two forwards with the same weights; 0 with deterministic kernels
+    usual: torch.Tensor  # Log-probabilities in nats with unchanged weights, [tokens - 1].
+    noise: float  # Largest difference in nats between two forwards with equal weights. 0 with deterministic kernels.
 
     @classmethod
     def of(cls, engine: Engine, ids: list[int] | ModelInput) -> Probe:
@@ -55,17 +57,17 @@ class Probe:
         return cls(engine, ids, usual, float((engine.prompt_logprobs(ids) - usual).abs().max()))
 
     def shift(self) -> float:
-        """Return the largest change of a log-probability since the start; infinite if the output isn't finite."""
+        """Return the largest change of a log-probability in nats since `Probe.of`; inf if a value isn't finite."""
         shift = (self.engine.prompt_logprobs(self.ids) - self.usual).abs().max()
         return float(shift) if shift.isfinite() else math.inf
 
     def differs(self) -> bool:
-        """Return whether the output has changed by more than noise."""
+        """Return whether a log-probability of the prompt has changed by more than the noise of repeated forwards."""
         return self.shift() > 2 * self.noise
 
 
 def check_equal(slices: Sequence[Slice]) -> None:
-    """Raise a RuntimeError unless every slice has its parameter's value, up to quantisation. A collective."""
+    """Raise a RuntimeError unless every slice equals its parameter, up to quantisation. All ranks must call this."""
     with on_all_ranks("the comparison of the weights"):
         differing = [part.name for part in slices if not (part.equal() if part.packed is None else is_near(part))]
         if differing:
@@ -77,12 +79,12 @@ def check_equal(slices: Sequence[Slice]) -> None:
 
 
 def check_same(policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput | None = None) -> None:
-    """Raise a RuntimeError unless engine and policy have the same log-probabilities, up to rounding. A collective.
+    """Raise a RuntimeError unless engine and policy have equal log-probabilities up to rounding. A collective.
 
-    They are compared on a prompt of tokens, and on tokens after a prompt with images. The policy runs without its
-    adapter.
+    The prompts are text, and text after the images of ``tower_prompt``. The policy's LoRA adapter is disabled.
     """
-    # A model may read the placeholders of its towers as padding (Gemma 4), and vLLM reads them as tokens.
+    # The prompt has no placeholder tokens of images, video or audio, because Gemma 4 reads them as padding, and vLLM
+    # reads them as tokens.
     placeholders = {getattr(unwrap(policy).config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")}
     ids = [token for token in probe_ids(engine, PROBE_TOKENS[-1]) if token not in placeholders]
     engine_logprobs = engine.prompt_logprobs(ids)
@@ -96,7 +98,7 @@ def check_same(policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput
     if tower_prompt is None:
         return
     room = engine.context - len(tower_prompt) - 1
-    if room < 1:  # the context has no room for tokens after the images: only run the tower; `check_read` tests it
+    if room < 1:  # The context has no room for tokens after the images, so no tokens are compared.
         engine.prompt_logprobs(tower_prompt)
         return
     completion = ids[: min(PROBE_TOKENS[0], room)]
@@ -108,13 +110,14 @@ def check_same(policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput
 
 
 def _check_differences(differences: torch.Tensor, most: float, where: str = "") -> None:
-    """Raise a RuntimeError if log-probabilities differ by more than ``most`` nats on average."""
+    """Raise a RuntimeError if the mean absolute difference of log-probabilities is above ``most`` nats."""
     error = float(differences.abs().mean())
     if not error <= most:
         raise RuntimeError(
-            f"With the policy's weights the engine's log-probabilities differ by {error:.2g} nats on average{where}, "
-            f"above the rounding error of {most:.2g}: vLLM computes this architecture differently, or stores its "
-            "weights in an unknown layout. Choose another model, or load a quantised one without quantisation."
+            f"With the policy's weights the engine's log-probabilities differ by {error:.2g} nats on "
+            f"average{where}, which is above the rounding error of {most:.2g}: vLLM computes this architecture "
+            "differently, or stores its weights in an unknown layout. Choose another model, or load a quantised model "
+            "without quantisation."
         )
 
 
@@ -122,19 +125,19 @@ def check_read(
     slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice] = (),
     tower_prompt: ModelInput | None = None,
 ) -> list[Slice]:  # fmt: skip
-    """Check that the engine reads every slice that the policy's output depends on. A collective.
+    """Check that the engine's output depends on every slice that the policy's output depends on. A collective.
 
     Args:
         every: the slices of all parameters of the policy; default: ``slices``.
         tower_prompt: a prompt with images, for the parameters of the vision tower.
 
     Returns:
-        The slices that neither output depends on.
+        The slices that neither the engine's nor the policy's output depends on.
 
     Raises:
         RuntimeError: the policy's output depends on a parameter, but the engine's output doesn't.
     """
-    slices = [part for part in slices if not part.again]  # the engine doesn't read these for a prompt
+    slices = [part for part in slices if not part.again]  # vLLM reads a parameter's second copy only in decoding
     every = [part for part in every if not part.again]
     text, tower = ([part for part in slices if sees(part.name) == in_tower] for in_tower in (False, True))
     proven = read_together(text, policy, engine, [part for part in every or slices if not sees(part.name)])
@@ -142,29 +145,30 @@ def check_read(
     silent += tower if tower_prompt is None else unread(tower, engine, tower_prompt)
     with on_all_ranks("the proof of the weights"):
         rest = silent
-        if engine.layout.engine_place > 0:  # where ranks sum a layer's outputs, only the first one adds the bias
+        if engine.layout.engine_place > 0:  # only the engine's first rank adds biases of outputs that ranks sum
             of_first = engine.tensors.is_added_by_first_rank
             rest = [part for part in silent if not (part.name.endswith(".bias") and of_first(part.destination))]
         unreachable = [part.name for part in rest if not inert(part, policy, engine, tower_prompt)]
         if unreachable:
             raise RuntimeError(
                 f"The engine's output doesn't depend on {len(unreachable)} of {len(slices)} parameters at the place "
-                f"where vLLM stores them ({', '.join(unreachable[:3])}): it samples with its own copies, which "
-                "publishing can't update. Remove quantization and custom kernels from vllm_engine_kwargs. Without "
-                "them, Colograd doesn't support this architecture yet."
+                f"where vLLM stores them ({', '.join(unreachable[:3])}): vLLM samples with repacked copies, which no "
+                "weight sync can update. Remove quantization and custom kernels from vllm_engine_kwargs. If the error "
+                "stays, Colograd doesn't support this architecture yet."
             )
     return silent
 
 
 def read_together(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice]) -> set[str]:
-    """Return the names of slices that the engine provably reads, from a few forwards for any number of slices.
+    """Return the names of slices that the engine reads, found by a few forwards for any number of slices. A collective.
 
-    Every parameter is multiplied by the signs of `cancelling`, and no part of these changes cancels alone. If the
-    engine reads only some parameters, its output changes. If it reads none, a change of only the embedding has no
-    effect. A parameter is proven if its change alone, by the policy's gradient, would have a far larger effect than
-    all changes together have.
+    All parameters are multiplied by the signs of `cancelling`, which together leave the output unchanged. If the engine
+    read only some of the changed parameters, its output would change. A change of the embedding without the other
+    parameters must change the output, otherwise the engine reads no changed parameter. A parameter counts as read if
+    the policy's gradient predicts a far larger effect of its change than all changes together have on the engine's
+    output.
 
-    The result is empty for architectures unlike Llama. A collective: the ranks return the same names.
+    The result is empty for architectures unlike Llama. All ranks get the same names.
     """
     if not slices:
         return set()
@@ -194,10 +198,11 @@ def read_together(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engi
 
 
 def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Module) -> dict[str, float]:
-    """Estimate the effect of slices on the prompt's log-probability, in nats, by name; empty: memory is too small.
+    """Estimate in nats how much a sign change of each slice would change the prompt's log-probability, by slice name.
 
-    It is the effect of changing the sign of a random half of a slice's values: the norm of gradient times value. Packed
-    weights and buffers have no gradient, and aren't in the result.
+    The estimate is for changed signs of a random half of the slice's values: the norm of gradient times value. Packed
+    weights and buffers have no gradient, and are left out. The result is empty if memory is too small for the
+    gradients.
     """
     effects: dict[str, float] = {}
     parameters = {*policy.parameters()}
@@ -217,7 +222,7 @@ def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Mod
             hooks += [parameter.register_post_accumulate_grad_hook(measure) for parameter in slice_of]
             logits = policy(tokens).logits[0, :-1].float()
             logprob = logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).sum()
-            if logprob.requires_grad:  # else it depends on none of these parameters
+            if logprob.requires_grad:  # otherwise the log-probability depends on no trained parameter
                 logprob.backward()
     except torch.OutOfMemoryError:
         return {}
@@ -231,10 +236,7 @@ def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Mod
 
 @contextmanager
 def base_alone(policy: torch.nn.Module, trained: Collection[torch.Tensor] = ()) -> Iterator[None]:
-    """Run the policy without dropout and without its adapter, which the engine doesn't have yet.
-
-    Only the parameters of ``trained`` get gradients.
-    """
+    """Disable the policy's dropout and LoRA adapter in this context, and allow gradients of ``trained`` only."""
     flags = [(parameter, parameter.requires_grad) for parameter in policy.parameters()]
     try:
         with evaluation_mode(policy), policy.disable_adapter() if is_adapted(policy) else nullcontext():
@@ -243,14 +245,11 @@ def base_alone(policy: torch.nn.Module, trained: Collection[torch.Tensor] = ()) 
             yield
     finally:
         for parameter, requires_grad in flags:
-            parameter.requires_grad_(requires_grad)  # peft freezes the adapter that it disables
+            parameter.requires_grad_(requires_grad)  # restored, because peft freezes a disabled adapter
 
 
 def unread(slices: Sequence[Slice], engine: Engine, tower_prompt: ModelInput | None = None) -> list[Slice]:
-    """Return the slices that can change without a change of the engine's output.
-
-    This takes one short forward per slice and rank of the engine.
-    """
+    """Return the slices without effect on the engine's output. Each slice costs a short forward per engine rank."""
     layout = engine.layout
     silent = [(part, place) for part in slices for place in range(layout.ranks_per_engine)]
     for length in PROBE_TOKENS:
@@ -267,7 +266,7 @@ def unread(slices: Sequence[Slice], engine: Engine, tower_prompt: ModelInput | N
 
 @torch.no_grad()
 def inert(part: Slice, policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput | None = None) -> bool:
-    """Return whether the policy's output doesn't depend on a parameter either."""
+    """Return whether a change of the parameter ``part`` leaves the policy's output unchanged."""
     if part.packed is not None:
         return tower_prompt is None and sees(part.name)
     more: dict[str, torch.Tensor] = {}
@@ -275,22 +274,22 @@ def inert(part: Slice, policy: torch.nn.Module, engine: Engine, tower_prompt: Mo
     if tower_prompt is not None and tower_prompt.images is not None and sees(part.name):
         ids = torch.tensor([tower_prompt.ids], device=ids.device)
         more = {name: value.to(ids.device) for name, value in tower_prompt.images.inputs.items()}
-    with evaluation_mode(policy):  # a dropout would change the output by itself
+    with evaluation_mode(policy):  # with dropout the output would change at random
         usual = policy(ids, **more).logits
         with changed(part.view):
             return torch.equal(policy(ids, **more).logits, usual)
 
 
 def probe_ids(engine: Engine, length: int) -> list[int]:
-    """Return ``length`` different token ids, or as many as the engine's context allows."""
+    """Return ``length`` different token ids for a prompt, or fewer if the engine's context is shorter."""
     return [(7919 * (i + 1)) % engine.vocab_size for i in range(min(length, engine.context - 1))]
 
 
 @contextmanager
 def changed(tensor: torch.Tensor) -> Iterator[None]:
-    """Change the values of a tensor in its memory while the context lasts, and restore every bit afterwards."""
+    """Negate a tensor in its memory while the context lasts (add 1 to zeros), and restore every bit afterwards."""
     with torch.no_grad():
-        zeros = tensor.clone() if not tensor.any() else None  # negation doesn't change zeros
+        zeros = tensor.clone() if not tensor.any() else None  # negation leaves zeros unchanged
         tensor.neg_() if zeros is None else tensor.add_(1)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Choose a run's `WeightSync`, and prove that it updates what the engine reads. Each kind has a function."""
+"""Choose how the engine gets the policy's weights (a `WeightSync`), and check that the engine uses them."""
 
 from __future__ import annotations
 
@@ -28,45 +28,49 @@ from .sync import Unserved, WeightSync
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """The policy and the engine, before a `WeightSync` is chosen."""
+    """The policy, the engine and the map of weights between them, before a `WeightSync` is chosen."""
 
     policy: torch.nn.Module
     engine: Engine
-    slices: list[Slice]  # the place in the engine of each parameter of the policy, or of a LoRA policy's base
-    device: torch.device  # the device to move the policy to
-    equal: bool  # whether `proof.check_equal` found the engine's values equal to the policy's
-    tower_prompt: ModelInput | None = None  # a prompt with images, to test the vision tower
+    slices: list[Slice]  # Each parameter of the policy (of a LoRA policy's base) with its slice of an engine tensor.
+    device: torch.device  # The device that the policy will be moved to.
+    equal: bool  # Whether `proof.check_equal` found the engine's values equal to the policy's values.
+    tower_prompt: ModelInput | None = None  # A prompt with images that tests the vision tower. None without a test.
 
     def unread(self, slices: Sequence[Slice] | None = None) -> list[Slice]:
-        """Run `proof.check_read`, by default for all slices."""
+        """Return the slices that neither engine nor policy reads (`proof.check_read`). Default: all ``slices``."""
         chosen = self.slices if slices is None else slices
         return proof.check_read(chosen, self.policy, self.engine, self.slices, self.tower_prompt)
 
 
 def move(policy: torch.nn.Module, device: torch.device) -> None:
-    """Move a policy to a device, unless it is there."""
+    """Move the policy to ``device``, unless the policy is on a device of this type."""
     if any(tensor.device.type != device.type for tensor in [*policy.parameters(), *policy.buffers()]):
-        policy.to(device)  # conditional, because `.to("cpu:0")` copies tensors on "cpu" and would undo the sharing
+        policy.to(device)  # only if needed, because `.to("cpu:0")` copies tensors on "cpu", and ends sharing
 
 
 def check_choice(wanted: str, adapter: Adapter | None, cut: bool = False) -> Adapter | None:
-    """Check that a policy and its adapter allow the setting `weights`; ``cut``: each rank has a part of the weights.
+    """Check that the policy and its LoRA adapter allow the setting `weights`, given as ``wanted``.
+
+    ``cut`` is true if each rank holds only a part of the policy's weights (``sharding: fsdp``).
 
     Returns:
-        The adapter that needs slots in the engine; None if there is no adapter, or it is merged.
+        The adapter if it needs LoRA slots in the engine. None if there is no adapter, or if it is merged into a copy.
 
     Raises:
-        ValueError: the setting can't be used.
+        ValueError: the policy doesn't allow the setting.
     """
     if cut and adapter is not None:
         raise ValueError(
-            "sharding is 'fsdp', but the policy trains a LoRA adapter, and its frozen base is in the engine's memory "
-            "anyway: set sharding: gradients, which cuts the adapter's gradients and optimizer state."
+            "sharding is 'fsdp', but the policy trains a LoRA adapter, and the adapter's frozen base shares the "
+            "engine's memory: set sharding: gradients, which cuts the adapter's gradients and optimizer state over "
+            "ranks."
         )
     if cut and wanted not in ("auto", "gathered"):
         raise ValueError(
-            f"weights is {wanted!r} and sharding is 'fsdp', but no rank holds weights whole to share or copy: set "
-            "weights: auto (they are gathered), or sharding: gradients, which doesn't cut weights."
+            f"weights is {wanted!r} and sharding is 'fsdp', but with fsdp no rank holds whole weights to share or "
+            "copy: set weights: auto, which gathers weights from the ranks, or sharding: gradients, which doesn't cut "
+            "weights."
         )
     if wanted == "gathered" and not cut:
         raise ValueError(
@@ -82,18 +86,18 @@ def check_choice(wanted: str, adapter: Adapter | None, cut: bool = False) -> Ada
             )
     if wanted == "adapter" and adapter is None:
         raise ValueError(
-            "weights is 'adapter', but the policy is trained whole: set use_peft: true (or pass peft_config), or set "
-            "weights: auto."
+            "weights is 'adapter', but the policy is trained without a LoRA adapter: set use_peft: true (or pass "
+            "peft_config), or set weights: auto."
         )
     if adapter is None or wanted == "copied":
         return None
     if wanted != "auto" and adapter.why_merged:
-        raise ValueError(f"weights is {wanted!r}, but {adapter.why_merged}: set weights: auto (merged copies).")
+        raise ValueError(f"weights is {wanted!r}, but {adapter.why_merged}: set weights: auto to merge the adapter.")
     return None if adapter.why_merged else adapter
 
 
 def check_adapter_in_parts(adapter: Adapter | None, sharding: str) -> None:
-    """Raise a ValueError if vLLM can't serve the adapter of a policy in the engine's layout."""
+    """Raise a ValueError if vLLM can't serve a LoRA adapter on a base that policy and engine share."""
     if adapter is not None and adapter.why_merged:
         raise ValueError(
             f"sharding is {sharding!r}, but {adapter.why_merged}, and the adapter can't be merged into weights that "
@@ -102,19 +106,19 @@ def check_adapter_in_parts(adapter: Adapter | None, sharding: str) -> None:
 
 
 def find_weight_sync(path: str) -> Callable[[torch.nn.Module, Engine, list[Slice]], WeightSync]:
-    """Import the user's `WeightSync` class at ``path``; a ValueError: there is none, or it lacks a method."""
+    """Import the user's `WeightSync` class from ``path``. A missing class or method is a ValueError."""
     sync_class = find_object(path, "weights", lambda value: isinstance(value, type))
     methods = ("publish", "describe", "differing")
     if missing := [name for name in methods if not callable(getattr(sync_class, name, None))]:
         raise ValueError(
-            f"weights is {path!r}, which has no {missing[0]}, but must be a class with publish, describe and "
-            "differing: see docs/design.md."
+            f"weights is {path!r}, a class without the method {missing[0]}: a weight sync must have the methods "
+            "publish, describe and differing, see docs/design.md."
         )
     return sync_class
 
 
 def expects_sharing(config: GRPOConfig, policy: Policy) -> bool:
-    """Return whether the policy will share the engine's memory, as far as that is known before both exist."""
+    """Return whether the policy will share the engine's memory, estimated before policy and engine exist."""
     adapter, dtype = policy.adapter, policy.model.dtype
     copied = config.weights == "copied" or is_import_path(config.weights) or (adapter and adapter.why_merged)
     if copied or config.cuts_weights:
@@ -127,28 +131,29 @@ def weight_sync(
     wanted: str, policy: torch.nn.Module, engine: Engine, *, untouched: bool, device: torch.device,
     adapter: Adapter | None = None, cut: str = "", tower_prompt: ModelInput | None = None,
 ) -> WeightSync:  # fmt: skip
-    """Move the policy to ``device``, into the engine's memory where possible, and plan its publishing.
+    """Move the policy to ``device``, into the engine's memory where possible, and return its `WeightSync`.
 
-    The device never has two copies of shared weights.
+    The device never holds two copies of shared weights.
 
     Args:
         wanted: ``auto``, ``shared``, ``copied``, ``gathered``, ``adapter`` or the import path of a `WeightSync` class.
-            For a LoRA policy, ``shared`` means its base.
-        untouched: whether the policy has exactly the values that the engine loaded. Then equal values prove the map.
-        adapter: the adapter that the policy trains instead of its weights.
-        cut: ``rows``: each rank will keep only some rows of the weights; ``parts``: the policy is cut here, so that
-            each rank has its engine rank's part of every parameter; empty: the policy stays whole.
-        tower_prompt: a prompt with images, to test the vision tower; None: the tower isn't tested.
+            For a LoRA policy, ``shared`` means that the base is shared.
+        untouched: whether the policy has exactly the values of the checkpoint that the engine loaded. Then comparing
+            values checks the map of parameters.
+        adapter: the LoRA adapter that the policy trains; None if the policy's own weights are trained.
+        cut: ``rows`` means that each rank will keep only some rows of the weights. ``parts`` means that this function
+            cuts the policy, so that each rank has its engine rank's part of every parameter. "" means a whole policy.
+        tower_prompt: a prompt with images, to test the vision tower. None means that the tower isn't tested.
 
     Raises:
-        ValueError: ``wanted`` can't be used, or the policy's shape isn't the checkpoint's.
-        RuntimeError: the engine doesn't read a parameter at its expected place, so publishing couldn't update it.
+        ValueError: the policy doesn't allow ``wanted``, or the policy's shape isn't the checkpoint's.
+        RuntimeError: the engine doesn't read a parameter at its mapped place, so a weight sync couldn't update it.
     """
     rows = policy.get_input_embeddings().weight.shape[0]
     if rows != engine.vocab_size:
         raise ValueError(
-            f"The model has {rows:,} embeddings, but the checkpoint that vLLM loaded has {engine.vocab_size:,}: save "
-            "the resized model with save_pretrained and pass its folder as the model."
+            f"The model has {rows:,} rows of embeddings, but the checkpoint that vLLM loaded has "
+            f"{engine.vocab_size:,}: save the resized model with save_pretrained and pass its folder as the model."
         )
     layout = engine.layout
     with on_all_ranks("the map of the weights"):
@@ -161,24 +166,24 @@ def weight_sync(
     if equal:
         proof.check_equal(slices)
     packed = [part for part in slices if part.packed is not None]
-    if packed or served:  # write the quantised base into the engine
+    if packed or served:  # the quantised base is written into the engine
         move(policy, device)
         Copies(slices if engine.blank else packed).write()
         proof.check_same(policy, engine, tower_prompt)
         untested = [weight for name, weight in packed_weights(policy).items() if tower_prompt is None and sees(name)]
         if unused := engine.served.unused(untested):
             raise RuntimeError(
-                f"{unused} of the engine's layers don't use the policy's packed weights: this architecture isn't known "
-                "yet. Set weights: auto."
+                f"{unused} of the engine's layers don't use the policy's packed weights, because Colograd doesn't know "
+                "this architecture yet. Set weights: auto."
             )
     pairing = Pairing(policy, engine, slices, device, equal and not packed, tower_prompt)
-    if cut == "parts":  # an extension cuts the policy: (pairing, adapter) -> sync
+    if cut == "parts":  # an extension cuts the policy, and returns the sync
         (in_parts,) = hooks("weights_in_parts")
         sync: WeightSync = in_parts(pairing, adapter)
     else:
         sync = _select(wanted, pairing, adapter, cut == "rows")
     if pairing.equal:
-        proof.check_same(policy, engine)  # equal weights don't prove that both compute the same architecture
+        proof.check_same(policy, engine)  # policies with equal weights may still compute differently from vLLM
     return sync
 
 
@@ -199,7 +204,9 @@ def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -
             return _adapter(wanted, pairing)
         except Unserved as unserved:
             if wanted != "auto":
-                raise ValueError(f"weights is {wanted!r}, but {unserved}: set weights: auto (merged copies).") from None
+                raise ValueError(
+                    f"weights is {wanted!r}, but {unserved}: set weights: auto to merge the adapter into a copy."
+                ) from None
             why_merged = str(unserved)
     move(policy, pairing.device)
     merged = MergedWeights(policy, engine, pairing.slices, why_merged)
@@ -208,10 +215,7 @@ def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -
 
 
 def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeights:
-    """Create `SharedWeights` or `CopiedWeights` for a policy's weights, or for a LoRA policy's base.
-
-    ``constant``: the weights are equal and never change, so that it doesn't matter where the engine reads them.
-    """
+    """Create the weight sync of a whole policy or a LoRA base. ``constant`` means that its weights never change."""
     obstacles = {part.name: reason for part in pairing.slices if (reason := shared.obstacle(part))}
     if wanted == "shared" and obstacles:
         name, reason = next(iter(obstacles.items()))
@@ -231,24 +235,24 @@ def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeigh
     views = [part for part in pairing.slices if part.name not in obstacles]
     copies = [(part, obstacles[part.name]) for part in pairing.slices if part.name in obstacles]
     shared.bind(views)
-    move(policy, pairing.device)  # moves the rest: buffers, and the parameters that are copied
+    move(policy, pairing.device)  # moves buffers, and parameters that aren't shared
     tested = [*views, *(part for part, _ in copies if part.packed is not None)]
     for part in [] if constant else pairing.unread(tested):
         if part.packed is None:
-            part.source.data = part.destination.clone()  # separate memory again, with the same value
+            part.source.data = part.destination.clone()  # the parameter gets separate memory with its value
             views.remove(part)
             copies.append((part, "no output depends on it, so that sharing it can't be proved"))
     return SharedWeights(policy, engine, views, copies)
 
 
 def _adapter(wanted: str, pairing: Pairing) -> WeightSync:
-    """Create the sync of an adapter on a base that is shared or, if that is impossible and not needed, copied once."""
+    """Create the weight sync of a LoRA adapter. The engine shares the base, or copies it once if ``wanted`` allows."""
     adapted = {layer.parameter for layer in adapted_layers(pairing.policy)}
     if reordered := [part.name for part in pairing.slices if part.rows is not None and part.plain_name in adapted]:
-        raise Unserved(f"vLLM has the rows of {len(reordered)} adapted layers in another order ({reordered[0]})")
+        raise Unserved(f"vLLM reorders the rows of {len(reordered)} layers with a LoRA adapter ({reordered[0]})")
     whole_copies = [part for part in pairing.slices if part.again and part.destination.shape == part.source.shape]
     if copied := [part.name for part in whole_copies if part.plain_name in adapted]:
-        raise Unserved(f"vLLM has {len(copied)} adapted layers twice, but adds an adapter once ({copied[0]})")
+        raise Unserved(f"vLLM has {len(copied)} layers twice, but adds an adapter to one copy only ({copied[0]})")
     slots = hooks("map_adapter")[0](pairing.policy, pairing.engine)
     base = _whole("shared" if wanted == "shared" else "auto", pairing, constant=pairing.equal)
     sync: WeightSync = hooks("adapter_weights")[0](pairing.policy, pairing.engine, slots, base)

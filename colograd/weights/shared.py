@@ -1,7 +1,4 @@
-"""`shared`: the policy's parameters are slices of the engine's tensors, and the optimizer writes into these.
-
-A publish copies only the parameters that can't be shared (another dtype, say).
-"""
+"""The weight sync `shared`: parameters are views of the engine's tensors. Unshareable ones are copied."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from .mapping import Slice
 
 
 def obstacle(part: Slice) -> str:
-    """Return the reason why a parameter can't be a view of its slice; empty if it can."""
+    """Return the reason why the policy's parameter can't be a view of the engine's tensor; "" if it can be a view."""
     source, place = part.source, part.destination
     if part.packed is not None:
         return "the policy has it quantised"
@@ -39,18 +36,18 @@ def obstacle(part: Slice) -> str:
 
 @torch.no_grad()
 def bind(slices: Sequence[Slice]) -> None:
-    """Copy each source into its destination, and make the source a view of it, one at a time to free its storage."""
+    """Copy each parameter into its engine tensor, and make the parameter a view of that tensor, one by one."""
     for part in slices:
         part.destination.copy_(part.source)
         part.source.data = part.destination
 
 
 class SharedWeights(CopiedWeights):
-    """Publishes a policy that is in the engine's memory, except some parameters that are copied.
+    """The weight sync of a policy with parameters that share the engine's memory; some are copied.
 
     Args:
-        shared: parameters that are bound to the engine's memory (`bind`).
-        copied: all other parameters, each with the reason why it isn't shared.
+        shared: parameters that `bind` has made views of the engine's tensors.
+        copied: parameters that can't be views, each with the reason.
     """
 
     def __init__(
@@ -58,10 +55,12 @@ class SharedWeights(CopiedWeights):
     ) -> None:
         super().__init__(policy, engine, [part for part, _ in copied], why=copied[0][1] if copied else "")
         self.shared, self.copied = list(shared), list(copied)
-        self.slices = [*self.shared, *self.slices]  # the places of all parameters
+        self.slices = [*self.shared, *self.slices]  # shared and copied parameters
         unbound = [part.name for part in self.shared if part.source.data_ptr() != part.destination.data_ptr()]
         if unbound:
-            raise RuntimeError(f"{len(unbound)} parameters have left the engine's memory: {', '.join(unbound[:3])}.")
+            raise RuntimeError(
+                f"{len(unbound)} policy parameters don't share the engine's memory any more: {', '.join(unbound[:3])}."
+            )
 
     def describe(self) -> str:
         nbytes = sum(part.destination.nbytes for part in self.shared)
@@ -73,7 +72,7 @@ class SharedWeights(CopiedWeights):
 
 
 def bytes_apart(policy: torch.nn.Module, engine: EngineTensors) -> int:
-    """Return the bytes of the policy's parameters outside the engine's tensors, including scales of quantised ones."""
+    """Return the bytes of policy parameters outside the engine's tensors, including the scales of quantised weights."""
     shared = {parameter.untyped_storage().data_ptr() for parameter in engine.parameters().values()}
     packed = packed_weights(policy)
     return sum(
@@ -86,9 +85,9 @@ def bytes_apart(policy: torch.nn.Module, engine: EngineTensors) -> int:
 def state_dict_on_host(
     model: torch.nn.Module, places: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Copy the model's state dict to host memory, into ``places`` where shape and dtype fit.
+    """Copy the model's state dict to host memory, into tensors of ``places`` (by name) if shape and dtype fit.
 
-    Tied parameters stay one tensor. Each tensor has a storage of its own: writers of safetensors would clone others.
+    Tied parameters become one tensor. Other tensors share no storage, because writers of safetensors would copy them.
     """
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
     host: dict[str, torch.Tensor] = {}
@@ -104,6 +103,6 @@ def state_dict_on_host(
                 queued |= tensor.is_cuda
             watchdog.progress()
         host[name] = copies[key]
-    if queued:  # wait here, because transformers may compute from these tensors before it writes them
+    if queued:  # waits for the copies, because transformers may read the tensors at once
         torch.cuda.synchronize()
     return host

@@ -1,10 +1,11 @@
-"""Sign changes of many parameters that together leave a decoder's output unchanged.
+"""Sign changes of many parameters that together leave the output of a Llama-like decoder unchanged.
 
 Some channels of the residual stream change their sign: in the embedding, in the rows of the projections that write to
-the stream, and in the columns of the projections that read it. Some channels of each norm change their sign, together
-with the columns that read the norm. Queries, keys and values, with their biases, are negated as a whole: the first two
-cancel in the scores, the last in the output projection. A change of sign is exact in every dtype, and a second change
-restores every bit. In other architectures the output changes, and `proof` tests their parameters one by one.
+the stream, and in the columns of the projections that read the stream. Some channels of each norm change their sign,
+together with the columns of the projections that read the norm. Queries, keys and values, with their biases, are
+negated as a whole. The signs of queries and keys cancel in the scores, the sign of values in the output projection. A
+change of sign is exact in every dtype, and a second change restores every bit. In other architectures the output
+changes, and `proof` tests their parameters one by one.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ import torch
 from .mapping import Slice
 
 EMBEDDING, HEAD, LAST_NORM = "embed_tokens", "lm_head", "norm"
-READERS = {  # projections that read the residual stream -> the norm in between
+READERS = {  # keys: projections that read the residual stream; values: the norm before each projection
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "input_layernorm"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "post_attention_layernorm"),
 }
-WRITERS = {"o_proj": -1.0, "down_proj": 1.0}  # projections that write to the residual stream -> sign of their input
+WRITERS = {"o_proj": -1.0, "down_proj": 1.0}  # projections that write to the residual stream, and their input's sign
 NEGATED = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 NORMS_OF_HEADS = ("q_norm", "k_norm")
 
-Signs = dict[str, torch.Tensor]  # parameter -> tensor of 1 and -1 that expands to the parameter's shape
+Signs = dict[str, torch.Tensor]  # by parameter name: a tensor of 1 and -1 that expands to the parameter's shape
 
 
 def cancelling(shapes: Mapping[str, Sequence[int]], norms: bool) -> Signs:
-    """Return factors (1 or -1) for a Llama-like decoder's parameters. Together they leave its output unchanged.
+    """Return factors (1 or -1) for a Llama-like decoder's parameters that together leave the output unchanged.
 
     The result is empty if no module is named `embed_tokens`.
 
     Args:
-        shapes: the shape of each policy parameter, by its name in a model without adapters; a tied parameter once.
-        norms: change norms as well. Must be False for norms that multiply by 1 + weight.
+        shapes: shapes of the policy's parameters, by name in a model without adapters. A tied parameter has one entry.
+        norms: whether norms get factors. Must be False for norms that multiply by 1 + weight.
     """
-    kinds = {name: name.split(".")[-2] if "." in name else name for name in shapes}  # names of the modules
+    kinds = {name: name.split(".")[-2] if "." in name else name for name in shapes}  # module name of each parameter
     embedding = next((name for name, kind in kinds.items() if kind == EMBEDDING), None)
     if embedding is None:
         return {}

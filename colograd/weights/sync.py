@@ -1,4 +1,4 @@
-"""`WeightSync`, the interface of publishing, and `PlannedSync`, the base of implementations that plan their copies."""
+"""`WeightSync`: the interface that puts the policy's weights into the engine. `PlannedSync`: its base class."""
 
 from __future__ import annotations
 
@@ -11,52 +11,49 @@ from ..engine.protocol import Engine
 
 
 class WeightSync(Protocol):
-    """The interface of publishing: the engine gets the policy's weights. Users may write their own class."""
+    """The interface of weight syncs, which give the engine the policy's weights. Users may write a class."""
 
     @abstractmethod
     def publish(self, version: int) -> int:
-        """Make the policy's present weights the engine's, then stamp the engine (`Engine.stamp`).
+        """Give the engine the policy's present weights, and call `Engine.stamp` with ``version``.
 
         Args:
-            version: number of optimizer steps of these weights.
+            version: number of optimizer steps that the policy has been trained for.
 
         Returns:
-            Bytes written into the engine's tensors.
+            Number of bytes written into the engine's tensors.
         """
 
     @abstractmethod
     def describe(self) -> str:
-        """Return one line for the start of a run: the way, the number of tensors, MiB per publish, and the reason."""
+        """Return one line for the log at start: the kind of sync, number of tensors, MiB per sync, and the reason."""
 
     @abstractmethod
     def differing(self) -> list[str]:
-        """Return the names of parameters with another value in the engine than the policy's, cast, bit for bit."""
+        """Return names of parameters that differ, bit for bit in the narrower dtype, between policy and engine."""
 
 
 class Unserved(ValueError):
-    """An adapted layer has no LoRA slot in the engine."""
+    """The error that vLLM has no LoRA slot for a layer that the adapter changes."""
 
 
 class PlannedSync(WeightSync):
-    """A `WeightSync` that plans its copies at start. Each publish checks that no tensor has moved since.
-
-    A copy into a tensor's former memory would have no effect.
-    """
+    """A `WeightSync` that plans copies at start. `publish` checks that all tensors have the addresses of the start."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine) -> None:
         self.engine, self._policy = engine, policy
         self._planned = self._addresses()
 
     def publish(self, version: int) -> int:
-        """See `WeightSync.publish`. The engine can't sample until this succeeds."""
+        """Write the policy's weights into the engine, and stamp the engine. After an error the engine can't sample."""
         self.engine.invalidate()
         addresses = self._addresses()
         if addresses != self._planned:
             moved = [name for name in self._planned | addresses if self._planned.get(name) != addresses.get(name)]
             raise RuntimeError(
                 f"{len(moved)} weights have moved since publishing was planned ({', '.join(moved[:3])}): a reload, "
-                "`.to()` or `.data =` has replaced their tensors, and the engine would sample with other weights than "
-                "the trained ones. Change weights in place (`copy_`), or build a new trainer."
+                "`.to()` or `.data =` has replaced tensors of the policy or the engine. The engine would sample with "
+                "outdated weights. Change weights in place (`copy_`), or build a new trainer."
             )
         nbytes = self.write()
         self.engine.stamp(version)
@@ -64,9 +61,9 @@ class PlannedSync(WeightSync):
 
     @abstractmethod
     def write(self) -> int:
-        """Update the engine's tensors. Return the bytes written."""
+        """Write the policy's weights into the engine's tensors. Return the number of bytes written."""
 
     def _addresses(self) -> dict[str, int]:
-        """Return the addresses of all tensors that must not move."""
+        """Return the memory addresses of the policy's and the engine's parameters, which must not change."""
         sides = (("policy", dict(self._policy.named_parameters())), ("engine", self.engine.tensors.parameters()))
         return {f"{side} {name}": p.data_ptr() for side, tensors in sides for name, p in tensors.items()}

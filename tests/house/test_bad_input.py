@@ -370,8 +370,8 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "weights shared with an engine that a rank has only rows of": (
         lambda _: check_choice("shared", None, cut=True),
         "weights is 'shared' and sharding is 'fsdp'",
-        "no rank holds weights whole",
-        "set weights: auto .* or sharding: gradients",
+        "no rank holds whole weights",
+        "set weights: auto.* or sharding: gradients",
     ),
     "weights to gather that nobody has cut": (
         lambda _: check_choice("gathered", None),
@@ -382,7 +382,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "a base to cut that the engine has anyway": (
         lambda _: check_choice("auto", Adapter("default", 8, ("q_proj",), ""), cut=True),
         "sharding is 'fsdp', but the policy trains a LoRA adapter",
-        "in the engine's memory anyway",
+        "shares the engine's memory",
         "set sharding: gradients",
     ),
     "a reference to mix with a policy in parts": (

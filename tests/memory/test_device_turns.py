@@ -128,6 +128,6 @@ def test_a_vllm_whose_weights_can_not_stay_is_refused(monkeypatch: pytest.Monkey
     from vllm.v1.worker.gpu_worker import Worker
 
     monkeypatch.delattr(Worker, "_maybe_get_memory_pool_context")
-    with pytest.raises(RuntimeError, match=r"can't give back its KV cache.*vllm_enable_sleep_mode: false"):
+    with pytest.raises(RuntimeError, match=r"can't free its KV cache.*vllm_enable_sleep_mode: false"):
         with weights_stay():
             pass
