@@ -430,9 +430,9 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     ),
     "a direction without the metric that it is of": (
         lambda _: config(load_best_model_at_end=True, save_strategy="no", greater_is_better=False),
-        "greater_is_better is false and metric_for_best_model isn't set",
-        "is `reward` then, of which more is better",
-        "say metric_for_best_model",
+        "greater_is_better is false, but metric_for_best_model isn't set",
+        "the metric is `reward`, and a higher reward is better",
+        "set metric_for_best_model",
     ),
     "the best model by an evaluation in the middle of a round": (
         lambda _: config(
