@@ -1,4 +1,4 @@
-"""Memory after an exception: what a failed constructor and the tracebacks hold is freed."""
+"""Free memory after an exception: tracebacks and a failed constructor would keep large objects alive."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ F = TypeVar("F", bound=Callable[..., None])
 
 
 def forget_frames(error: BaseException, but: BaseException | None = None) -> None:
-    """Free the objects that only the tracebacks of ``error`` and its causes hold: a notebook keeps the last exception.
-    Frames that still run keep their variables. ``but`` was handled before; Python counts it as a cause of ``error``."""
+    """Clear the local variables in the tracebacks of ``error`` and its causes, because a notebook keeps the last
+    exception. Running frames keep theirs. ``but`` is an exception that was handled before; Python counts it as a
+    cause."""
     known = {id(but): but}
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -25,7 +26,8 @@ def forget_frames(error: BaseException, but: BaseException | None = None) -> Non
 
 
 def closes_if_it_fails(init: F) -> F:
-    """Give an ``__init__`` an ExitStack, ``self.closing``; close it and free the frames' memory if the method fails."""
+    """Decorate an ``__init__``: ``self.closing`` is an ExitStack, which is closed if the method fails; memory is
+    freed."""
 
     @functools.wraps(init)
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -35,9 +37,9 @@ def closes_if_it_fails(init: F) -> F:
             init(self, *args, **kwargs)
         except BaseException as error:
             forget_frames(error, but=handled)
-            with contextlib.suppress(Exception):  # the first error counts
+            with contextlib.suppress(Exception):  # Report the first error.
                 self.closing.close()
-            del self, args, kwargs, handled  # this frame is in the traceback, too
+            del self, args, kwargs, handled  # The traceback holds this frame.
             raise
 
     return run  # type: ignore[return-value]

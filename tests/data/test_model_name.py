@@ -56,7 +56,7 @@ def test_what_the_hub_says_of_it_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match=f"{COMMON}: .* no such model on the Hub, or a private one"):
         hub.check_model_name("owner/name")
     answering(monkeypatch, not_found(huggingface_hub.errors.GatedRepoError))
-    with pytest.raises(ValueError, match="is on the Hub, but not for everybody: ask for access"):
+    with pytest.raises(ValueError, match="is on the Hub, but only for users with access: request access"):
         hub.check_model_name("owner/name")
     assert len(asked) == 1
 
