@@ -1,7 +1,6 @@
-"""Pairs of settings that exclude each other, and the check of all pairs.
+"""Pairs of settings that exclude each other, and the check of all pairs. docs/configuration.md lists them.
 
-The core's pairs are in `CONFLICTS`. An extension lists its pairs in a `conflicts.py` of its folder.
-docs/configuration.md has all of them.
+The core's pairs are in `CONFLICTS`. An extension has its pairs in a file `conflicts.py`.
 """
 
 from __future__ import annotations

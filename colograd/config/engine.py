@@ -90,8 +90,7 @@ class EngineKnobs(TrainingArguments):
         )  # fmt: skip
 
     def _check_ranks(self) -> None:
-        """Raise a ValueError if the launched ranks don't form one process group, or if the ranks per engine don't
-        divide them."""
+        """Raise a ValueError if the launched ranks don't form one process group, or don't divide into engines."""
         launched = int(os.environ.get("WORLD_SIZE") or 1)
         if self.world_size != launched:
             raise ValueError(

@@ -55,8 +55,7 @@ class TRLKnobs(TrainingArguments):
     vllm_importance_sampling_cap: float | None = knob(None, _HELP["vllm_importance_sampling_cap"])
 
     def _take_old_names(self) -> list[str]:
-        """Copy values that were set by a setting's old TRL name to the setting's present name. Return one log line per
-        old name in use."""
+        """Copy settings with an old name in TRL to their present names. Return one log line per old name in use."""
         lines = []
         for old, present in RENAMED.items():
             if (value := getattr(self, old)) is None:
@@ -69,8 +68,7 @@ class TRLKnobs(TrainingArguments):
         return lines
 
     def _check_trl(self) -> None:
-        """Raise a ValueError if a TRL setting that Colograd refuses differs from its default. A trainer calls the
-        method again, because fields may change after construction."""
+        """Raise a ValueError if a refused TRL setting isn't its default. Trainers check again: fields may change."""
         for each in fields(self):
             if each.name in REFUSED and getattr(self, each.name) != each.default:
                 raise ValueError(unknown_name(each.name, ()))

@@ -145,8 +145,7 @@ class ObjectiveKnobs(SamplingKnobs):
         return value_of(self, DRAFTS) is not None
 
     def _drop_biased_correction(self) -> list[str]:
-        """Disable the importance sampling correction if its ratio would compare different distributions. Return log
-        lines."""
+        """Disable the sampler's correction if its ratio would compare different distributions. Return log lines."""
         names, recorded = self._shape()
         if not names or not self.vllm_importance_sampling_correction:
             return []

@@ -117,6 +117,5 @@ class LogKnobs:
     verbose: bool = knob(False, "Show the logs of vLLM and transformers.")
 
     def resolve_replay(self) -> None:
-        """Turn the report off, because a replay (recorded steps that are trained again) must not change the run's
-        folder."""
+        """Turn the report off: a replay (recorded steps trained again) must not change the run's folder."""
         self.report = False

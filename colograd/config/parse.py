@@ -89,8 +89,7 @@ def _flags(parser: HfArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
-    """Return the recipe's settings plus entries from ``--field.key value``, the other arguments, and the recipe's
-    path."""
+    """Return the recipe's settings with those of ``--field.key value``, other arguments, and the recipe's path."""
     rest: list[str] = []
     nested: dict[str, dict[str, Any]] = {}  # Entries from ``--field.key value``, by field. Values are read as YAML.
     words = iter(argv)

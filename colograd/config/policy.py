@@ -84,8 +84,7 @@ class PolicyKnobs(TrainingArguments):
             self.liger_kernel_config: Any = dict.fromkeys(LIGER_LOSSES, False) | kernels
 
     def _set_compile_aside(self) -> dict[str, Any]:
-        """Unset torch.compile's settings and return them, else transformers would set TF32 and compile the whole
-        model."""
+        """Unset and return torch.compile's settings, else transformers would set TF32 and compile the whole model."""
         fields = {name: getattr(self, name) for name in COMPILE_FIELDS}
         for name in COMPILE_FIELDS:
             setattr(self, name, False if name == "torch_compile" else None)

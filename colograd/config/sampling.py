@@ -103,8 +103,7 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
         return int(self.num_generations_eval or (1 if self.temperature_eval == 0 else self.num_generations) or 1)
 
     def _resolve_best_metric(self) -> None:
-        """Set an unset ``metric_for_best_model`` to `reward`, because an evaluation without loss lacks transformers'
-        default."""
+        """Set an unset ``metric_for_best_model`` to `reward`. An evaluation may lack transformers' default, loss."""
         if self.metric_for_best_model is not None or not self.load_best_model_at_end:
             return
         if self.greater_is_better is False:
@@ -115,8 +114,7 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
         self.metric_for_best_model: str | None = "reward"
 
     def _resolve_evaluation(self) -> None:
-        """Set an unset ``loss_eval``: true at the training's temperature, or if the best model's metric needs the
-        loss."""
+        """Set an unset ``loss_eval``: true at the training's temperature, or if the best model's metric needs it."""
         if self.loss_eval is None:
             needed = OF_LOSS.search(str(self.metric_for_best_model or "")) is not None
             self.loss_eval = needed or self.temperature_eval in (None, self.temperature)

@@ -1,5 +1,4 @@
-"""`ModelConfig` (the model, as in TRL) and `ScriptArguments` (dataset and rewards, as in TRL's ScriptArguments and grpo
-script)."""
+"""`ModelConfig` (the model) and `ScriptArguments` (dataset and rewards), as in TRL's classes and grpo script."""
 
 from __future__ import annotations
 

@@ -63,8 +63,7 @@ class ShardingKnobs(TrainingArguments):
     )
 
     def _take_sharding(self) -> None:
-        """Set ``sharding`` and its options from accelerate's or DeepSpeed's file, before transformers reads it.
-        Idempotent."""
+        """Set ``sharding`` and its options from accelerate's or DeepSpeed's file, before transformers reads them."""
         if self.deepspeed or any(map(os.environ.get, LAUNCHERS)):
             registry.require("launchers", "deepspeed, or accelerate's FSDP or DeepSpeed,")
         # Extensions offer functions (deepspeed) -> requests. A request has `sharding`, the method's `name`,

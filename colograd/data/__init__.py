@@ -7,9 +7,9 @@ curriculum.
                                                                            |
                    one item = this rank's prompts of one optimizer step <- PromptLoader <- StepOrder
 
-Prompts are tokenised once, before training. The order of prompts depends only on the seed and the epoch, not on a
-global random generator. With a curriculum (prompts chosen by pass rate) it depends on the seed, the generation and the
-recorded pass rates. So a resumed run takes the same prompts, and a step's prompts don't depend on the number of ranks.
+Prompts are tokenised once, before training. Their order depends only on the seed and the epoch; with a curriculum
+(prompts chosen by pass rate) on the seed, the generation and the recorded pass rates. So a resumed run takes the same
+prompts, and any number of ranks takes the same prompts in a step.
 """
 
 from .loading import load_datasets

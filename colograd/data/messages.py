@@ -8,14 +8,7 @@ from typing import Any
 
 import jinja2
 
-FAILURES = (
-    jinja2.TemplateError,
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    IndexError,
-)  # Errors of chat templates.
+FAILURES = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)  # Errors of templates.
 
 
 def without_nones(value: Any) -> Any:

@@ -90,9 +90,8 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
     def _rows_in_order(self) -> Sequence[int]:
         if not self.shuffle:
             return range(self.num_rows)
-        # Permutations as in TRL, so that equal seeds give equal prompts at each step. One generator draws the
-        # permutations of all epochs in turn. Past ones are drawn again (15 ms for a million rows), so no state is
-        # saved.
+        # Permutations as in TRL: equal seeds give equal prompts at each step. One generator draws the permutations of
+        # all epochs in turn. Past ones are drawn again (15 ms for a million rows), so no state is saved.
         if self._drawn is None or self._drawn[0] != self.epoch:
             generator = torch.Generator().manual_seed(self.seed)
             for _ in range(self.epoch):
@@ -136,7 +135,7 @@ def _extra_rows(dataset: PromptDataset, config: GRPOConfig, step: int) -> list[i
 class PromptLoader(DataLoader):
     """The training dataloader: one item is the list of this rank's `Prompt`s for one optimizer step.
 
-    It is a plain DataLoader with a batch sampler, so `accelerate.skip_first_batches` can resume in the middle of an
+    A plain DataLoader with a batch sampler, so that `accelerate.skip_first_batches` can resume in the middle of an
     epoch.
     """
 

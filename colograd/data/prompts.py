@@ -62,8 +62,7 @@ class PromptDataset(torch.utils.data.Dataset):
         self.dataset, self.dropped = dataset, dropped
         self._token_ids, self._ends, self._rules = token_ids, ends, rules
         # An extension's curriculum, which chooses each step's prompts in place of `StepOrder`: `order(config)` makes
-        # the batch sampler, `saved` and `load(state)` are its state in a checkpoint, `missing` is why a checkpoint may
-        # lack the state.
+        # the batch sampler; `saved` and `load(state)` hold its state; `missing` tells why a checkpoint may lack it.
         self.choice: Any = None
 
     def dropped_line(self) -> str:
@@ -110,8 +109,7 @@ class PromptDataset(torch.utils.data.Dataset):
         return [self[row, row] for row in range(min(count, len(self)))]
 
     def prompts(self, first: int = 0, step: int = 1) -> list[Prompt]:
-        """Return the prompts of every ``step``-th row from row ``first`` on, for an evaluation. A prompt's position is
-        its row."""
+        """Return the prompts of every ``step``-th row from row ``first`` on, for an evaluation; position is the row."""
         return [self[row, row] for row in range(first, len(self), step)]
 
 
@@ -120,8 +118,7 @@ class PromptRules:
     """Rules that turn dataset rows into tokenised prompts.
 
     The chat template writes conversations; a plain text is tokenised directly. If a conversation ends with an
-    assistant's message, the model continues that message. A row's column ``chat_template_kwargs`` overrides the run's
-    setting.
+    assistant's message, the model continues the message. A row's ``chat_template_kwargs`` override the run's.
     """
 
     tokenizer: PreTrainedTokenizerBase

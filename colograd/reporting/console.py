@@ -1,7 +1,6 @@
 """Console output of a run: progress bars, and one line per optimizer step with the seconds of its phases.
 
-Each line is a record of the logger `colograd` too, for log files and tests. Advice about settings has the level
-WARNING.
+Each line is also a record of the logger `colograd`. Advice about settings has the level WARNING.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from transformers import TrainerCallback
 
 from ..usercode.untrusted import clean, printable
 
-# Phases of an optimizer step in the order of its line. Short phases are omitted; `other` is the time outside of all
-# phases.
+# Phases of an optimizer step in the order of its line. Short phases are omitted; the rest of a step is `other`.
 PHASES = (
     "publish", "wake", "journal", "generate", "reward", "wait", "pack", "log", "sleep", "offload", "ref_logprobs",
     "teacher_logprobs", "old_logprobs", "train", "sync", "optimizer",
@@ -150,8 +148,7 @@ def until(seconds: float, now: datetime | None = None) -> str:
 
 
 class Progress:
-    """Progress of one phase of a step. ``tell`` gets a line after `LONG` seconds, then whenever the time has
-    doubled."""
+    """Progress of one phase of a step. ``tell`` gets a line after `LONG` seconds, then at each doubling of the time."""
 
     def __init__(self, total: int, name: str, unit: str, shown: bool, tell: Callable[[str], None]) -> None:
         self._bar = tqdm(total=total, unit=unit, desc=name, leave=False, miniters=0, disable=not shown)

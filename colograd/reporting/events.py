@@ -88,13 +88,13 @@ class Events:
             self.completions.keep(groups, texts)
 
     def sampled(self, steps: Sequence[Sequence[ScoredGroup]], trainer: Any) -> None:
-        """Write the scored groups of each optimizer step to the completions log. All ranks must call it."""
+        """Write the scored groups of each optimizer step to the completions log. A collective: all ranks must call."""
         if self.completions is not None:
             with self.times.phase("log"):
                 self.completions.add(steps, trainer.decode, trainer.state)
 
     def evaluated(self, groups: Sequence[ScoredGroup], name: str, trainer: Any) -> None:
-        """Write the scored groups of an evaluation to the record and the completions log. All ranks must call it."""
+        """Write an evaluation's groups to the record and the completions log. A collective: all ranks must call."""
         self.recorder.evaluated(groups, name)
         if self.completions is not None:
             self.completions.add_evaluation(groups, trainer.decode, trainer.state, name)

@@ -129,8 +129,7 @@ class PhaseTimes:
             watchdog.progress(f"what follows {name}")
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Count ``seconds`` of phase ``source`` as phase ``target``, such as a reward call between two steps of
-        vLLM."""
+        """Count ``seconds`` of phase ``source`` as phase ``target``, such as a reward call between steps of vLLM."""
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 

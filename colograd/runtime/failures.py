@@ -14,8 +14,7 @@ F = TypeVar("F", bound=Callable[..., None])
 
 def forget_frames(error: BaseException, but: BaseException | None = None) -> None:
     """Clear the local variables in the tracebacks of ``error`` and its causes, because a notebook keeps the last
-    exception. Running frames keep theirs. ``but`` is an exception that was handled before; Python counts it as a
-    cause."""
+    exception. Running frames aren't cleared. ``but`` was handled before; Python counts it as a cause of ``error``."""
     known = {id(but): but}
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -26,8 +25,7 @@ def forget_frames(error: BaseException, but: BaseException | None = None) -> Non
 
 
 def closes_if_it_fails(init: F) -> F:
-    """Decorate an ``__init__``: ``self.closing`` is an ExitStack, which is closed if the method fails; memory is
-    freed."""
+    """Decorate an ``__init__``: set ``self.closing`` to an ExitStack, which is closed if the method fails."""
 
     @functools.wraps(init)
     def run(self: Any, *args: Any, **kwargs: Any) -> None:

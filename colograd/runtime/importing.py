@@ -20,8 +20,7 @@ def is_import_path(spec: str) -> bool:
 
 def find_object(spec: str, what: str, candidate: Callable[[Any], bool]) -> Any:
     """Import the object at the import path ``spec``; modules in the current directory are found. A failure is a
-    ValueError that calls the path ``what`` and suggests a similar name in the module for which ``candidate`` is
-    true."""
+    ValueError that calls the path ``what``, and suggests a similar name with ``candidate(value)`` true."""
     module_name, attribute = _split(spec)
     # Installed scripts (`colograd`, `torchrun`) lack the current directory in `sys.path`; `python -m` has it.
     if not {"", os.getcwd()} & set(sys.path):

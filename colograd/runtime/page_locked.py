@@ -1,7 +1,6 @@
 """Page-locked host memory: a GPU copies it directly, asynchronously and at the bus's full speed.
 
-Existing buffers are registered with CUDA. `pin_memory` would allocate new buffers, with sizes rounded up to powers of
-two.
+Existing buffers are registered with CUDA. `pin_memory` would allocate new ones and round sizes up to powers of two.
 """
 
 from __future__ import annotations

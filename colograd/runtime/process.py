@@ -209,8 +209,7 @@ def prepare_ranks() -> None:
 
 def prepare_network() -> None:
     """With several nodes, make gloo use the network interface that reaches MASTER_ADDR, unless GLOO_SOCKET_IFNAME is
-    set. By default gloo takes the address of the host's name, which may be a loopback address that no other node
-    reaches."""
+    set. gloo's default, the address of the host's name, may be a loopback address that no other node reaches."""
     if local_world_size() >= int(os.environ.get("WORLD_SIZE") or 1) or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     import psutil

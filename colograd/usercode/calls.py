@@ -63,9 +63,8 @@ def _place(file: str, line: int | str) -> str:
 
 
 def when_done(call: Future[Outcome], tell: Callable[..., None], *further: Any) -> None:
-    """Call ``tell(started, ended, *further)`` when ``call`` ends or is cancelled, in the thread that ends it. The
-    times are of `time.perf_counter`. If the function's start is unknown, ``started`` is the time of this call of
-    `when_done`."""
+    """Call ``tell(started, ended, *further)`` when ``call`` ends or is cancelled, in the thread that ends it. The times
+    are of `time.perf_counter`. If the function's start is unknown, ``started`` is the time of calling `when_done`."""
     submitted = time.perf_counter()
 
     def done(call: Future[Outcome]) -> None:

@@ -15,8 +15,7 @@ CHARACTERS = 16
 
 
 def parse_json(text: str | bytes, finite: bool = False) -> Any:
-    """Parse JSON. Lone surrogates are replaced, because UTF-8 can't encode them. ``finite`` refuses NaN and
-    infinity."""
+    """Parse JSON. Lone surrogates, which UTF-8 can't encode, are replaced. ``finite`` refuses NaN and infinity."""
     try:
         return clean(json.loads(text), finite)
     except RecursionError:

@@ -1,9 +1,8 @@
 """Worker processes that call reward functions and tools while vLLM decodes, and that can be killed.
 
 cloudpickle sends importable functions by name, and functions of a script or notebook by value. A call that exceeds its
-time limit is killed with its process and the programs that it started. A killed or dead process is replaced. Workers
-ignore Ctrl-C and the signals in `stop_signals`, because terminals and schedulers send them to every process of a job.
-Workers end with the trainer.
+time limit is killed with its process and all programs started there. A killed or dead process is replaced. Workers end
+with the trainer, but ignore Ctrl-C and `stop_signals`, because terminals and schedulers signal all processes of a job.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ class WorkerCall(Future[Outcome]):
         self.unneeded_since: float | None = None  # Time (`time.monotonic`) of `cancel`.
 
     def cancel(self) -> bool:
-        """Remove the call from the queue. If it is running, its worker is killed once a waiting call needs the
-        worker."""
+        """Remove the call from the queue. If it is running, its worker is killed once a second call waits for it."""
         cancelled = super().cancel()
         if not cancelled:
             self.unneeded_since = time.monotonic()

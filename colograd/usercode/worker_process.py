@@ -37,8 +37,7 @@ PLUMBING = (os.path.join(COLOGRAD, "usercode", ""), os.path.join(COLOGRAD, "rewa
 
 
 class CallLog:
-    """Values that one call of a reward function logs: `extra` is its argument ``log_extra``, `metric` its
-    ``log_metric``."""
+    """Values that one reward function call logs: `extra` is the argument ``log_extra``, `metric` is ``log_metric``."""
 
     def __init__(self) -> None:
         self.columns: dict[str, list[Any]] = {}  # Column of the completions table -> values.

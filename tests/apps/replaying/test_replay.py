@@ -194,7 +194,7 @@ def test_rounds_that_are_gone_are_an_error_with_the_remedy(run: Path, capfd: Any
     assert "the model, as no checkpoint is before it (there are those of steps 2, 4, 6)" in capfd.readouterr().err
     (copy / FOLDER / "recipe.yaml").unlink()
     assert replay(copy, "--step", "6") == 2
-    assert "has recorded no recipe (_journal/recipe.yaml)" in capfd.readouterr().err
+    assert "has no recorded recipe (_journal/recipe.yaml)" in capfd.readouterr().err
     assert replay(tmp_path / "nowhere", "--step", "6") == 2
 
 
