@@ -4,7 +4,7 @@ colograd doctor --config recipes/X.yaml [--any_flag value]
 
 Prints the versions, the devices, how vLLM gets the policy's weights, and the memory plan. Then it samples completions
 with vLLM, scores and prints them, and compares two pairs of log-probabilities: the sampler's with the trainer's, and
-those of the trainer's packed rows with the model's own forward of each sequence. The exit status is 0 if all checks
+the trainer's, from packed rows, with the model's own forward of each sequence. The exit status is 0 if all checks
 pass, 1 if a check failed, 2 for bad input.
 
 Without arguments it checks only the packages, and a compiler if there is a GPU. A training can run: no GPU is opened.

@@ -89,10 +89,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}: colograd eval MODEL --tasks gsm8k.") from None
     if options.model is None:
-        raise ValueError("the model is missing: colograd eval MODEL --tasks gsm8k, the model first.")
+        raise ValueError("the model is missing: name it first, as in colograd eval MODEL --tasks gsm8k.")
     options.tasks = [text for each in options.tasks for text in each.split(",") if text]
     if not options.tasks:
-        raise ValueError("--tasks is missing, but names the tasks: --tasks gsm8k ifeval.")
+        raise ValueError("--tasks is missing: name the tasks, as in --tasks gsm8k ifeval.")
     for name, least in (("limit", 1), ("max_tokens", 1), ("temperature", 0.0)):
         value = getattr(options, name)
         if value is not None and not value >= least:  # NaN is refused too.
@@ -137,7 +137,7 @@ class Sitting:
     done: dict[str, Any]  # Results by task. With `--resume` it starts with the file's.
 
     def take(self, options: argparse.Namespace) -> None:
-        """Run the benchmarks one after the other, and write the results after each of them. A collective."""
+        """Run the benchmarks one after the other, and write the results after each benchmark. A collective."""
         from ..extensions.evaluation.results import table
         from ..extensions.evaluation.sitting import Host, checkers, take
         from ..parallel.faults import waiting

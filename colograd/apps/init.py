@@ -27,11 +27,11 @@ PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query")  # 
 ANSWERS = ("answer", "solution", "target", "output", "response", "label", "completion")
 READ = 50  # Number of the data's rows that are read.
 # QWEN: settings of recipes/grpo_qwen.yaml, for models from `LARGE` billion parameters on. QUICKSTART: settings of
-# recipes/grpo_smollm2_cpu.yaml. The first and last learning rates in RATES are those of the two recipes.
+# recipes/grpo_smollm2_cpu.yaml. The two recipes have the first and the last learning rate of RATES.
 LARGE, QWEN = 1.0, {"group": 8, "prompts": 64, "length": 512, "warmup": 5, "steps": 116}
 QUICKSTART = {"group": 8, "prompts": 8, "length": 48, "warmup": 2, "steps": 30}
 RATES = ((0.3, 2.0e-5), (LARGE, 5.0e-6), (float("inf"), 1.0e-6))  # (Billions of parameters below, learning rate).
-LONGER = 4  # Maximum factor by which long data raise the usual length.
+LONGER = 4  # Longest completions that long data lead to, as a multiple of the usual length.
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ def choose(options: argparse.Namespace, asks: bool) -> Choices:
 
     def parameter(name: str) -> str:
         if not _one_of("--answer-column", names, name).isidentifier() or keyword.iskeyword(name):
-            raise ValueError(f"the column {name!r} can't be a parameter of a function: rename it in the data.")
+            raise ValueError(f"the column {name!r} can't be a parameter of a function: rename the column in the data.")
         return name
 
     question, usual = "Column that the reward compares with", _likely(names, ANSWERS)
@@ -111,7 +111,7 @@ def choose(options: argparse.Namespace, asks: bool) -> Choices:
     if not options.agent:
         reward = ask(options.reward, question, likely, functools.partial(_one_of, "--reward", ("number", "own")))
     elif options.reward:
-        raise ValueError("--agent and --reward are both given, but an agent returns its own reward: give one of them.")
+        raise ValueError("--agent and --reward are both given, but an agent returns its own reward: remove one flag.")
     longest = max((len(str(row.get(name))) for row in rows for name in (prompt, answer)), default=0)
     # Paths become absolute: flags are relative to the current directory, but the recipe's paths to FOLDER.
     data = str(Path(data).resolve()) if data and Path(data).exists() else data or EXAMPLE

@@ -4,7 +4,7 @@
     colograd plan --config recipes/X.yaml --gpus 8 --gpu-memory 80 [--any_flag value]
 
 A recipe sets defaults of the options. --gpus and --gpu-memory default to this machine's. No weights are loaded: the
-model's ``config.json`` gives the parameters' shapes. The figures equal those in a run's own memory table
+model's ``config.json`` gives the parameters' shapes. A run's own memory table has the same figures
 (`colograd.memory`). The exit status is 0 if a strategy fits, 1 if none fits, 2 for bad input.
 """
 
@@ -68,8 +68,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             given = {"--gpus": options.gpus, "--gpu-memory": options.gpu_memory}
             missing = " and ".join(flag for flag, value in given.items() if value is None)
             raise ValueError(
-                f"this machine has no GPU from which to take {missing}: say which GPUs, such as --gpus 8 --gpu-memory "
-                "80."
+                f"{missing} can't be read from this machine, because it has no GPU: set both, such as --gpus 8 "
+                "--gpu-memory 80."
             )
         options.gpus = len(own) if options.gpus is None else options.gpus
         options.gpu_memory = min(own) / GIB if options.gpu_memory is None else options.gpu_memory
@@ -193,8 +193,8 @@ def _check(options: argparse.Namespace) -> None:
     parts = options.vllm_tensor_parallel_size if getattr(options, "sharding", "none") in TENSOR else 1
     if options.gpus % (options.sequence_parallel_size * parts):
         raise ValueError(
-            f"--sequence-parallel is {options.sequence_parallel_size}, but it times --tensor-parallel ({parts}) must "
-            f"divide --gpus ({options.gpus}) with the recipe's sharding, {options.sharding}: choose others."
+            f"--sequence-parallel ({options.sequence_parallel_size}) times --tensor-parallel ({parts}) must divide "
+            f"--gpus ({options.gpus}) with the recipe's sharding, {options.sharding}: choose other numbers."
         )
     check_conflicts(options, about="sequence_parallel_size")
     if options.bits and not options.lora_r:

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     texts = {(options.to or Path(FOLDER)) / path: (root / path).read_bytes() for path in dict.fromkeys(wanted)}
     for path, text in texts.items():
         if path.exists() and not (path.is_file() and path.read_bytes() == text):
-            raise ValueError(f"{path} exists with another content, and is never overwritten: give another --to FOLDER.")
+            raise ValueError(f"{path} exists with other content, and is never overwritten: choose another --to FOLDER.")
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text)

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the command line. Return the command's options, and the flags that change settings of the run."""
     if not argv or argv[0].startswith("-"):
-        raise ValueError("the run's folder is missing: colograd replay RUN --step N.")
+        raise ValueError("the run's folder is missing: write colograd replay RUN --step N.")
     parser = argparse.ArgumentParser(prog="colograd replay", allow_abbrev=False, exit_on_error=False)
     add = parser.add_argument
     add("run", type=Path)
@@ -87,10 +87,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}.") from None
     if not options.run.is_dir():
-        raise ValueError(f"the run {str(options.run)!r} is no folder: give its output_dir.")
+        raise ValueError(f"the run {str(options.run)!r} is no folder: give the run's output_dir.")
     if options.step is None or options.step < 1:
         given = "missing" if options.step is None else options.step
-        raise ValueError(f"--step is {given}, but must be an optimizer step of the run, from 1: name one (--step 3).")
+        raise ValueError(f"--step is {given}, but must be an optimizer step of the run, from 1, such as --step 3.")
     options.to = options.step if options.to is None else options.to
     if options.to < options.step:
         raise ValueError(f"--to is {options.to}, but must be at least --step ({options.step}): raise it.")

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if options.step not in (None, *steps):
         raise ValueError(
-            f"step {options.step} isn't in the log of {options.run}, which has {_ranges(steps)}: name one of these."
+            f"step {options.step} isn't in the log of {options.run}, which has {_ranges(steps)}: choose one of them."
         )
     if options.step is not None:
         steps = [options.step]

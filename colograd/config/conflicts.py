@@ -110,7 +110,7 @@ def conflict(settings: Any, facts: Mapping[str, Any] | None = None, about: str =
 
 @functools.cache
 def tables() -> dict[str, tuple[Conflict, ...]]:
-    """Return the conflicts by extension; those of the core have an empty name."""
+    """Return the conflicts by extension. The core's conflicts have an empty name."""
     offers = {name: registry.hooks_of(name, "conflicts") for name in registry.installed()}
     return {"": CONFLICTS} | {name: tuple(row for rows in offer for row in rows) for name, offer in offers.items()}
 

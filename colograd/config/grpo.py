@@ -62,7 +62,7 @@ class TRLKnobs(TrainingArguments):
                 continue
             default = type(self).__dataclass_fields__[present].default
             if getattr(self, present) not in (default, value):
-                raise ValueError(f"`{old}` is the old name of `{present}`, and both are given: remove it.")
+                raise ValueError(f"`{old}` is the old name of `{present}`, and both are given: remove the old name.")
             setattr(self, present, value)
             lines.append(f"config: `{old}` is the old name of `{present}`")
         return lines
@@ -219,8 +219,8 @@ class GRPOConfig(  # A dataclass lists the fields of its last base class first: 
         """Set a field. A new value of a frozen field raises an AttributeError; see `freeze`."""
         if "_frozen" in vars(self) and name in _read_at_start() and value != (now := getattr(self, name)):
             raise AttributeError(
-                f"{name} is {now!r} and can't become {value!r}: the trainer was made with it. Set it in the "
-                "configuration of a new trainer."
+                f"{name} is {now!r} and can't become {value!r}: a trainer was made with the present value. "
+                "Set the new value in the configuration of a new trainer."
             )
         super().__setattr__(name, value)
 

@@ -135,7 +135,7 @@ UNUSED: dict[str, str] = {
     "torch_empty_cache_steps": "rows are cut to what the device has",
     "dataloader_num_workers": "prompts are tokenised and shared out without torch's loader",
 }
-INERT = (("max_prompt_length", None),)  # Removed settings, each with the value at which old recipes may keep it.
+INERT = (("max_prompt_length", None),)  # Removed settings that old recipes may have, with a value that changes nothing.
 NONE_IS_OFF = ("max_grad_norm",)  # Fields of transformers that accept None although their types don't include None.
 RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}  # Old name in TRL -> present name.
 

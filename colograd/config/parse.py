@@ -89,7 +89,7 @@ def _flags(parser: HfArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
-    """Return the recipe's settings with those of ``--field.key value``, other arguments, and the recipe's path."""
+    """Return the recipe's settings plus flags ``--field.key value``, the other arguments, and the recipe's path."""
     rest: list[str] = []
     nested: dict[str, dict[str, Any]] = {}  # Entries from ``--field.key value``, by field. Values are read as YAML.
     words = iter(argv)
@@ -126,7 +126,7 @@ def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
     for name, entries in nested.items():
         if name not in MAPPINGS:
             raise ValueError(
-                f"--{name}.{next(iter(entries))} sets an entry of a mapping, but {name} isn't one: use --{name}."
+                f"--{name}.{next(iter(entries))} sets an entry of a mapping, but {name} isn't a mapping: use --{name}."
             )
         if any(word.partition("=")[0] == f"--{name}" for word in rest):
             raise ValueError(f"--{name} and --{name}.{next(iter(entries))} are both given: give one of the two.")

@@ -41,7 +41,7 @@ def checkpointing_way(value: Any) -> bool | str | None:
         return bool(string_to_bool(value))
     except ArgumentTypeError:
         raise ValueError(
-            f"gradient_checkpointing is {value!r}, but must be true, false or offload: unset, the plan chooses."
+            f"gradient_checkpointing is {value!r}, but must be true, false or offload. Unset, the memory plan chooses."
         ) from None
 
 

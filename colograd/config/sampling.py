@@ -17,8 +17,8 @@ SHAPING = (
     "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget", "extra_args",
 )  # fmt: skip
 TRUNCATING = ("top_p", "top_k", "min_p")  # vLLM can record which candidates these leave for each token.
-# Parameters of transformers' `generate`, and the values at which they change nothing here. `n` is 1 in TRL's requests,
-# because TRL repeats the prompt for each completion.
+# Parameters of transformers' `generate` with values that change nothing here. `n` is 1 in TRL's requests, because TRL
+# repeats the prompt for each completion.
 ANYWAY: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,), "n": (1,), "num_return_sequences": (1,), "num_beams": (1,), "num_beam_groups": (1,),
     "use_cache": (True,), "early_stopping": (False,), "length_penalty": (1,), "typical_p": (1,),
@@ -59,14 +59,14 @@ class SamplingKnobs:
             if name in anyway and name not in ("n", "max_tokens", "temperature"):  # vLLM checks its own names later.
                 raise ValueError(
                     f"generation_kwargs sets {name!r} to {value!r}, but completions are always drawn by vLLM with "
-                    f"{anyway[name][0]!r}: remove it. (Lengths are max_completion_length; greedy evaluation is "
+                    f"{anyway[name][0]!r}: remove the entry. (Lengths are max_completion_length; greedy evaluation is "
                     "temperature_eval: 0.)"
                 )
         return [f"config: `{name}` of generation_kwargs has no effect: it is so anyway" for name in needless]
 
 
 def shaping(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with which the sampler's distribution differs from the model's softmax at the temperature."""
+    """Return the settings that make the sampler's distribution differ from the model's softmax at the temperature."""
     own = ("top_p", "top_k", "min_p", "repetition_penalty", "vllm_structured_outputs_regex")
     values = {name: settings.get(name) for name in own}
     more = settings.get("generation_kwargs")

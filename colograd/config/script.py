@@ -102,7 +102,7 @@ class ModelConfig:
 @names_checked
 @dataclass
 class ScriptArguments:
-    """Settings of ``colograd train`` next to those of trainer and model: dataset, reward functions, tools, agent."""
+    """Settings of ``colograd train`` that trainer and model don't have: dataset, reward functions, tools, agent."""
 
     dataset_name: str | None = knob(
         None,

@@ -92,8 +92,8 @@ class StepKnobs(TrainingArguments):
             self.max_tokens_per_microbatch = int(budget)
         except ValueError:
             raise ValueError(
-                f"max_tokens_per_microbatch is {budget!r}, but must be a number of tokens or `auto`: remove it for "
-                "`auto`."
+                f"max_tokens_per_microbatch is {budget!r}, but must be a number of tokens or `auto`: remove the "
+                "setting to get `auto`."
             ) from None
         Rules(at_least=1).check("max_tokens_per_microbatch", self.max_tokens_per_microbatch)
 

@@ -29,8 +29,8 @@ def check_prompt_column(columns: Iterable[str], name: str) -> None:
     """Raise ValueError if the dataset has no column ``prompt``."""
     if "prompt" not in columns:
         raise ValueError(
-            f"{name} has no column 'prompt'; it has {listed(columns)}. Rename the one that holds the prompts "
-            "(dataset_prompt_column in a recipe)."
+            f"{name} has no column 'prompt'; it has {listed(columns)}. Rename the column that holds the prompts "
+            "(in a recipe: set dataset_prompt_column)."
         )
 
 
@@ -39,8 +39,8 @@ def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = 
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
             f"{name} has a transform (with_transform or set_transform), which runs whenever a row is read, but prompts "
-            "are tokenised once: apply it with map. (Tool calls and chat_template_kwargs need no transform to remove "
-            "the keys that Arrow adds with None; other nested columns need on_mixed_types='use_json'.)"
+            "are tokenised once: apply the transform with map. (Tool calls and chat_template_kwargs need no transform "
+            "against the keys that Arrow adds with None. Other nested columns need on_mixed_types='use_json'.)"
         )
     if not images:
         check_no_images(columns_of(dataset), name)

@@ -42,7 +42,7 @@ def _load_named(script: ScriptArguments) -> tuple[Any, Any]:
     train, test = (loaded.get(split) for split in wanted)
     if train is None:
         raise ValueError(
-            f"{name} has no split {wanted[0]!r}; it has {listed(loaded)}. Set dataset_train_split to one of these."
+            f"{name} has no split {wanted[0]!r}; it has {listed(loaded)}. Set dataset_train_split to one of them."
         )
     return train, test
 
@@ -73,8 +73,8 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     except ValueError as error:
         columns = "; ".join(f"{i}: {listed(columns_of(part))}" for i, part in enumerate(parts))
         raise ValueError(
-            f"The parts of `datasets` don't fit together ({error}): keep the columns that they share with `columns`. "
-            f"They have {columns}."
+            f"The parts of `datasets` don't fit together ({error}): list in `columns` the columns that all share. "
+            f"The parts have the columns {columns}."
         ) from error
     if script.test_split_size is None:
         return whole, None
@@ -100,20 +100,20 @@ def _load_part(entry: Any, index: int, streaming: bool) -> Any:
     if isinstance(loaded, dict):
         if split not in loaded:
             raise ValueError(
-                f"{where}: {path} has no split {split!r}; it has {listed(loaded)}. Set `split` to one of these."
+                f"{where}: {path} has no split {split!r}; it has {listed(loaded)}. Set `split` to one of them."
             )
         loaded = loaded[split]
     check_dataset(loaded, where)
     present = columns_of(loaded)
     wanted = entry.get("columns") or present
     if missing := [column for column in wanted if column not in present]:
-        raise ValueError(f"{where}: {path} has no column {listed(missing)}: name some of {listed(present)}.")
+        raise ValueError(f"{where}: {path} has no column {listed(missing)}: choose from {listed(present)}.")
     kept = loaded.select_columns(list(wanted))
     if (source := entry.get("source")) is None:
         return kept
     if "source" in wanted:
         raise ValueError(
-            f"{where}: {path} has a column 'source' already: leave `source` out, or the column (`columns`)."
+            f"{where}: {path} has a column 'source' already: remove `source`, or leave the column out with `columns`."
         )
     if isinstance(kept, Dataset):
         return kept.add_column("source", [str(source)] * len(kept))
@@ -124,10 +124,10 @@ def _from_json(value: Any, kind: type, name: str, example: str) -> Any:
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
-        raise ValueError(f"{name} is {value!r}, which isn't JSON ({error}); write it as in {example}") from error
+        raise ValueError(f"{name} is {value!r}, which isn't JSON ({error}): write the value as in {example}") from error
     if parsed is None or isinstance(parsed, kind):
         return parsed
-    raise ValueError(f"{name} is {value!r}, but must be a {kind.__name__}: write it as in {example}")
+    raise ValueError(f"{name} is {value!r}, but must be a {kind.__name__}: write the value as in {example}")
 
 
 def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
@@ -138,8 +138,8 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
         return dataset
     if column not in present:
         raise ValueError(
-            f"{name} has no column {column!r}; it has {listed(present)}. Set dataset_prompt_column to the one that "
-            "holds the prompts."
+            f"{name} has no column {column!r}; it has {listed(present)}. Set dataset_prompt_column to the column "
+            "that holds the prompts."
         )
     if column != "prompt" and "prompt" not in present:
         dataset = dataset.rename_column(column, "prompt")

@@ -28,7 +28,7 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
     """
 
     num_rows: int
-    prompts_per_step: int  # Over all ranks. This rank takes 1 / ``data_size`` of them.
+    prompts_per_step: int  # Over all ranks. This rank takes one share of ``data_size`` equal shares.
     data_rank: int
     data_size: int
     steps_per_generation: int = 1
@@ -59,9 +59,9 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
         self.num_rounds = self.num_rows // round_size
         if self.num_rounds == 0:
             raise ValueError(
-                f"The dataset has {self.num_rows} prompts; one generation takes {round_size} (prompts_per_step="
+                f"The dataset has {self.num_rows} prompts, but one generation takes {round_size} (prompts_per_step="
                 f"{self.prompts_per_step} times steps_per_generation={self.steps_per_generation}). Lower one of the "
-                "two, or add prompts."
+                "two settings, or add prompts."
             )
 
     def set_epoch(self, epoch: int) -> None:

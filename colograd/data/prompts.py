@@ -62,7 +62,7 @@ class PromptDataset(torch.utils.data.Dataset):
         self.dataset, self.dropped = dataset, dropped
         self._token_ids, self._ends, self._rules = token_ids, ends, rules
         # An extension's curriculum, which chooses each step's prompts in place of `StepOrder`: `order(config)` makes
-        # the batch sampler; `saved` and `load(state)` hold its state; `missing` tells why a checkpoint may lack it.
+        # the batch sampler; `saved` and `load(state)` hold its state; `missing` is why a checkpoint may lack the state.
         self.choice: Any = None
 
     def dropped_line(self) -> str:
@@ -170,7 +170,7 @@ class PromptRules:
     def fits(self, tokens: int, prompt: Any, row: int) -> bool:
         """Return whether a prompt of ``tokens`` tokens is short enough. May raise ValueError, see ``overlong``."""
         if not tokens:
-            raise ValueError(f"{self.where(row)}: the prompt {prompt!r} has no tokens; remove it.")
+            raise ValueError(f"{self.where(row)}: the prompt {prompt!r} has no tokens: remove the row.")
         if tokens > self.max_prompt_tokens and self.overlong == "error":
             raise ValueError(
                 f"{self.where(row)}: the prompt has {tokens} tokens, over the limit of "
@@ -190,7 +190,7 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
         dataset = Dataset.from_dict(by_column(rows), features=features, on_mixed_types="use_json")
     check_columns(dataset, name, rules.reader is not None)
     if len(dataset) == 0:
-        raise ValueError(f"{name} has no rows, and so there is nothing to sample from: add some.")
+        raise ValueError(f"{name} has no rows, so there are no prompts to sample from: add rows.")
     check_prompt_column(dataset.column_names, name)
     dataset = dataset.with_format(None)
     wanted = dataset.select_columns([c for c in (*COLUMNS, *IMAGES) if c in dataset.column_names])

@@ -41,10 +41,10 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
             return load_from_disk(name, **{key: value for key, value in kwargs.items() if key != "streaming"})
         if path.is_file():
             if builder is None:
-                raise ValueError(f"it ends in {path.suffix!r}: convert it to one of {', '.join(FILE_BUILDERS)}")
+                raise ValueError(f"it ends in {path.suffix!r}: convert the file to one of {', '.join(FILE_BUILDERS)}")
             return load_dataset(builder, data_files=name, **kwargs)
         if builder is not None and not path.is_dir():
-            raise ValueError(f"there is no such file: give its path, from {os.getcwd()} on")
+            raise ValueError(f"there is no such file: give a path relative to {os.getcwd()}, or an absolute one")
         if not path.is_dir():
             check_dataset_name(name, kwargs.get("cache_dir"))
         return load_dataset(name, config, **kwargs)
@@ -96,7 +96,7 @@ def _function(name: str) -> Callable[..., Any] | None:
     if callable(found):
         return found
     raise ValueError(
-        f"The dataset {name!r} is of type {type(found).__name__}, but must be a function: return the Dataset from one."
+        f"The dataset {name!r} is of type {type(found).__name__}, but must be a function that returns the Dataset."
     )
 
 

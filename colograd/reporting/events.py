@@ -27,14 +27,14 @@ class NoRecord(TrainerCallback):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Context in which this rank samples completions."""
+        """Context of the sampling of completions on this rank."""
         yield
 
     def all_sampled(self) -> None:
         """Called when all ranks have finished sampling."""
 
     def note(self, steps: Any, statistics: Any, combine: Any) -> None:
-        """Add what this rank recorded during sampling to its statistics."""
+        """Add data that this rank recorded during sampling to the rank's statistics."""
 
     def sampled(self, whole: Any) -> None:
         """Record the rollout statistics of the next optimizer step, summed over all ranks."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Methods of a tracker whose errors don't end the run. Errors at a tracker's start do, so that the user can fix them.
+# Methods of a tracker. Their errors don't end the run. Errors at a tracker's start do, so that the user can fix them.
 EVENTS = ("on_step_end", "on_log", "on_evaluate", "on_predict", "on_save", "on_train_end")
 
 

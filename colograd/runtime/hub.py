@@ -28,7 +28,7 @@ def check_model_name(name: str, revision: str | None = None) -> None:
             return
         url = hf_hub_url(name, "config.json", revision=revision)
     except HFValidationError:
-        raise _nothing_there(name, f"{why}, and no Hub id looks like that") from None
+        raise _nothing_there(name, f"{why}, and a Hub id can't have such a name") from None
     why += ", nothing in the Hub's cache"
     if constants.HF_HUB_OFFLINE:
         raise _nothing_there(name, f"{why}, and HF_HUB_OFFLINE is set")
@@ -71,7 +71,7 @@ def check_dataset_name(name: str, cache: str | None = None) -> None:
     try:
         _ask_hub(hf_hub_url(name, "README.md", repo_type="dataset"))
     except ConnectionError as error:
-        raise ConnectionError(f"it isn't in the cache, and {error}") from None
+        raise ConnectionError(f"the dataset isn't in the cache, and {error}") from None
     except Exception:  # Loading explains any other error.
         return
 

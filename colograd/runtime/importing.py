@@ -30,8 +30,8 @@ def find_object(spec: str, what: str, candidate: Callable[[Any], bool]) -> Any:
         module = importlib.import_module(module_name)
     except Exception as error:  # A user's module may raise anything.
         raise ValueError(
-            f"{what} {spec!r}: module {module_name!r} can't be imported ({type(error).__name__}: {error}). It is "
-            f"looked for in the current directory ({os.getcwd()}) and among the installed packages."
+            f"{what} {spec!r}: module {module_name!r} can't be imported ({type(error).__name__}: {error}). Modules "
+            f"are found in the current directory ({os.getcwd()}) and among the installed packages."
         ) from error
     try:
         return functools.reduce(getattr, attribute.split("."), module)

@@ -1,5 +1,5 @@
-"""Find extensions (optional features, one folder each) and what they offer at a seam, a named place where the core
-calls extensions. In the core only this module imports extensions."""
+"""Find extensions (optional features, one folder each) and their functions and classes for a seam, which is a named
+place where the core calls extensions. In the core only this module imports extensions."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def installed() -> tuple[str, ...]:
 
 @functools.cache
 def hooks(seam: str) -> tuple[Any, ...]:
-    """Import and return what all extensions offer at a seam (a named place where the core calls extensions)."""
+    """Import and return all extensions' offers (functions or classes) for a seam, a place where the core calls them."""
     return tuple(offer for name in installed() for offer in hooks_of(name, seam))
 
 
 @functools.cache
 def hooks_of(extension: str, seam: str) -> tuple[Any, ...]:
-    """Import and return what one extension, or `apps`, offers at a seam; () if there is no such extension or offer."""
+    """Import and return the offers of one extension, or of `apps`, for a seam; () without extension or offer."""
     package = f"{extensions.__name__}.{extension}" if extension != APPS else f"{__package__.partition('.')[0]}.{APPS}"
     if importlib.util.find_spec(package) is None:
         return ()

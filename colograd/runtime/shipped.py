@@ -9,7 +9,8 @@ FOLDER, SUFFIX = "recipes", ".yaml"
 
 
 def shipped_folder() -> Path:
-    """Return the folder of shipped files: in an installed package inside of it, in a git clone next to the package."""
+    """Return the folder of shipped files. An installed package contains it; in a git clone it is next to the
+    package."""
     package = Path(__file__).resolve().parents[1]
     inside = package / FOLDER
     return inside if inside.is_dir() else package.parent / FOLDER

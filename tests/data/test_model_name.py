@@ -80,7 +80,9 @@ def test_an_offline_hub_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_dataset_without_a_connection_is_an_error_after_two_short_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answering(monkeypatch, httpx.ConnectError("Name or service not known"))
-    with pytest.raises(ValueError, match="'owner/data' can't be loaded: it isn't in the cache, and the Hub can't be"):
+    with pytest.raises(
+        ValueError, match="'owner/data' can't be loaded: the dataset isn't in the cache, and the Hub can't be"
+    ):
         _load_stored("owner/data", None, {})
     assert len(asked) == hub.ATTEMPTS and all("datasets/owner/data" in url for url in asked)
     answering(monkeypatch, not_found(huggingface_hub.errors.RepositoryNotFoundError))

@@ -206,7 +206,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda _: resolve_rewards(["no_such_module:f"], None),
         "'no_such_module:f'",
         "can't be imported .*No module named",
-        "looked for in the current directory",
+        "Modules are found in the current directory",
     ),
     "a reward function that isn't in its module": (
         lambda _: resolve_rewards(["colograd.rewards:last_nmber"], None),

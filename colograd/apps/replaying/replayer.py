@@ -83,9 +83,8 @@ class ReplayStore(RolloutStore):
             raise JournalError(
                 f"{steps_named(self.replay.first, self.replay.last)} of {self.replay.run} can't be trained again: that "
                 f"would begin at {origin} and the round of {steps_named(step + 1, step + args.round_length)} "
-                f"{is_there} in {self.folder}, which holds {recorded}. Name steps that are recorded; journal: keep "
-                "records all rounds of a run, and more checkpoints to begin at come from save_steps and "
-                "save_total_limit."
+                f"{is_there} in {self.folder}, which holds {recorded}. Name recorded steps. With journal: keep a run "
+                "records all rounds; save_steps and save_total_limit give more checkpoints to start from."
             )
 
     def lacks(self, problem: str) -> None:

@@ -230,7 +230,7 @@ def _texts(run: RecordedRun, keys: Iterable[Any]) -> dict[str, str]:
 
 
 def pass_mark(run: RecordedRun) -> float:
-    """Return the mean reward from which a group with equal rewards counts as solved."""
+    """Return a threshold: a group with equal rewards counts as solved if its mean reward isn't lower."""
     means = [group[3] for step in run.groups for group in run.groups_of(step) if not math.isnan(group[3])]
     mark = number(mapping(mapping(run.start.get("run")).get("settings")).get("pass_threshold_eval"))
     mark = 1.0 if mark is None else mark
@@ -258,7 +258,7 @@ def groups_over_time(run: RecordedRun) -> dict[str, Any]:
 
 
 def prompt_histories(run: RecordedRun) -> dict[str, Any]:
-    """Count the run's prompts. For those with the largest reward differences return [key, sum of spreads, history]; a
+    """Count the run's prompts. For prompts with the largest reward differences return [key, sum of spreads, history]; a
     history is [[step, mean, spread, truncated share], ...]."""
     spreads: dict[int, float] = defaultdict(float)
     visits: dict[int, int] = defaultdict(int)
@@ -300,7 +300,7 @@ def _means(values: Sequence[float | None], every: int) -> list[float | None]:
 
 
 def spread_out(steps: Iterable[int], first: Iterable[int] = ()) -> Iterator[int]:
-    """Yield the last step, the first, those in ``first``, then the others: every beginning covers the whole run."""
+    """Yield the last step, the first, ``first``, then the other steps, so that every beginning covers the whole run."""
     rest = sorted(set(steps))
     order = [step for step in [*rest[-1:], *rest[:1], *first] if step in rest]
     for power in range(max(len(rest) - 1, 1).bit_length(), -1, -1):

@@ -71,7 +71,7 @@ class RecordedRun:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).resolve()
         self.change = 0  # Number of refreshes that found new data.
-        self.born = 0  # Change number at which the present run in the folder began.
+        self.born = 0  # Change number when the present run in the folder began.
         self._events = Tail(self.folder, EVENTS)
         self._state_seen: tuple[str, int, int] | None = None
         self._forget()
