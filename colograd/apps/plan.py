@@ -68,8 +68,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             given = {"--gpus": options.gpus, "--gpu-memory": options.gpu_memory}
             missing = " and ".join(flag for flag, value in given.items() if value is None)
             raise ValueError(
-                f"{missing} can't be read from this machine, because it has no GPU: set both, such as --gpus 8 "
-                "--gpu-memory 80."
+                f"this machine has no GPU that gives {missing}: set both options, such as --gpus 8 --gpu-memory 80."
             )
         options.gpus = len(own) if options.gpus is None else options.gpus
         options.gpu_memory = min(own) / GIB if options.gpu_memory is None else options.gpu_memory
