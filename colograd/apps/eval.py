@@ -95,7 +95,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ValueError("--tasks is missing: name the tasks, as in --tasks gsm8k ifeval.")
     for name, least in (("limit", 1), ("max_tokens", 1), ("temperature", 0.0)):
         value = getattr(options, name)
-        if value is not None and not value >= least:  # NaN is refused too.
+        if value is not None and not value >= least:  # NaN is refused, because no comparison with NaN is true.
             raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be at least {least:g}: raise it.")
     if options.top_p is not None and not 0 < options.top_p <= 1:
         raise ValueError(f"--top-p is {options.top_p}, but must be in (0, 1].")
@@ -133,8 +133,8 @@ class Sitting:
     engine: Engine
     tokenizer: Any
     benchmarks: dict[str, HarnessBenchmark]
-    request: dict[str, Any]  # Settings that results depend on. `--resume` compares them with the file's.
-    done: dict[str, Any]  # Results by task. With `--resume` it starts with the file's.
+    request: dict[str, Any]  # Settings that results depend on. `--resume` compares them with the file's settings.
+    done: dict[str, Any]  # Results by task, with `--resume` including the results in the file.
 
     def take(self, options: argparse.Namespace) -> None:
         """Run the benchmarks one after the other, and write the results after each benchmark. A collective."""
@@ -200,8 +200,8 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], closing: contextl
     registry.require("evaluation", "colograd eval")
     from ..extensions.evaluation.specs import names_of
 
-    texts, model = dict(names_of(options.tasks)), model_of(options.model)  # Checked before slow imports.
-    if options.limit is not None:  # --limit applies to tasks without `[:N]`.
+    texts, model = dict(names_of(options.tasks)), model_of(options.model)  # Check the arguments before slow imports.
+    if options.limit is not None:  # --limit applies to tasks without a number of rows such as `[:100]`.
         parts = {name: text.partition("@") for name, text in texts.items() if "[" not in text}
         texts |= {name: f"{task}[:{options.limit}]{at}{n}" for name, (task, at, n) in parts.items()}
     settings = ("temperature", "top_p", "max_tokens", "chat_template")

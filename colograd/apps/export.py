@@ -16,7 +16,7 @@ from typing import Any
 from ..runtime import process, registry
 
 ADAPTER = "adapter_config.json"
-RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")  # A run's files next to its model.
+RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")  # Files of a run in its model's folder.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if folder.exists():
         raise ValueError(f"{folder} exists already: name a new folder.")
     check(source)
-    if repo := options.push:  # First, because the Hub may refuse it.
+    if repo := options.push:  # Create the repository first, because the Hub may refuse.
         with _on_the_hub(f"the model {repo!r} can't be made on the Hub"):
             repo = hub.create_repo(repo, private=options.private or None, exist_ok=True).repo_id
     note = export(source, folder, options.merge)

@@ -30,8 +30,8 @@ READ = 50  # Number of the data's rows that are read.
 # recipes/grpo_smollm2_cpu.yaml. The two recipes have the first and the last learning rate of RATES.
 LARGE, QWEN = 1.0, {"group": 8, "prompts": 64, "length": 512, "warmup": 5, "steps": 116}
 QUICKSTART = {"group": 8, "prompts": 8, "length": 48, "warmup": 2, "steps": 30}
-RATES = ((0.3, 2.0e-5), (LARGE, 5.0e-6), (float("inf"), 1.0e-6))  # (Billions of parameters below, learning rate).
-LONGER = 4  # Longest completions that long data lead to, as a multiple of the usual length.
+RATES = ((0.3, 2.0e-5), (LARGE, 5.0e-6), (float("inf"), 1.0e-6))  # (Maximum billions of parameters, learning rate).
+LONGER = 4  # Maximum completion length for long data, as a multiple of the usual length.
 
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ def choose(options: argparse.Namespace, asks: bool) -> Choices:
     elif options.reward:
         raise ValueError("--agent and --reward are both given, but an agent returns its own reward: remove one flag.")
     longest = max((len(str(row.get(name))) for row in rows for name in (prompt, answer)), default=0)
-    # Paths become absolute: flags are relative to the current directory, but the recipe's paths to FOLDER.
+    # Make paths absolute: the recipe is read in FOLDER, but flags are relative to the current directory.
     data = str(Path(data).resolve()) if data and Path(data).exists() else data or EXAMPLE
     model = str(Path(model).resolve()) if Path(model).exists() else model
     return Choices(model, data, prompt, answer, reward, sizes_for(model, has_gpu, longest))
@@ -153,7 +153,7 @@ def sizes_for(model: str, has_gpu: bool, longest: int) -> dict[str, Any]:
     name = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)([bm])(?![a-z\d])", Path(model).name, re.IGNORECASE)
     if name:
         billions = float(name[1]) / (1 if name[2] in "bB" else 1000)
-    else:  # Estimate from the files' size, at 2 bytes per parameter.
+    else:  # Number of parameters from the files' size, at 2 bytes per parameter.
         billions = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) / 2e9
     billions = billions or (LARGE if has_gpu else 0.0)
     sizes = dict(QWEN if has_gpu or billions >= LARGE else QUICKSTART)
@@ -171,7 +171,7 @@ def _fits(model: str, length: int) -> bool:
 
     try:
         run = plan.described(plan.parse(["--model", model, "--context", str(length)]))
-    except (OSError, ValueError):  # The start of a run reports this error better.
+    except (OSError, ValueError):  # Ignore the error, because the start of a run reports it better.
         return True
     return fits(run, auto(run))
 
@@ -214,7 +214,7 @@ def write(folder: Path, choices: Choices) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     own, agent = choices.reward == "own" or choices.answer != "answer", choices.reward == "agent"
     model = Path(choices.model)
-    if model.is_dir():  # A model with a chat template, or with such a name, expects conversations.
+    if model.is_dir():  # A model with a chat template, or with a name like "instruct", expects conversations.
         tokenizer, chats = model / "tokenizer_config.json", (model / "chat_template.jinja").exists()
         chats |= tokenizer.is_file() and "chat_template" in tokenizer.read_text(encoding="utf-8")
     else:
@@ -240,5 +240,5 @@ def write(folder: Path, choices: Choices) -> list[Path]:
 def _filled(template: str, choices: Choices, **values: Any) -> str:
     source = Path(__file__).with_name(template).read_text(encoding="utf-8")
     environment = jinja2.Environment(keep_trailing_newline=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters["quoted"] = functools.partial(json.dumps, ensure_ascii=False)  # JSON strings are valid in YAML.
+    environment.filters["quoted"] = functools.partial(json.dumps, ensure_ascii=False)  # YAML reads JSON strings.
     return environment.from_string(source).render(dataclasses.asdict(choices) | values)

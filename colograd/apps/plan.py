@@ -88,7 +88,7 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
 
     settings, assumed = planned_settings(argv), {}
     for name in ("model_init_kwargs", "vllm_engine_kwargs", "teacher_model_init_kwargs"):
-        value = settings[name]  # Command lines give JSON texts.
+        value = settings[name]  # On a command line the mapping is a JSON text.
         settings[name] = dict(json.loads(value) if isinstance(value, str) else value or {})
     loading = settings["model_init_kwargs"]
     dtype = loading.get("dtype") or loading.get("torch_dtype") or settings["dtype"] or default_dtype(settings["optim"])
@@ -99,7 +99,7 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
         assumed["lora_r"] = "the adapter is planned on all linear layers, whichever the recipe names"
     completion = max(settings["max_completion_length"] or 0, settings["max_completion_length_eval"] or 0)
     prompt = settings["max_prompt_tokens"]
-    if prompt is None:  # The data aren't read.
+    if prompt is None:  # plan doesn't read the data, so the longest prompt is unknown.
         prompt = completion
         if completion and not settings["vllm_max_model_length"]:
             line = f"prompts are planned with up to {prompt:,} tokens, as no limit is given (--context)"

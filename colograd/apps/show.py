@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps = [options.step]
     elif options.grep is None and options.group is None:
         steps = steps[-1:]
-    found: list[tuple[CompletionRow, dict[str, float]]] = []  # List of (row, rewards by function).
+    found: list[tuple[CompletionRow, dict[str, float]]] = []  # Selected rows, each with its rewards by function.
     total, groups = 0, set[int]()
     for step in steps:
         rows, names = read_log(logged[step]) if step in logged else stored_rows(samples, step)

@@ -15,11 +15,11 @@ from typing import Any
 from ..runtime import registry
 from .knob import shown
 
-# Liger's kernels for the model's loss. Training computes its loss elsewhere.
+# Liger's kernels that replace the model's own loss. Colograd's training doesn't use the model's loss.
 LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 # Optimizers that update each element separately, so a rank can update a slice of a parameter.
 ELEMENTWISE = ("auto", "adamw_split", "adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
-# Names of metrics that need the policy's forward on the completions.
+# Names of metrics that `evaluate` can only compute with a forward of the policy.
 OF_LOSS = re.compile(r"(^|_)(loss|entropy|kl|(clip_ratio|cispo_clip_ratio|sampling|vespo)(/.*)?)$")
 # transformers' names of attention kernels; training replaces them all by packed attention.
 KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "kernels-community")
@@ -30,7 +30,7 @@ DRAFTS = "vllm_engine_kwargs.speculative_config"
 class When:
     """A condition on the value of one setting."""
 
-    words: str  # The condition in words, for docs/configuration.md.
+    words: str  # `words`: the condition as text, for docs/configuration.md.
     holds: Callable[[Any], Any]
 
 
@@ -64,11 +64,11 @@ class Conflict:
 
     field: str
     when: When
-    other: str  # Empty if the value of `field` is refused without a second setting.
+    other: str  # Name of a second setting. Empty if a value of `field` is refused by itself.
     other_when: When
     reason: str
     remedy: str
-    also: Callable[[Any], Any] | None = None  # Additional condition on all settings.
+    also: Callable[[Any], Any] | None = None  # `also`: function of all settings that must be true too.
 
     def error(self, settings: Any, facts: Mapping[str, Any]) -> str | None:
         """Return the error text if both conditions hold, else None. ``facts`` are further values by name."""

@@ -79,7 +79,7 @@ class TRLKnobs(TrainingArguments):
 
 @names_checked
 @dataclass
-class GRPOConfig(  # A dataclass lists the fields of its last base class first: `output_dir` leads.
+class GRPOConfig(  # A dataclass begins with the fields of its last base: `output_dir` is first.
     TRLKnobs,
     LogKnobs,
     JournalKnobs,
@@ -105,7 +105,7 @@ class GRPOConfig(  # A dataclass lists the fields of its last base class first: 
     construction only the methods named ``resolve_*`` write to a configuration.
     """
 
-    notes: ClassVar[list[str]]  # Log lines of one instance, about settings with old names or without effect.
+    notes: ClassVar[list[str]]  # `notes`: log lines of an instance about settings with old names or no effect.
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "teacher_model_name_or_path",
         "teacher_model_init_kwargs", "generation_kwargs", "transformers_continuous_batching_config",
@@ -158,33 +158,33 @@ class GRPOConfig(  # A dataclass lists the fields of its last base class first: 
     )
 
     def __post_init__(self) -> None:
-        self.__dict__.setdefault("notes", [])  # The generated __init__ of a derived dataclass doesn't set `notes`.
+        self.__dict__.setdefault("notes", [])  # The `__init__` of a derived dataclass doesn't create `notes`.
         self._check_trl()
         self.notes.extend(self._take_old_names())
         self._take_checkpointing()
-        checkpoints: Any = self.gradient_checkpointing  # Read before transformers can turn None into False.
+        checkpoints: Any = self.gradient_checkpointing  # Saved, because transformers may replace None by False.
         self._take_sharding()
-        optim, self.optim = self.optim, "adamw_torch"  # transformers would refuse Colograd's optimizer names.
-        autocast, self.bf16 = self.bf16, False  # The meaning of `bf16` depends on the policy's dtype.
+        optim, self.optim = self.optim, "adamw_torch"  # transformers would refuse Colograd's optimizers.
+        autocast, self.bf16 = self.bf16, False  # `bf16` is resolved later, by the policy's dtype.
         compiled = self._set_compile_aside()
         if not torch.accelerator.is_available():
             if not self.use_cpu and (why := gpus.why_unused(torch.__version__, torch.version.cuda)):
                 raise ValueError(why)
-            self.use_cpu: bool = True  # Without `use_cpu`, ranks on a CPU don't form a process group.
+            self.use_cpu: bool = True  # Without `use_cpu`, transformers doesn't connect ranks on a CPU.
         process.drop_inherited_ranks()
         process.prepare_network()
         if self.use_cpu and self.ddp_backend in (None, "gloo"):
-            join(timedelta(seconds=self.ddp_timeout))  # transformers ignores `ddp_timeout` on a CPU.
-        # After torchrun restarts the ranks, accelerate would find the addresses of the ended ranks.
+            join(timedelta(seconds=self.ddp_timeout))  # On a CPU transformers ignores the setting `ddp_timeout`.
+        # After torchrun has restarted the ranks, accelerate would read the addresses of ended processes.
         elif attempt() and torch.cuda.is_available():
             join(timedelta(seconds=self.ddp_timeout), self.ddp_backend or "nccl")
         self._resolve_best_metric()
-        self.disable_tqdm: bool = bool(self.disable_tqdm)  # transformers' default would follow the lowered log level.
+        self.disable_tqdm: bool = bool(self.disable_tqdm)  # None would hide bars, because the log level is ERROR.
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
         for name, value in compiled.items():
             setattr(self, name, value)
-        self.logging_nan_inf_filter = False  # transformers would hide a NaN loss in the logs.
+        self.logging_nan_inf_filter = False  # transformers would log an average in place of a NaN loss.
         kwargs: dict[str, Any] = getattr(self, "gradient_checkpointing_kwargs", None) or {}
         if checkpoints is None and {"every_n_layers", "offload"} & set(kwargs):
             checkpoints = True
@@ -198,7 +198,7 @@ class GRPOConfig(  # A dataclass lists the fields of its last base class first: 
         self._resolve_evaluation()
         self._check_ranks()
         self._check_sequences()
-        for check in registry.hooks("check_settings"):  # Functions (config) -> None that check an extension's settings.
+        for check in registry.hooks("check_settings"):  # Each function (config) -> None checks an extension's settings.
             check(self)
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         names, recorded = self._shape()
@@ -211,8 +211,8 @@ class GRPOConfig(  # A dataclass lists the fields of its last base class first: 
         self._fold_batch(self.layout.data_size)
 
     def freeze(self) -> None:
-        """Make later changes of the settings that a trainer reads only once an AttributeError. Fields of transformers
-        can still change, because `train` reads them at each call."""
+        """From now on refuse changes of settings that a trainer reads only once. `train` reads transformers' fields
+        each time."""
         self.__dict__["_frozen"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -225,7 +225,7 @@ class GRPOConfig(  # A dataclass lists the fields of its last base class first: 
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_frozen"}  # Copies are not frozen.
+        return {name: value for name, value in vars(self).items() if name != "_frozen"}  # A copied config isn't frozen.
 
     @property
     def on_cpu(self) -> bool:
@@ -235,7 +235,7 @@ class GRPOConfig(  # A dataclass lists the fields of its last base class first: 
     def check_for_trainer(self) -> None:
         """Raise a ValueError for settings that prevent training, such as a tracker that isn't installed."""
         self._check_trl()
-        for name in self.report_to or ():  # transformers would report a missing tracker only after the model is loaded.
+        for name in self.report_to or ():  # transformers would refuse `report_to` only after loading the model.
             if name in TRACKERS and name not in sys.modules and importlib.util.find_spec(name) is None:
                 raise ValueError(
                     f"report_to has {name!r}, but the package {name} isn't installed: pip install {name}, or remove "

@@ -22,13 +22,13 @@ class Rules:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    must_be: str = ""  # Description of the bounds for the error, in place of the numbers.
-    remedy: str = "raise it"  # Remedy in the error for a value out of bounds.
-    one_of: tuple[str, ...] = ()  # Allowed values. In a list each entry must be allowed.
-    or_path: bool = False  # Whether an import path is allowed next to `one_of`.
-    note: str = ""  # Text after "isn't supported" in the error.
-    spellings: Mapping[str, Any] = field(default_factory=dict)  # Alternative spelling of a value -> value.
-    # The extension that every value but the default needs, or a map from values to extensions.
+    must_be: str = ""  # `must_be`: the bounds in words, for the error.
+    remedy: str = "raise it"  # `remedy`: the advice in the error for a value out of bounds.
+    one_of: tuple[str, ...] = ()  # `one_of`: the allowed values, or allowed entries of a list.
+    or_path: bool = False  # `or_path`: whether an import path is allowed too.
+    note: str = ""  # `note`: text after "isn't supported" in the error.
+    spellings: Mapping[str, Any] = field(default_factory=dict)  # `spellings`: alternative spelling -> value.
+    # `extension`: the extension that every value but the default needs, or value -> extension.
     extension: str | Mapping[str, str] = ""
 
     def plain(self, value: Any) -> Any:
@@ -80,7 +80,7 @@ quantized = functools.partial(knob, extension="quantized")
 recording = functools.partial(knob, extension="recording")
 tools = functools.partial(knob, extension="tools")
 
-BARE_FLAG = {"nargs": "?", "const": True}  # For a bool that may be None: a flag without value means true.
+BARE_FLAG = {"nargs": "?", "const": True}  # argparse then reads a flag without a value as true.
 
 
 @functools.cache
@@ -122,7 +122,7 @@ REFUSED: dict[str, str] = {
     "num_processes": "start with `accelerate launch --num_processes N colograd/train.py --config RECIPE` instead",
     "max_prompt_length": "removed by TRL too: see max_prompt_tokens and overlong_prompts",
 }
-# TRL's fields without effect, with the reason. Any value is accepted and logged.
+# TRL's fields without effect, with the reason. Colograd accepts any value, and logs a line.
 UNUSED: dict[str, str] = {
     "use_vllm": "generation always runs in vLLM, in the trainer's process",
     "ds3_gather_for_generation": "it is about ZeRO-3",
@@ -135,9 +135,9 @@ UNUSED: dict[str, str] = {
     "torch_empty_cache_steps": "rows are cut to what the device has",
     "dataloader_num_workers": "prompts are tokenised and shared out without torch's loader",
 }
-INERT = (("max_prompt_length", None),)  # Removed settings that old recipes may have, with a value that changes nothing.
-NONE_IS_OFF = ("max_grad_norm",)  # Fields of transformers that accept None although their types don't include None.
-RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}  # Old name in TRL -> present name.
+INERT = (("max_prompt_length", None),)  # INERT: removed settings, each with a value that requests nothing.
+NONE_IS_OFF = ("max_grad_norm",)  # NONE_IS_OFF: fields of transformers that accept None against their type.
+RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}  # RENAMED: old name -> present name.
 
 
 def unknown_name(name: str, known: Iterable[str]) -> str:
@@ -170,7 +170,7 @@ def never_none(cls: type) -> dict[str, Any]:
     return {
         each.name: each.default
         for each in dataclasses.fields(cls)
-        if each.default not in (None, dataclasses.MISSING, "")  # argparse passes None for an empty text.
+        if each.default not in (None, dataclasses.MISSING, "")  # The argument parser passes None for an empty text.
         and each.name not in NONE_IS_OFF
         and not any(word in str(annotations[each.name]) for word in ("None", "Optional", "Any"))
     }
@@ -180,8 +180,8 @@ T = TypeVar("T")
 
 
 def names_checked(cls: type[T]) -> type[T]:
-    """Decorate a dataclass: an unknown keyword argument raises a ValueError with a similar name. Log lines about
-    arguments that are None go to ``self.notes``."""
+    """Decorate a dataclass: an unknown keyword argument raises a ValueError. ``notes`` gets log lines about None
+    values."""
     plain_init, defaults = cls.__init__, never_none(cls)
 
     @functools.wraps(plain_init)

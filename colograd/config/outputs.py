@@ -78,7 +78,7 @@ class JournalKnobs:
         return self.journal != "off"
 
 
-TRACKERS = ("wandb", "trackio", "tensorboard")  # Values of `report_to` that are names of packages.
+TRACKERS = ("wandb", "trackio", "tensorboard")  # Trackers for `report_to` that need a package of the same name.
 
 
 @dataclass

@@ -30,8 +30,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     """
     settings, argv, recipe = _settings(argv)
     parser = _parser()
-    parser.set_defaults(**settings)  # Converts strings to field types (YAML 1.1 reads ``1e-5`` as a string).
-    _flags(parser, argv)  # Unknown flags raise a ValueError here.
+    parser.set_defaults(**settings)  # argparse converts texts of the recipe (YAML 1.1 reads ``1e-5`` as a text).
+    _flags(parser, argv)  # `_flags` raises a ValueError for unknown flags.
     script, config, model = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
     shipped = [f"recipe: {recipe}, which comes with Colograd"] if recipe and is_shipped(recipe) else []
     if script.ignore_bias_buffers:
@@ -91,7 +91,7 @@ def _flags(parser: HfArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
 def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
     """Return the recipe's settings plus flags ``--field.key value``, the other arguments, and the recipe's path."""
     rest: list[str] = []
-    nested: dict[str, dict[str, Any]] = {}  # Entries from ``--field.key value``, by field. Values are read as YAML.
+    nested: dict[str, dict[str, Any]] = {}  # Flags ``--field.key value``: field -> key -> value, read as YAML.
     words = iter(argv)
     for word in words:
         flag, equals, value = word.partition("=")

@@ -18,7 +18,7 @@ from .knob import Rules, knob
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 COMPILE_FIELDS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 KEEPS_MASTER = ("adamw_split", "muon")  # Optimizers with an exact float32 master of a bfloat16 policy.
-# Two names of one setting in transformers: TRL's, and the name that Trainer reads since 5.23.
+# Two names of one setting in transformers: TRL's name, and the name that Trainer reads since 5.23.
 CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
 
 
@@ -88,7 +88,7 @@ class PolicyKnobs(TrainingArguments):
         fields = {name: getattr(self, name) for name in COMPILE_FIELDS}
         for name in COMPILE_FIELDS:
             setattr(self, name, False if name == "torch_compile" else None)
-        return fields | {"torch_compile": any(fields.values())}  # As in transformers, a backend or mode turns it on.
+        return fields | {"torch_compile": any(fields.values())}  # A set backend or mode means compilation.
 
     @property
     def policy_dtype(self) -> str:
@@ -157,6 +157,6 @@ class PolicyKnobs(TrainingArguments):
                 "float32: set dtype, or convert the model."
             )
         self.optim: str = resolve_optimizer(self.optim, dtype)
-        check_conflicts(self, about="optim")  # Conflicts with `optim: auto` couldn't be checked before.
-        self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # Unset means true, as in TRL.
+        check_conflicts(self, about="optim")  # Checked again, because `optim` is resolved now.
+        self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # Unset `bf16` means true.
         self.mixed_precision = "bf16" if self.bf16 else "no"

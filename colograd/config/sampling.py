@@ -16,7 +16,7 @@ SHAPING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget", "extra_args",
 )  # fmt: skip
-TRUNCATING = ("top_p", "top_k", "min_p")  # vLLM can record which candidates these leave for each token.
+TRUNCATING = ("top_p", "top_k", "min_p")  # vLLM can record the tokens that top_p, top_k and min_p leave.
 # Parameters of transformers' `generate` with values that change nothing here. `n` is 1 in TRL's requests, because TRL
 # repeats the prompt for each completion.
 ANYWAY: dict[str, tuple[Any, ...]] = {
@@ -56,7 +56,7 @@ class SamplingKnobs:
         needless = [name for name, value in kwargs.items() if value is None or value in anyway.get(name, ())]
         self.generation_kwargs = {name: value for name, value in kwargs.items() if name not in needless} or None
         for name, value in (self.generation_kwargs or {}).items():
-            if name in anyway and name not in ("n", "max_tokens", "temperature"):  # vLLM checks its own names later.
+            if name in anyway and name not in ("n", "max_tokens", "temperature"):  # vLLM's own names, checked later.
                 raise ValueError(
                     f"generation_kwargs sets {name!r} to {value!r}, but completions are always drawn by vLLM with "
                     f"{anyway[name][0]!r}: remove the entry. (Lengths are max_completion_length; greedy evaluation is "

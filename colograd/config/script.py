@@ -79,7 +79,7 @@ class ModelConfig:
             raise ValueError(f"use_peft is true, but peft can't be imported ({error}): pip install peft.") from None
         targets: Any = self.lora_target_modules
         if len(targets or ()) == 1 and (targets[0] == "all-linear" or not re.fullmatch(r"[\w.]+", targets[0])):
-            targets = targets[0]  # A pattern for whole names. peft compares a list with the ends of names.
+            targets = targets[0]  # A regular expression for whole names. In a list, peft compares the ends of names.
         names = ("task_type", "r", "target_parameters", "modules_to_save")
         renamed = {name: getattr(self, f"lora_{name}") for name in names}
         same = {name: getattr(self, name) for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}

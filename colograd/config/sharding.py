@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from ..runtime import process, registry
 from .knob import knob
 
-# Tensor parallel policies: each rank trains the tensors that its vLLM rank samples with. The suffix divides the
+# Tensor parallel sharding: each rank trains the tensors that its vLLM rank samples with. The suffix divides the
 # optimizer state (ZeRO-1) or also the gradients (ZeRO-2) among ranks that hold equal tensors.
 TENSOR = ("tensor", "tensor+optimizer", "tensor+gradients")
 LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # Environment variables that accelerate sets.
@@ -66,8 +66,8 @@ class ShardingKnobs(TrainingArguments):
         """Set ``sharding`` and its options from accelerate's or DeepSpeed's file, before transformers reads them."""
         if self.deepspeed or any(map(os.environ.get, LAUNCHERS)):
             registry.require("launchers", "deepspeed, or accelerate's FSDP or DeepSpeed,")
-        # Extensions offer functions (deepspeed) -> requests. A request has `sharding`, the method's `name`,
-        # `describe()`, and the options below (None means that an option isn't set).
+        # An extension's function (deepspeed) returns requests for a sharding. A request has `sharding`, the method's
+        # `name`, `describe()`, and the options below. An option is None if it isn't set.
         requests = [request for read in registry.hooks("launched") for request in read(self.deepspeed)]
         for request in requests:
             if self.sharding not in ("none", "auto", request.sharding):
@@ -79,7 +79,7 @@ class ShardingKnobs(TrainingArguments):
             for name in ("fsdp_reshard_after_forward", "fsdp_offload_params", "offload_optimizer"):
                 if (value := getattr(request, name.removeprefix("fsdp_"))) is not None:
                     setattr(self, name, value)
-        self.deepspeed: Any = None  # Colograd shards by itself, without DeepSpeed.
+        self.deepspeed: Any = None  # Colograd shards without DeepSpeed's engine.
         self.sharding_note = requests[0].describe() if requests else ""
 
     def _check_sequences(self) -> None:

@@ -142,7 +142,7 @@ class StepKnobs(TrainingArguments):
         in_trl = (self.generation_batch_size or 0) // ranks or per_rank // accumulation * (
             self.steps_per_generation or accumulation
         )
-        self.environments_at_once = max(in_trl, group)  # Per rank. TRL has one environment per completion.
+        self.environments_at_once = max(in_trl, group)  # Environments per rank. TRL has one per completion.
         self.steps_per_generation = self._steps_sampled_together(accumulation, per_rank * ranks)
         self.gradient_accumulation_steps: int = 1
         self.per_device_train_batch_size: int = per_rank

@@ -8,7 +8,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 IMAGES = ("images", "image")  # Names of columns with images.
-EMPTY = [{"role": "user", "content": ""}]  # Placeholder prompt for rows that get their prompt only during sampling.
+EMPTY = [{"role": "user", "content": ""}]  # Placeholder for prompts that are written only during the rollout.
 
 
 def check_dataset(dataset: Any, name: str) -> None:

@@ -37,7 +37,7 @@ def _load_named(script: ScriptArguments) -> tuple[Any, Any]:
         )
     kwargs = _from_json(script.dataset_kwargs, dict, "dataset_kwargs", '{"size": 100}') or {}
     loaded = load_source(name, script.dataset_config, kwargs, wanted, script.dataset_streaming)
-    if not isinstance(loaded, dict):  # A single split.
+    if not isinstance(loaded, dict):  # `loaded` is a single split, not a dict of splits.
         return loaded, None
     train, test = (loaded.get(split) for split in wanted)
     if train is None:
@@ -133,7 +133,7 @@ def _from_json(value: Any, kind: type, name: str, example: str) -> Any:
 def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
     check_dataset(dataset, name)
     column, present = script.dataset_prompt_column, columns_of(dataset)
-    asked_elsewhere = script.agent or script.environment_factory  # Agents and environments write prompts.
+    asked_elsewhere = script.agent or script.environment_factory  # An agent or environment makes the prompts.
     if asked_elsewhere and column == "prompt" and column not in present and script.system_prompt is None:
         return dataset
     if column not in present:

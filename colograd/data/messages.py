@@ -45,7 +45,7 @@ def text_of(prompt: Any) -> Any:
 def content_problem(message: dict[str, Any], images: bool = False) -> str:
     """Return an error text if a message's content can't be used, else an empty text."""
     content = message.get("content")
-    if content is None:  # OpenAI's messages with tool calls may have no content.
+    if content is None:  # A message with tool calls may have no content, as in OpenAI's API.
         alone = not any(value for key, value in message.items() if key not in ("role", "name", "content"))
         return "no content: write a text" if alone and not images else ""
     for part in content if isinstance(content, list) else [content]:
@@ -76,7 +76,7 @@ def template_messages(
     raw = [form for each in contents for form in (str(each), json.dumps(each, ensure_ascii=False, default=str))]
     if any(text.count(form) > joined_text.count(form) for form in raw):
         return joined
-    # Compare without spaces, because some templates trim each part.
+    # Remove all spaces before the comparison, because some templates trim each part.
     text, joined_text = "".join(text.split()), "".join(joined_text.split())
     parts = ["".join(_joined([part]).split()) for each in contents for part in each or []]
     is_lost = any(part and text.count(part) < joined_text.count(part) for part in parts)

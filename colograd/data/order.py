@@ -14,7 +14,7 @@ from ..batch import Prompt
 from ..config import GRPOConfig
 from .prompts import PromptDataset
 
-EXTRA = 2**40  # Lowest position number of prompts that dynamic sampling draws in addition.
+EXTRA = 2**40  # Positions from 2**40 on belong to prompts that dynamic sampling draws in addition.
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
     """
 
     num_rows: int
-    prompts_per_step: int  # Over all ranks. This rank takes one share of ``data_size`` equal shares.
+    prompts_per_step: int  # Prompts per optimizer step over all ranks.
     data_rank: int
     data_size: int
     steps_per_generation: int = 1
@@ -140,7 +140,7 @@ class PromptLoader(DataLoader):
     """
 
     def __init__(self, dataset: PromptDataset, order: StepOrder) -> None:
-        # A separate generator, because DataLoader draws a number from the global generator at the start of an epoch.
+        # Use a separate generator, because DataLoader draws a number from the global generator when an epoch starts.
         super().__init__(dataset, batch_sampler=order, collate_fn=list, num_workers=0, generator=torch.Generator())
 
     def set_epoch(self, epoch: int) -> None:

@@ -123,12 +123,12 @@ class PromptRules:
 
     tokenizer: PreTrainedTokenizerBase
     max_prompt_tokens: int
-    overlong: str  # Treatment of longer prompts: `drop` or `error`.
+    overlong: str  # `overlong`: treatment of prompts over the limit, `drop` or `error`.
     chat_template_kwargs: dict[str, Any]
-    name: str  # The dataset's name in log lines and errors.
-    tools: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # Row -> tools for the template.
-    reader: PromptReader | None = None  # Reads rows with images. None for text rows.
-    tell: Callable[[str], None] = lambda line: None  # Called with progress lines.
+    name: str  # Name of the dataset, for log lines and errors.
+    tools: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # Function: row -> tools for the template.
+    reader: PromptReader | None = None  # Reader of rows with images. None for text rows.
+    tell: Callable[[str], None] = lambda line: None  # Function that logs a progress line.
     rows: int = 0  # Number of rows of the model's embedding, or 0 if unknown.
 
     def where(self, row: int) -> str:
@@ -186,7 +186,7 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
     check_dataset(dataset, name)
     if isinstance(dataset, IterableDataset):
         rows = list(dataset.with_format(None))
-        features = dataset.features if rows else None  # Features would contradict an empty dataset.
+        features = dataset.features if rows else None  # Features don't fit an empty dataset.
         dataset = Dataset.from_dict(by_column(rows), features=features, on_mixed_types="use_json")
     check_columns(dataset, name, rules.reader is not None)
     if len(dataset) == 0:
@@ -256,7 +256,7 @@ def _apply_template(
     try:
         return tokenizer.apply_chat_template(cleaned, tokenize=True, return_dict=False, **arguments)
     except (jinja2.TemplateError, ValueError, TypeError) as error:
-        if len(rows) > 1:  # Try each row separately, to name the bad one.
+        if len(rows) > 1:  # Tokenise the rows one by one to find the bad row.
             return [_apply_template(rules, [c], arguments, [r])[0] for c, r in zip(cleaned, rows, strict=True)]
         raise ValueError(
             f"{rules.name}, row {rows[0]}: the chat template refuses the prompt {cleaned[0]!r}: {error}"

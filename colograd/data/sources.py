@@ -88,7 +88,7 @@ def _function(name: str) -> Callable[..., Any] | None:
     try:
         found = find_object(name, "The dataset", callable)
     except ValueError as error:
-        why = error.__cause__  # None means that the module exists but lacks the attribute.
+        why = error.__cause__  # No cause means that the module exists but lacks the attribute.
         absent = why is None or (isinstance(why, ModuleNotFoundError) and name.startswith(f"{why.name}."))
         if explicit or not absent:
             raise
@@ -115,7 +115,7 @@ def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], split
         result = function(**given)
         if isinstance(result, dict):  # A DatasetDict is a dict.
             return result
-        if result is None and results:  # The function has no test split.
+        if result is None and results:  # The dataset function has no test split.
             continue
         check_dataset(result, f"The result of the dataset function {name}")
         results[split] = result

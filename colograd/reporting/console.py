@@ -40,16 +40,16 @@ class Console(TrainerCallback):
         self.enabled = enabled
         self.bars = enabled and bars and sys.stderr.isatty()
         self._training: Any = tqdm(disable=True)
-        self._first = True  # No optimizer step has ended yet.
-        self._ended: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)  # Time and number of the last steps.
+        self._first = True  # True until the first optimizer step has ended.
+        self._ended: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)  # (Time, step number) of the last steps.
 
     def say(self, line: str, level: int = logging.INFO) -> None:
         """Log a line and print it above the progress bars. Errors of printing are ignored."""
         if self.enabled:
-            with contextlib.suppress(OSError, ValueError):  # For example a full disk, or a closed pipe.
+            with contextlib.suppress(OSError, ValueError):  # Printing fails if a disk is full or a pipe closed.
                 tqdm.write(printable(line), file=sys.stdout)
                 sys.stdout.flush()
-            LOGGER.log(level, "%s", clean(line), stacklevel=2)  # Handlers may write UTF-8.
+            LOGGER.log(level, "%s", clean(line), stacklevel=2)  # Log handlers may encode lines as UTF-8.
 
     def warn(self, line: str) -> None:
         self.say(line, logging.WARNING)
@@ -84,7 +84,7 @@ class Console(TrainerCallback):
 
     def _time_left(self, step: int, max_steps: int) -> str:
         """Estimate the remaining time of the run from its last steps, as text. Empty at the run's end or if unknown."""
-        if self._ended and step < self._ended[-1][1]:  # A second training has begun.
+        if self._ended and step < self._ended[-1][1]:  # The step number fell: a second training has begun.
             self._ended.clear()
         self._ended.append((time.monotonic(), step))
         (first, first_step), (last, _) = self._ended[0], self._ended[-1]

@@ -18,7 +18,7 @@ T = TypeVar("T")
 class NoRecord(TrainerCallback):
     """The recorder of a run that isn't recorded: all methods do nothing. An extension's recorder overrides them."""
 
-    trackers: Any = None  # Charts in trackers such as wandb.
+    trackers: Any = None  # Charts that a recorder sends to trackers such as wandb.
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ class Metrics:
     """One rank's means, totals, minima and maxima. Values may be GPU tensors; only `reduce` copies them to the host."""
 
     def __init__(self) -> None:
-        self._means: dict[str, list[Any]] = {}  # Metric -> [sum, count].
+        self._means: dict[str, list[Any]] = {}  # Means by name, each as [sum, count].
         self._totals: dict[str, Any] = {}
         self._minima: dict[str, list[Any]] = defaultdict(list)
         self._maxima: dict[str, list[Any]] = defaultdict(list)
@@ -115,7 +115,7 @@ class PhaseTimes:
     def __init__(self, synchronize: bool = False) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._step_began = time.perf_counter()
-        self._synchronize = synchronize  # On CUDA, to count kernels in the phase that launched them.
+        self._synchronize = synchronize  # If true, wait for CUDA, so that a phase is charged with its kernels.
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

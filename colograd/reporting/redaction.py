@@ -17,7 +17,7 @@ _SECRET = re.compile(
 
 def is_secret(name: str, value: Any) -> bool:
     if isinstance(value, dict | list):
-        return False  # Entries are checked one by one.
+        return False  # A list or mapping isn't a secret, but its entries may be secrets.
     return (name == "token" and value is not None) or _SECRET.search(f"{name}: {value}") is not None
 
 

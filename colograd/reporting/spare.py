@@ -20,7 +20,7 @@ class Spare:
     def __call__(self, problem: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # A failed log must not end the run.
+        except Exception as error:  # An error of a log or tracker must not end the run.
             if not self._told:
                 self._told = True
                 line = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]

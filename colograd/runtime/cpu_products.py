@@ -30,7 +30,7 @@ def take_over(model: torch.nn.Module) -> None:
         return
     for layer in model.modules():
         if type(layer) is torch.nn.Linear and "forward" not in layer.__dict__:
-            layer.forward = types.MethodType(_forward, layer)  # A bound method: copies of the model get their own.
+            layer.forward = types.MethodType(_forward, layer)  # A method of the layer: a copied layer gets its own.
 
 
 def give_back(layer: torch.nn.Module) -> None:

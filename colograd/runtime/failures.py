@@ -35,9 +35,9 @@ def closes_if_it_fails(init: F) -> F:
             init(self, *args, **kwargs)
         except BaseException as error:
             forget_frames(error, but=handled)
-            with contextlib.suppress(Exception):  # Report the first error.
+            with contextlib.suppress(Exception):  # Only the first error, of the constructor, is reported.
                 self.closing.close()
-            del self, args, kwargs, handled  # The traceback holds this frame.
+            del self, args, kwargs, handled  # These variables would live on in the traceback.
             raise
 
     return run  # type: ignore[return-value]

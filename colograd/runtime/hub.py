@@ -9,7 +9,7 @@ import os
 import time
 
 ATTEMPTS = 2
-SECONDS = 5.0  # Seconds per attempt.
+SECONDS = 5.0  # Time limit of one request to the Hub, in seconds.
 
 
 def check_model_name(name: str, revision: str | None = None) -> None:
@@ -72,7 +72,7 @@ def check_dataset_name(name: str, cache: str | None = None) -> None:
         _ask_hub(hf_hub_url(name, "README.md", repo_type="dataset"))
     except ConnectionError as error:
         raise ConnectionError(f"the dataset isn't in the cache, and {error}") from None
-    except Exception:  # Loading explains any other error.
+    except Exception:  # Loading the dataset explains all other errors.
         return
 
 

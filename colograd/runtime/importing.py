@@ -25,10 +25,10 @@ def find_object(spec: str, what: str, candidate: Callable[[Any], bool]) -> Any:
     # Installed scripts (`colograd`, `torchrun`) lack the current directory in `sys.path`; `python -m` has it.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
-    importlib.invalidate_caches()  # Python's directory listing may be older than the file.
+    importlib.invalidate_caches()  # Python's cached directory listing may be older than the user's file.
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # A user's module may raise anything.
+    except Exception as error:  # Importing a user's module may raise any exception.
         raise ValueError(
             f"{what} {spec!r}: module {module_name!r} can't be imported ({type(error).__name__}: {error}). Modules "
             f"are found in the current directory ({os.getcwd()}) and among the installed packages."

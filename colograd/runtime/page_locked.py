@@ -12,7 +12,7 @@ import weakref
 import torch
 
 PAGE = 4096
-HUGE = 2**21  # Bytes. Buffers from this size on use large pages.
+HUGE = 2**21  # Buffers of at least 2 MiB use large pages.
 
 
 def host_pages(nbytes: int, device: torch.device | None) -> memoryview:
@@ -21,7 +21,7 @@ def host_pages(nbytes: int, device: torch.device | None) -> memoryview:
     # Private memory, because few machines allow large pages for shared memory. Only this process reads the memory.
     pages = mmap.mmap(-1, max(-(-nbytes // PAGE), 1) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if len(pages) >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # The kernel has no large pages.
+        with contextlib.suppress(OSError):  # Some kernels have no large pages.
             pages.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(pages)
     if device is not None and device.type == "cuda":

@@ -24,10 +24,10 @@ from . import gpus
 from .shipped import file_or_shipped
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-RANK_OF_ONE = "COLOGRAD_RANK_OF_ONE"  # Variable "process id:port" of a process without launcher.
+RANK_OF_ONE = "COLOGRAD_RANK_OF_ONE"  # Holds "process id:port" of a process that set its rank variables itself.
 _command_began: float | None = None
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-MOST_COMPILE_THREADS = 32  # Default maximum in torch.
+MOST_COMPILE_THREADS = 32  # torch's default maximum of compile processes.
 
 
 def command_arguments(argv: Sequence[str] | None) -> list[str]:
@@ -45,7 +45,7 @@ def is_verbose(argv: Sequence[str]) -> bool:
     would import packages that read log levels at import."""
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     recipe = ""
-    with contextlib.suppress(ValueError, IndexError, OSError):  # The parser reports such errors later.
+    with contextlib.suppress(ValueError, IndexError, OSError):  # The parser reports a bad command or recipe later.
         recipe = file_or_shipped(Path(words[words.index("--config") + 1])).read_text(encoding="utf-8")
     return "--verbose" in words or bool(re.search(r"^verbose:\s*(true|yes|on)\b", recipe, re.IGNORECASE | re.MULTILINE))
 
@@ -78,7 +78,7 @@ def local_world_size() -> int:
 
 def cpu_threads() -> int:
     """Return the number of threads per rank: this process's cores divided by the ranks of the machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS lacks it.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // local_world_size())
 
 
@@ -118,8 +118,8 @@ def compile_with_threads(given: str | None) -> None:
 
 def keep_freed_memory() -> None:
     """Make glibc reuse the large blocks that training frees. Otherwise page faults take a third of a step on a CPU."""
-    _call_glibc("mallopt", -4, 0)  # M_MMAP_MAX in malloc.h.
-    _call_glibc("mallopt", -1, 2**31 - 1)  # M_TRIM_THRESHOLD in malloc.h.
+    _call_glibc("mallopt", -4, 0)  # The constant M_MMAP_MAX of malloc.h.
+    _call_glibc("mallopt", -1, 2**31 - 1)  # The constant M_TRIM_THRESHOLD of malloc.h.
 
 
 def give_back_freed_memory() -> None:
@@ -128,7 +128,7 @@ def give_back_freed_memory() -> None:
 
 
 def _call_glibc(function: str, *arguments: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # Not glibc.
+    with contextlib.suppress(OSError, AttributeError):  # Only glibc has these functions.
         getattr(ctypes.CDLL("libc.so.6"), function)(*arguments)
 
 
@@ -154,7 +154,7 @@ def free_port() -> int:
 def follow_launcher() -> None:
     """Make Linux send SIGTERM when the launcher dies. `accelerate launch` of one process doesn't forward signals."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
-        _call_glibc("prctl", 1, signal.SIGTERM)  # PR_SET_PDEATHSIG in sys/prctl.h.
+        _call_glibc("prctl", 1, signal.SIGTERM)  # The constant PR_SET_PDEATHSIG of sys/prctl.h.
 
 
 @contextlib.contextmanager
@@ -218,7 +218,7 @@ def prepare_network() -> None:
         if not socket.gethostbyname(socket.gethostname()).startswith("127."):
             return
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], 9))  # Sends nothing: the system only selects a route.
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # A UDP connect sends nothing: the system only picks a route.
         used = str(probe.getsockname()[0])
         for name, addresses in psutil.net_if_addrs().items():
             if used in [each.address for each in addresses] and not used.startswith("127."):
@@ -242,9 +242,9 @@ def quiet_logs(verbose: bool) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     # Set the levels of torch and transformers directly too, because a script may have imported them before.
     given, theirs = os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error"), logging.getLogger("transformers")
-    if given == "error" and theirs.level in (logging.NOTSET, logging.WARNING):  # Default levels of transformers.
+    if given == "error" and theirs.level in (logging.NOTSET, logging.WARNING):  # transformers' default levels.
         theirs.setLevel(logging.ERROR)
     if (torch := sys.modules.get("torch")) is not None:
         with contextlib.suppress(OSError, AttributeError, TypeError):
-            read_log_level = "_ZN3c1011initLoggingEv"  # C++ name c10::initLogging().
+            read_log_level = "_ZN3c1011initLoggingEv"  # Mangled C++ name of c10::initLogging().
             ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__ or ""), "lib", "libc10.so"))[read_log_level]()

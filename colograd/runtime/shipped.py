@@ -9,8 +9,7 @@ FOLDER, SUFFIX = "recipes", ".yaml"
 
 
 def shipped_folder() -> Path:
-    """Return the folder of shipped files. An installed package contains it; in a git clone it is next to the
-    package."""
+    """Return the folder of shipped files: inside an installed package, or next to the package in a git clone."""
     package = Path(__file__).resolve().parents[1]
     inside = package / FOLDER
     return inside if inside.is_dir() else package.parent / FOLDER

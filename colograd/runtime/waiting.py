@@ -30,7 +30,7 @@ class Waiting:
         if sys.stderr.isatty():
             from tqdm.auto import tqdm
 
-            self._bar = tqdm(bar_format="{desc}", leave=False)  # `Console.say` prints above the bar.
+            self._bar = tqdm(bar_format="{desc}", leave=False)  # tqdm lets `Console.say` print lines above the bar.
         else:
             print(self._first, flush=True)
         self._thread.start()

@@ -24,15 +24,15 @@ C = TypeVar("C", bound=Any)  # Type of a call with the methods `done` and `cance
 
 STDLIB = sysconfig.get_path("stdlib")
 LIBRARIES = (f"{os.sep}site-packages{os.sep}", os.path.join(STDLIB, ""), os.path.join(COLOGRAD, ""))
-GRACE = 10.0  # Seconds that an interrupted function has to end.
+GRACE = 10.0  # Seconds from an interrupt until a stuck process is ended.
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The outcome of one call of a user's function."""
 
-    kind: str  # One of: value, raised, late, died (the process), dropped (not needed).
-    value: Any  # Return value, or (line, traceback) of an exception, or a dead process's exit status.
+    kind: str  # Kind of outcome: value, raised, late, died (the process) or dropped (no longer needed).
+    value: Any  # Return value; or (line, traceback) of the exception; or exit status of the dead process.
     seconds: float  # Seconds that the function ran.
     logged: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})  # Logged columns and metrics, see `CallLog`.
 
@@ -103,7 +103,7 @@ async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> O
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout)
     finally:
-        task.cancel()  # The task is late, or its caller was cancelled.
+        task.cancel()  # The awaitable is late, or nobody waits for the outcome any more.
     if not done:
         return Outcome("late", None, timeout or 0.0)
     try:
@@ -145,7 +145,7 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
 
     def leave() -> None:
         print(problem, file=sys.stderr, flush=True)
-        os._exit(1)  # The launcher then ends the other ranks.
+        os._exit(1)  # The launcher ends the other ranks when this process ends.
 
     timers = [threading.Timer(seconds, interrupt), threading.Timer(seconds + GRACE, leave)]
     for timer in timers:
@@ -155,7 +155,7 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
         try:
             yield
         finally:
-            with running:  # Prevent later interrupts, and cancel a pending one.
+            with running:  # From here on the timer can't interrupt. A pending interrupt is cancelled.
                 ended = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
     except _Stuck:

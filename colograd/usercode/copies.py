@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 UNCHANGING = frozenset((str, int, float, bool, bytes, type(None)))
-# Modules with classes that are copied. Objects of other classes, such as environments, belong to the user.
+# Modules with classes that `own_copy` copies. Objects of other classes, such as environments, belong to the user.
 OF_DATA = frozenset(("builtins", "collections", "array", "numpy", "torch"))
 
 
@@ -26,5 +26,5 @@ def own_copy(value: Any) -> Any:
         return value
     try:
         return copy.deepcopy(value)
-    except Exception:  # For example a generator, or a tensor with a gradient.
+    except Exception:  # Some objects can't be copied, for example generators or tensors with a gradient.
         return value

@@ -7,10 +7,10 @@ import math
 import sys
 from typing import Any
 
-DEEPEST = 64  # Maximum nesting: templates, copies and pickles of deeper values exceed Python's stack.
+DEEPEST = 64  # Maximum nesting of JSON values. Templates, copies and pickles of deeper values exceed Python's stack.
 
-# Maximum characters per token. A text with more characters than this times the free tokens isn't tokenised, because
-# that takes 4 s per megabyte. Texts of all languages have fewer on average; only long runs of spaces may have more.
+# Maximum characters per token. A text with more characters than this number times the free tokens isn't tokenised,
+# because tokenising takes 4 s per megabyte. Texts of all languages average fewer; only long runs of spaces don't.
 CHARACTERS = 16
 
 

@@ -48,7 +48,7 @@ class WorkerCall(Future[Outcome]):
     def __init__(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> None:
         super().__init__()
         self.index, self.keywords, self.state = index, keywords, state
-        self.unneeded_since: float | None = None  # Time (`time.monotonic`) of `cancel`.
+        self.unneeded_since: float | None = None  # Time of the call of `cancel`, by `time.monotonic`.
 
     def cancel(self) -> bool:
         """Remove the call from the queue. If it is running, its worker is killed once a second call waits for it."""
@@ -69,11 +69,11 @@ def travelling(functions: Mapping[str, Callable[..., Any]]) -> tuple[dict[str, b
     for name, function in functions.items():
         try:
             able[name] = cloudpickle.dumps(function)
-        except Exception as error:  # Pickling the function's objects may raise anything.
+        except Exception as error:  # Pickling a function may raise any exception.
             reasons[name] = CannotTravel(f"{type(error).__name__}: {error}".splitlines()[0])
     try:
         Worker(list(able.values())).try_loading()
-    except CannotTravel:  # Try the functions one by one. Each start takes as long as the imports.
+    except CannotTravel:  # Find the functions that can't be loaded, by one start per function.
         for name, pickled in list(able.items()):
             try:
                 Worker([pickled]).try_loading()
@@ -90,13 +90,13 @@ class Worker:
         self._functions = list(functions)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._state_key: Any = None  # Key of the trainer state in the process.
+        self._state_key: Any = None  # Key of the trainer state that the worker process has now.
 
     def start(self) -> None:
         """Start the process and load the functions in it. Raises CannotTravel if they can't be loaded."""
         ours, theirs = socket.socketpair()
         with theirs:
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # The worker inherits this signal mask.
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # The worker inherits the blocked signals.
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, str(WORKER), str(theirs.fileno())],
@@ -192,7 +192,7 @@ class WorkerPool:
         self, what: str, functions: Mapping[str, Callable[..., Any]], size: int, timeout: float | None
     ) -> None:
         able, reasons = travelling(functions) if size and functions else ({}, {})
-        self.notes = [f"{what}: {', '.join(able)} in {size} worker process(es)"] if able else []  # Log lines.
+        self.notes = [f"{what}: {', '.join(able)} in {size} worker process(es)"] if able else []
         self.notes += [f"{what}: {name} runs in the trainer's process ({why})" for name, why in reasons.items()]
         self._indices = {name: index for index, name in enumerate(able)}
         self._timeout = timeout
@@ -222,7 +222,7 @@ class WorkerPool:
                 outcome = raised_outcome(error)
             call.keywords = {}  # Free the arguments, because completions are large.
             call.set_result(outcome)
-        worker.stop()  # `close` can miss a worker that is just starting.
+        worker.stop()  # `close` may have run while this worker was starting.
 
     def _stands_in_the_way(self, call: WorkerCall) -> bool:
         """Return whether nobody waits for the call's outcome, but a second call waits for the worker."""
@@ -240,4 +240,4 @@ class WorkerPool:
         for worker in self._workers:
             worker.stop()
         for thread in self._threads:
-            thread.join(STOP_SECONDS)  # A worker that is just starting ends with its thread, or with this process.
+            thread.join(STOP_SECONDS)  # Don't wait longer for a worker that is just starting.

@@ -29,7 +29,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-# Colograd's folder. In `PLUMBING`: its folders with frames between trainer and user code in a traceback.
+# Colograd's folder. Frames of files in the folders of `PLUMBING` are cut from users' tracebacks.
 COLOGRAD = os.path.dirname(os.path.dirname(__file__))
 STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Signals of schedulers, see the setting `stop_signals`.
 PER_TOKEN = ("completion_ids", "completion_mask")  # Keywords of reward functions that are sent as arrays or bytes.
@@ -40,8 +40,8 @@ class CallLog:
     """Values that one reward function call logs: `extra` is the argument ``log_extra``, `metric` is ``log_metric``."""
 
     def __init__(self) -> None:
-        self.columns: dict[str, list[Any]] = {}  # Column of the completions table -> values.
-        self.metrics: dict[str, list[float]] = {}  # Metric -> values.
+        self.columns: dict[str, list[Any]] = {}  # Columns of the completions table: name -> values.
+        self.metrics: dict[str, list[float]] = {}  # Metrics: name -> logged numbers.
 
     def extra(self, column: str, values: Any) -> None:
         """Append values to a column of the completions table. A call must log one value per completion."""
@@ -119,7 +119,7 @@ def _answer(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool
     seconds = time.perf_counter() - started
     try:
         return pickle.dumps(("value", value, seconds, log.content()))
-    except Exception as error:  # Pickling users' objects may raise anything.
+    except Exception as error:  # Pickling a user's objects may raise any exception.
         line = f"{type(error).__name__}: {error} (in what it returned or logged)"
         return pickle.dumps(("raised", (line, line), seconds, ({}, {})))
 
@@ -137,8 +137,8 @@ def line_and_traceback(error: BaseException) -> tuple[str, str]:
 
 def _end_with_parent() -> None:
     """Make Linux kill this process when the trainer dies, even if user code is in an endless loop."""
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG in sys/prctl.h.
-    with contextlib.suppress(OSError, AttributeError):  # Only Linux has prctl.
+    set_parent_death_signal = 1  # The constant PR_SET_PDEATHSIG of sys/prctl.h.
+    with contextlib.suppress(OSError, AttributeError):  # The function prctl exists only on Linux.
         ctypes.CDLL("libc.so.6").prctl(set_parent_death_signal, signal.SIGKILL)
 
 
@@ -170,10 +170,10 @@ def _leave_signals_to_parent() -> None:
     for number in STOPS:
         signal.signal(number, ignore)
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=reset)
-    unblock()  # `Worker.start` blocked these signals in this process.
+    unblock()  # `Worker.start` blocked the signals in `STOPS` for this process.
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))
     sys.stdout.flush()
-    os._exit(0)  # Don't wait for threads that user code started.
+    os._exit(0)  # Exit without waiting for threads that user code started.

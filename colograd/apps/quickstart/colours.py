@@ -82,7 +82,7 @@ def make_model(folder: Path, seed: int = 0) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
-                parameter.mul_(3.0)  # The usual 0.02 suits wider models. This narrow model would learn slowly.
+                parameter.mul_(3.0)  # The usual scale 0.02 suits wider models. A narrow model would learn slowly.
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
 

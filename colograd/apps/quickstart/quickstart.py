@@ -40,7 +40,7 @@ def convert_model(output: Path) -> Path:
     handle = os.open(output.parent, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)  # The kernel frees the lock when a process dies.
-        if _is_complete(output):  # Another process made the folder during the wait.
+        if _is_complete(output):  # Another process made the folder while this process waited.
             return output
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise ValueError(
@@ -98,11 +98,11 @@ def _write_model(source: Path, folder: Path) -> None:
         source.parent,
         gguf_file=source.name,
         quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,  # Dequantised exactly here, then rounded once to bfloat16.
+        dtype=torch.float32,  # The 4-bit weights are dequantised exactly to float32, and rounded once to bfloat16.
     ).to(torch.bfloat16)
-    # The GGUF file names the base model's training data here.
+    # In the GGUF file the model's name is wrong: it names the base model's training data.
     model.config._model_name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    model.config.rms_norm_eps = 1e-5  # In the GGUF file as float32: 9.999999747378752e-06.
+    model.config.rms_norm_eps = 1e-5  # The GGUF file has the float32 value 9.999999747378752e-06.
     for config in (model.config, model.generation_config):
         config.bos_token_id = tokenizer.bos_token_id
         config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id

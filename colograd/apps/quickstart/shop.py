@@ -91,10 +91,10 @@ def run(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
         call: Any = reply.tool_calls[0]
         try:
             result = TOOLS[call.function.name](**json.loads(call.function.arguments))
-        except Exception as error:  # The model's arguments may be anything.
+        except Exception as error:  # The model may write any arguments.
             result = f"error: {type(error).__name__}"
         if call.function.name == "price" and not found and result == price(row["item"]):
-            # The look-up isn't needed any more, so the context is written anew.
+            # Once the price is found, the context begins anew without the look-up.
             found, reward = result, 0.2
             messages = [*OF_TOTALS, {"role": "user", "content": f"What is {row['count']} * {found}?"}]
             continue

@@ -32,7 +32,7 @@ SCRIPTS = (
     "completions.js", "groups.js", "advisor.js", "settings.js", "main.js",
 )  # fmt: skip
 STYLES = ("uplot/uPlot.min.css", "page.css")
-NAME = "report.html"  # The model card links to the file of this name.
+NAME = "report.html"  # File name of a report. The model card links to this name.
 # Maximum compressed bytes in a page, for all runs together. Base64 makes them a third larger.
 ROLLOUT_BYTES = 900_000
 COMPLETION_BYTES = 3_000_000
@@ -96,7 +96,7 @@ def page(runs: Sequence[RecordedRun]) -> str:
     data, blocks = [], []
     for place, run in enumerate(runs):
         found, alarms = overview(run), [int(alarm["step"]) for alarm in run.alarms[:20]]
-        texts: dict[str, str] = {}  # Prompt's key -> beginning of its text.
+        texts: dict[str, str] = {}  # Key of a prompt -> beginning of the prompt's text.
         packed: dict[int, bytes] = {}  # Step -> compressed JSON, first for steps with completions.
         order, recorded = list(spread_out(dict(found["held"]), alarms)), {*run.samples.steps}
         room = COMPLETION_BYTES // len(runs)
@@ -140,13 +140,13 @@ def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") ->
         f"default-src 'none'; script-src 'sha256-{digests[0]}'; style-src 'sha256-{digests[1]}'; img-src data:; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-    escaped = compact(data)  # Escaped for a script element. U+2028 and U+2029 are line ends in JavaScript.
+    escaped = compact(data)  # Escaped for a script element. In JavaScript U+2028 and U+2029 are line ends.
     for character in "<>&\u2028\u2029":
         escaped = escaped.replace(character, f"\\u{ord(character):04x}")
     parts = {"POLICY": policy, "STYLE": style, "DATA": escaped, "BLOCKS": blocks, "SCRIPT": script}
     parts["VERSION"] = __version__
     template = (ASSETS / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match.group(1)], template)  # Inserted parts aren't searched.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match.group(1)], template)  # `{{...}}` in inserted parts stays.
 
 
 # -- The JSON for a page: `overview` when the page opens, `of_step` when the user opens a step.
@@ -166,7 +166,7 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
     found: dict[str, Any] = {
         "name": text(run.folder.name, 200) or "run",
         "change": run.change,
-        "whole": after == 0,  # True for the whole run, False for changes only.
+        "whole": after == 0,  # True if the data are of the whole run, False if only of changes.
         "status": {
             "state": end.get("status") or ("running" if run.starts else "waiting"),
             "error": end.get("error", ""),
@@ -193,14 +193,14 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
         found["texts"] = _texts(run, (row[0] for row in found["prompts"]["shown"]))
     held = {step: 0 for kind in ("rollouts", "groups") for step, change in run.touched[kind].items() if change > after}
     held |= {step: 1 for step, change in run.samples.changed.items() if change > after}
-    found["held"] = sorted([step, has] for step, has in held.items())  # 1 if the step has completions, else 0.
+    found["held"] = sorted([step, has] for step, has in held.items())  # [Step, 1 with completions, else 0].
     return found
 
 
 def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
     """Return a step's rollout events and groups, and at most about ``most_bytes`` of the step's completions."""
     completions, left_out = run.samples.of_step(step, most_bytes) if most_bytes else ([], 0)
-    prompts: list[Any] = []  # Each prompt once, because a group's completions share it.
+    prompts: list[Any] = []  # Each prompt is stored once, because a group's completions share the prompt.
     places: dict[str, int] = {}
     for found in completions:
         prompt = found.pop("prompt")

@@ -31,7 +31,7 @@ MOST_ALARMS = 500
 MOST_LIMITS = 64  # Maximum number of reward functions per step.
 MOST_KNOBS = 2000
 GROUP_WIDTH = 7  # Numbers per group: prompt, position, G, mean and spread of rewards, truncated share, has signal.
-TRAINING = ("reward", "loss", "grad_norm", "learning_rate", "step_time")  # Only training steps log these.
+TRAINING = ("reward", "loss", "grad_norm", "learning_rate", "step_time")  # Metrics of training steps only.
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -71,7 +71,7 @@ class RecordedRun:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).resolve()
         self.change = 0  # Number of refreshes that found new data.
-        self.born = 0  # Change number when the present run in the folder began.
+        self.born = 0  # Value of `change` when the present run began in the folder.
         self._events = Tail(self.folder, EVENTS)
         self._state_seen: tuple[str, int, int] | None = None
         self._forget()
@@ -115,7 +115,7 @@ class RecordedRun:
             time, step = number(event.get("time"), 14), whole(event.get("step"))
             self.last_time = time if time is not None else self.last_time
             if step is not None:
-                with contextlib.suppress(Exception):  # Such a line isn't from Colograd.
+                with contextlib.suppress(Exception):  # An error means that Colograd didn't write the line.
                     self._take(step, event)
         fresh = self.samples.refresh(self.change) or fresh
         if not self.steps.rows or self._state_seen is not None:

@@ -22,9 +22,9 @@ from ...rollout.record_file import positions as record_positions
 from ...runtime.sizes import THUMBNAIL_BYTES, THUMBNAILS
 from .untrusted import Tail, entries, items, mapping, number, open_inside, parse, plain, text, whole
 
-SAMPLES = "_report/samples.jsonl"  # Written by older versions.
+SAMPLES = "_report/samples.jsonl"  # Older versions of Colograd write this file.
 STORE = "_journal"
-STORED = ("rank-00000.shown", "rank-00000.records")  # The main process's files; the second one wins.
+STORED = ("rank-00000.shown", "rank-00000.records")  # Files of the main process, in ascending precedence.
 LONGEST = 200_000  # Maximum characters of a completion or a prompt.
 MOST_TOKENS = 4096  # Maximum tokens of a completion.
 MOST_TURNS = 1024  # Maximum answers in an agent's session.
@@ -41,11 +41,11 @@ class Samples:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.lines: dict[int, list[tuple[int, int]]] = defaultdict(list)  # Step -> [(offset, length)] of lines.
-        self.files: dict[int, dict[str, str]] = defaultdict(dict)  # Step -> purpose -> file name.
-        self.stored: dict[int, set[str]] = defaultdict(set)  # Step -> names of rollout log files.
+        self.lines: dict[int, list[tuple[int, int]]] = defaultdict(list)  # samples.jsonl: step -> [(offset, length)].
+        self.files: dict[int, dict[str, str]] = defaultdict(dict)  # Completions log: step -> purpose -> file.
+        self.stored: dict[int, set[str]] = defaultdict(set)  # Rollout log: step -> names of files.
         self.changed: dict[int, int] = {}
-        self._read: dict[str, int] = {}  # File of the rollout log -> bytes read.
+        self._read: dict[str, int] = {}  # Rollout log: file -> bytes that were read.
         self.tail = Tail(folder, SAMPLES)
         self._folder_seen = -1
 
@@ -94,13 +94,13 @@ class Samples:
     def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
         """Return a step's completions (whole groups, about ``most_bytes`` together), and the number of omitted ones."""
         groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # (Purpose, position) -> index -> completion.
-        for found in self._recorded(step):  # The last record of a completion wins.
+        for found in self._recorded(step):  # If a completion was recorded twice, the last record wins.
             groups.setdefault((found["purpose"], found["position"]), {})[found["index"]] = found
         for found in self._logged(step):
             groups.setdefault((found["purpose"], found["position"]), {}).setdefault(found["index"], found)
         kept: list[dict[str, Any]] = []
         total, room = sum(len(group) for group in groups.values()), most_bytes
-        for group in groups.values():  # Groups recorded token by token come first.
+        for group in groups.values():  # Groups that were recorded token by token come first.
             size = sum(map(_size, group.values()))
             if kept and size > room:
                 continue
@@ -111,7 +111,7 @@ class Samples:
 
     def _recorded(self, step: int) -> Iterator[dict[str, Any]]:
         for name in sorted(self.stored.get(step, ()), reverse=True):
-            if (stored := open_inside(self.folder, name)) is not None:  # Checkpoints can delete the file.
+            if (stored := open_inside(self.folder, name)) is not None:  # A checkpoint may have deleted the file.
                 with stored, contextlib.suppress(Exception):  # An untrusted file can raise many kinds of errors.
                     yield from filter(None, map(_recorded, shown(stored, step)))
         lines = self.lines.get(step)

@@ -17,7 +17,7 @@ LARGEST_STEP = 2**53  # Largest number that JavaScript represents exactly.
 LONGEST_TEXT = 4_000  # Maximum characters of a text, except completions.
 
 
-# -- files
+# -- Functions that read files
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO | None:
@@ -28,7 +28,7 @@ def open_inside(folder: Path, name: str) -> BinaryIO | None:
         if not path.is_relative_to(root):
             return None
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (OSError, RuntimeError, ValueError):  # RuntimeError: circular links. ValueError: a zero byte.
+    except (OSError, RuntimeError, ValueError):  # Circular links raise RuntimeError, a zero byte ValueError.
         return None
     if stat.S_ISREG(os.fstat(number).st_mode):
         return os.fdopen(number, "rb")
@@ -41,7 +41,7 @@ class Tail:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
-        self.offset = 0  # Bytes up to the end of the last complete line read.
+        self.offset = 0  # Offset of the first byte that isn't read yet, at the start of a line.
         self._inode = -1
 
     def restarted(self) -> bool:
@@ -81,7 +81,7 @@ def parse(line: bytes, beginning: bytes) -> dict[str, Any] | None:
     return None
 
 
-# -- values
+# -- Functions that check and bound values
 
 
 def number(value: Any, digits: int = 5) -> float | int | None:
