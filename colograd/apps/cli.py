@@ -1,4 +1,4 @@
-"""The command line program ``colograd``. Its first argument is a command, which parses the other arguments."""
+"""The command line program ``colograd``. The first argument names a command; the command parses the other arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ READERS = ("show", "report", "watch")  # Commands that read files of the extensi
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, by default that of `sys.argv`. Return the exit status."""
+    """Run the command that ``argv`` names (default: `sys.argv`). Return the exit status."""
     command, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     command = "version" if command == "--version" else command
     if command in ("", "-h", "--help"):

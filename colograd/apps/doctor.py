@@ -168,7 +168,7 @@ def lacking_for_triton() -> list[str]:
 
 
 def checks(trainer: GRPOTrainer) -> Iterator[Check]:
-    """Yield the results of the checks of the memory plan, vLLM's weights, log-probabilities and rewards."""
+    """Check the memory plan, vLLM's weights, log-probabilities and rewards. Yield one result per check."""
     import torch
 
     from ..memory.table import PHASES, REMEDIES

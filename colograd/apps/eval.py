@@ -110,7 +110,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def model_of(name: str) -> str:
-    """Return the folder or Hub id of a model. For a run's folder it is the saved model, else the newest checkpoint."""
+    """Return a model's folder or Hub id. If ``name`` is a run's folder: its saved model, else its newest checkpoint."""
     from ..checkpoint.search import model_folder
 
     if not os.path.isdir(name):
@@ -265,7 +265,7 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], closing: contextl
 
 
 def merged(model: str, scratch: Path, config: GRPOConfig) -> str:
-    """Return the model; for an adapter the folder of a merged copy of its base, made by the first rank of each node."""
+    """Return the model. An adapter is merged into a copy of its base first, by the first rank of each node."""
     from ..policy.lora import adapter_folder
 
     if adapter_folder(model) is None or not config.layout.leads_node:

@@ -143,7 +143,7 @@ def _one_of(flag: str, names: Sequence[str], name: str) -> str:
 
 
 def _likely(names: Sequence[str], usual: Sequence[str], but: Sequence[str] = ()) -> str:
-    """Return the first usual column name in ``names``, or the only name not in ``but``, or an empty text."""
+    """Return the first usual column that is in ``names``, else the only name not in ``but``, else an empty text."""
     others = [name for name in names if name not in but]
     return next((name for name in usual if name in names or not names), others[0] if len(others) == 1 else "")
 

@@ -80,7 +80,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Convert a `colograd train` command line to options of plan. Return them, and a line per assumed option."""
+    """Convert a `colograd train` command line to options of plan. Return the options, and a line per assumption."""
     import torch
 
     from ..config.parse import planned_settings

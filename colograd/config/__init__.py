@@ -2,9 +2,9 @@
 
 `GRPOConfig` (grpo.py) is one flat dataclass. Its base classes are groups of knobs (settings with a help text and
 rules), and each group checks the rules of its knobs. If a rule reads settings of a second group or of transformers'
-`TrainingArguments`, the group derives from that class. `ModelConfig` describes the model; `ScriptArguments` describes
-the dataset and the rewards. A configuration checks its values when it is constructed. `GRPOTrainer` then resolves the
-settings that depend on the policy and the device, and freezes the configuration.
+`TrainingArguments`, the group derives from that class. `ModelConfig` has the settings of the model; `ScriptArguments`
+has the settings of dataset and rewards. A configuration checks its values at construction. `GRPOTrainer` then resolves
+the settings that depend on policy and device, and freezes the configuration.
 """
 
 from .grpo import GRPOConfig

@@ -1,4 +1,4 @@
-"""Pairs of settings that exclude each other, and the check of all pairs. docs/configuration.md lists them.
+"""Pairs of settings that exclude each other, and the check of all pairs. docs/configuration.md lists the pairs.
 
 The core's pairs are in `CONFLICTS`. An extension has its pairs in a file `conflicts.py`.
 """
@@ -71,7 +71,7 @@ class Conflict:
     also: Callable[[Any], Any] | None = None  # `also`: function of all settings that must be true too.
 
     def error(self, settings: Any, facts: Mapping[str, Any]) -> str | None:
-        """Return the error text if both conditions hold, else None. ``facts`` are further values by name."""
+        """Return the error text if both settings' conditions hold, else None. ``facts`` are further values by name."""
         try:
             value, other = (
                 facts[name] if name in facts else value_of(settings, name) if name else None
@@ -110,13 +110,13 @@ def conflict(settings: Any, facts: Mapping[str, Any] | None = None, about: str =
 
 @functools.cache
 def tables() -> dict[str, tuple[Conflict, ...]]:
-    """Return the conflicts by extension. The core's conflicts have an empty name."""
+    """Return the conflicts of settings by extension. The core's conflicts have an empty name."""
     offers = {name: registry.hooks_of(name, "conflicts") for name in registry.installed()}
     return {"": CONFLICTS} | {name: tuple(row for rows in offer for row in rows) for name, offer in offers.items()}
 
 
 def value_of(settings: Any, name: str) -> Any:
-    """Return a setting, or an entry of a mapping (``generation_kwargs.min_tokens``). A missing entry is None."""
+    """Return a setting, or an entry of a mapping (``generation_kwargs.min_tokens``). None if there is no entry."""
     mapping, _, key = name.partition(".")
     value = getattr(settings, mapping)
     return value if not key else value.get(key) if isinstance(value, Mapping) else None

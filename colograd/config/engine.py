@@ -77,7 +77,7 @@ class EngineKnobs(TrainingArguments):
 
     @property
     def checks_drafts(self) -> bool:
-        """Whether vLLM decodes speculatively, so that the policy checks a draft model's tokens."""
+        """Whether vLLM decodes speculatively: a draft method proposes tokens, and the policy checks them."""
         kwargs: Any = self.vllm_engine_kwargs or {}
         return "speculative_config" in dict(kwargs)
 

@@ -68,7 +68,7 @@ class TRLKnobs(TrainingArguments):
         return lines
 
     def _check_trl(self) -> None:
-        """Raise a ValueError if a refused TRL setting isn't its default. Trainers check again: fields may change."""
+        """Raise a ValueError if a TRL setting that Colograd refuses isn't TRL's default. Trainers repeat the check."""
         for each in fields(self):
             if each.name in REFUSED and getattr(self, each.name) != each.default:
                 raise ValueError(unknown_name(each.name, ()))
@@ -211,12 +211,11 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         self._fold_batch(self.layout.data_size)
 
     def freeze(self) -> None:
-        """From now on refuse changes of settings that a trainer reads only once. `train` reads transformers' fields
-        each time."""
+        """Refuse later changes of settings that a trainer reads only once. `train` reads transformers' fields anew."""
         self.__dict__["_frozen"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field. A new value of a frozen field raises an AttributeError; see `freeze`."""
+        """Set a field. Changing a frozen field raises an AttributeError; see `freeze`."""
         if "_frozen" in vars(self) and name in _read_at_start() and value != (now := getattr(self, name)):
             raise AttributeError(
                 f"{name} is {now!r} and can't become {value!r}: a trainer was made with the present value. "
@@ -266,7 +265,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
                 )
 
     def advice(self) -> Iterator[str]:
-        """Yield one log line for each valid setting that has no effect in this run, or a rarely intended one."""
+        """Yield one log line for each valid setting that has no effect, or that users rarely intend."""
         loss, sequence = self.loss_type, self.importance_sampling_level == "sequence"
         for each in fields(self):
             if each.name in UNUSED and getattr(self, each.name) != each.default:
@@ -295,7 +294,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
 
 @functools.cache
 def _read_at_start() -> frozenset[str]:
-    """Return the settings that `freeze` protects: Colograd's without `..._eval`, and a few of transformers."""
+    """Return the names of settings that `freeze` protects: most of Colograd's, and a few of transformers'."""
     known = {field.name for field in fields(GRPOConfig)} - {field.name for field in fields(TrainingArguments)}
     return frozenset(
         {name for name in known if not name.endswith("_eval")}

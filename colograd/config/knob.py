@@ -57,7 +57,7 @@ class Rules:
 
 
 class Help(str):
-    """A knob's help text with the knob's `Rules`. They aren't in the field's metadata, which is passed to argparse."""
+    """A knob's help text that carries the knob's `Rules`. Rules in the field's metadata would be passed to argparse."""
 
     rules: Rules
 
@@ -155,7 +155,7 @@ def without_removed(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Drop each setting with the value None that is in ``defaults``: in TRL None means the default. Return the other
+    """Drop each setting that is None although ``defaults`` has it: in TRL None then means the default. Return the other
     settings, and one log line per dropped setting."""
     unset = [name for name, value in settings.items() if value is None and name in defaults]
     lines = [f"config: `{name}` is None, which means its default, {defaults[name]!r}" for name in unset]
@@ -163,7 +163,7 @@ def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> t
 
 
 def never_none(cls: type) -> dict[str, Any]:
-    """Return the defaults of a dataclass's fields that can't be None by their types, by field name."""
+    """Map the dataclass fields that can't be None, by their types, to their default values."""
     annotations: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         annotations |= inspect.get_annotations(base)
@@ -180,8 +180,7 @@ T = TypeVar("T")
 
 
 def names_checked(cls: type[T]) -> type[T]:
-    """Decorate a dataclass: an unknown keyword argument raises a ValueError. ``notes`` gets log lines about None
-    values."""
+    """Decorate a dataclass: unknown keyword arguments raise a ValueError. ``notes`` gets log lines on None values."""
     plain_init, defaults = cls.__init__, never_none(cls)
 
     @functools.wraps(plain_init)

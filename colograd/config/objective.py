@@ -135,7 +135,7 @@ class ObjectiveKnobs(SamplingKnobs):
     )
 
     def _shape(self) -> tuple[str, bool]:
-        """Return the settings that change the sampler's distribution, as text, and whether vLLM records the change."""
+        """Return a text of the settings that change the sampler's distribution, and whether vLLM records the change."""
         changes = shaping(vars(self))
         truncates = "top_k" in changes and {*changes} <= {*TRUNCATING}
         recorded = truncates and not self._drafts() and "kept_tokens" in registry.installed()

@@ -92,7 +92,7 @@ class PolicyKnobs(TrainingArguments):
 
     @property
     def policy_dtype(self) -> str:
-        """The policy's dtype: `bfloat16`, `float32` or `auto`. If the user sets none, it is `default_dtype`."""
+        """The policy's dtype: `bfloat16`, `float32` or `auto`. Without a setting it is `default_dtype(optim)`."""
         kwargs: dict[str, Any] = self.model_init_kwargs or {}  # type: ignore[assignment]
         dtype = kwargs["dtype"] if kwargs.get("dtype") is not None else kwargs.get("torch_dtype")
         return default_dtype(self.optim) if dtype is None else str(dtype).removeprefix("torch.")
@@ -128,7 +128,7 @@ class PolicyKnobs(TrainingArguments):
 
     @property
     def checkpointing(self) -> int:
-        """n if every n-th layer recomputes its activations in the backward; 0 if none does; 1 if undecided."""
+        """n if every n-th layer recomputes its activations in the backward; 0 if no layer does; 1 if undecided."""
         kwargs: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
         return 0 if self.gradient_checkpointing is False else int(kwargs.get("every_n_layers", 1))
 
@@ -137,7 +137,7 @@ class PolicyKnobs(TrainingArguments):
         self.model_init_kwargs = {**(self.model_init_kwargs or {}), **more}  # type: ignore[dict-item]
 
     def resolve_checkpointing(self, every: int) -> None:
-        """Set an unset ``gradient_checkpointing``: every ``every``-th layer recomputes, or no layer if it is 0."""
+        """Set an unset ``gradient_checkpointing``: every ``every``-th layer recomputes, or none if ``every`` is 0."""
         kwargs: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
         self._set_checkpointing(every > 0, {**kwargs, "every_n_layers": every} if every > 1 else kwargs)
 

@@ -114,7 +114,7 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
         self.metric_for_best_model: str | None = "reward"
 
     def _resolve_evaluation(self) -> None:
-        """Set an unset ``loss_eval``: true at the training's temperature, or if the best model's metric needs it."""
+        """Set an unset ``loss_eval``: true at the training temperature, or if the best model's metric needs a loss."""
         if self.loss_eval is None:
             needed = OF_LOSS.search(str(self.metric_for_best_model or "")) is not None
             self.loss_eval = needed or self.temperature_eval in (None, self.temperature)

@@ -63,7 +63,7 @@ class ShardingKnobs(TrainingArguments):
     )
 
     def _take_sharding(self) -> None:
-        """Set ``sharding`` and its options from accelerate's or DeepSpeed's file, before transformers reads them."""
+        """Set ``sharding`` and its options from accelerate's or DeepSpeed's file, before transformers does."""
         if self.deepspeed or any(map(os.environ.get, LAUNCHERS)):
             registry.require("launchers", "deepspeed, or accelerate's FSDP or DeepSpeed,")
         # An extension's function (deepspeed) returns requests for a sharding. A request has `sharding`, the method's
@@ -83,7 +83,7 @@ class ShardingKnobs(TrainingArguments):
         self.sharding_note = requests[0].describe() if requests else ""
 
     def _check_sequences(self) -> None:
-        """Raise a ValueError if ``sequence_parallel_size`` doesn't divide the ranks."""
+        """Raise a ValueError if ranks can't be grouped by ``sequence_parallel_size``; a group shares a row."""
         size = self.sequence_parallel_size
         if size == 1:
             return

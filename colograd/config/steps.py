@@ -83,7 +83,7 @@ class StepKnobs(TrainingArguments):
     chat_template_kwargs: dict[str, Any] | str | None = knob(None, "Keyword arguments of the chat template.")
 
     def _resolve_budget(self, on_cpu: bool) -> None:
-        """Convert ``max_tokens_per_microbatch`` to a number. On a GPU `auto` remains until a measurement."""
+        """Convert ``max_tokens_per_microbatch`` to a number of tokens. On a GPU `auto` stays until it is measured."""
         budget = self.max_tokens_per_microbatch
         if budget is None or budget == "auto":
             self.max_tokens_per_microbatch = 4096 if on_cpu else "auto"

@@ -15,8 +15,8 @@ MIXTURE_KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "f
 
 
 def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
-    """Return (rows to train on, rows to evaluate on), both with a column ``prompt``. Without a test split the second is
-    None. With streaming, or if a dataset function returns iterable datasets, the rows are iterable datasets."""
+    """Return (rows to train on, rows to evaluate on), both with a column ``prompt``. Without a test split the latter
+    are None. With streaming, or if a dataset function returns iterable datasets, the rows are iterable datasets."""
     if bool(script.dataset_name) == bool(script.datasets):
         given = "both were given" if script.dataset_name else "neither was given"
         raise ValueError(

@@ -115,7 +115,7 @@ def extra_prompts(dataset: PromptDataset, config: GRPOConfig, step: int, drawn: 
 
 
 def prompt_at(dataset: PromptDataset, config: GRPOConfig, position: int) -> Prompt:
-    """Return the prompt at a position of a run without curriculum. Positions from `EXTRA` on are additional prompts."""
+    """Return the prompt at a position of a run without curriculum. Dynamic sampling's prompts begin at `EXTRA`."""
     if position < EXTRA:
         order = StepOrder.of(config, len(dataset))
         epoch, place = divmod(position, order.epoch_size)

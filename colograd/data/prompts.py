@@ -35,7 +35,7 @@ class PromptReader(Protocol):
         """Convert a dataset row into a model input. Raises ValueError if the row can't be read."""
 
     def of_row(self, example: dict[str, Any], row: int, rules: PromptRules) -> ModelInput:
-        """Return the model input of a row from a small cache, because successive steps may take a row repeatedly."""
+        """Return the model input of a row from a small cache, because successive steps may take the same row."""
 
     def lengths(self, rows: Dataset, rules: PromptRules) -> list[int]:
         """Return the number of prompt tokens of each row."""
@@ -66,7 +66,7 @@ class PromptDataset(torch.utils.data.Dataset):
         self.choice: Any = None
 
     def dropped_line(self) -> str:
-        """Return a log line with the number of dropped prompts and the rows of the first few."""
+        """Return a log line with the number of dropped prompts, and the rows of the first dropped prompts."""
         rules, total = self._rules, len(self.dropped) + len(self)
         which = [f"row {row} ({tokens} tokens)" for row, tokens in self.dropped.items()]
         first = ", ".join(which[:NAMED] + ["..."] * (len(which) > NAMED))
@@ -168,7 +168,7 @@ class PromptRules:
         return prompt if len(prompt) <= self.max_prompt_tokens else None
 
     def fits(self, tokens: int, prompt: Any, row: int) -> bool:
-        """Return whether a prompt of ``tokens`` tokens is short enough. May raise ValueError, see ``overlong``."""
+        """Return whether a prompt of ``tokens`` tokens is within the limit. May raise ValueError, see ``overlong``."""
         if not tokens:
             raise ValueError(f"{self.where(row)}: the prompt {prompt!r} has no tokens: remove the row.")
         if tokens > self.max_prompt_tokens and self.overlong == "error":

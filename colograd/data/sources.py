@@ -20,7 +20,7 @@ FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "
 
 
 def load_source(name: str, config: str | None, kwargs: dict[str, Any], splits: Sequence[str], streaming: bool) -> Any:
-    """Load a dataset by its name, or a dict of splits if there are several. ``streaming`` makes datasets iterable."""
+    """Load a dataset by its name, or a dict of its splits. With ``streaming`` return IterableDatasets."""
     function = _function(name)
     if function is not None:
         loaded = _call(function, name, kwargs if config is None else {"name": config, **kwargs}, splits)

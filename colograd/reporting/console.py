@@ -55,7 +55,7 @@ class Console(TrainerCallback):
         self.say(line, logging.WARNING)
 
     def warn_of_all(self, lines: Iterable[str]) -> None:
-        """Log the lines of all ranks as warnings, equal ones once. Empty lines are left out."""
+        """Log the lines of all ranks as warnings. Equal lines are logged once, and empty ones are left out."""
         for line in sorted({line for line in lines if line}):
             self.warn(line)
 
@@ -83,7 +83,7 @@ class Console(TrainerCallback):
             self.say("no group has a reward difference: nothing to train on, the optimizer steps on zeros")
 
     def _time_left(self, step: int, max_steps: int) -> str:
-        """Estimate the remaining time of the run from its last steps, as text. Empty at the run's end or if unknown."""
+        """Estimate the remaining time of the run from the last steps, as text. Empty at the end or if unknown."""
         if self._ended and step < self._ended[-1][1]:  # The step number fell: a second training has begun.
             self._ended.clear()
         self._ended.append((time.monotonic(), step))
@@ -111,8 +111,7 @@ class Console(TrainerCallback):
 
 
 def _fitting(head: str, seconds: Mapping[str, float], rates: Mapping[str, str], tail: str) -> str:
-    """Format a step's line within `COLUMNS` characters, with as many of the longest phases as fit. Token rates are
-    dropped before the last two phases."""
+    """Format a step's line in `COLUMNS` characters, with the longest phases. Token rates are dropped first."""
     longest = sorted(seconds, key=seconds.__getitem__, reverse=True)
     with_rates = [(count, rates) for count in range(len(longest), 1, -1)]
     for count, told in [*with_rates, *((count, {}) for count in range(len(longest), 0, -1))]:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class NoRecord(TrainerCallback):
-    """The recorder of a run that isn't recorded: all methods do nothing. An extension's recorder overrides them."""
+    """The recorder of a run that isn't recorded: its methods do nothing. An extension's recorder overrides all."""
 
     trackers: Any = None  # Charts that a recorder sends to trackers such as wandb.
 
@@ -60,7 +60,7 @@ class NoRecord(TrainerCallback):
 
 
 class LogsCompletions(Protocol):
-    """The completions log. An extension offers it as ``completion_log``: a function (trainer) -> log, or None."""
+    """The completions log. An extension offers a function (trainer) -> log or None, named ``completion_log``."""
 
     def keep(self, groups: Sequence[Group], texts: Sequence[list[str]]) -> None: ...
     def add(self, steps: Sequence[Sequence[ScoredGroup]], decode: Any, state: Any) -> None: ...

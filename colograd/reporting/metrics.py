@@ -48,7 +48,7 @@ class Metrics:
             self.maximum(name, value)
 
     def reduce(self, counted: bool = True) -> dict[str, float]:
-        """Return all metrics by name, reduced over the ranks with ``counted`` true. One exchange between ranks."""
+        """Return all metrics by name, reduced over the ranks with ``counted`` true. Ranks communicate once."""
         local = self._read() if counted else ({}, {}, {}, {})
         means, totals, minima, maxima = (_by_name(ranks) for ranks in zip(*gather(local), strict=True))
         result: dict[str, float] = {}

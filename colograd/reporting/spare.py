@@ -1,4 +1,4 @@
-"""Turn errors of logs and trackers into one warning, so that they don't end the run."""
+"""Turn errors of logs and trackers into one warning, because such errors must not end a run."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def find_object(spec: str, what: str, candidate: Callable[[Any], bool]) -> Any:
 
 
 def _split(spec: str) -> tuple[str, str]:
-    """Split an import path into module and attribute. If ``spec`` isn't an import path, one of them is empty."""
+    """Split an import path into module and attribute. If ``spec`` isn't an import path, one part is empty."""
     module, colon, attribute = spec.partition(":")
     if not colon:
         module, _, attribute = spec.rpartition(".")
@@ -69,6 +69,6 @@ class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's `__spec__`, because Python has just replaced it by one for the old path. Run nothing."""
+        """Restore the module's `__spec__`, because Python has just replaced it by a spec for the old path."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state

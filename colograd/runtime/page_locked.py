@@ -1,4 +1,4 @@
-"""Page-locked host memory: a GPU copies it directly, asynchronously and at the bus's full speed.
+"""Page-locked host memory: a GPU copies such memory directly, asynchronously and at the bus's full speed.
 
 Existing buffers are registered with CUDA. `pin_memory` would allocate new ones and round sizes up to powers of two.
 """

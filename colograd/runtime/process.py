@@ -135,7 +135,7 @@ def _call_glibc(function: str, *arguments: int) -> None:
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
     """Disable Python's garbage collector while a block creates many long-lived objects. The collector takes a quarter
-    of the host's time per token that vLLM samples (400 sequences of 1,500 tokens), and a quarter of imports."""
+    of imports, and a quarter of the host's time per token that vLLM samples (400 sequences of 1,500 tokens)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -186,8 +186,9 @@ def drop_inherited_ranks() -> None:
 def prepare_ranks() -> None:
     """Set missing rank variables for vLLM's external launcher.
 
-    torchrun and accelerate set them. ``python script.py`` or a notebook becomes rank 0 of 1 on a free port, so that two
-    jobs on one machine don't collide. Variables that a parent such as a notebook set for itself are replaced.
+    torchrun and accelerate set these variables. ``python script.py`` or a notebook becomes rank 0 of 1 on a free port,
+    so that two jobs on one machine don't collide. Variables that a parent such as a notebook set for itself are
+    replaced.
     """
     drop_inherited_ranks()
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "RANK" not in os.environ:

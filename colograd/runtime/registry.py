@@ -27,7 +27,7 @@ def hooks(seam: str) -> tuple[Any, ...]:
 
 @functools.cache
 def hooks_of(extension: str, seam: str) -> tuple[Any, ...]:
-    """Import and return the offers of one extension, or of `apps`, for a seam; () without extension or offer."""
+    """Import and return the offers of one extension, or of `apps`, for a seam. () if there are none."""
     package = f"{extensions.__name__}.{extension}" if extension != APPS else f"{__package__.partition('.')[0]}.{APPS}"
     if importlib.util.find_spec(package) is None:
         return ()
@@ -41,7 +41,7 @@ def hooks_of(extension: str, seam: str) -> tuple[Any, ...]:
 
 def require(extension: str, setting: str, instead: str = "remove the setting") -> None:
     """Raise ValueError if an extension's folder is missing. ``setting`` is the text of the setting that needs the
-    extension, such as `router_replay: true`. ``instead`` is the remedy next to restoring the folder."""
+    extension, such as `router_replay: true`. The error advises to restore the folder, or ``instead``."""
     if extension not in installed():
         raise ValueError(
             f"{setting} needs the extension `{extension}`, but colograd/extensions/{extension} is missing: restore "

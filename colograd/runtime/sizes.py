@@ -9,7 +9,7 @@ THUMBNAIL_BYTES = 4096  # Maximum bytes per thumbnail.
 
 
 def size_of(model_config: Any, *names: str) -> int:
-    """Return the largest value that a transformers configuration has under some names, over all layers; else 0."""
+    """Return the largest value of some attributes of a transformers configuration, over all layers; else 0."""
     config, found = model_config.get_text_config(), list[Any]()
     for name in names:
         try:
@@ -27,7 +27,7 @@ def num_experts(model_config: Any) -> int:
 
 
 def experts_per_token(model_config: Any) -> int:
-    """Return the number of experts that compute each token; 0 if the configuration has none."""
+    """Return the number of experts that compute each token; 0 if the configuration doesn't name a number."""
     return size_of(model_config, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 
 

@@ -114,7 +114,7 @@ async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> O
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the run's one event loop for async user code. It lives on, because HTTP clients are bound to a loop."""
+    """Return the run's one event loop for async user code. HTTP clients are bound to a loop, so it is kept."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="colograd-async", daemon=True).start()
     return loop
@@ -125,7 +125,7 @@ class Late(TimeoutError):
 
 
 class _Stuck(BaseException):
-    """Interrupts a call that exceeded its time limit. Not an Exception, because user code may catch every Exception."""
+    """Raised in a call that exceeded its time limit. Not an Exception, because user code may catch every Exception."""
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ class WorkerCall(Future[Outcome]):
         self.unneeded_since: float | None = None  # Time of the call of `cancel`, by `time.monotonic`.
 
     def cancel(self) -> bool:
-        """Remove the call from the queue. If it is running, its worker is killed once a second call waits for it."""
+        """Remove the call from the queue. A running call's worker is killed once a second call waits for the worker."""
         cancelled = super().cancel()
         if not cancelled:
             self.unneeded_since = time.monotonic()
@@ -84,7 +84,7 @@ def travelling(functions: Mapping[str, Callable[..., Any]]) -> tuple[dict[str, b
 
 
 class Worker:
-    """One worker process. It is started by the first call, and by the next call after it has ended."""
+    """One worker process. The first call starts the process. The next call after its end starts it again."""
 
     def __init__(self, functions: Sequence[bytes]) -> None:
         self._functions = list(functions)
@@ -230,7 +230,7 @@ class WorkerPool:
         return since is not None and time.monotonic() - since >= DROP_SECONDS and not self._queue.empty()
 
     def close(self) -> None:
-        """Drop queued calls and kill the workers. Afterwards the pool contains no function."""
+        """Drop queued calls and kill the workers. Afterwards no function runs in this pool."""
         self._indices = {}
         with contextlib.suppress(queue.Empty):
             while (call := self._queue.get_nowait()) is not None:

@@ -44,7 +44,7 @@ class CallLog:
         self.metrics: dict[str, list[float]] = {}  # Metrics: name -> logged numbers.
 
     def extra(self, column: str, values: Any) -> None:
-        """Append values to a column of the completions table. A call must log one value per completion."""
+        """Append values to a column of the completions table. Per call a column needs one value per completion."""
         _check_name("log_extra", "column", column)
         values = _plain(values)
         if not isinstance(values, (list, tuple)):
@@ -125,7 +125,7 @@ def _answer(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool
 
 
 def line_and_traceback(error: BaseException) -> tuple[str, str]:
-    """Return an exception as one line, and its traceback without Colograd's frames at the beginning."""
+    """Return an exception as one line, and its traceback without the leading frames of Colograd."""
     frames = step = error.__traceback__
     while step is not None:
         if step.tb_frame.f_code.co_filename.startswith(PLUMBING):

@@ -101,7 +101,7 @@ def _tokenizer() -> Any:
 
 
 def main() -> None:
-    """Make the model folder of the task."""
+    """Make the model folder of this task."""
     output = output_folder("colours", "colours")
     make_model(output)
     print(f"colours: {output} made (a random Idefics3 of two layers)")

@@ -92,7 +92,7 @@ def read_run(folder: str | Path) -> RecordedRun:
 
 
 def page(runs: Sequence[RecordedRun]) -> str:
-    """Return the HTML page of runs, with the data of their last `refresh`."""
+    """Return the HTML page of runs with the data that each run's last `refresh` has read."""
     data, blocks = [], []
     for place, run in enumerate(runs):
         found, alarms = overview(run), [int(alarm["step"]) for alarm in run.alarms[:20]]
@@ -230,7 +230,7 @@ def _texts(run: RecordedRun, keys: Iterable[Any]) -> dict[str, str]:
 
 
 def pass_mark(run: RecordedRun) -> float:
-    """Return a threshold: a group with equal rewards counts as solved if its mean reward isn't lower."""
+    """Return the mean reward that a group with equal rewards needs to count as solved."""
     means = [group[3] for step in run.groups for group in run.groups_of(step) if not math.isnan(group[3])]
     mark = number(mapping(mapping(run.start.get("run")).get("settings")).get("pass_threshold_eval"))
     mark = 1.0 if mark is None else mark
@@ -283,13 +283,13 @@ def prompt_histories(run: RecordedRun) -> dict[str, Any]:
 
 
 def _half(amounts: Sequence[float]) -> int:
-    """Return how many of the largest amounts add up to half of the sum of all."""
+    """Return how many of the largest amounts add up to half of the total."""
     so_far = [0.0, *itertools.accumulate(sorted(amounts, reverse=True))]
     return bisect.bisect_left(so_far, so_far[-1] / 2)
 
 
 def _means(values: Sequence[float | None], every: int) -> list[float | None]:
-    """Return the mean of each ``every`` successive values. An incomplete last block is left out."""
+    """Return the mean of each block of ``every`` successive values. An incomplete last block is left out."""
     if every == 1:
         return list(values)
     found = []

@@ -36,7 +36,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 class Table:
-    """Numbers by step and name. Each step has the number of the last change to it."""
+    """Numbers by step and name. For each step the table also has the number of the last change."""
 
     def __init__(self) -> None:
         self.names: dict[str, int] = {}

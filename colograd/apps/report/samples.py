@@ -212,7 +212,7 @@ def _prompt(value: Any) -> Any:
 
 
 def _session(value: Any) -> list[dict[str, Any]] | None:
-    """Return the answers in an agent's session, each with the index of the preceding answer or None. None if empty."""
+    """Return the answers in an agent's session, each with the index of the preceding answer. None if there are none."""
     found = []
     for number_of_turn, turn in enumerate(map(mapping, items(value)[:MOST_TURNS])):
         after = whole(turn.get("after"))

@@ -1,7 +1,7 @@
 """The live page of a run: an HTTP server that only reads the run's files.
 
-It serves `/`, `/data?after=N` and `/step?step=N`. The arguments are numbers, so no part of a request becomes a path. It
-answers only GET requests with this machine as their host, because of DNS rebinding attacks.
+It serves `/`, `/data?after=N` and `/step?step=N`. The arguments are numbers, so no part of a request becomes a path.
+The server answers only GET requests with this machine as their host, because of DNS rebinding attacks.
 """
 
 from __future__ import annotations
