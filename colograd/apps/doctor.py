@@ -203,7 +203,7 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
         "Compare with --dtype float32 --bf16 false. If that fails too, the engine computes this model differently: "
         "report the model and the versions above.",
     )
-    if len(to_own):  # Without values every row has image tokens, and the model's own forward would need the images.
+    if len(to_own):  # `to_own` is empty if every row has image tokens: the model's own forward would need the images.
         kind = "padded" if trainer.policy.why_padded else "packed"
         remedy = "Report the model and the versions above: its rows don't give its own probabilities."
         yield _near(f"{kind} rows/the model's own forward", to_own, limit, remedy)

@@ -82,7 +82,7 @@ def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[
             position=entry["position"],
             prompt=entry["prompt"],
             text="".join(entry["tokens"]).encode(),
-            prompt_tokens=0,  # Prompt lengths aren't shown.
+            prompt_tokens=0,  # `colograd show` doesn't show the number of prompt tokens.
             completion_tokens=entry["length"],
             finish_reason=entry["finish"],
             rewards=tuple(math.nan if value is None else value for value in map(entry["rewards"].get, names)),

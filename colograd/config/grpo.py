@@ -162,7 +162,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         self._check_trl()
         self.notes.extend(self._take_old_names())
         self._take_checkpointing()
-        checkpoints: Any = self.gradient_checkpointing  # Saved, because transformers may replace None by False.
+        checkpoints: Any = self.gradient_checkpointing  # The setting before transformers may replace None by False.
         self._take_sharding()
         optim, self.optim = self.optim, "adamw_torch"  # transformers would refuse Colograd's optimizers.
         autocast, self.bf16 = self.bf16, False  # `bf16` is resolved later, by the policy's dtype.

@@ -76,7 +76,7 @@ class ModelConfig:
         try:
             from peft import LoraConfig
         except ImportError as error:
-            raise ValueError(f"use_peft is true, but peft can't be imported ({error}): pip install peft.") from None
+            raise ValueError(f"use_peft is true, but peft can't be imported ({error}). Run pip install peft.") from None
         targets: Any = self.lora_target_modules
         if len(targets or ()) == 1 and (targets[0] == "all-linear" or not re.fullmatch(r"[\w.]+", targets[0])):
             targets = targets[0]  # A regular expression for whole names. In a list, peft compares the ends of names.

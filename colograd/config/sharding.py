@@ -15,7 +15,7 @@ from .knob import knob
 # Tensor parallel sharding: each rank trains the tensors that its vLLM rank samples with. The suffix divides the
 # optimizer state (ZeRO-1) or also the gradients (ZeRO-2) among ranks that hold equal tensors.
 TENSOR = ("tensor", "tensor+optimizer", "tensor+gradients")
-LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # Environment variables that accelerate sets.
+LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # Set by accelerate for FSDP and for DeepSpeed.
 
 
 @dataclass

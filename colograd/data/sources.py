@@ -88,7 +88,7 @@ def _function(name: str) -> Callable[..., Any] | None:
     try:
         found = find_object(name, "The dataset", callable)
     except ValueError as error:
-        why = error.__cause__  # No cause means that the module exists but lacks the attribute.
+        why = error.__cause__  # If the error has no cause, the module exists but lacks the attribute.
         absent = why is None or (isinstance(why, ModuleNotFoundError) and name.startswith(f"{why.name}."))
         if explicit or not absent:
             raise

@@ -37,7 +37,7 @@ def closes_if_it_fails(init: F) -> F:
             forget_frames(error, but=handled)
             with contextlib.suppress(Exception):  # Only the first error, of the constructor, is reported.
                 self.closing.close()
-            del self, args, kwargs, handled  # These variables would live on in the traceback.
+            del self, args, kwargs, handled  # Variables of this frame would live on in the traceback.
             raise
 
     return run  # type: ignore[return-value]

@@ -76,7 +76,7 @@ def when_done(call: Future[Outcome], tell: Callable[..., None], *further: Any) -
 
 
 def when_all_done(calls: Sequence[Future[Outcome]], tell: Callable[[], None]) -> None:
-    """Call ``tell`` once after all ``calls`` have ended, in the thread that ends the last one, or in this thread."""
+    """Call ``tell`` once all ``calls`` have ended, in the thread that ends the last one or in the caller's thread."""
     left = iter(calls)
 
     def wait_for_next(ended: Future[Outcome] | None = None) -> None:
@@ -155,7 +155,7 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
         try:
             yield
         finally:
-            with running:  # From here on the timer can't interrupt. A pending interrupt is cancelled.
+            with running:  # From here on the timer can't interrupt the thread. A pending interrupt is cancelled.
                 ended = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
     except _Stuck:

@@ -193,7 +193,7 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
         found["texts"] = _texts(run, (row[0] for row in found["prompts"]["shown"]))
     held = {step: 0 for kind in ("rollouts", "groups") for step, change in run.touched[kind].items() if change > after}
     held |= {step: 1 for step, change in run.samples.changed.items() if change > after}
-    found["held"] = sorted([step, has] for step, has in held.items())  # [Step, 1 with completions, else 0].
+    found["held"] = sorted([step, has] for step, has in held.items())  # Pairs (step, has completions).
     return found
 
 

@@ -82,14 +82,14 @@ class RecordedRun:
         self.starts: list[dict[str, Any]] = []
         self.end: dict[str, Any] | None = None
         self.memory: list[dict[str, Any]] = []
-        self.rollouts: dict[int, dict[int, bytes]] = defaultdict(dict)  # Step -> rank -> compressed event.
+        self.rollouts: dict[int, dict[int, bytes]] = defaultdict(dict)  # Rollout events: step -> rank -> compressed.
         self.spreads: dict[int, dict[str, Any]] = {}
-        self.groups: dict[int, array[float]] = {}  # Step -> GROUP_WIDTH numbers per group.
-        self.prompts: dict[str, int] = {}  # Prompt's key -> its number.
-        self.texts: dict[str, str] = {}  # Prompt's key -> beginning of its text.
+        self.groups: dict[int, array[float]] = {}  # Groups: step -> GROUP_WIDTH numbers per group.
+        self.prompts: dict[str, int] = {}  # Prompts: key -> number.
+        self.texts: dict[str, str] = {}  # Prompts: key -> beginning of the text.
         self.alarms: list[dict[str, Any]] = []
         self.last_time: float | None = None
-        self.touched: dict[str, dict[int, int]] = defaultdict(dict)  # Kind of event -> step -> change number.
+        self.touched: dict[str, dict[int, int]] = defaultdict(dict)  # Events: kind -> step -> change number.
         self.samples = Samples(self.folder)
 
     @property
@@ -139,7 +139,7 @@ class RecordedRun:
                 rows = [mapping(row) for row in items(event.get("memory"))[:64]]
                 parts = [{name: number(row.get(name)) for name in ("sampling", "training")} for row in rows]
                 self.memory = [{"part": text(row.get("part"), 200), **of} for row, of in zip(rows, parts, strict=True)]
-                for alarm in self.alarms:  # A resumed run repeats alarms that still hold.
+                for alarm in self.alarms:  # End all alarms: a resumed run raises alarms that still hold once more.
                     alarm.setdefault("until", step)
             case "log":
                 self.take_metrics(step, event["metrics"])

@@ -175,7 +175,7 @@ def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
         "cut": True if entry.get("cut") is True else None,
     }
     return {
-        **_checked({**entry, "text": "", "length": many, "advantage": mean}),  # The page joins the tokens to the text.
+        **_checked({**entry, "text": "", "length": many, "advantage": mean}),  # A page gets the text from the tokens.
         "key": text(entry.get("key"), 64),
         "tokens": [text(token, 200) for token in tokens],
         **{name: value for name, value in optional.items() if value is not None},
