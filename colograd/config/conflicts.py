@@ -68,7 +68,7 @@ class Conflict:
     other_when: When
     reason: str
     remedy: str
-    also: Callable[[Any], Any] | None = None  # `also`: function of all settings that must be true too.
+    also: Callable[[Any], Any] | None = None  # `also`: an additional condition, a function of all settings.
 
     def error(self, settings: Any, facts: Mapping[str, Any]) -> str | None:
         """Return the error text if both settings' conditions hold, else None. ``facts`` are further values by name."""

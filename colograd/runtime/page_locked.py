@@ -43,7 +43,7 @@ def host_empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> t
 
 def _call(device: torch.device, pages: mmap.mmap, function: str, *arguments: int) -> bool:
     """Call a function of CUDA's runtime; return whether it succeeded. The argument ``pages`` keeps the memory alive."""
-    # The checkpoint writer's thread may free the memory. Without `torch.cuda.device` it would initialise GPU 0.
+    # The checkpoint writer's thread may free the memory. Without `torch.cuda.device` the call would initialise GPU 0.
     with torch.cuda.device(device):
         failed = int(getattr(torch.cuda.cudart(), function)(*arguments))
     if failed:  # Clear CUDA's last error, else the next kernel launch would report the error.

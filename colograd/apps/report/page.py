@@ -300,7 +300,7 @@ def _means(values: Sequence[float | None], every: int) -> list[float | None]:
 
 
 def spread_out(steps: Iterable[int], first: Iterable[int] = ()) -> Iterator[int]:
-    """Yield the last step, the first, ``first``, then the other steps, so that every beginning covers the whole run."""
+    """Yield the last step, the first, ``first``, then the others in an order that is evenly spread at any point."""
     rest = sorted(set(steps))
     order = [step for step in [*rest[-1:], *rest[:1], *first] if step in rest]
     for power in range(max(len(rest) - 1, 1).bit_length(), -1, -1):
