@@ -111,7 +111,7 @@ def write_recipe(options: argparse.Namespace, flags: Sequence[str], scratch: Pat
     recipe = options.config or options.run / FOLDER / RECIPE
     if not recipe.is_file():
         raise ValueError(
-            f"{options.run} has no recorded recipe ({FOLDER}/{RECIPE}). `colograd train` writes it if journal is "
+            f"{options.run} has no recorded recipe ({FOLDER}/{RECIPE}). `colograd train` writes a recipe if journal is "
             "until_checkpoint or keep: give the run's recipe with --config."
         )
     given = given_settings(["--config", str(recipe), *flags])

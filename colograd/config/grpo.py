@@ -34,7 +34,7 @@ _HELP |= {name: f"The old name of `{present}`." for name, present in RENAMED.ite
 @dataclass
 class TRLKnobs(TrainingArguments):
     """Kept for TRL's files.
-    TRL's recipes may set these fields. They have no effect, or are errors with another value than TRL's default.
+    TRL's recipes may set these fields. The fields have no effect, or are errors with a value that isn't TRL's default.
     """
 
     use_vllm: bool = knob(True, _HELP["use_vllm"])

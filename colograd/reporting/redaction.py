@@ -30,7 +30,7 @@ def without_absolute_paths(text: str) -> str:
 
 
 def shown_path(path: Path) -> str:
-    """Return a path relative to the current directory. For a path outside return only the file's name."""
+    """Return a path relative to the current directory. For a path elsewhere return only the file's name."""
     try:
         return path.resolve().relative_to(Path.cwd().resolve()).as_posix()
     except ValueError:

@@ -187,8 +187,7 @@ def prepare_ranks() -> None:
     """Set missing rank variables for vLLM's external launcher.
 
     torchrun and accelerate set these variables. ``python script.py`` or a notebook becomes rank 0 of 1 on a free port,
-    so that two jobs on one machine don't collide. Variables that a parent such as a notebook set for itself are
-    replaced.
+    so that two jobs on one machine don't collide. Variables of a parent process such as a notebook are replaced.
     """
     drop_inherited_ranks()
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "RANK" not in os.environ:

@@ -240,4 +240,6 @@ class WorkerPool:
         for worker in self._workers:
             worker.stop()
         for thread in self._threads:
-            thread.join(STOP_SECONDS)  # Don't wait longer for a worker that is just starting.
+            thread.join(
+                STOP_SECONDS
+            )  # A worker that is just starting needs no longer wait: its thread or this process ends it.

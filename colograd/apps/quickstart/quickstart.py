@@ -102,7 +102,7 @@ def _write_model(source: Path, folder: Path) -> None:
     ).to(torch.bfloat16)
     # In the GGUF file the model's name is wrong: it names the base model's training data.
     model.config._model_name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    model.config.rms_norm_eps = 1e-5  # The GGUF file has the float32 value 9.999999747378752e-06.
+    model.config.rms_norm_eps = 1e-5  # The GGUF file has rms_norm_eps in float32: 9.999999747378752e-06.
     for config in (model.config, model.generation_config):
         config.bos_token_id = tokenizer.bos_token_id
         config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id

@@ -232,8 +232,8 @@ def _session(value: Any) -> list[dict[str, Any]] | None:
 def _rows(opened: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
     """Yield the completions in a parquet file of a completions log, written by Colograd or TRL."""
     file = CompletionFile(opened, os.fstat(opened.fileno()).st_size)
-    places: dict[int, int] = defaultdict(int)  # Group's position -> index of its next completion.
-    prompts: dict[str, int] = {}  # Prompt -> its first row: TRL's files have no position.
+    places: dict[int, int] = defaultdict(int)  # Index of a group's next completion, by the group's position.
+    prompts: dict[str, int] = {}  # First row of a prompt, by the prompt, because TRL's files have no position.
     for at, row in enumerate(file.rows(pictures=True)):
         prompt, written = prompt_of(row.get("prompt")), row.get(TEXT)
         position = whole(row.get("position"))
