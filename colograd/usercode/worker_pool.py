@@ -240,6 +240,4 @@ class WorkerPool:
         for worker in self._workers:
             worker.stop()
         for thread in self._threads:
-            thread.join(
-                STOP_SECONDS
-            )  # A worker that is just starting needs no longer wait: its thread or this process ends it.
+            thread.join(STOP_SECONDS)  # A worker that is just starting ends with its thread or this process.
