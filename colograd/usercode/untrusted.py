@@ -46,7 +46,7 @@ def storable(value: Any) -> Any:
 
 
 def _too_deep() -> ValueError:
-    return ValueError(f"lists and objects are nested more than {DEEPEST} levels deep")
+    return ValueError(f"lists and objects are nested more than {DEEPEST} deep")
 
 
 def printable(text: str) -> str:

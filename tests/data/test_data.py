@@ -127,7 +127,7 @@ def test_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     train, test = load(dataset_name=str(tmp_path / "two"))
     assert test is not None and test["answer"][:] == [2]
     (tmp_path / "rows.txt").touch()
-    with pytest.raises(ValueError, match=r"ends in '\.txt': convert it to one of"):
+    with pytest.raises(ValueError, match=r"ends in '\.txt': convert the file to one of"):
         load(dataset_name=str(tmp_path / "rows.txt"))
 
 
@@ -420,7 +420,7 @@ def test_the_order_leaves_the_global_generator_alone() -> None:
 
 
 def test_fewer_prompts_than_a_round_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"has 7 prompts; one generation takes 8 \(prompts_per_step=4 times"):
+    with pytest.raises(ValueError, match=r"has 7 prompts, but one generation takes 8 \(prompts_per_step=4 times"):
         steps(num_rows=7)
 
 

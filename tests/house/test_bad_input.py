@@ -259,7 +259,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "an empty dataset": (
         lambda _: tokenize(Dataset.from_dict({"prompt": []})),
         "train has no rows",
-        "nothing to sample from",
+        "no prompts to sample from",
         "train",
     ),
     "an overlong prompt where that is an error": (
