@@ -320,7 +320,7 @@ def test_an_entry_of_a_mapping_can_be_set_alone(tmp_path: Path) -> None:
         (["--config", "absent.yaml"], "'absent.yaml' doesn't exist: give the path"),
         (["--num_generations", "four"], "invalid int value: 'four'"),
         (["--max_steps"], "expected one argument"),
-        (["--max_steps.a", "1"], "--max_steps.a sets an entry of a mapping, but max_steps isn't one"),
+        (["--max_steps.a", "1"], "--max_steps.a sets an entry of a mapping, but max_steps isn't a mapping"),
         (["--vllm_engine_kwargs.a"], "--vllm_engine_kwargs.a needs a value"),
         (["--vllm_engine_kwarg.a", "1"], "Did you mean `vllm_engine_kwargs`"),
         (["--vllm_engine_kwargs.a", "1", "--vllm_engine_kwargs", '{"b": 2}'], "give one of the two"),

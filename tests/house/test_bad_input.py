@@ -469,7 +469,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda _: config(generation_kwargs={"num_beams": 4}),
         "generation_kwargs sets 'num_beams' to 4",
         "always drawn by vLLM with 1",
-        "remove it",
+        "remove the entry",
     ),
     "a sampling parameter that vLLM doesn't have": (
         lambda _: check_sampling(config(generation_kwargs={"stop_tokn_ids": [4]})),
@@ -498,7 +498,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "a dtype that torch doesn't have": (
         lambda _: config(model_init_kwargs={"torch_dtype": "bf16"}).torch_dtype(),
         "dtype 'bf16'",
-        "isn't one",
+        "isn't a dtype of torch",
         "choose bfloat16",
     ),
     "a processor in the tokenizer's place": (
