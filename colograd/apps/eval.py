@@ -1,17 +1,17 @@
-"""Take benchmarks: tasks of lm-evaluation-harness, sampled or scored by the engine of this process.
+"""Evaluate a model on benchmarks: tasks of lm-evaluation-harness. vLLM in this process samples and scores.
 
 colograd eval MODEL --tasks gsm8k ifeval [--limit ROWS] [--json FILE] [--completions FILE] [--any_flag value]
 torchrun --nproc-per-node 8 -m colograd.apps.cli eval MODEL --tasks aime24@16 mmlu
 
 MODEL is a folder or Hub id, a checkpoint-N, or a run's folder (its saved model, else its newest checkpoint). An adapter
-is merged into a copy of its base first. A task is a task, group or tag of the harness, or a task's YAML file;
-`name[:100]` takes the first rows, `name@4` 4 completions per question. --include-path DIR has YAML files of your own.
+is first merged into a copy of its base. A task is a task, group or tag of the harness, or a task's YAML file.
+`name[:100]` takes the first 100 rows, `name@4` samples 4 completions per question. --include-path DIR adds YAML files.
 
---limit, --temperature, --top-p and --max-tokens are for all tasks. --chat-template true (false) puts all (no) questions
-into the chat template; without it completions are, and texts to score aren't. --json writes results, after each task;
+--limit, --temperature, --top-p and --max-tokens apply to all tasks. --chat-template true (false) applies the chat
+template to all (no) questions; by default only to questions that are sampled. --json writes results after each task;
 --resume skips tasks that FILE has. --completions writes each question with its metrics (JSON lines). Other flags are
-configuration keys that engine and prompts depend on, such as --dtype, --seed, --vllm_tensor_parallel_size or
---chat_template_kwargs.enable_thinking false. Exit status 2 for bad input.
+settings of engine and prompts, such as --dtype, --seed, --vllm_tensor_parallel_size or
+--chat_template_kwargs.enable_thinking false. The exit status is 2 for bad input.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SET = ("--report_to", "none", "--report", "false", "--save_strategy", "no", "--v
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Take the benchmarks. Return the exit status."""
+    """Run the command `colograd eval`. Return the exit status."""
     argv = process.command_arguments(argv)
     if {"-h", "--help"} & set(argv):
         print(__doc__)
@@ -65,14 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def leave_ranks() -> None:
-    """Let each rank end at any time: no exchange follows."""
+    """Allow each rank to end at any time, because no communication between ranks follows."""
     from ..parallel.faults import leave
 
     leave()
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the command's own options. Return them, and the flags of the configuration."""
+    """Parse the command line. Return the command's options, and the flags that are settings of the configuration."""
     parser = argparse.ArgumentParser(prog="colograd eval", allow_abbrev=False, exit_on_error=False, add_help=False)
     add = parser.add_argument
     add("model", nargs="?")
@@ -89,28 +89,28 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}: colograd eval MODEL --tasks gsm8k.") from None
     if options.model is None:
-        raise ValueError("the model is missing: colograd eval MODEL --tasks gsm8k, the model first.")
+        raise ValueError("the model is missing: name it first, as in colograd eval MODEL --tasks gsm8k.")
     options.tasks = [text for each in options.tasks for text in each.split(",") if text]
     if not options.tasks:
-        raise ValueError("--tasks is missing, but names the tasks: --tasks gsm8k ifeval.")
+        raise ValueError("--tasks is missing: name the tasks, as in --tasks gsm8k ifeval.")
     for name, least in (("limit", 1), ("max_tokens", 1), ("temperature", 0.0)):
         value = getattr(options, name)
-        if value is not None and not value >= least:  # NaN too
+        if value is not None and not value >= least:  # NaN is refused, because no comparison with NaN is true.
             raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be at least {least:g}: raise it.")
     if options.top_p is not None and not 0 < options.top_p <= 1:
         raise ValueError(f"--top-p is {options.top_p}, but must be in (0, 1].")
-    for path in filter(None, (options.json, options.completions)):  # before hours are spent
+    for path in filter(None, (options.json, options.completions)):  # Check output files before hours of evaluation.
         if path.is_dir():
             raise ValueError(f"{path} is a folder: name a file.")
     if options.resume and options.json is None:
-        raise ValueError("--resume reads the results of an earlier command: name them with --json FILE.")
+        raise ValueError("--resume reads the results of an earlier command: name that file with --json.")
     if missing := [str(folder) for folder in options.include_path if not folder.is_dir()]:
-        raise ValueError(f"--include-path is {missing[0]}, but there is no such folder.")
+        raise ValueError(f"--include-path is {missing[0]}, but there is no such folder: give an existing one.")
     return options, flags
 
 
 def model_of(name: str) -> str:
-    """Return the folder or Hub id of the model ``name``; for a run its saved model or its newest checkpoint."""
+    """Return a model's folder or Hub id. If ``name`` is a run's folder: its saved model, else its newest checkpoint."""
     from ..checkpoint.search import model_folder
 
     if not os.path.isdir(name):
@@ -126,18 +126,18 @@ def model_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sitting:
-    """A model in an engine, and the benchmarks for it."""
+    """One evaluation: a model in a vLLM engine, and its benchmarks."""
 
     model: str
     config: GRPOConfig
     engine: Engine
     tokenizer: Any
     benchmarks: dict[str, HarnessBenchmark]
-    request: dict[str, Any]  # the settings that results depend on, as `--resume` compares them
-    done: dict[str, Any]  # results of an earlier command, by the tasks' texts; grows
+    request: dict[str, Any]  # Settings that results depend on. `--resume` compares them with the file's settings.
+    done: dict[str, Any]  # Results by task, with `--resume` including the results in the file.
 
     def take(self, options: argparse.Namespace) -> None:
-        """Take the benchmarks one after the other, and write the results after each. A collective."""
+        """Run the benchmarks one after the other, and write the results after each benchmark. A collective."""
         from ..extensions.evaluation.results import table
         from ..extensions.evaluation.sitting import Host, checkers, take
         from ..parallel.faults import waiting
@@ -178,7 +178,7 @@ class Sitting:
 
 
 def _rows(judged: Any) -> Iterator[dict[str, Any]]:
-    """Yield each question with its answers and metrics: a row per completion, or per scored question."""
+    """Yield one dict per completion, or per question that is scored without sampling, with answer and metrics."""
     for sat, verdicts in judged:
         named = [{",".join(key): value for key, value in verdict.items()} for verdict in verdicts]
         row = {"task": sat.task, "row": sat.question.row, "answer": sat.question.target}
@@ -196,12 +196,12 @@ def _rows(judged: Any) -> Iterator[dict[str, Any]]:
 
 
 def prepare(options: argparse.Namespace, flags: Sequence[str], closing: contextlib.ExitStack) -> Sitting:
-    """Read the questions and build the engine. A collective."""
+    """Read the tasks' questions and build the engine. A collective: all ranks must call this function."""
     registry.require("evaluation", "colograd eval")
     from ..extensions.evaluation.specs import names_of
 
-    texts, model = dict(names_of(options.tasks)), model_of(options.model)  # before the slow imports
-    if options.limit is not None:  # for the tasks without a number of their own
+    texts, model = dict(names_of(options.tasks)), model_of(options.model)  # Check the arguments before slow imports.
+    if options.limit is not None:  # --limit applies to tasks without a number of rows such as `[:100]`.
         parts = {name: text.partition("@") for name, text in texts.items() if "[" not in text}
         texts |= {name: f"{task}[:{options.limit}]{at}{n}" for name, (task, at, n) in parts.items()}
     settings = ("temperature", "top_p", "max_tokens", "chat_template")
@@ -212,13 +212,13 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], closing: contextl
             earlier = json.loads(options.json.read_text())
             if earlier.get("request") != json.loads(json.dumps(request)):
                 raise ValueError(
-                    f"--resume: {options.json} has results of another model or other settings: name another file, or "
-                    "leave --resume out."
+                    f"--resume: {options.json} has results of a different model or other settings: name a different "
+                    "file, or remove --resume."
                 )
             done = dict(earlier["results"])
         texts = {name: text for name, text in texts.items() if text not in done}
         if not texts:
-            raise ValueError(f"--resume: {options.json} has all of these tasks: there is nothing left to take.")
+            raise ValueError(f"--resume: {options.json} has all these tasks: remove --resume to run them again.")
     scratch = closing.enter_context(tempfile.TemporaryDirectory(prefix="colograd-eval-"))
 
     from transformers import AutoConfig, AutoTokenizer
@@ -265,7 +265,7 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], closing: contextl
 
 
 def merged(model: str, scratch: Path, config: GRPOConfig) -> str:
-    """Return the model, or a copy of its base with the adapter added, which each node's first rank makes."""
+    """Return the model. An adapter is merged into a copy of its base first, by the first rank of each node."""
     from ..policy.lora import adapter_folder
 
     if adapter_folder(model) is None or not config.layout.leads_node:

@@ -1,7 +1,7 @@
 """``colograd export CHECKPOINT FOLDER``: an ordinary model folder from a checkpoint.
 
-A checkpoint's weights are whole, however its run was sharded, and are copied. An adapter is merged into its base, and a
-quantised base is dequantised; with ``--no-merge`` it is copied as it is. ``--push REPO`` brings the folder to the Hub.
+Weights of a checkpoint are whole, also for sharded runs. An adapter is merged into its base, and a quantised base is
+dequantised; with ``--no-merge`` the adapter's files are copied. ``--push REPO`` uploads the folder to the Hub.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from ..runtime import process, registry
 
 ADAPTER = "adapter_config.json"
-RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")  # a run's files in the folder of its model
+RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")  # Files of a run in its model's folder.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the folder. Return the exit status."""
+    """Run the command `colograd export`. Return the exit status."""
     parser = argparse.ArgumentParser(prog="colograd export", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("checkpoint", type=Path, help="a checkpoint-N, or a run's output_dir: its saved model, else its newest one")
@@ -39,12 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder, source = options.folder, Path(model_folder(str(options.checkpoint)) or options.checkpoint)
     if not (source / "trainer_state.json").is_file():
         raise ValueError(
-            f"{options.checkpoint} is neither a checkpoint nor a run's folder with one in it: give one of the two."
+            f"{options.checkpoint} is neither a checkpoint nor a run's folder with a checkpoint: give one of the two."
         )
     if folder.exists():
-        raise ValueError(f"{folder} is there already: name a folder that isn't.")
+        raise ValueError(f"{folder} exists already: name a new folder.")
     check(source)
-    if repo := options.push:  # first, as it may not be allowed
+    if repo := options.push:  # Create the repository first, because the Hub may refuse.
         with _on_the_hub(f"the model {repo!r} can't be made on the Hub"):
             repo = hub.create_repo(repo, private=options.private or None, exist_ok=True).repo_id
     note = export(source, folder, options.merge)
@@ -63,14 +63,13 @@ def _on_the_hub(problem: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, HTTPError) as error:
         raise ValueError(
-            f"{problem} ({type(error).__name__}: {' '.join(str(error).split())}). It needs a connection and a token "
-            "that may write (`hf auth login`, or HF_TOKEN). Without, leave --push out, and push later with `hf upload "
-            "REPO FOLDER`."
+            f"{problem} ({type(error).__name__}: {' '.join(str(error).split())}). Pushing needs a connection and a "
+            "token that may write (`hf auth login`, or HF_TOKEN). Or push later with `hf upload REPO FOLDER`."
         ) from None
 
 
 def export(source: Path, folder: Path, merge: bool = True) -> str:
-    """Write a checkpoint's model into a new folder, whole or not at all. Return a merge's note on its precision."""
+    """Write a checkpoint's model into a new folder, completely or not at all. Return a note on a merge's precision."""
     from ..checkpoint.folders import STATE, open_to_readers
 
     aside = folder.with_name(f".{folder.name}.incomplete")
@@ -86,7 +85,7 @@ def export(source: Path, folder: Path, merge: bool = True) -> str:
 
 
 def _merge(source: Path, folder: Path) -> str:
-    """Save the base with the adapter added, rounded once to the base's dtype (a quantised one's: in training)."""
+    """Save the base model plus the adapter, added in float32 and rounded once. Return a note on the precision."""
     import torch
     import transformers as hf
     from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
@@ -132,7 +131,7 @@ def _merge(source: Path, folder: Path) -> str:
 
 
 def _dense(adapted: Any, base_config: Any, kind: Any) -> Any:
-    """Build the dense model, of transformers' class ``kind``, that a PeftModel on a quantised base computes."""
+    """Build a dense model of transformers' class ``kind`` that computes the same as a PeftModel on a quantised base."""
     import torch
     from transformers.core_model_loading import WeightRenaming
 
@@ -158,7 +157,7 @@ def _dense(adapted: Any, base_config: Any, kind: Any) -> Any:
         for name, buffer in model.named_buffers():
             buffer.copy_(adapted.get_base_model().get_buffer(name))
     model.generation_config = adapted.get_base_model().generation_config
-    if has_tower(base_config):  # saved under the names in the base's files, which vLLM knows
+    if has_tower(base_config):  # Save under the base's parameter names, which vLLM knows.
         found_by = getattr(adapted.get_base_model(), "_weight_conversions", None) or []
         model._weight_conversions = [each for each in found_by if isinstance(each, WeightRenaming)]
     return model

@@ -1,4 +1,4 @@
-"""``colograd init [FOLDER]``: a first recipe and the user's own reward function, by a few questions or by flags."""
+"""``colograd init [FOLDER]`` writes a first recipe and a reward function, from a few questions or from flags."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ from ..runtime import gpus
 
 RECIPE, TASK, AGENT, EXAMPLE = "recipe.yaml", "mytask.py", "myagent.py", "prompts.jsonl"
 QUICKSTART_MODEL = Path("models/SmolLM2-135M-Instruct")
-PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query")  # usual names; the first one wins
+PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query")  # Names of prompt columns, best first.
 ANSWERS = ("answer", "solution", "target", "output", "response", "label", "completion")
-READ = 50  # rows that are read of the data
-# QWEN has the numbers of recipes/grpo_qwen.yaml, for models from `LARGE` billion parameters; QUICKSTART the numbers of
-# recipes/grpo_smollm2_cpu.yaml. The first and the last of RATES are the rates of these two recipes.
+READ = 50  # Number of the data's rows that are read.
+# QWEN: settings of recipes/grpo_qwen.yaml, for models from `LARGE` billion parameters on. QUICKSTART: settings of
+# recipes/grpo_smollm2_cpu.yaml. The two recipes have the first and the last learning rate of RATES.
 LARGE, QWEN = 1.0, {"group": 8, "prompts": 64, "length": 512, "warmup": 5, "steps": 116}
 QUICKSTART = {"group": 8, "prompts": 8, "length": 48, "warmup": 2, "steps": 30}
-RATES = ((0.3, 2.0e-5), (LARGE, 5.0e-6), (float("inf"), 1.0e-6))  # (below so many billions, learning rate)
-LONGER = 4  # largest multiple of the usual length that the data may need
+RATES = ((0.3, 2.0e-5), (LARGE, 5.0e-6), (float("inf"), 1.0e-6))  # (Maximum billions of parameters, learning rate).
+LONGER = 4  # Maximum completion length for long data, as a multiple of the usual length.
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The user's choices, from flags or answers to questions."""
+    """The user's choices for a first recipe, from flags or from answers to questions."""
 
     model: str
-    data: str  # a file, a Hub id, or an import path
-    prompt: str  # column of the data
-    answer: str  # column of the data
-    reward: str  # `number`: the last number is the answer; `own`: a function that the user changes; `agent`: its own
-    sizes: dict[str, Any]  # from `sizes_for`
+    data: str  # Data: a file, a Hub id, or an import path.
+    prompt: str  # Name of the data's column with the prompt.
+    answer: str  # Name of the data's column with the answer.
+    reward: str  # Reward: `number` (the last number must be the answer), `own` (user's function), `agent`.
+    sizes: dict[str, Any]  # Numbers of the recipe, made by `sizes_for`.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the files, and print the commands to run next. Return the exit status."""
+    """Write the files of a first run, and print the commands to run next. Return the exit status."""
     parser = argparse.ArgumentParser(
         prog="colograd init",
         description="Write a first recipe and reward function. Asks for the values that no flag sets.",
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     folder: Path = options.folder
     if there := [name for name in (RECIPE, TASK, AGENT) if (folder / name).exists()]:
-        raise ValueError(f"{folder / there[0]} is there, and is never overwritten: name another FOLDER.")
+        raise ValueError(f"{folder / there[0]} exists, and is never overwritten: name a FOLDER without it.")
     try:
         choices = choose(options, asks=sys.stdin.isatty() and not options.yes)
     except (EOFError, KeyboardInterrupt):
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def choose(options: argparse.Namespace, asks: bool) -> Choices:
-    """Take each choice from its flag, else from the user's answer if ``asks``, else from its default."""
+    """Take each choice from its flag. Without the flag ask the user if ``asks`` is true, else use a default."""
     has_gpu, ask = bool(gpus.nodes()), functools.partial(_ask, asks)
     small = str(QUICKSTART_MODEL) if QUICKSTART_MODEL.is_dir() else "HuggingFaceTB/SmolLM2-135M-Instruct"
     usual = "Qwen/Qwen2.5-1.5B-Instruct" if has_gpu else small
@@ -99,7 +99,7 @@ def choose(options: argparse.Namespace, asks: bool) -> Choices:
 
     def parameter(name: str) -> str:
         if not _one_of("--answer-column", names, name).isidentifier() or keyword.iskeyword(name):
-            raise ValueError(f"the column {name!r} can't be a parameter of a function: rename it in the data.")
+            raise ValueError(f"the column {name!r} can't be a parameter of a function: rename the column in the data.")
         return name
 
     question, usual = "Column that the reward compares with", _likely(names, ANSWERS)
@@ -111,16 +111,16 @@ def choose(options: argparse.Namespace, asks: bool) -> Choices:
     if not options.agent:
         reward = ask(options.reward, question, likely, functools.partial(_one_of, "--reward", ("number", "own")))
     elif options.reward:
-        raise ValueError("--agent and --reward are both given, but an agent returns its own reward: give one of them.")
+        raise ValueError("--agent and --reward are both given, but an agent returns its own reward: remove one flag.")
     longest = max((len(str(row.get(name))) for row in rows for name in (prompt, answer)), default=0)
-    # The recipe is read in FOLDER, the flags in the current directory.
+    # Make paths absolute: the recipe is read in FOLDER, but flags are relative to the current directory.
     data = str(Path(data).resolve()) if data and Path(data).exists() else data or EXAMPLE
     model = str(Path(model).resolve()) if Path(model).exists() else model
     return Choices(model, data, prompt, answer, reward, sizes_for(model, has_gpu, longest))
 
 
 def _ask(asks: bool, given: str | None, question: str, usual: str, accept: Callable[[str], T]) -> T:
-    """Pass the flag's value or the usual one to ``accept``, or the user's answers until it accepts one."""
+    """Return ``accept`` of a flag's value or the default. If ``asks``, prompt until ``accept`` raises no ValueError."""
     if given or not asks:
         return accept(given or usual)
     while True:
@@ -132,7 +132,7 @@ def _ask(asks: bool, given: str | None, question: str, usual: str, accept: Calla
 
 def _model(name: str) -> str:
     if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
-        raise ValueError(f"there is no folder {name}: give one that is there, or a Hub id.")
+        raise ValueError(f"there is no folder {name}: give an existing folder, or a Hub id.")
     return name
 
 
@@ -143,21 +143,21 @@ def _one_of(flag: str, names: Sequence[str], name: str) -> str:
 
 
 def _likely(names: Sequence[str], usual: Sequence[str], but: Sequence[str] = ()) -> str:
-    """Return the first usual name among ``names``, or the only one that isn't in ``but``; empty: unknown."""
+    """Return the first usual column that is in ``names``, else the only name not in ``but``, else an empty text."""
     others = [name for name in names if name not in but]
     return next((name for name in usual if name in names or not names), others[0] if len(others) == 1 else "")
 
 
 def sizes_for(model: str, has_gpu: bool, longest: int) -> dict[str, Any]:
-    """Choose the recipe's numbers by the model's size, the machine and the data's ``longest`` text, in characters."""
+    """Choose the recipe's numbers by the model's size, the machine, and the longest text of the data in characters."""
     name = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)([bm])(?![a-z\d])", Path(model).name, re.IGNORECASE)
     if name:
         billions = float(name[1]) / (1 if name[2] in "bB" else 1000)
-    else:  # the files' size in 16 bits
+    else:  # Number of parameters from the files' size, at 2 bytes per parameter.
         billions = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) / 2e9
     billions = billions or (LARGE if has_gpu else 0.0)
     sizes = dict(QWEN if has_gpu or billions >= LARGE else QUICKSTART)
-    # A longer question or answer needs longer completions; a token is some 3 characters.
+    # Longer texts need longer completions. A token is assumed to have 3 characters.
     wanted = 1 << (longest // 3).bit_length()
     sizes["length"] = min(max(sizes["length"], wanted), LONGER * sizes["length"])
     adapter = has_gpu and not _fits(model, 2 * sizes["length"])
@@ -171,13 +171,13 @@ def _fits(model: str, length: int) -> bool:
 
     try:
         run = plan.described(plan.parse(["--model", model, "--context", str(length)]))
-    except (OSError, ValueError):  # the start of a run gives the better error
+    except (OSError, ValueError):  # Ignore the error, because the start of a run reports it better.
         return True
     return fits(run, auto(run))
 
 
 def first_rows(name: str) -> list[dict[str, Any]]:
-    """Read the first rows of a local file, or of the example if there is no name; none for a Hub id."""
+    """Read the first rows of a local data file. Without a name return an example row; for a Hub id return no rows."""
     if not name:
         return [{"prompt": "", "answer": "0"}]
     path = Path(name)
@@ -189,7 +189,7 @@ def first_rows(name: str) -> list[dict[str, Any]]:
             )
         return []
     if not path.is_file():
-        raise ValueError(f"there is no file {path}: give a file that is there, or a Hub id.")
+        raise ValueError(f"there is no file {path}: give an existing file, or a Hub id.")
     try:
         if suffix == ".parquet":
             import pyarrow.parquet as pq
@@ -210,11 +210,11 @@ def first_rows(name: str) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, choices: Choices) -> list[Path]:
-    """Write the recipe, a reward function if no built-in one fits, and an example if the user has no data."""
+    """Write the recipe, a reward function unless a built-in one fits, and example data if the user has none."""
     folder.mkdir(parents=True, exist_ok=True)
     own, agent = choices.reward == "own" or choices.answer != "answer", choices.reward == "agent"
     model = Path(choices.model)
-    if model.is_dir():  # the model expects a conversation if it has a chat template, or such a name
+    if model.is_dir():  # A model with a chat template, or with a name like "instruct", expects conversations.
         tokenizer, chats = model / "tokenizer_config.json", (model / "chat_template.jinja").exists()
         chats |= tokenizer.is_file() and "chat_template" in tokenizer.read_text(encoding="utf-8")
     else:
@@ -240,5 +240,5 @@ def write(folder: Path, choices: Choices) -> list[Path]:
 def _filled(template: str, choices: Choices, **values: Any) -> str:
     source = Path(__file__).with_name(template).read_text(encoding="utf-8")
     environment = jinja2.Environment(keep_trailing_newline=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters["quoted"] = functools.partial(json.dumps, ensure_ascii=False)  # for YAML
+    environment.filters["quoted"] = functools.partial(json.dumps, ensure_ascii=False)  # YAML reads JSON strings.
     return environment.from_string(source).render(dataclasses.asdict(choices) | values)

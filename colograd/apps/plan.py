@@ -1,11 +1,11 @@
-"""``colograd plan``: a model's memory on each GPU with each sharding strategy, also for GPUs of another machine.
+"""``colograd plan`` shows a model's memory per GPU for each sharding strategy, also for GPUs of another machine.
 
     colograd plan --model Qwen/Qwen2.5-7B-Instruct --gpus 8 --gpu-memory 80
     colograd plan --config recipes/X.yaml --gpus 8 --gpu-memory 80 [--any_flag value]
 
-A recipe sets the other options, and an option on the command line wins. --gpus and --gpu-memory default to this
-machine's. Nothing is loaded: the model's ``config.json`` gives the parameters' shapes. A run's own table has the same
-figures (`colograd.memory`). The exit status is 0 if it fits, 1 if nothing does, 2 for bad input.
+A recipe sets defaults of the options. --gpus and --gpu-memory default to this machine's. No weights are loaded: the
+model's ``config.json`` gives the parameters' shapes. A run's own memory table has the same figures
+(`colograd.memory`). The exit status is 0 if a strategy fits, 1 if none fits, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GIB = 2**30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table. Return the exit status."""
+    """Run the command `colograd plan`. Return the exit status."""
     from ..memory.choice import auto, fits
 
     process.quiet_logs(False)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the options; the recipe and this machine's GPUs are the defaults."""
+    """Parse the options. Defaults come from the recipe and from this machine's GPUs."""
     from ..config.policy import checkpointing_way
 
     parser = _parser()
@@ -68,8 +68,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             given = {"--gpus": options.gpus, "--gpu-memory": options.gpu_memory}
             missing = " and ".join(flag for flag, value in given.items() if value is None)
             raise ValueError(
-                f"this machine has no GPU from which to take {missing}: say which GPUs, such as --gpus 8 --gpu-memory "
-                "80."
+                f"this machine has no GPU that gives {missing}: set both options, such as --gpus 8 --gpu-memory 80."
             )
         options.gpus = len(own) if options.gpus is None else options.gpus
         options.gpu_memory = min(own) / GIB if options.gpu_memory is None else options.gpu_memory
@@ -81,7 +80,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the options of a `colograd train` command line, and a message on each option that plan assumes."""
+    """Convert a `colograd train` command line to options of plan. Return the options, and a line per assumption."""
     import torch
 
     from ..config.parse import planned_settings
@@ -89,7 +88,7 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
 
     settings, assumed = planned_settings(argv), {}
     for name in ("model_init_kwargs", "vllm_engine_kwargs", "teacher_model_init_kwargs"):
-        value = settings[name]  # a JSON text on a command line
+        value = settings[name]  # On a command line the mapping is a JSON text.
         settings[name] = dict(json.loads(value) if isinstance(value, str) else value or {})
     loading = settings["model_init_kwargs"]
     dtype = loading.get("dtype") or loading.get("torch_dtype") or settings["dtype"] or default_dtype(settings["optim"])
@@ -100,13 +99,13 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
         assumed["lora_r"] = "the adapter is planned on all linear layers, whichever the recipe names"
     completion = max(settings["max_completion_length"] or 0, settings["max_completion_length_eval"] or 0)
     prompt = settings["max_prompt_tokens"]
-    if prompt is None:  # because the data aren't read
+    if prompt is None:  # plan doesn't read the data, so the longest prompt is unknown.
         prompt = completion
         if completion and not settings["vllm_max_model_length"]:
             line = f"prompts are planned with up to {prompt:,} tokens, as no limit is given (--context)"
             assumed["vllm_max_model_length"] = line
     dtype, budget = str(dtype).removeprefix("torch."), settings["max_tokens_per_microbatch"]
-    # A generation's completions, on all GPUs or in each engine. Whole steps are sampled together (`StepKnobs`).
+    # Completions per generation, over all GPUs or per engine. A generation covers whole optimizer steps (`StepKnobs`).
     accumulated, together = settings["gradient_accumulation_steps"], settings["steps_per_generation"] or 1
     batch, generation = settings["per_device_train_batch_size"], settings["generation_batch_size"] or 0
     if settings["prompts_per_step"] is not None:
@@ -182,7 +181,7 @@ def _check(options: argparse.Namespace) -> None:
     }  # fmt: skip
     for flag, count in counts.items():
         if count <= 0:
-            raise ValueError(f"{flag} is {count:g}, but must be above 0: give how many there are.")
+            raise ValueError(f"{flag} is {count:g}, but must be above 0: give the real number.")
     for flag in ("--tensor-parallel", "--sequence-parallel"):
         if options.gpus % counts[flag]:
             divisors = [str(n) for n in range(1, options.gpus + 1) if options.gpus % n == 0]
@@ -193,8 +192,8 @@ def _check(options: argparse.Namespace) -> None:
     parts = options.vllm_tensor_parallel_size if getattr(options, "sharding", "none") in TENSOR else 1
     if options.gpus % (options.sequence_parallel_size * parts):
         raise ValueError(
-            f"--sequence-parallel is {options.sequence_parallel_size}, but it times --tensor-parallel ({parts}) must "
-            f"divide --gpus ({options.gpus}) with the recipe's sharding, {options.sharding}: choose others."
+            f"--sequence-parallel ({options.sequence_parallel_size}) times --tensor-parallel ({parts}) must divide "
+            f"--gpus ({options.gpus}) with the recipe's sharding, {options.sharding}: choose other numbers."
         )
     check_conflicts(options, about="sequence_parallel_size")
     if options.bits and not options.lora_r:
@@ -204,7 +203,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def described(options: argparse.Namespace) -> RunDescription:
-    """Describe the run of the options, on empty GPUs."""
+    """Build the description of the planned run from the options. The GPUs are assumed to be empty."""
     import torch
 
     from ..engine.arguments import check_parts
@@ -242,7 +241,7 @@ def described(options: argparse.Namespace) -> RunDescription:
         model = with_adapter(model, options.lora_r)
     elif options.beta > 0 and not options.offload_reference:
         reference = sum(packed.get(p, p.nbytes) for p in model.parameters())
-    teacher = 0  # bytes of a teacher that stays on the GPU; a teacher that is an adapter counts as a model
+    teacher = 0  # Bytes of a teacher on the GPU. A LoRA teacher counts as a whole model.
     if options.teacher_model_name_or_path is not None and not options.offload_teacher:
         given = options.teacher_model_init_kwargs
         dtype = getattr(torch, str(given.get("dtype") or options.dtype).removeprefix("torch."), torch.bfloat16)
@@ -266,7 +265,7 @@ def described(options: argparse.Namespace) -> RunDescription:
 
 
 def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines to print."""
+    """Yield the lines of the memory table, with the strategy that `sharding: auto` would choose."""
     from ..memory.choice import auto, best_plan, fits, remedies
 
     sizes, name = run.sizes, Path(options.model_name_or_path).name
@@ -315,7 +314,7 @@ HEADS = (
 
 
 def one_gpu(run: RunDescription, speed: float) -> Iterator[str]:
-    """Yield a line per way of moving parts of training to the host, and the cheapest that fits."""
+    """Yield a table of the ways to keep parts of training in host memory, and the fastest way that fits one GPU."""
     from ..extensions.offload.ways import ways
 
     found = [*ways(run)]
@@ -337,7 +336,7 @@ def one_gpu(run: RunDescription, speed: float) -> Iterator[str]:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Align cells in columns, the first to the left."""
+    """Format rows of cells as lines with aligned columns: the first column to the left, others to the right."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for first, *others in lines:
         rest = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from ..runtime.shipped import FOLDER, near_names, shipped_folder
 
-WIDTH = 90  # characters of a recipe's purpose
+WIDTH = 90  # Maximum characters of a recipe's description.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """List or copy the files. Return the exit status."""
+    """Run the command `colograd recipes`. Return the exit status."""
     parser = argparse.ArgumentParser(
         prog="colograd recipes",
         description="List the recipes that come with Colograd, accelerate's configurations, chat templates and jobs "
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     root = shipped_folder()
     paths = (path.relative_to(root) for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    files = sorted(paths, key=lambda path: (len(path.parts), path))  # recipes first: they lie in no subfolder
+    files = sorted(paths, key=lambda path: (len(path.parts), path))  # Recipes, which have no subfolder, come first.
     if not options.names and options.to is None:
         names = {path: str(path.with_suffix("") if path.parent == Path() else path) for path in files}
         width = max(map(len, names.values()))
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     texts = {(options.to or Path(FOLDER)) / path: (root / path).read_bytes() for path in dict.fromkeys(wanted)}
     for path, text in texts.items():
         if path.exists() and not (path.is_file() and path.read_bytes() == text):
-            raise ValueError(f"{path} exists with another content, and is never overwritten: give another --to FOLDER.")
+            raise ValueError(f"{path} exists with other content, and is never overwritten: choose another --to FOLDER.")
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text)
@@ -47,14 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _purpose(path: Path) -> str:
-    """Return the first sentence of a file's head comment, cut to `WIDTH` characters."""
+    """Return the first sentence of the comment at a file's beginning, with at most `WIDTH` characters."""
     lines = path.read_text(encoding="utf-8").removeprefix("#!/bin/bash\n").replace("{#-", "#").splitlines()
     head = itertools.takewhile(str.strip, (line.strip("# ") for line in lines))
     return textwrap.shorten(" ".join(head).split(". ")[0].rstrip("."), WIDTH, placeholder=" ...")
 
 
 def _named(name: str, files: Sequence[Path]) -> list[Path]:
-    """Return the files with a name, with or without `recipes/` and `.yaml`; a folder's name means all its files."""
+    """Return the shipped files with a name, with or without `recipes/` and `.yaml`. A folder's name means its files."""
     short = name.removeprefix(f"{FOLDER}/").rstrip("/")
     if same := [path for path in files if short in (str(path), f"{path.parent}", str(path.with_suffix("")))]:
         return same

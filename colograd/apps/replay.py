@@ -3,12 +3,13 @@
 colograd replay RUN --step N [--to M] [--profile [FOLDER]] [--any_flag value]
 torchrun --nproc-per-node 2 -m colograd.apps.cli replay RUN --step N
 
-Starts at the checkpoint before step N and trains the run's recorded rollouts: nothing is sampled, no reward is called,
-and nothing is written into RUN. Prints the loss and gradient norm of steps N to M next to the recorded ones. --profile
-writes a trace and a table of operators of these steps (default: replay-N-M in the current directory).
+Starts at the last checkpoint before step N and trains the run's recorded rollouts. Nothing is sampled, no reward
+function is called, and nothing is written into RUN. Prints the loss and gradient norm of steps N to M next to the
+recorded ones. --profile writes a trace and a table of operators of these steps (default: replay-N-M in the current
+directory).
 
-Settings come from RUN, or from --config; flags that only training depends on, such as --optim, --loss_type or
---max_tokens_per_microbatch, may differ. Exit status 2 for bad input.
+Settings come from RUN's recorded recipe, or from --config. Flags may change settings that only training depends on,
+such as --optim, --loss_type or --max_tokens_per_microbatch. The exit status is 2 for bad input.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 from ..runtime import process
 from ..train import start
 
-NOT_TAKEN = (  # prefixes of settings for the written files
+NOT_TAKEN = (  # Prefixes of settings that a replay ignores: they are about files and evaluations.
     "save_", "eval_", "hub_", "push_to_hub", "log_completions", "load_best", "metric_for_best", "greater_is_better",
     "do_", "resume_from_checkpoint", "output_dir", "report_to",
 )  # fmt: skip
@@ -37,7 +38,7 @@ SET = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train the steps. Return the exit status."""
+    """Run the command `colograd replay`. Return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(argv):
         print(__doc__)
@@ -71,9 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the command's own options. Return them, and the flags that change settings."""
+    """Parse the command line. Return the command's options, and the flags that change settings of the run."""
     if not argv or argv[0].startswith("-"):
-        raise ValueError("the run's folder is missing: colograd replay RUN --step N.")
+        raise ValueError("the run's folder is missing: write colograd replay RUN --step N.")
     parser = argparse.ArgumentParser(prog="colograd replay", allow_abbrev=False, exit_on_error=False)
     add = parser.add_argument
     add("run", type=Path)
@@ -86,10 +87,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}.") from None
     if not options.run.is_dir():
-        raise ValueError(f"the run {str(options.run)!r} is no folder: give its output_dir.")
+        raise ValueError(f"the run {str(options.run)!r} is no folder: give the run's output_dir.")
     if options.step is None or options.step < 1:
         given = "missing" if options.step is None else options.step
-        raise ValueError(f"--step is {given}, but must be an optimizer step of the run, from 1: name one (--step 3).")
+        raise ValueError(f"--step is {given}, but must be an optimizer step of the run, from 1, such as --step 3.")
     options.to = options.step if options.to is None else options.to
     if options.to < options.step:
         raise ValueError(f"--to is {options.to}, but must be at least --step ({options.step}): raise it.")
@@ -97,25 +98,25 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         options.profile = Path(f"replay-{options.step}-{options.to}")
     if options.profile is not None and options.profile.resolve().is_relative_to(options.run.resolve()):
         raise ValueError(
-            f"--profile is {str(options.profile)!r}, but nothing is written into the run's folder: give another one."
+            f"--profile is {str(options.profile)!r}, but nothing is written into the run's folder: choose another."
         )
     return options, flags
 
 
 def write_recipe(options: argparse.Namespace, flags: Sequence[str], scratch: Path) -> Path:
-    """Write the run's settings, changed by the flags and for a replay, into ``scratch``."""
+    """Write the replay's recipe into ``scratch``: the run's recipe with changes by the flags and `SET`."""
     from ..config import given_settings
     from ..rollout.store import FOLDER, RECIPE
 
     recipe = options.config or options.run / FOLDER / RECIPE
     if not recipe.is_file():
         raise ValueError(
-            f"{options.run} has recorded no recipe ({FOLDER}/{RECIPE}), which `colograd train` writes beside the "
-            "journal (journal: until_checkpoint, or keep): give the run's with --config."
+            f"{options.run} has no recorded recipe ({FOLDER}/{RECIPE}). `colograd train` writes a recipe if journal is "
+            "until_checkpoint or keep: give the run's recipe with --config."
         )
     given = given_settings(["--config", str(recipe), *flags])
     path = scratch / "recipe.yaml"
-    path.write_text(json.dumps(changed(given) | {"output_dir": str(scratch / "run")}))  # JSON is YAML
+    path.write_text(json.dumps(changed(given) | {"output_dir": str(scratch / "run")}))  # YAML can read JSON.
     return path
 
 

@@ -1,4 +1,4 @@
-"""``colograd show RUN``: completions of a step, or of all with a text; without ``log_completions`` the report's."""
+"""``colograd show RUN`` prints completions of a step, or all with a text, from the completions or the rollout log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..extensions.recording.completion_table import print_table, prompt_text
 from ..extensions.recording.completions import CompletionRow, logged_steps, read_log
 from .report.samples import Samples
 
-MOST_BYTES = 2**28  # bytes of a step's completions as JSON
+MOST_BYTES = 2**28  # Maximum bytes of a step's completions as JSON.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,13 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if options.step not in (None, *steps):
         raise ValueError(
-            f"step {options.step} isn't in the log of {options.run}, which has {_ranges(steps)}: name one of these."
+            f"step {options.step} isn't in the log of {options.run}, which has {_ranges(steps)}: choose one of them."
         )
     if options.step is not None:
         steps = [options.step]
     elif options.grep is None and options.group is None:
         steps = steps[-1:]
-    found: list[tuple[CompletionRow, dict[str, float]]] = []  # (row, its rewards by function)
+    found: list[tuple[CompletionRow, dict[str, float]]] = []  # Selected rows, each with its rewards by function.
     total, groups = 0, set[int]()
     for step in steps:
         rows, names = read_log(logged[step]) if step in logged else stored_rows(samples, step)
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[str]]:
-    """Return a training step's completions from the store of rollouts, and the names of their rewards."""
+    """Read a training step's completions from the rollout log. Return rows, and the names of the reward functions."""
     found = [entry for entry in samples.of_step(step, MOST_BYTES)[0] if entry["purpose"] == "train"]
     names = list(dict.fromkeys(name for entry in found for name in entry["rewards"]))
     rows = [
@@ -82,7 +82,7 @@ def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[
             position=entry["position"],
             prompt=entry["prompt"],
             text="".join(entry["tokens"]).encode(),
-            prompt_tokens=0,  # not shown
+            prompt_tokens=0,  # `colograd show` doesn't show the number of prompt tokens.
             completion_tokens=entry["length"],
             finish_reason=entry["finish"],
             rewards=tuple(math.nan if value is None else value for value in map(entry["rewards"].get, names)),

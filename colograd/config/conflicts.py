@@ -1,7 +1,6 @@
-"""Settings that exclude each other: the rows of the core, and the check of all rows.
+"""Pairs of settings that exclude each other, and the check of all pairs. docs/configuration.md lists the pairs.
 
-An extension has its own rows (`conflicts.py` in its folder, at the registry's seam "conflicts"). docs/configuration.md
-lists all rows.
+The core's pairs are in `CONFLICTS`. An extension has its pairs in a file `conflicts.py`.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from typing import Any
 from ..runtime import registry
 from .knob import shown
 
-# Liger's replacements of the model's own loss, which isn't used in training.
+# Liger's kernels that replace the model's own loss. Colograd's training doesn't use the model's loss.
 LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
-# Optimizers that update each element by itself, so that a slice of a parameter is updated as within the whole.
+# Optimizers that update each element separately, so a rank can update a slice of a parameter.
 ELEMENTWISE = ("auto", "adamw_split", "adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
-# Metrics that need the policy's forward.
+# Names of metrics that `evaluate` can only compute with a forward of the policy.
 OF_LOSS = re.compile(r"(^|_)(loss|entropy|kl|(clip_ratio|cispo_clip_ratio|sampling|vespo)(/.*)?)$")
-# transformers' names of attention kernels. The trainer's packed attention replaces them.
+# transformers' names of attention kernels; training replaces them all by packed attention.
 KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "kernels-community")
 DRAFTS = "vllm_engine_kwargs.speculative_config"
 
 
 @dataclass(frozen=True, slots=True)
 class When:
-    """A condition on one value."""
+    """A condition on the value of one setting."""
 
-    words: str  # for docs/configuration.md, behind the setting's name
+    words: str  # `words`: the condition as text, for docs/configuration.md.
     holds: Callable[[Any], Any]
 
 
@@ -41,38 +40,38 @@ ANY = When("", lambda value: value is not None)
 
 
 def equal(*values: Any) -> When:
-    """Make the condition that a value is one of ``values``."""
+    """Make the condition that a setting has one of ``values``."""
     return When(", ".join(f"`{_plain(value)}`" for value in values), lambda value: value in values)
 
 
 def other_than(*values: Any) -> When:
-    """Make the condition that a value is none of ``values``."""
+    """Make the condition that a setting has none of ``values``."""
     return When(f"other than {', '.join(f'`{_plain(value)}`' for value in values)}", lambda value: value not in values)
 
 
 def above(number: float) -> When:
-    """Make the condition that a value is above a number."""
+    """Make the condition that a setting is above ``number``."""
     return When(f"above {number}", lambda value: value is not None and value > number)
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A row of the table. Its error: FIELD is VALUE and OTHER is VALUE, but REASON: REMEDY.
+    """Two settings that exclude each other. The error reads: FIELD is VALUE and OTHER is VALUE, but REASON: REMEDY.
 
-    A name may be any attribute of the settings, an entry of a mapping (``generation_kwargs.min_tokens``), or a fact
-    that the check is given. A row doesn't apply if one of its names is absent.
+    `field` and `other` name an attribute of the settings, an entry of a mapping (``generation_kwargs.min_tokens``), or
+    a fact that the caller of the check passes. If settings lack such an attribute, the conflict doesn't apply.
     """
 
     field: str
     when: When
-    other: str  # empty: the field's value is refused by itself
+    other: str  # Name of a second setting. Empty if a value of `field` is refused by itself.
     other_when: When
     reason: str
     remedy: str
-    also: Callable[[Any], Any] | None = None  # a further condition on the settings
+    also: Callable[[Any], Any] | None = None  # `also`: an additional condition, a function of all settings.
 
     def error(self, settings: Any, facts: Mapping[str, Any]) -> str | None:
-        """Return the error if the row applies."""
+        """Return the error text if both settings' conditions hold, else None. ``facts`` are further values by name."""
         try:
             value, other = (
                 facts[name] if name in facts else value_of(settings, name) if name else None
@@ -93,31 +92,31 @@ class Conflict:
 
 
 def check_conflicts(settings: Any, facts: Mapping[str, Any] | None = None, about: str = "") -> None:
-    """Raise a ValueError for the first row that applies.
+    """Raise a ValueError for the first conflict of settings.
 
     Args:
-        facts: further values, by names for the error.
-        about: if not empty, only rows with this field are checked.
+        facts: values that aren't attributes of the settings, by the names that the error uses.
+        about: name of a setting. If not empty, only conflicts of this setting are checked.
     """
     if (error := conflict(settings, facts, about)) is not None:
         raise ValueError(error)
 
 
 def conflict(settings: Any, facts: Mapping[str, Any] | None = None, about: str = "") -> str | None:
-    """Return the error of the first row that applies; see `check_conflicts`."""
+    """Return the error of the first conflict of settings, else None. `check_conflicts` documents the arguments."""
     rows = (row for of_one in tables().values() for row in of_one if about in ("", row.field, row.other))
     return next((error for row in rows if (error := row.error(settings, facts or {}))), None)
 
 
 @functools.cache
 def tables() -> dict[str, tuple[Conflict, ...]]:
-    """Return the rows of the core, under an empty name, and of each installed extension."""
+    """Return the conflicts of settings by extension. The core's conflicts have an empty name."""
     offers = {name: registry.hooks_of(name, "conflicts") for name in registry.installed()}
     return {"": CONFLICTS} | {name: tuple(row for rows in offer for row in rows) for name, offer in offers.items()}
 
 
 def value_of(settings: Any, name: str) -> Any:
-    """Return a setting, or an entry of a mapping (``generation_kwargs.min_tokens``); None if that isn't there."""
+    """Return a setting, or an entry of a mapping (``generation_kwargs.min_tokens``). None if there is no entry."""
     mapping, _, key = name.partition(".")
     value = getattr(settings, mapping)
     return value if not key else value.get(key) if isinstance(value, Mapping) else None
@@ -144,7 +143,7 @@ CONFLICTS = (
              "it is unknown", "remove it (training runs the packed attention)"),
     Conflict("fp16", SET, "", ANY, "policies train in bfloat16 or float32", "set dtype instead"),
     Conflict("auto_find_batch_size", SET, "", ANY,
-             "it would cut groups apart", "remove it and lower max_tokens_per_microbatch instead"),
+             "it would split groups of completions", "remove it and lower max_tokens_per_microbatch instead"),
     Conflict("fsdp", SET, "", ANY,
              "accelerate would wrap the policy itself", "remove fsdp and fsdp_config, and set sharding: fsdp"),
     Conflict("parallelism_config", SET, "", ANY, "accelerate shards nothing here",
@@ -177,7 +176,7 @@ CONFLICTS = (
              "drafts aren't available in an engine over several ranks in this version", "remove one of them"),
     Conflict(DRAFTS, ANY, "min_p", SET, "vLLM leaves min_p out where it drafts", "remove one of them"),
     Conflict(DRAFTS, ANY, "generation_kwargs.min_tokens", SET,
-             "vLLM doesn't count the drafts before a place for it", "remove one of them"),
+             "vLLM doesn't count drafted tokens towards min_tokens", "remove one of them"),
     Conflict("dynamic_sampling", SET, "the dataset", equal("a stream"),
              "further rows are drawn at random, which a stream hasn't",
              "load it whole, or set dynamic_sampling: false"),
@@ -200,7 +199,7 @@ CONFLICTS = (
              "the lower bound must be less than the upper one", "raise the second, or lower the first",
              lambda settings: settings.vllm_importance_sampling_clip_min >= settings.vllm_importance_sampling_clip_max),
     Conflict("vllm_importance_sampling_mode", When("of sequences", lambda mode: mode.startswith("sequence")),
-             "loss_type", equal("vespo"), "vespo makes the completion's weight of its tokens' own",
+             "loss_type", equal("vespo"), "vespo computes a completion's weight from its tokens' weights",
              "set token_truncate or token_mask, or vllm_importance_sampling_correction: false",
              lambda settings: settings.vllm_importance_sampling_correction),
     Conflict("vllm_importance_sampling_mode", When("that truncates", lambda mode: mode.endswith("truncate")),
@@ -209,8 +208,8 @@ CONFLICTS = (
              lambda settings: settings.vllm_importance_sampling_correction
              and settings.vllm_importance_sampling_clip_min is None),
     Conflict("advantage_baseline", equal("leave_one_out"), "multi_objective_aggregation", equal("normalize_then_sum"),
-             "the second compares with the mean: scaling over the step undoes any other constant",
-             "Set one of the two back"),
+             "normalize_then_sum compares with the mean, and scaling over the step undoes any other baseline",
+             "Set one of the two to its default"),
     Conflict("sync_ref_model", SET, "beta", equal(0),
              "then there is no reference model", "set beta, or remove sync_ref_model"),
     Conflict("log_completions_hub_repo", SET, "log_completions", UNSET,

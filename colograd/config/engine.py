@@ -1,4 +1,4 @@
-"""The engine: its memory, its share of the ranks, and its weight updates."""
+"""Settings of the vLLM engine: memory, ranks per engine, and how the engine gets new weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .knob import knob
 
 @dataclass
 class EngineKnobs(TrainingArguments):
-    """The engine."""
+    """Settings of the vLLM engine."""
 
     vllm_model_impl: str = knob(
         "auto",
@@ -72,25 +72,25 @@ class EngineKnobs(TrainingArguments):
 
     @property
     def streams_optimizer(self) -> bool:
-        """Whether the optimizer's state passes through the GPU from the host."""
+        """Whether the optimizer's state stays in host memory and passes through the GPU in pieces."""
         return self.offload_optimizer == "stream" and not (self.on_cpu or self.fsdp_offload_params)
 
     @property
     def checks_drafts(self) -> bool:
-        """Whether the engine decodes speculatively."""
+        """Whether vLLM decodes speculatively: a draft method proposes tokens, and the policy checks them."""
         kwargs: Any = self.vllm_engine_kwargs or {}
         return "speculative_config" in dict(kwargs)
 
     @property
     def layout(self) -> RankLayout:
-        """This rank's place among all ranks."""
+        """This rank's position in the job: machine, engine, and ranks that share rows."""
         return RankLayout(
             self.process_index, self.world_size, self.vllm_tensor_parallel_size, process.local_world_size(),
             self.sequence_parallel_size, self.vllm_tensor_parallel_size if self.tensor_parallel else 1,
         )  # fmt: skip
 
     def _check_ranks(self) -> None:
-        """Check that the started ranks have found each other, and that engines divide them."""
+        """Raise a ValueError if the launched ranks don't form one process group, or don't divide into engines."""
         launched = int(os.environ.get("WORLD_SIZE") or 1)
         if self.world_size != launched:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""`GRPOConfig`: the settings of sampling, scoring, training and reporting."""
+"""`GRPOConfig`: all settings of a run, from sampling and scoring to training and reporting."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ _HELP |= {name: f"The old name of `{present}`." for name, present in RENAMED.ite
 
 @dataclass
 class TRLKnobs(TrainingArguments):
-    """Kept for TRL's files."""
+    """Kept for TRL's files.
+    TRL's recipes may set these fields. The fields have no effect, or are errors with a value that isn't TRL's default.
+    """
 
     use_vllm: bool = knob(True, _HELP["use_vllm"])
     vllm_mode: str = knob("colocate", "Always `colocate`; TRL's other mode, `server`, is an error.")
@@ -53,20 +55,20 @@ class TRLKnobs(TrainingArguments):
     vllm_importance_sampling_cap: float | None = knob(None, _HELP["vllm_importance_sampling_cap"])
 
     def _take_old_names(self) -> list[str]:
-        """Move the values of TRL's old names to the present names. Return a line for each."""
+        """Copy settings with an old name in TRL to their present names. Return one log line per old name in use."""
         lines = []
         for old, present in RENAMED.items():
             if (value := getattr(self, old)) is None:
                 continue
             default = type(self).__dataclass_fields__[present].default
             if getattr(self, present) not in (default, value):
-                raise ValueError(f"`{old}` is the old name of `{present}`, and both are given: remove it.")
+                raise ValueError(f"`{old}` is the old name of `{present}`, and both are given: remove the old name.")
             setattr(self, present, value)
             lines.append(f"config: `{old}` is the old name of `{present}`")
         return lines
 
     def _check_trl(self) -> None:
-        """Check fields that may change after construction: a trainer checks them again."""
+        """Raise a ValueError if a TRL setting that Colograd refuses isn't TRL's default. Trainers repeat the check."""
         for each in fields(self):
             if each.name in REFUSED and getattr(self, each.name) != each.default:
                 raise ValueError(unknown_name(each.name, ()))
@@ -77,7 +79,7 @@ class TRLKnobs(TrainingArguments):
 
 @names_checked
 @dataclass
-class GRPOConfig(  # a dataclass has the fields of its last base first: output_dir
+class GRPOConfig(  # A dataclass begins with the fields of its last base: `output_dir` is first.
     TRLKnobs,
     LogKnobs,
     JournalKnobs,
@@ -94,23 +96,23 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     ShardingKnobs,
     PolicyKnobs,
 ):
-    """Arguments of `GRPOTrainer`: the groups of knobs above, the sampling and steps that evaluation derives from, and
-    the fields of `transformers.TrainingArguments`. Bad values are ValueErrors at construction.
+    """All settings of `GRPOTrainer`, including the fields of `transformers.TrainingArguments`. A bad value raises a
+    ValueError at construction.
 
-    After construction ``prompts_per_step`` (global), ``per_device_train_batch_size`` (completions per rank and step)
-    and ``steps_per_generation`` (optimizer steps that are sampled together) hold their final values. A trainer resolves
-    the settings that depend on its policy, its device and its nodes, then calls `freeze`. Only the methods
-    ``resolve_*`` write to a constructed configuration.
+    After construction ``prompts_per_step`` (over all ranks), ``per_device_train_batch_size`` (completions per rank and
+    optimizer step) and ``steps_per_generation`` (optimizer steps that are sampled together) hold their final values. A
+    trainer resolves the settings that depend on its policy, its device and its nodes, then calls `freeze`. After
+    construction only the methods named ``resolve_*`` write to a configuration.
     """
 
-    notes: ClassVar[list[str]]  # per instance: a line for each setting without effect or with an old name
+    notes: ClassVar[list[str]]  # `notes`: log lines of an instance about settings with old names or no effect.
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "teacher_model_name_or_path",
         "teacher_model_init_kwargs", "generation_kwargs", "transformers_continuous_batching_config",
         "chat_template_kwargs", "vllm_engine_kwargs", "liger_kernel_config", "curriculum",
     ]  # fmt: skip
 
-    # Fields of TrainingArguments with other defaults or meanings.
+    # Fields of TrainingArguments with other defaults or meanings than in transformers.
     learning_rate: float = knob(
         1e-6, "Peak learning rate of AdamW. With `warmup_steps` the first step has 0, as in transformers."
     )
@@ -156,32 +158,33 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
     )
 
     def __post_init__(self) -> None:
-        self.__dict__.setdefault("notes", [])  # a subclass that is a dataclass has an __init__ of its own
+        self.__dict__.setdefault("notes", [])  # The `__init__` of a derived dataclass doesn't create `notes`.
         self._check_trl()
         self.notes.extend(self._take_old_names())
         self._take_checkpointing()
-        checkpoints: Any = self.gradient_checkpointing  # None, which transformers may make False
+        checkpoints: Any = self.gradient_checkpointing  # The setting before transformers may replace None by False.
         self._take_sharding()
-        optim, self.optim = self.optim, "adamw_torch"  # transformers checks names and doesn't know Colograd's
-        autocast, self.bf16 = self.bf16, False  # its meaning depends on the policy's dtype
+        optim, self.optim = self.optim, "adamw_torch"  # transformers would refuse Colograd's optimizers.
+        autocast, self.bf16 = self.bf16, False  # `bf16` is resolved later, by the policy's dtype.
         compiled = self._set_compile_aside()
         if not torch.accelerator.is_available():
             if not self.use_cpu and (why := gpus.why_unused(torch.__version__, torch.version.cuda)):
                 raise ValueError(why)
-            self.use_cpu: bool = True  # ranks on a CPU wouldn't find each other
+            self.use_cpu: bool = True  # Without `use_cpu`, transformers doesn't connect ranks on a CPU.
         process.drop_inherited_ranks()
         process.prepare_network()
         if self.use_cpu and self.ddp_backend in (None, "gloo"):
-            join(timedelta(seconds=self.ddp_timeout))  # transformers drops the limit on a CPU
-        elif attempt() and torch.cuda.is_available():  # accelerate would find the addresses of the attempt before
+            join(timedelta(seconds=self.ddp_timeout))  # On a CPU transformers ignores the setting `ddp_timeout`.
+        # After torchrun has restarted the ranks, accelerate would read the addresses of ended processes.
+        elif attempt() and torch.cuda.is_available():
             join(timedelta(seconds=self.ddp_timeout), self.ddp_backend or "nccl")
         self._resolve_best_metric()
-        self.disable_tqdm: bool = bool(self.disable_tqdm)  # transformers derives its default from the lowered log level
+        self.disable_tqdm: bool = bool(self.disable_tqdm)  # None would hide bars, because the log level is ERROR.
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
         for name, value in compiled.items():
             setattr(self, name, value)
-        self.logging_nan_inf_filter = False  # a NaN loss must be visible
+        self.logging_nan_inf_filter = False  # transformers would log an average in place of a NaN loss.
         kwargs: dict[str, Any] = getattr(self, "gradient_checkpointing_kwargs", None) or {}
         if checkpoints is None and {"every_n_layers", "offload"} & set(kwargs):
             checkpoints = True
@@ -195,7 +198,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._resolve_evaluation()
         self._check_ranks()
         self._check_sequences()
-        for check in registry.hooks("check_settings"):  # of an extension's own fields: (config) -> None
+        for check in registry.hooks("check_settings"):  # Each function (config) -> None checks an extension's settings.
             check(self)
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         names, recorded = self._shape()
@@ -208,20 +211,20 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         self._fold_batch(self.layout.data_size)
 
     def freeze(self) -> None:
-        """Refuse changes of the settings that a trainer reads once. Each `train` reads transformers' own again."""
+        """Refuse later changes of settings that a trainer reads only once. `train` reads transformers' fields anew."""
         self.__dict__["_frozen"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field. Raises AttributeError if a trainer was already made with another value."""
+        """Set a field. Changing a frozen field raises an AttributeError; see `freeze`."""
         if "_frozen" in vars(self) and name in _read_at_start() and value != (now := getattr(self, name)):
             raise AttributeError(
-                f"{name} is {now!r} and can't become {value!r}: the trainer was made with it. Set it in the "
-                "configuration of a new trainer."
+                f"{name} is {now!r} and can't become {value!r}: a trainer was made with the present value. "
+                "Set the new value in the configuration of a new trainer."
             )
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_frozen"}  # copies may be changed
+        return {name: value for name, value in vars(self).items() if name != "_frozen"}  # A copied config isn't frozen.
 
     @property
     def on_cpu(self) -> bool:
@@ -229,18 +232,18 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
         return bool(self.device.type == "cpu")
 
     def check_for_trainer(self) -> None:
-        """Check the rules that apply to a trainer, but not to a configuration alone."""
+        """Raise a ValueError for settings that prevent training, such as a tracker that isn't installed."""
         self._check_trl()
-        for name in self.report_to or ():  # transformers would refuse it after the model is loaded
+        for name in self.report_to or ():  # transformers would refuse `report_to` only after loading the model.
             if name in TRACKERS and name not in sys.modules and importlib.util.find_spec(name) is None:
                 raise ValueError(
-                    f"report_to has {name!r}, but the package {name} isn't installed: pip install {name}, or take it "
-                    "out (report_to: none; the run's own report needs no tracker)."
+                    f"report_to has {name!r}, but the package {name} isn't installed: pip install {name}, or remove "
+                    "the tracker from `report_to`. Colograd's own report needs no tracker (`report_to: none`)."
                 )
         if self.n_gpu > 1:
             raise ValueError(
-                f"{self.n_gpu} GPUs are visible to one process, but each needs a rank of its own: start with "
-                "`accelerate launch` or `torchrun`, or make one visible with CUDA_VISIBLE_DEVICES."
+                f"{self.n_gpu} GPUs are visible to one process, but each GPU needs its own rank (process): start "
+                "with `accelerate launch` or `torchrun`, or make only one GPU visible with CUDA_VISIBLE_DEVICES."
             )
         if self.max_steps > 0 and self.max_steps % self.round_length:
             raise ValueError(
@@ -257,12 +260,12 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
             if strategy == "steps" and (steps < 1 or steps % length):
                 raise ValueError(
                     f"{name} is {steps} and {reason}, but checkpoints fall on the ends of rounds of {length} optimizer "
-                    "steps (steps_per_generation x num_iterations), so the best model might not be in one: make "
+                    "steps (steps_per_generation x num_iterations), so no checkpoint might hold the best model: make "
                     f"{name} a multiple of {length}."
                 )
 
     def advice(self) -> Iterator[str]:
-        """Yield a line for each valid setting that has no effect here, or rarely the intended one."""
+        """Yield one log line for each valid setting that has no effect, or that users rarely intend."""
         loss, sequence = self.loss_type, self.importance_sampling_level == "sequence"
         for each in fields(self):
             if each.name in UNUSED and getattr(self, each.name) != each.default:
@@ -273,7 +276,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
             if getattr(self.accelerator_config, name):
                 reason = UNUSED["dataloader_num_workers"]
                 yield f"config: `accelerator_config.{name}` has no effect: {reason}"
-        for advise in registry.hooks("advice"):  # of an extension's fields: (config) -> lines
+        for advise in registry.hooks("advice"):  # Functions (config) -> log lines about an extension's settings.
             yield from advise(self)
         if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
             yield (
@@ -291,7 +294,7 @@ class GRPOConfig(  # a dataclass has the fields of its last base first: output_d
 
 @functools.cache
 def _read_at_start() -> frozenset[str]:
-    """Return Colograd's settings except those of an evaluation, and those of transformers that a trainer resolves."""
+    """Return the names of settings that `freeze` protects: most of Colograd's, and a few of transformers'."""
     known = {field.name for field in fields(GRPOConfig)} - {field.name for field in fields(TrainingArguments)}
     return frozenset(
         {name for name in known if not name.endswith("_eval")}

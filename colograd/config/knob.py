@@ -1,4 +1,4 @@
-"""Declaration of a knob with the rules of its value, the check of these rules, and errors for unknown names."""
+"""`knob` declares a setting with rules for its value. This module checks the rules and rejects unknown settings."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from ..runtime.importing import is_import_path
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of one knob's value. None passes every rule."""
+    """Rules for the value of one knob (a setting). None passes every rule."""
 
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    must_be: str = ""  # words for these bounds
-    remedy: str = "raise it"  # for a value out of bounds
-    one_of: tuple[str, ...] = ()  # values; for a list, of each entry
-    or_path: bool = False  # whether an import path of the user's own passes too
-    note: str = ""  # words behind "isn't supported"
-    spellings: Mapping[str, Any] = field(default_factory=dict)  # other spellings of a value, in lower case -> value
-    # The extension that any value but the default needs, or value -> its extension.
+    must_be: str = ""  # `must_be`: the bounds in words, for the error.
+    remedy: str = "raise it"  # `remedy`: the advice in the error for a value out of bounds.
+    one_of: tuple[str, ...] = ()  # `one_of`: the allowed values, or allowed entries of a list.
+    or_path: bool = False  # `or_path`: whether an import path is allowed too.
+    note: str = ""  # `note`: text after "isn't supported" in the error.
+    spellings: Mapping[str, Any] = field(default_factory=dict)  # `spellings`: alternative spelling -> value.
+    # `extension`: the extension that every value but the default needs, or value -> extension.
     extension: str | Mapping[str, str] = ""
 
     def plain(self, value: Any) -> Any:
-        """Return the value that another spelling means."""
+        """Replace an alternative spelling (`spellings`) by the value it means. Return any other value unchanged."""
         return self.spellings.get(str(value).lower(), value) if self.spellings else value
 
     def check(self, name: str, value: Any) -> None:
-        """Raise a ValueError if the value breaks a rule."""
+        """Raise a ValueError with the setting's ``name`` if ``value`` breaks a rule."""
         if value is None:
             return
         for one in value if self.one_of and isinstance(value, list) else [value]:
@@ -48,7 +48,7 @@ class Rules:
         if low is None:
             return
         inside = isinstance(value, int | float) and value >= low and value != self.above
-        if not (inside and (high is None or (value <= high and value != self.below))):  # NaN isn't inside either
+        if not (inside and (high is None or (value <= high and value != self.below))):  # NaN is out of bounds.
             must_be = self.must_be or f"{'above' if self.at_least is None else 'at least'} {low:g}"
             if high is not None and not self.must_be:
                 begin, end = "(" if self.at_least is None else "[", ")" if self.at_most is None else "]"
@@ -57,14 +57,14 @@ class Rules:
 
 
 class Help(str):
-    """A knob's help that carries the rules of its value. Entries of the metadata would reach argparse."""
+    """A knob's help text that carries the knob's `Rules`. Rules in the field's metadata would be passed to argparse."""
 
     rules: Rules
 
 
 def knob(default: Any, meaning: str, **words: Any) -> Any:
-    """Declare a dataclass field; ``meaning`` is its help, ``words`` are fields of `Rules` and keywords of
-    argparse's `add_argument`."""
+    """Declare a dataclass field for a setting. ``meaning`` is the help text. ``words`` are fields of `Rules` and
+    keyword arguments of argparse's `add_argument`."""
     text = Help(meaning)
     text.rules = Rules(**{name: words.pop(name) for name in Rules.__annotations__ if name in words})
     metadata = {"help": text, **words}
@@ -73,25 +73,25 @@ def knob(default: Any, meaning: str, **words: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-# Declarations of knobs of an extension.
+# Variants of `knob` for settings that need one extension; each variant has its extension's name.
 agents = functools.partial(knob, extension="agents")
 distillation = functools.partial(knob, extension="distillation")
 quantized = functools.partial(knob, extension="quantized")
 recording = functools.partial(knob, extension="recording")
 tools = functools.partial(knob, extension="tools")
 
-BARE_FLAG = {"nargs": "?", "const": True}  # for a bool that may be None: the flag alone means true
+BARE_FLAG = {"nargs": "?", "const": True}  # argparse then reads a flag without a value as true.
 
 
 @functools.cache
 def rules_of(group: Any) -> dict[str, Rules]:
-    """Return the rules of the group's knobs, by name."""
+    """Map the name of each knob of a dataclass to the knob's `Rules`."""
     meanings = {each.name: each.metadata.get("help") for each in dataclasses.fields(group)}
     return {name: text.rules for name, text in meanings.items() if isinstance(text, Help)}
 
 
 def check_values(group: Any) -> None:
-    """Replace other spellings of values, and raise a ValueError for the first value that breaks a rule."""
+    """Replace alternative spellings of values. Raise a ValueError for the first value that breaks a rule."""
     for each in dataclasses.fields(group):
         if (rules := rules_of(group.__class__).get(each.name)) is None:
             continue
@@ -107,12 +107,12 @@ def check_values(group: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """Format a value for an error: bools as YAML writes them."""
+    """Format a value for an error text. Bools are written as in YAML: `true`, `false`."""
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-# Reason and remedy of each refused name: TRL's fields with a value other than TRL's default, and names from TRL's
-# command line or its older versions.
+# Refused settings with reason and remedy: TRL's fields with a value other than TRL's default, and names of TRL's
+# command line or of its older versions.
 REFUSED: dict[str, str] = {
     "cache_implementation": "generation always runs in vLLM; remove it",
     "use_transformers_continuous_batching": "generation always runs in vLLM; remove it",
@@ -122,7 +122,7 @@ REFUSED: dict[str, str] = {
     "num_processes": "start with `accelerate launch --num_processes N colograd/train.py --config RECIPE` instead",
     "max_prompt_length": "removed by TRL too: see max_prompt_tokens and overlong_prompts",
 }
-# TRL's fields that are accepted with any value and have no effect; a start prints a line for each.
+# TRL's fields without effect, with the reason. Colograd accepts any value, and logs a line.
 UNUSED: dict[str, str] = {
     "use_vllm": "generation always runs in vLLM, in the trainer's process",
     "ds3_gather_for_generation": "it is about ZeRO-3",
@@ -135,13 +135,13 @@ UNUSED: dict[str, str] = {
     "torch_empty_cache_steps": "rows are cut to what the device has",
     "dataloader_num_workers": "prompts are tokenised and shared out without torch's loader",
 }
-INERT = (("max_prompt_length", None),)  # former fields with a value that requests nothing
-NONE_IS_OFF = ("max_grad_norm",)  # fields of transformers that accept None without declaring it
-RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}  # TRL's old names
+INERT = (("max_prompt_length", None),)  # INERT: removed settings, each with a value that requests nothing.
+NONE_IS_OFF = ("max_grad_norm",)  # NONE_IS_OFF: fields of transformers that accept None against their type.
+RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}  # RENAMED: old name -> present name.
 
 
 def unknown_name(name: str, known: Iterable[str]) -> str:
-    """Format the error for a key that no group has."""
+    """Format the error for an unknown setting: why Colograd refuses it, or a similar name that exists."""
     if name in REFUSED:
         return f"`{name}` isn't supported: {REFUSED[name]}."
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
@@ -150,26 +150,27 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
 
 
 def without_removed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop former fields with a value that requests nothing: older files of TRL and Colograd may still have them."""
+    """Drop removed settings of older recipes if their value requests nothing (`INERT`). Return the other settings."""
     return {name: value for name, value in settings.items() if (name, value) not in INERT}
 
 
 def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Drop None from settings with ``defaults``, which TRL means by it. Return the rest, and lines on these."""
+    """Drop each setting that is None although ``defaults`` has it: in TRL None then means the default. Return the other
+    settings, and one log line per dropped setting."""
     unset = [name for name, value in settings.items() if value is None and name in defaults]
     lines = [f"config: `{name}` is None, which means its default, {defaults[name]!r}" for name in unset]
     return {name: value for name, value in settings.items() if name not in unset}, lines
 
 
 def never_none(cls: type) -> dict[str, Any]:
-    """Return the defaults of a dataclass's fields that can't be None by its annotations."""
+    """Map the dataclass fields that can't be None, by their types, to their default values."""
     annotations: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         annotations |= inspect.get_annotations(base)
     return {
         each.name: each.default
         for each in dataclasses.fields(cls)
-        if each.default not in (None, dataclasses.MISSING, "")  # the parser passes None for an empty text
+        if each.default not in (None, dataclasses.MISSING, "")  # The argument parser passes None for an empty text.
         and each.name not in NONE_IS_OFF
         and not any(word in str(annotations[each.name]) for word in ("None", "Optional", "Any"))
     }
@@ -179,7 +180,7 @@ T = TypeVar("T")
 
 
 def names_checked(cls: type[T]) -> type[T]:
-    """Explain unknown keywords of a dataclass (a class decorator). The instance's ``notes`` begin empty."""
+    """Decorate a dataclass: unknown keyword arguments raise a ValueError. ``notes`` gets log lines on None values."""
     plain_init, defaults = cls.__init__, never_none(cls)
 
     @functools.wraps(plain_init)

@@ -1,6 +1,4 @@
-"""From rewards to the loss: advantages, the loss, its entropy terms, the correction for the sampler's different
-probabilities, the KL term with its reference model, and distillation.
-"""
+"""Settings of advantages, the loss and its entropy terms, importance sampling, the KL term and distillation."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from .sampling import TRUNCATING, SamplingKnobs, shaping
 
 @dataclass
 class AdvantageKnobs:
-    """Advantages."""
+    """Settings of advantages."""
 
     dynamic_sampling: bool = knob(
         False,
@@ -57,7 +55,7 @@ CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_ma
 
 @dataclass
 class ObjectiveKnobs(SamplingKnobs):
-    """The objective."""
+    """Settings of the loss."""
 
     loss_type: str = knob(
         "dapo",
@@ -137,7 +135,7 @@ class ObjectiveKnobs(SamplingKnobs):
     )
 
     def _shape(self) -> tuple[str, bool]:
-        """Name the settings that change the sampler's distribution, and return whether the change is recorded."""
+        """Return a text of the settings that change the sampler's distribution, and whether vLLM records the change."""
         changes = shaping(vars(self))
         truncates = "top_k" in changes and {*changes} <= {*TRUNCATING}
         recorded = truncates and not self._drafts() and "kept_tokens" in registry.installed()
@@ -147,7 +145,7 @@ class ObjectiveKnobs(SamplingKnobs):
         return value_of(self, DRAFTS) is not None
 
     def _drop_biased_correction(self) -> list[str]:
-        """Disable the sampler's correction if its ratio would compare two distributions. Return a line on it."""
+        """Disable the sampler's correction if its ratio would compare different distributions. Return log lines."""
         names, recorded = self._shape()
         if not names or not self.vllm_importance_sampling_correction:
             return []
@@ -167,13 +165,13 @@ class ObjectiveKnobs(SamplingKnobs):
 
     @property
     def replays_truncation(self) -> bool:
-        """Whether the tokens that truncated sampling keeps are recorded, for every model's distribution over them."""
+        """Whether vLLM records the tokens that `top_k` leaves. All models then normalise over these tokens."""
         return self.vllm_importance_sampling_correction and bool(shaping(vars(self)))
 
 
 @dataclass
 class RewardPenaltyKnobs:
-    """The divergence from the reference as a part of the reward."""
+    """Settings of a KL penalty that is subtracted from rewards."""
 
     kl_in_reward: float = knob(
         0.0,
@@ -188,7 +186,7 @@ class RewardPenaltyKnobs:
 
 @dataclass
 class ReferenceKnobs:
-    """The KL term and its reference model."""
+    """Settings of the KL term and its reference model."""
 
     beta: float = knob(0.0, "KL coefficient; 0: no KL term and no reference model. See docs/losses.md.", at_least=0)
     use_bias_correction_kl: bool = knob(
@@ -216,7 +214,7 @@ class ReferenceKnobs:
 
 @dataclass
 class DistillationKnobs:
-    """Distillation."""
+    """Settings of distillation."""
 
     teacher_model_name_or_path: dict[str, Any] | str | None = distillation(
         None,
@@ -247,16 +245,16 @@ class DistillationKnobs:
 
     @property
     def teachers(self) -> dict[str, str]:
-        """The models by their names; a single teacher has the empty name."""
+        """The teacher models by name. A single teacher has the empty name."""
         models = self.teacher_model_name_or_path
         return {} if models is None else models if isinstance(models, dict) else {"": models}
 
     @property
     def names_teachers(self) -> bool:
-        """Whether there are several teachers. The dataset then names each prompt's."""
+        """Whether there are several named teachers, so that each prompt's row must name its teacher."""
         return isinstance(self.teacher_model_name_or_path, dict)
 
     @property
     def distils(self) -> bool:
-        """Whether there is a teacher."""
+        """Whether a teacher is set."""
         return self.teacher_model_name_or_path is not None

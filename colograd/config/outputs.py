@@ -1,4 +1,4 @@
-"""A run's output files: checkpoints, the rollout log, and logs for people."""
+"""Settings of a run's output files: checkpoints, the rollout log (`_journal/`), and logs for people."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from transformers import TrainingArguments
 
 from .knob import knob, recording
 
-STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # reward workers ignore these, see usercode/worker_process.py
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # Reward workers ignore these signals, see usercode/worker_process.py.
 
 
 @dataclass
 class SavingKnobs(TrainingArguments):
-    """Checkpoints."""
+    """Settings of checkpoints and stops."""
 
     save_in_background: bool = knob(
         True,
@@ -50,13 +50,13 @@ class SavingKnobs(TrainingArguments):
     )
 
     def resolve_saving(self, nodes_are_apart: bool) -> None:
-        """Resolve ``save_on_each_node``: it is also on if nodes share no file system."""
+        """Set ``save_on_each_node`` if nodes share no file system."""
         self.save_on_each_node: bool = self.save_on_each_node or nodes_are_apart
 
 
 @dataclass
 class JournalKnobs:
-    """The journal."""
+    """Settings of the rollout log."""
 
     journal: str | None = knob(
         None,
@@ -75,16 +75,16 @@ class JournalKnobs:
 
     @property
     def keeps_journal(self) -> bool:
-        """Whether groups are recorded."""
+        """Whether scored groups are recorded in `_journal/`."""
         return self.journal != "off"
 
 
-TRACKERS = ("wandb", "trackio", "tensorboard")  # `report_to` names them by their packages
+TRACKERS = ("wandb", "trackio", "tensorboard")  # Trackers for `report_to` that need a package of the same name.
 
 
 @dataclass
 class LogKnobs:
-    """Logs."""
+    """Settings of logs and the report."""
 
     log_completions: bool = recording(
         False,
@@ -118,5 +118,5 @@ class LogKnobs:
     verbose: bool = knob(False, "Show the logs of vLLM and transformers.")
 
     def resolve_replay(self) -> None:
-        """Record nothing: a replay leaves the run's folder as it is."""
+        """Turn the report off: a replay (recorded steps trained again) must not change the run's folder."""
         self.report = False

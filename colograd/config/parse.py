@@ -1,4 +1,4 @@
-"""YAML file and command line -> `ScriptArguments`, `GRPOConfig` and `ModelConfig`, with TRL's names."""
+"""Read a YAML recipe and a command line into `ScriptArguments`, `GRPOConfig` and `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ MAPPINGS = (*GRPOConfig._VALID_DICT_FIELDS, "dataset_kwargs")
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig, Path | None]:
-    """Read ``--config RECIPE`` and ``--any_flag value``. Return the three groups, and the recipe's path.
+    """Parse ``--config RECIPE`` and ``--any_flag value``. Return the three configurations, and the recipe's path.
 
-    RECIPE is a YAML file's path, or a shipped recipe's name. The command line wins; ``--dict_field.key value`` sets one
-    entry of a mapping.
+    RECIPE is the path of a YAML file, or the name of a recipe that comes with Colograd. A flag overrides the recipe.
+    ``--dict_field.key value`` sets one entry of a mapping.
     """
     settings, argv, recipe = _settings(argv)
     parser = _parser()
-    parser.set_defaults(**settings)  # strings get their field's type (YAML 1.1 reads ``1e-5`` as a string)
-    _flags(parser, argv)  # raises clear errors
+    parser.set_defaults(**settings)  # argparse converts texts of the recipe (YAML 1.1 reads ``1e-5`` as a text).
+    _flags(parser, argv)  # `_flags` raises a ValueError for unknown flags.
     script, config, model = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
     shipped = [f"recipe: {recipe}, which comes with Colograd"] if recipe and is_shipped(recipe) else []
     if script.ignore_bias_buffers:
@@ -41,7 +41,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
 
 
 def given_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the keys and flags that a command line sets, as one recipe of plain JSON types. No rules are checked."""
+    """Return only the settings that a command line and its recipe set, in plain JSON types. No rules are checked."""
     settings, rest, recipe = _settings(argv)
     parser = _parser()
     for action in parser._actions:
@@ -53,7 +53,7 @@ def given_settings(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """Return every knob's value for a run on another machine. No rules are checked."""
+    """Return all settings with defaults, for a run that won't be on this machine. No rules are checked."""
     settings, rest, _ = _settings(argv)
     for group in GROUPS:
         settings, _ = without_nones(settings, never_none(group))
@@ -65,7 +65,7 @@ def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def flags_help() -> str:
-    """Format all flags with their meanings: Colograd's and transformers'."""
+    """Format the command line's help: every flag of Colograd and transformers with its meaning."""
     return _parser().format_help().partition("options:\n")[2]
 
 
@@ -78,7 +78,7 @@ def _known() -> set[str]:
 
 
 def _flags(parser: HfArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
-    """Return the values of known flags; another flag, or a value of another type, is an error."""
+    """Parse flags into values by name. An unknown flag or a value of the wrong type is a ValueError."""
     try:
         values, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -89,9 +89,9 @@ def _flags(parser: HfArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
-    """Return the recipe's keys with the flags that argparse can't read, the other arguments, and the recipe's path."""
+    """Return the recipe's settings plus flags ``--field.key value``, the other arguments, and the recipe's path."""
     rest: list[str] = []
-    nested: dict[str, dict[str, Any]] = {}  # of ``--field.key value``, which are read as YAML
+    nested: dict[str, dict[str, Any]] = {}  # Flags ``--field.key value``: field -> key -> value, read as YAML.
     words = iter(argv)
     for word in words:
         flag, equals, value = word.partition("=")
@@ -101,7 +101,7 @@ def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
         name, _, key = flag[2:].partition(".")
         text = value if equals else next(words, None)
         if text is None:
-            raise ValueError(f"{flag} needs a value: give it behind the flag.")
+            raise ValueError(f"{flag} needs a value: write the value after the flag.")
         nested.setdefault(name, {})[key] = yaml.safe_load(text)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", type=Path)
@@ -126,11 +126,11 @@ def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
     for name, entries in nested.items():
         if name not in MAPPINGS:
             raise ValueError(
-                f"--{name}.{next(iter(entries))} sets an entry of a mapping, but {name} isn't one: use --{name}."
+                f"--{name}.{next(iter(entries))} sets an entry of a mapping, but {name} isn't a mapping: use --{name}."
             )
         if any(word.partition("=")[0] == f"--{name}" for word in rest):
             raise ValueError(f"--{name} and --{name}.{next(iter(entries))} are both given: give one of the two.")
-        present = settings.get(name)  # TRL's files may write it as JSON text
+        present = settings.get(name)  # TRL's recipes may write a mapping as JSON text.
         present = json.loads(present) if isinstance(present, str) else present
         if present is not None and not isinstance(present, dict):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The policy: its loading, its precision in training, and its kernels."""
+"""Settings of the policy: how the model is loaded, its precision in training, and its kernels."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from transformers.hf_argparser import string_to_bool
 from .conflicts import LIGER_LOSSES, check_conflicts
 from .knob import Rules, knob
 
-# Modes of torch.compile without CUDA graphs, which would be recorded again for each length of a row.
+# Modes of torch.compile without CUDA graphs. Graphs would be recorded again for each row length.
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 COMPILE_FIELDS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
-KEEPS_MASTER = ("adamw_split", "muon")  # optimizers with an exact float32 master of a bfloat16 policy
-# transformers' two names of one setting: TRL's, and the name that a Trainer reads since transformers 5.23.
+KEEPS_MASTER = ("adamw_split", "muon")  # Optimizers with an exact float32 master of a bfloat16 policy.
+# Two names of one setting in transformers: TRL's name, and the name that Trainer reads since 5.23.
 CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
 
 
 def default_dtype(optim: str) -> str:
-    """Return the policy's default dtype: `bfloat16`, or TRL's `float32` if ``optim`` keeps no float32 master."""
+    """Return the default dtype of a policy: `bfloat16`, or TRL's `float32` if ``optim`` has no float32 master."""
     return "bfloat16" if optim in ("auto", *KEEPS_MASTER) else "float32"
 
 
 def resolve_optimizer(optim: str, dtype: torch.dtype | None) -> str:
-    """Return the optimizer's name; `auto` depends on the policy's dtype."""
+    """Return the optimizer's name. `auto` is `adamw_split` for a bfloat16 policy, else `adamw_torch`."""
     by_dtype = "adamw_split" if dtype == torch.bfloat16 else "adamw_torch"
     return by_dtype if optim == "auto" else optim
 
 
 def checkpointing_way(value: Any) -> bool | str | None:
-    """Convert `gradient_checkpointing` to `true`, `false`, `offload` or None; a command line has strings."""
+    """Convert `gradient_checkpointing` from a command line (text) or YAML to true, false, "offload" or None."""
     if value is None or str(value).lower() == "offload":
         return value if value is None else "offload"
     try:
         return bool(string_to_bool(value))
     except ArgumentTypeError:
         raise ValueError(
-            f"gradient_checkpointing is {value!r}, but must be true, false or offload: unset, the plan chooses."
+            f"gradient_checkpointing is {value!r}, but must be true, false or offload. Unset, the memory plan chooses."
         ) from None
 
 
 @dataclass
 class PolicyKnobs(TrainingArguments):
-    """The policy."""
+    """Settings of the policy."""
 
     model_init_kwargs: dict[str, Any] | str | None = knob(
         None, "Keyword arguments of `from_pretrained`, when the model is given by name."
@@ -75,7 +75,7 @@ class PolicyKnobs(TrainingArguments):
     )
 
     def _take_kernels(self) -> None:
-        """Check torch.compile's mode, and turn off Liger's losses, one of which is on by default."""
+        """Check torch.compile's mode. Turn off Liger's losses, because one of them is on by default."""
         Rules(one_of=COMPILE_MODES, note=" (rows have other lengths in each micro-batch)").check(
             "torch_compile_mode", self.torch_compile_mode
         )
@@ -84,28 +84,28 @@ class PolicyKnobs(TrainingArguments):
             self.liger_kernel_config: Any = dict.fromkeys(LIGER_LOSSES, False) | kernels
 
     def _set_compile_aside(self) -> dict[str, Any]:
-        """Unset and return torch.compile's fields: transformers would set TF32 and compile the whole model."""
+        """Unset and return torch.compile's settings, else transformers would set TF32 and compile the whole model."""
         fields = {name: getattr(self, name) for name in COMPILE_FIELDS}
         for name in COMPILE_FIELDS:
             setattr(self, name, False if name == "torch_compile" else None)
-        return fields | {"torch_compile": any(fields.values())}  # a backend or a mode implies it, as in transformers
+        return fields | {"torch_compile": any(fields.values())}  # A set backend or mode means compilation.
 
     @property
     def policy_dtype(self) -> str:
-        """`bfloat16`, `float32` or `auto`: the user's setting, or `default_dtype`."""
+        """The policy's dtype: `bfloat16`, `float32` or `auto`. Without a setting it is `default_dtype(optim)`."""
         kwargs: dict[str, Any] = self.model_init_kwargs or {}  # type: ignore[assignment]
-        dtype = kwargs["dtype"] if kwargs.get("dtype") is not None else kwargs.get("torch_dtype")  # its old name
+        dtype = kwargs["dtype"] if kwargs.get("dtype") is not None else kwargs.get("torch_dtype")
         return default_dtype(self.optim) if dtype is None else str(dtype).removeprefix("torch.")
 
     def torch_dtype(self) -> torch.dtype | str:
-        """Return the dtype argument for `from_pretrained`."""
+        """Return the policy's dtype as `from_pretrained` takes it."""
         dtype = "auto" if self.policy_dtype == "auto" else getattr(torch, self.policy_dtype, None)
         if not isinstance(dtype, str | torch.dtype):
-            raise ValueError(f"dtype {self.policy_dtype!r} isn't one: choose bfloat16, float32 or auto.")
+            raise ValueError(f"dtype {self.policy_dtype!r} isn't a dtype of torch: choose bfloat16, float32 or auto.")
         return dtype
 
     def _take_checkpointing(self) -> None:
-        """Make ``gradient_checkpointing`` a bool or None; `offload` becomes one of its keyword arguments."""
+        """Convert ``gradient_checkpointing`` to a bool or None, and `offload` to an entry of its keyword arguments."""
         given = [[getattr(self, f"{name}{end}", None) for name in CHECKPOINTING] for end in ("", "_kwargs")]
         way, kwargs = (next((value for value in values if value is not None), None) for values in given)
         on = checkpointing_way(way)
@@ -115,7 +115,7 @@ class PolicyKnobs(TrainingArguments):
         self._set_checkpointing(on, kwargs)
 
     def _set_checkpointing(self, on: bool | None, kwargs: Any) -> None:
-        """Set ``gradient_checkpointing`` and its keyword arguments, by all names that transformers reads."""
+        """Set ``gradient_checkpointing`` and its keyword arguments under both names that transformers reads."""
         for name in CHECKPOINTING:
             if hasattr(self, name):
                 setattr(self, name, on)
@@ -123,12 +123,12 @@ class PolicyKnobs(TrainingArguments):
 
     @property
     def offloads_activations(self) -> bool:
-        """Whether host memory holds the inputs of layers that are computed again."""
+        """Whether the inputs of layers that are recomputed in the backward wait in host memory."""
         return bool((self.gradient_checkpointing_kwargs or {}).get("offload")) and self.checkpointing > 0
 
     @property
     def checkpointing(self) -> int:
-        """n: every n-th layer recomputes its activations in the backward; 0: none. 1 until resolved."""
+        """n if every n-th layer recomputes its activations in the backward; 0 if no layer does; 1 if undecided."""
         kwargs: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
         return 0 if self.gradient_checkpointing is False else int(kwargs.get("every_n_layers", 1))
 
@@ -137,12 +137,12 @@ class PolicyKnobs(TrainingArguments):
         self.model_init_kwargs = {**(self.model_init_kwargs or {}), **more}  # type: ignore[dict-item]
 
     def resolve_checkpointing(self, every: int) -> None:
-        """Resolve an unset ``gradient_checkpointing`` once the plan is known; see `checkpointing`."""
+        """Set an unset ``gradient_checkpointing``: every ``every``-th layer recomputes, or none if ``every`` is 0."""
         kwargs: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
         self._set_checkpointing(every > 0, {**kwargs, "every_n_layers": every} if every > 1 else kwargs)
 
     def resolve_offload(self, streams: bool, gradients: bool, activations: bool) -> None:
-        """Resolve `offload_optimizer: auto` once the plan is known."""
+        """Replace `offload_optimizer: auto` by the memory plan's choice of parts to keep in host memory."""
         self.offload_optimizer: str = "stream" if streams else "none"
         self.offload_gradients: bool = getattr(self, "offload_gradients", False) or gradients
         if activations:
@@ -150,13 +150,13 @@ class PolicyKnobs(TrainingArguments):
             self._set_checkpointing(True, {**kwargs, "offload": True, "every_n_layers": 1})
 
     def resolve_precision(self, dtype: torch.dtype) -> None:
-        """Resolve ``optim`` and ``bf16``, after the policy is loaded and its dtype known."""
+        """Resolve ``optim`` and ``bf16`` by the dtype of the loaded policy."""
         if dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(
                 f"The policy's dtype is {str(dtype).removeprefix('torch.')}, but policies train in bfloat16 or "
                 "float32: set dtype, or convert the model."
             )
         self.optim: str = resolve_optimizer(self.optim, dtype)
-        check_conflicts(self, about="optim")  # the optimizer's name is known now
-        self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # None means on, as in TRL
+        check_conflicts(self, about="optim")  # Checked again, because `optim` is resolved now.
+        self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # Unset `bf16` means true.
         self.mixed_precision = "bf16" if self.bf16 else "no"

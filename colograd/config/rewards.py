@@ -1,4 +1,4 @@
-"""The user's code in a run: reward functions and tools, where they run, and the handling of their failures."""
+"""Settings of reward functions, tools and agents: where they run, time limits, and what happens when they fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECONDS: dict[str, Any] = {"above": 0, "remedy": "leave it out for no limit"}
 
 @dataclass
 class RewardKnobs:
-    """Rewards and tools."""
+    """Settings of rewards and tools."""
 
     reward_weights: list[float] | None = knob(None, "One weight per reward function; default 1 each.")
     reward_workers: int | None = knob(

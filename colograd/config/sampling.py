@@ -1,4 +1,4 @@
-"""The engine's sampling of completions, in training and in `evaluate`."""
+"""Settings of sampling: how vLLM draws completions in training, and in `evaluate`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .conflicts import OF_LOSS
 from .knob import BARE_FLAG, knob
 from .steps import StepKnobs
 
-# vLLM's parameters that change the distribution from the model's at the temperature. `NEUTRAL` has their values without
-# an effect; for the others these are None, 0 and empty ones.
+# Parameters of vLLM that make its distribution differ from the model's softmax at the temperature. `NEUTRAL` maps a
+# parameter to the values without effect. Parameters missing in `NEUTRAL` have no effect if they are None, 0 or empty.
 SHAPING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget", "extra_args",
 )  # fmt: skip
-TRUNCATING = ("top_p", "top_k", "min_p")  # vLLM can record, for each token, the candidates that these kept
-# Parameters of transformers' generation, and their values that change nothing here. (`n` is 1 in TRL's requests,
-# because each request has a copy of the prompt.)
+TRUNCATING = ("top_p", "top_k", "min_p")  # vLLM can record the tokens that top_p, top_k and min_p leave.
+# Parameters of transformers' `generate` with values that change nothing here. `n` is 1 in TRL's requests, because TRL
+# repeats the prompt for each completion.
 ANYWAY: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,), "n": (1,), "num_return_sequences": (1,), "num_beams": (1,), "num_beam_groups": (1,),
     "use_cache": (True,), "early_stopping": (False,), "length_penalty": (1,), "typical_p": (1,),
@@ -29,7 +29,7 @@ NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1), "repetition_penalty": (1.0,), "thi
 
 @dataclass
 class SamplingKnobs:
-    """Sampling."""
+    """Settings of sampling."""
 
     max_completion_length: int | None = knob(512, "Maximum tokens of a completion.", at_least=1)
     temperature: float = knob(1.0, "Sampling temperature; the loss uses the same.")
@@ -47,7 +47,7 @@ class SamplingKnobs:
     vllm_structured_outputs_regex: str | None = knob(None, "A regular expression that every completion matches.")
 
     def _drop_what_is_done_anyway(self) -> list[str]:
-        """Drop the entries of ``generation_kwargs`` that change nothing here. Return a line for each."""
+        """Drop entries of ``generation_kwargs`` that change nothing. Return one log line per dropped entry."""
         kwargs = self.generation_kwargs
         if not isinstance(kwargs, dict):
             return []
@@ -56,17 +56,17 @@ class SamplingKnobs:
         needless = [name for name, value in kwargs.items() if value is None or value in anyway.get(name, ())]
         self.generation_kwargs = {name: value for name, value in kwargs.items() if name not in needless} or None
         for name, value in (self.generation_kwargs or {}).items():
-            if name in anyway and name not in ("n", "max_tokens", "temperature"):  # vLLM's names are checked later
+            if name in anyway and name not in ("n", "max_tokens", "temperature"):  # vLLM's own names, checked later.
                 raise ValueError(
                     f"generation_kwargs sets {name!r} to {value!r}, but completions are always drawn by vLLM with "
-                    f"{anyway[name][0]!r}: remove it. (Lengths are max_completion_length; greedy evaluation is "
+                    f"{anyway[name][0]!r}: remove the entry. (Lengths are max_completion_length; greedy evaluation is "
                     "temperature_eval: 0.)"
                 )
         return [f"config: `{name}` of generation_kwargs has no effect: it is so anyway" for name in needless]
 
 
 def shaping(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that change the distribution from the model's at the temperature."""
+    """Return the settings that make the sampler's distribution differ from the model's softmax at the temperature."""
     own = ("top_p", "top_k", "min_p", "repetition_penalty", "vllm_structured_outputs_regex")
     values = {name: settings.get(name) for name in own}
     more = settings.get("generation_kwargs")
@@ -77,7 +77,7 @@ def shaping(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class EvaluationKnobs(SamplingKnobs, StepKnobs):
-    """Evaluation."""
+    """Settings of evaluation."""
 
     num_generations_eval: int | None = knob(
         None,
@@ -99,22 +99,22 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
     )
 
     def eval_generations(self) -> int:
-        """Completions per prompt in `evaluate`."""
+        """Return the number of completions per prompt in `evaluate`; 1 by default if evaluation is greedy."""
         return int(self.num_generations_eval or (1 if self.temperature_eval == 0 else self.num_generations) or 1)
 
     def _resolve_best_metric(self) -> None:
-        """Default ``metric_for_best_model`` to `reward`: an evaluation may not have a loss, transformers' default."""
+        """Set an unset ``metric_for_best_model`` to `reward`. An evaluation may lack transformers' default, loss."""
         if self.metric_for_best_model is not None or not self.load_best_model_at_end:
             return
         if self.greater_is_better is False:
             raise ValueError(
-                "greater_is_better is false and metric_for_best_model isn't set, but is `reward` then, of which more "
-                "is better: say metric_for_best_model, or remove greater_is_better."
+                "greater_is_better is false, but metric_for_best_model isn't set, so the metric is `reward`, and a "
+                "higher reward is better: set metric_for_best_model, or remove greater_is_better."
             )
         self.metric_for_best_model: str | None = "reward"
 
     def _resolve_evaluation(self) -> None:
-        """Resolve ``loss_eval``: evaluate the loss at the training's temperature, or for a metric that needs it."""
+        """Set an unset ``loss_eval``: true at the training temperature, or if the best model's metric needs a loss."""
         if self.loss_eval is None:
             needed = OF_LOSS.search(str(self.metric_for_best_model or "")) is not None
             self.loss_eval = needed or self.temperature_eval in (None, self.temperature)

@@ -1,4 +1,4 @@
-"""The model, as in TRL's ModelConfig; and the data and rewards, as in TRL's ScriptArguments and its grpo script."""
+"""`ModelConfig` (the model) and `ScriptArguments` (dataset and rewards), as in TRL's classes and grpo script."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = ("auto", "bfloat16", "float32")
 @names_checked
 @dataclass
 class ModelConfig:
-    """The policy to start from."""
+    """Settings of the model that training starts from, and of its LoRA adapter."""
 
     model_name_or_path: str | None = knob(None, "A Hub id or a local folder, as transformers takes them.")
     model_revision: str | None = knob(None, "Branch, tag or commit of a Hub model.")
@@ -70,23 +70,23 @@ class ModelConfig:
         check_conflicts(self)
 
     def peft_config(self) -> Any:
-        """Return the `peft.LoraConfig` for ``GRPOTrainer(peft_config=...)``, as in TRL; None without ``use_peft``."""
+        """Return the `peft.LoraConfig` for ``GRPOTrainer(peft_config=...)``, or None without ``use_peft``."""
         if not self.use_peft:
             return None
         try:
             from peft import LoraConfig
         except ImportError as error:
-            raise ValueError(f"use_peft is true, but peft can't be imported ({error}): pip install peft.") from None
+            raise ValueError(f"use_peft is true, but peft can't be imported ({error}). Run pip install peft.") from None
         targets: Any = self.lora_target_modules
         if len(targets or ()) == 1 and (targets[0] == "all-linear" or not re.fullmatch(r"[\w.]+", targets[0])):
-            targets = targets[0]  # a pattern, not a layer's name (which peft finds at the end of full names)
+            targets = targets[0]  # A regular expression for whole names. In a list, peft compares the ends of names.
         names = ("task_type", "r", "target_parameters", "modules_to_save")
         renamed = {name: getattr(self, f"lora_{name}") for name in names}
         same = {name: getattr(self, name) for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}
         return LoraConfig(**renamed, **same, target_modules=targets, bias="none")
 
     def init_kwargs(self) -> dict[str, Any]:
-        """Return the settings that belong to `GRPOConfig.model_init_kwargs`."""
+        """Return the keyword arguments for `from_pretrained`, to put into `GRPOConfig.model_init_kwargs`."""
         settings = {"revision": self.model_revision, "dtype": self.dtype, "quantization_config": self._quantization()}
         return {key: value for key, value in settings.items() if value is not None}
 
@@ -102,7 +102,7 @@ class ModelConfig:
 @names_checked
 @dataclass
 class ScriptArguments:
-    """Arguments of ``colograd train`` that are not the trainer's own."""
+    """Settings of ``colograd train`` that trainer and model don't have: dataset, reward functions, tools, agent."""
 
     dataset_name: str | None = knob(
         None,
@@ -161,5 +161,5 @@ class ScriptArguments:
         check_values(self)
 
     def all_rewards(self) -> list[str]:
-        """Return the reward functions with the reward model before them, as in TRL's script."""
+        """Return the names of all reward functions, the reward model first, as in TRL's script."""
         return [*([self.reward_model_name_or_path] if self.reward_model_name_or_path else []), *self.reward_funcs]

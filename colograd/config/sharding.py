@@ -1,4 +1,4 @@
-"""The knobs of sharding."""
+"""Settings of sharding: how ranks divide weights, gradients, optimizer state and the tokens of a row."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from transformers import TrainingArguments
 from ..runtime import process, registry
 from .knob import knob
 
-# A policy that is cut as the engine's ranks cut it. Ranks with the same part share out nothing, ZeRO-1's or ZeRO-2's
-# part.
+# Tensor parallel sharding: each rank trains the tensors that its vLLM rank samples with. The suffix divides the
+# optimizer state (ZeRO-1) or also the gradients (ZeRO-2) among ranks that hold equal tensors.
 TENSOR = ("tensor", "tensor+optimizer", "tensor+gradients")
-LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # variables of accelerate's files
+LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # Set by accelerate for FSDP and for DeepSpeed.
 
 
 @dataclass
 class ShardingKnobs(TrainingArguments):
-    """Sharding."""
+    """Settings of sharding."""
 
     sharding: str = knob(
         "none",
@@ -63,27 +63,27 @@ class ShardingKnobs(TrainingArguments):
     )
 
     def _take_sharding(self) -> None:
-        """Apply the request of a launcher's file or ``deepspeed``, before transformers acts on it. Idempotent."""
+        """Set ``sharding`` and its options from accelerate's or DeepSpeed's file, before transformers does."""
         if self.deepspeed or any(map(os.environ.get, LAUNCHERS)):
             registry.require("launchers", "deepspeed, or accelerate's FSDP or DeepSpeed,")
-        # The seam "launched": functions (deepspeed) -> requests. A request has `sharding`, the options below (None: not
-        # set), the method's `name`, and `describe`.
+        # An extension's function (deepspeed) returns requests for a sharding. A request has `sharding`, the method's
+        # `name`, `describe()`, and the options below. An option is None if it isn't set.
         requests = [request for read in registry.hooks("launched") for request in read(self.deepspeed)]
         for request in requests:
             if self.sharding not in ("none", "auto", request.sharding):
                 raise ValueError(
                     f"sharding is {self.sharding!r}, but {request.name}, which the launcher or deepspeed asks for, is "
-                    f"{request.sharding!r}: remove one of them (recipes/accelerate_configs/ddp.yaml asks for nothing)."
+                    f"{request.sharding!r}: remove one of them (recipes/accelerate_configs/ddp.yaml sets no sharding)."
                 )
             self.sharding = request.sharding
             for name in ("fsdp_reshard_after_forward", "fsdp_offload_params", "offload_optimizer"):
                 if (value := getattr(request, name.removeprefix("fsdp_"))) is not None:
                     setattr(self, name, value)
-        self.deepspeed: Any = None  # DeepSpeed itself doesn't run
+        self.deepspeed: Any = None  # Colograd shards without DeepSpeed's engine.
         self.sharding_note = requests[0].describe() if requests else ""
 
     def _check_sequences(self) -> None:
-        """Check the settings that sharing out a row's tokens requires."""
+        """Raise a ValueError if ranks can't be grouped by ``sequence_parallel_size``; a group shares a row."""
         size = self.sequence_parallel_size
         if size == 1:
             return
@@ -100,20 +100,20 @@ class ShardingKnobs(TrainingArguments):
                 )
 
     def resolve_sharding(self, strategy: str) -> None:
-        """Resolve ``auto``, once the policy and the prompts are known."""
+        """Replace `sharding: auto` by the chosen ``strategy``, when the policy and the prompts are known."""
         self.sharding: str = strategy
 
     @property
     def offloads_gradients(self) -> bool:
-        """Whether the sums of gradients are in host memory."""
+        """Whether the backward adds gradients to sums in host memory."""
         return self.offload_gradients and self.device.type != "cpu"
 
     @property
     def cuts_weights(self) -> bool:
-        """Whether each rank holds some rows of the policy's weights; each pass gathers them."""
+        """Whether each rank holds a part of every weight, and each forward and backward gathers the weights (FSDP)."""
         return self.sharding == "fsdp" and self.world_size > 1
 
     @property
     def tensor_parallel(self) -> bool:
-        """Whether the policy is cut as the engine's ranks cut it; these ranks train each row together."""
+        """Whether the policy is tensor parallel, like vLLM's ranks. Such ranks compute each row together."""
         return self.sharding in TENSOR

@@ -1,7 +1,7 @@
-"""The size of an optimizer step: prompts, groups of completions, iterations and micro-batches.
+"""Settings of an optimizer step: prompts, groups of completions, iterations and micro-batches.
 
-``gradient_accumulation_steps`` is folded into ``per_device_train_batch_size``, which then counts *completions per rank
-and optimizer step*: micro-batches are cut by tokens, not by rows.
+A configuration multiplies ``per_device_train_batch_size`` by ``gradient_accumulation_steps``. The product counts
+*completions per rank and optimizer step*, because micro-batches are formed by tokens and not by rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .knob import Rules, knob
 
 @dataclass
 class StepKnobs(TrainingArguments):
-    """Prompts, groups and steps."""
+    """Settings of prompts, groups and steps."""
 
     num_generations: int | None = knob(8, "G: completions per prompt; at least 2.")
     prompts_per_step: int | None = knob(
@@ -83,7 +83,7 @@ class StepKnobs(TrainingArguments):
     chat_template_kwargs: dict[str, Any] | str | None = knob(None, "Keyword arguments of the chat template.")
 
     def _resolve_budget(self, on_cpu: bool) -> None:
-        """Make ``max_tokens_per_microbatch`` a number of tokens, or `auto` on a GPU until it is measured."""
+        """Convert ``max_tokens_per_microbatch`` to a number of tokens. On a GPU `auto` stays until it is measured."""
         budget = self.max_tokens_per_microbatch
         if budget is None or budget == "auto":
             self.max_tokens_per_microbatch = 4096 if on_cpu else "auto"
@@ -92,23 +92,23 @@ class StepKnobs(TrainingArguments):
             self.max_tokens_per_microbatch = int(budget)
         except ValueError:
             raise ValueError(
-                f"max_tokens_per_microbatch is {budget!r}, but must be a number of tokens or `auto`: remove it for "
-                "`auto`."
+                f"max_tokens_per_microbatch is {budget!r}, but must be a number of tokens or `auto`: remove the "
+                "setting to get `auto`."
             ) from None
         Rules(at_least=1).check("max_tokens_per_microbatch", self.max_tokens_per_microbatch)
 
     @property
     def token_budget(self) -> int:
-        """Most tokens of a micro-batch at first; 0: not measured yet."""
+        """Maximum number of tokens of a micro-batch at the start; 0 if it isn't measured yet."""
         return 0 if self.max_tokens_per_microbatch == "auto" else int(self.max_tokens_per_microbatch or 0)
 
     @property
     def round_length(self) -> int:
-        """Optimizer steps between two generations."""
+        """Number of optimizer steps from one generation to the next."""
         return self.steps_per_generation * self.num_iterations  # type: ignore[operator]
 
     def _fold_batch(self, ranks: int) -> None:
-        """Resolve the fields of the batch; ``ranks`` share the prompts. Idempotent."""
+        """Resolve the settings of batch sizes for ``ranks`` ranks that divide the prompts among them. Idempotent."""
         group = self.num_generations or 1
         accumulation = self.gradient_accumulation_steps
         per_rank = self.per_device_train_batch_size * accumulation
@@ -142,7 +142,7 @@ class StepKnobs(TrainingArguments):
         in_trl = (self.generation_batch_size or 0) // ranks or per_rank // accumulation * (
             self.steps_per_generation or accumulation
         )
-        self.environments_at_once = max(in_trl, group)  # on a rank; TRL makes one per completion of a generation
+        self.environments_at_once = max(in_trl, group)  # Environments per rank. TRL has one per completion.
         self.steps_per_generation = self._steps_sampled_together(accumulation, per_rank * ranks)
         self.gradient_accumulation_steps: int = 1
         self.per_device_train_batch_size: int = per_rank
@@ -150,13 +150,13 @@ class StepKnobs(TrainingArguments):
         self.generation_batch_size = None
 
     def _steps_sampled_together(self, accumulation: int, completions: int) -> int:
-        """Count the optimizer steps that are sampled together. Several generations of a step (in TRL) are one here."""
+        """Return the number of optimizer steps per generation; 1 if TRL would generate several times per step."""
         if self.generation_batch_size is None:
             name, count, whole = "steps_per_generation", self.steps_per_generation, accumulation
             rule, reason = f"gradient_accumulation_steps ({whole})", ": a generation feeds whole optimizer steps"
         else:
             if self.steps_per_generation is not None:
-                raise ValueError("generation_batch_size and steps_per_generation say the same thing: give one of them.")
+                raise ValueError("generation_batch_size and steps_per_generation set the same number: remove one.")
             name, count, whole = "generation_batch_size", self.generation_batch_size, completions
             rule, reason = f"the completions of one optimizer step over all ranks ({whole})", ""
         if count is None:
@@ -171,7 +171,7 @@ class StepKnobs(TrainingArguments):
 
 @dataclass
 class CarryOverKnobs(StepKnobs):
-    """Carrying completions over."""
+    """Settings of carrying unfinished completions over to the next generation."""
 
     carry_over: float | None = knob(
         None,
@@ -194,13 +194,13 @@ class CarryOverKnobs(StepKnobs):
 
     @property
     def groups_per_round(self) -> int:
-        """Groups that a rank's engine gives the optimizer steps of a round."""
+        """Number of groups that a rank's engine must finish per generation."""
         completions = self.per_device_train_batch_size * (self.steps_per_generation or 1)
         return completions // (self.num_generations or 1)
 
     @property
     def groups_in_flight(self) -> int:
-        """Groups that a rank's engine samples at once in a round."""
+        """Number of groups that a rank's engine samples at once; with `carry_over` more than a generation needs."""
         if self.carry_over is None:
             return self.groups_per_round
         return math.ceil(self.groups_per_round / self.carry_over - 1e-9)

@@ -1,16 +1,15 @@
-"""Datasets and prompts, one file per job: `sources` loads a dataset by its name, `loading` combines one or several into
-a run's rows, and `prompts` tokenises them. `order` chooses the prompts of each step; `curriculum` chooses them by their
-pass rates. `columns` has shared checks.
-`messages` converts conversations for a chat template, and `images` converts rows with images into the model's inputs.
-`image_lengths` counts those rows' tokens before training.
+"""Datasets and prompts. `sources` loads one dataset by its name. `loading` combines datasets into a run's rows.
+`prompts` tokenises the rows. `order` chooses the prompts of each optimizer step. `columns` and `vocabulary` check
+datasets and token ids. `messages` converts conversations for a chat template. Extensions add images, streams and a
+curriculum.
 
     ScriptArguments -> load_datasets -> Dataset -> tokenize_prompts -> PromptDataset
                                                                            |
                    one item = this rank's prompts of one optimizer step <- PromptLoader <- StepOrder
 
-Prompts are tokenised once, before training. Their order is a pure function of (seed, epoch), with a curriculum of
-(seed, round, record), without a global generator. A resumed run therefore takes the same prompts, and any number of
-ranks takes the same prompts in the same step.
+Prompts are tokenised once, before training. Their order depends only on the seed and the epoch; with a curriculum
+(prompts chosen by pass rate) on the seed, the generation and the recorded pass rates. So a resumed run takes the same
+prompts, and any number of ranks takes the same prompts in a step.
 """
 
 from .loading import load_datasets

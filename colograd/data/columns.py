@@ -1,4 +1,4 @@
-"""Checks of a dataset before it is tokenised: its kind, its columns, and that no data is lost silently."""
+"""Checks of a dataset before tokenisation: its type and columns, and data that would be lost without notice."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-IMAGES = ("images", "image")  # columns with a row's images
-EMPTY = [{"role": "user", "content": ""}]  # the prompt of rows whose prompts are written during the rollout
+IMAGES = ("images", "image")  # Names of columns with images.
+EMPTY = [{"role": "user", "content": ""}]  # Placeholder for prompts that are written only during the rollout.
 
 
 def check_dataset(dataset: Any, name: str) -> None:
@@ -21,33 +21,33 @@ def check_dataset(dataset: Any, name: str) -> None:
 
 
 def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
-    """Return the column names. If a stream doesn't know its columns, the first row's keys are returned."""
+    """Return a dataset's column names. For a stream without known columns return the first row's keys."""
     return list(dataset.column_names or next(iter(dataset), {}))
 
 
 def check_prompt_column(columns: Iterable[str], name: str) -> None:
-    """Raise ValueError if no column is named ``prompt``."""
+    """Raise ValueError if the dataset has no column ``prompt``."""
     if "prompt" not in columns:
         raise ValueError(
-            f"{name} has no column 'prompt'; it has {listed(columns)}. Rename the one that holds the prompts "
-            "(dataset_prompt_column in a recipe)."
+            f"{name} has no column 'prompt'; it has {listed(columns)}. Rename the column that holds the prompts "
+            "(in a recipe: set dataset_prompt_column)."
         )
 
 
 def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = False) -> None:
-    """Refuse data that would be lost silently: images for a text model, and a transform that runs at each read."""
+    """Raise ValueError for data that would be ignored: images with a text model, or a transform at each read."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
             f"{name} has a transform (with_transform or set_transform), which runs whenever a row is read, but prompts "
-            "are tokenised once: apply it with map. (Tool calls and chat_template_kwargs need no transform to remove "
-            "the keys that Arrow adds with None; other nested columns need on_mixed_types='use_json'.)"
+            "are tokenised once: apply the transform with map. (Tool calls and chat_template_kwargs need no transform "
+            "against the keys that Arrow adds with None. Other nested columns need on_mixed_types='use_json'.)"
         )
     if not images:
         check_no_images(columns_of(dataset), name)
 
 
 def check_no_images(columns: Iterable[str], name: str) -> None:
-    """Raise ValueError if a column holds images."""
+    """Raise ValueError if the dataset has a column of images."""
     if found := sorted({*IMAGES} & {*columns}):
         raise ValueError(
             f"{name} has the column {found[0]!r}, but the model reads text alone: choose a vision-language model (see "
@@ -56,7 +56,7 @@ def check_no_images(columns: Iterable[str], name: str) -> None:
 
 
 def by_column(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Convert rows into columns, with None where a row lacks one: rows of a stream may differ in their keys."""
+    """Convert rows into columns. A key that a row lacks becomes None, because rows of a stream may differ."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 

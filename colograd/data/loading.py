@@ -1,4 +1,4 @@
-"""The rows of a run: a dataset or a mixture of several, the split to evaluate on, and the prompts in their place."""
+"""Load the rows of a run: one dataset or a mixture, with train and test split, and a column of prompts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ MIXTURE_KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "f
 
 
 def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
-    """Return the rows to train on and the rows to evaluate on, both with a ``prompt`` column; None: no test split.
-    They are iterable datasets if streaming is set, or if a dataset function returns iterable datasets.
-    """
+    """Return (rows to train on, rows to evaluate on), both with a column ``prompt``. Without a test split the latter
+    are None. With streaming, or if a dataset function returns iterable datasets, the rows are iterable datasets."""
     if bool(script.dataset_name) == bool(script.datasets):
         given = "both were given" if script.dataset_name else "neither was given"
         raise ValueError(
-            f"One of dataset_name and datasets must be set, but {given}: give dataset_name (a Hub id, a local file or "
-            "folder, or an import path `package.module:function`), or a mixture of these in datasets."
+            f"Either dataset_name or datasets must be set, but {given}: set dataset_name to a Hub id, a local file or "
+            "folder, or an import path `package.module:function`, or set datasets to a mixture of these."
         )
     train, test = _load_mixture(script) if script.datasets else _load_named(script)
     train = _with_prompts(train, script, "the train split")
@@ -33,38 +32,38 @@ def _load_named(script: ScriptArguments) -> tuple[Any, Any]:
     name, wanted = str(script.dataset_name), (script.dataset_train_split, script.dataset_test_split)
     if script.test_split_size is not None:
         raise ValueError(
-            f"test_split_size={script.test_split_size} holds rows of a mixture out; with dataset_name, name a split "
-            "to evaluate on (dataset_test_split), or give the dataset as the one part of `datasets`."
+            f"test_split_size={script.test_split_size} works only with a mixture: with dataset_name, name the split "
+            "to evaluate on in dataset_test_split, or give the dataset as the only part of `datasets`."
         )
     kwargs = _from_json(script.dataset_kwargs, dict, "dataset_kwargs", '{"size": 100}') or {}
     loaded = load_source(name, script.dataset_config, kwargs, wanted, script.dataset_streaming)
-    if not isinstance(loaded, dict):  # one split: selected by name, or the only one
+    if not isinstance(loaded, dict):  # `loaded` is a single split, not a dict of splits.
         return loaded, None
     train, test = (loaded.get(split) for split in wanted)
     if train is None:
         raise ValueError(
-            f"{name} has no split {wanted[0]!r}; it has {listed(loaded)}. Set dataset_train_split to one of these."
+            f"{name} has no split {wanted[0]!r}; it has {listed(loaded)}. Set dataset_train_split to one of them."
         )
     return train, test
 
 
 def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
-    """Concatenate the parts, and hold out ``test_split_size`` rows (the same in every run)."""
+    """Concatenate the parts of a mixture, and split off ``test_split_size`` rows by a fixed seed."""
     entries = _from_json(script.datasets, list, "datasets", '[{"path": "org/name", "split": "train"}]')
     if script.streaming and script.test_split_size is not None:
         raise ValueError(
-            f"test_split_size is {script.test_split_size}, but a streamed mixture has no length of which rows could be "
-            "held out: remove it, or streaming."
+            f"test_split_size is {script.test_split_size}, but a streamed mixture has no length to hold rows out of: "
+            "remove test_split_size or streaming."
         )
     parts = [_load_part(entry, index, script.streaming) for index, entry in enumerate(entries)]
     fractions = [entry.get("fraction") for entry in entries]
     if any(fraction is not None for fraction in fractions):
-        # Each part is cut to its first rows. The mixture has the given fractions and repeats no row, as in TRL.
+        # As in TRL, each part gives its first rows: the mixture has the given fractions and repeats no row.
         if any(fraction is None or fraction < 0 for fraction in fractions) or not sum(fractions):
-            raise ValueError(f"`fraction` is {fractions} in `datasets`: give each part a share, or none of them.")
+            raise ValueError(f"`fraction` is {fractions} in `datasets`: give every part a fraction, or no part.")
         if not all(isinstance(part, Dataset) for part in parts):
             raise ValueError(
-                "`fraction` is given in `datasets`, but a streamed part has no length: remove one of the two."
+                "`fraction` is given in `datasets`, but a streamed part has no length: remove `fraction` or streaming."
             )
         shares = [fraction / sum(fractions) for fraction in fractions]
         total = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share)
@@ -74,8 +73,8 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     except ValueError as error:
         columns = "; ".join(f"{i}: {listed(columns_of(part))}" for i, part in enumerate(parts))
         raise ValueError(
-            f"The parts of `datasets` don't fit together ({error}): keep the columns that they share with `columns`. "
-            f"They have {columns}."
+            f"The parts of `datasets` don't fit together ({error}): list in `columns` the columns that all share. "
+            f"The parts have the columns {columns}."
         ) from error
     if script.test_split_size is None:
         return whole, None
@@ -101,20 +100,20 @@ def _load_part(entry: Any, index: int, streaming: bool) -> Any:
     if isinstance(loaded, dict):
         if split not in loaded:
             raise ValueError(
-                f"{where}: {path} has no split {split!r}; it has {listed(loaded)}. Set `split` to one of these."
+                f"{where}: {path} has no split {split!r}; it has {listed(loaded)}. Set `split` to one of them."
             )
         loaded = loaded[split]
     check_dataset(loaded, where)
     present = columns_of(loaded)
     wanted = entry.get("columns") or present
     if missing := [column for column in wanted if column not in present]:
-        raise ValueError(f"{where}: {path} has no column {listed(missing)}: name some of {listed(present)}.")
+        raise ValueError(f"{where}: {path} has no column {listed(missing)}: choose from {listed(present)}.")
     kept = loaded.select_columns(list(wanted))
     if (source := entry.get("source")) is None:
         return kept
     if "source" in wanted:
         raise ValueError(
-            f"{where}: {path} has a column 'source' already: leave `source` out, or the column (`columns`)."
+            f"{where}: {path} has a column 'source' already: remove `source`, or leave the column out with `columns`."
         )
     if isinstance(kept, Dataset):
         return kept.add_column("source", [str(source)] * len(kept))
@@ -125,22 +124,22 @@ def _from_json(value: Any, kind: type, name: str, example: str) -> Any:
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
-        raise ValueError(f"{name} is {value!r}, which isn't JSON ({error}); write it as in {example}") from error
+        raise ValueError(f"{name} is {value!r}, which isn't JSON ({error}): write the value as in {example}") from error
     if parsed is None or isinstance(parsed, kind):
         return parsed
-    raise ValueError(f"{name} is {value!r}, but must be a {kind.__name__}: write it as in {example}")
+    raise ValueError(f"{name} is {value!r}, but must be a {kind.__name__}: write the value as in {example}")
 
 
 def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
     check_dataset(dataset, name)
     column, present = script.dataset_prompt_column, columns_of(dataset)
-    asked_elsewhere = script.agent or script.environment_factory  # a program or an environment makes the prompts
+    asked_elsewhere = script.agent or script.environment_factory  # An agent or environment makes the prompts.
     if asked_elsewhere and column == "prompt" and column not in present and script.system_prompt is None:
         return dataset
     if column not in present:
         raise ValueError(
-            f"{name} has no column {column!r}; it has {listed(present)}. Set dataset_prompt_column to the one that "
-            "holds the prompts."
+            f"{name} has no column {column!r}; it has {listed(present)}. Set dataset_prompt_column to the column "
+            "that holds the prompts."
         )
     if column != "prompt" and "prompt" not in present:
         dataset = dataset.rename_column(column, "prompt")
@@ -148,14 +147,14 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
         isinstance(dataset, IterableDataset) or list(dataset["prompt"]) != list(dataset[column])
     ):
         raise ValueError(
-            f"{name} has a column 'prompt' beside dataset_prompt_column={column!r}, and they differ: remove one."
+            f"{name} has a column 'prompt' next to dataset_prompt_column={column!r}, and the two differ: remove one."
         )
     if script.system_prompt is None:
         return dataset
     system = {"system": {"role": "system", "content": script.system_prompt}}
     if isinstance(dataset, IterableDataset):
         return dataset.map(_put_system_first, fn_kwargs=system)
-    # Nothing is cached: the map is quick, and ranks that share a cache would write the same file.
+    # The map is quick and isn't cached, because ranks that share a cache would write the same file.
     uncached = {"keep_in_memory": True, "load_from_cache_file": False}
     return dataset.map(_put_system_first, fn_kwargs=system, desc="system prompt", **uncached)
 

@@ -1,4 +1,4 @@
-"""Messages in the form that a chat template takes, even if Arrow or users gave them another form."""
+"""Conversions of chat messages for a chat template. Arrow tables and users may store messages in different forms."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 import jinja2
 
-FAILURES = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)  # errors of a template
+FAILURES = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)  # Errors of templates.
 
 
 def without_nones(value: Any) -> Any:
-    """Drop keys with the value None at every depth. A struct column of Arrow adds the keys that a row lacks."""
+    """Remove dict keys with the value None at every depth: Arrow's struct columns add missing keys with None."""
     if isinstance(value, dict):
         return {key: without_nones(each) for key, each in value.items() if each is not None}
     return [without_nones(each) for each in value] if isinstance(value, list) else value
 
 
 def content_parts(content: Any) -> list[dict[str, Any]]:
-    """Return a message's content as parts. A struct column fills the keys that a part doesn't have with None."""
+    """Return a message's content as a list of parts. Keys with the value None are removed, because Arrow adds them."""
     if not isinstance(content, list):
         return [{"type": "text", "text": content or ""}]
     return [
@@ -31,7 +31,7 @@ def content_parts(content: Any) -> list[dict[str, Any]]:
 
 
 def text_of(prompt: Any) -> Any:
-    """Return the prompt without its pictures, for display and logs."""
+    """Return a prompt without its images, for display and logs."""
     if not isinstance(prompt, list):
         return prompt
     return [
@@ -43,9 +43,9 @@ def text_of(prompt: Any) -> Any:
 
 
 def content_problem(message: dict[str, Any], images: bool = False) -> str:
-    """Return why a message's content can't be used; empty if it can."""
+    """Return an error text if a message's content can't be used, else an empty text."""
     content = message.get("content")
-    if content is None:  # as in OpenAI's messages with tool calls
+    if content is None:  # A message with tool calls may have no content, as in OpenAI's API.
         alone = not any(value for key, value in message.items() if key not in ("role", "name", "content"))
         return "no content: write a text" if alone and not images else ""
     for part in content if isinstance(content, list) else [content]:
@@ -61,9 +61,9 @@ def content_problem(message: dict[str, Any], images: bool = False) -> str:
 def template_messages(
     messages: Sequence[dict[str, Any]], write: Callable[[list[dict[str, Any]]], str]
 ) -> list[dict[str, Any]]:
-    """Return a conversation as a text model's template takes it. Templates that support parts and missing contents get
-    the original messages. Other templates would leave out a list, or write Python's or JSON's text of it or of `None`;
-    these get the joined texts."""
+    """Return a conversation in the form that a chat template can write. Templates that handle lists of parts and
+    missing contents get the messages unchanged. Other templates would drop a list, or write Python's or JSON's text of
+    a list or of `None`. For such templates each content is replaced by the joined texts of its parts."""
     original = [{"content": None} | without_nones(message) for message in messages]
     joined = [{**message, "content": _joined(message["content"])} for message in original]
     if original == joined:
@@ -76,7 +76,7 @@ def template_messages(
     raw = [form for each in contents for form in (str(each), json.dumps(each, ensure_ascii=False, default=str))]
     if any(text.count(form) > joined_text.count(form) for form in raw):
         return joined
-    # Without spaces, as some templates trim each part.
+    # Remove all spaces before the comparison, because some templates trim each part.
     text, joined_text = "".join(text.split()), "".join(joined_text.split())
     parts = ["".join(_joined([part]).split()) for each in contents for part in each or []]
     is_lost = any(part and text.count(part) < joined_text.count(part) for part in parts)

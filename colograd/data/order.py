@@ -1,4 +1,4 @@
-"""The order of prompts: the prompts of each optimizer step on this rank, and their positions in the run's stream."""
+"""The order of prompts in training: which prompts this rank takes in each optimizer step."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from ..batch import Prompt
 from ..config import GRPOConfig
 from .prompts import PromptDataset
 
-EXTRA = 2**40  # lowest position of additional prompts; positions of the stream stay far below
+EXTRA = 2**40  # Positions from 2**40 on belong to prompts that dynamic sampling draws in addition.
 
 
 @dataclass(eq=False)
 class StepOrder(Sampler[list[tuple[int, int]]]):
-    """The prompts of each optimizer step on this rank; one item is [(row, position), ...] of one step.
+    """Batch sampler of prompts: one item has this rank's prompts of one optimizer step, as [(row, position), ...].
 
-    An epoch is a sequence of rounds. A round is ``steps_per_generation`` different steps, taken ``num_iterations``
-    times. Example with 2 prompts a step, steps_per_generation=2, num_iterations=2: ab cd ab cd | ef gh ef gh. Rows that
-    don't fill a round are left out of the epoch (other rows in each epoch, if shuffled).
+    A position numbers the prompts of the whole training. An epoch is a sequence of rounds. A round has
+    ``steps_per_generation`` different steps, and is repeated ``num_iterations`` times. Example with 2 prompts per step,
+    steps_per_generation=2, num_iterations=2: ab cd ab cd | ef gh ef gh. Rows that don't fill a round are left out of
+    the epoch. With shuffling these rows differ between epochs.
     """
 
     num_rows: int
-    prompts_per_step: int  # over all ``data_size`` shares; this rank takes one share
+    prompts_per_step: int  # Prompts per optimizer step over all ranks.
     data_rank: int
     data_size: int
     steps_per_generation: int = 1
@@ -39,7 +40,7 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
 
     @classmethod
     def of(cls, config: GRPOConfig, num_prompts: int) -> Self:
-        """Build this rank's order of a run. Raises ValueError if the prompts don't fill one round."""
+        """Build this rank's order of prompts. Raises ValueError if one generation takes more prompts than there are."""
         return cls(
             num_prompts,
             config.prompts_per_step or 1,
@@ -58,13 +59,13 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
         self.num_rounds = self.num_rows // round_size
         if self.num_rounds == 0:
             raise ValueError(
-                f"The dataset has {self.num_rows} prompts; one generation takes {round_size} (prompts_per_step="
+                f"The dataset has {self.num_rows} prompts, but one generation takes {round_size} (prompts_per_step="
                 f"{self.prompts_per_step} times steps_per_generation={self.steps_per_generation}). Lower one of the "
-                "two, or add prompts."
+                "two settings, or add prompts."
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order and the positions of this epoch, counted from 0."""
+        """Set the epoch, counted from 0, that the next iteration goes through."""
         self.epoch = int(epoch)
 
     def __len__(self) -> int:
@@ -72,7 +73,7 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
 
     @property
     def epoch_size(self) -> int:
-        """Number of prompts of an epoch, over all ranks."""
+        """Number of prompts of an epoch over all ranks."""
         return self.num_rounds * self.steps_per_generation * self.prompts_per_step
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
@@ -89,8 +90,8 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
     def _rows_in_order(self) -> Sequence[int]:
         if not self.shuffle:
             return range(self.num_rows)
-        # TRL's permutations, so that the same seed gives the same prompts at each step. One generator draws the
-        # permutations of all epochs. The earlier ones are drawn again (15 ms for a million rows), so none is saved.
+        # Permutations as in TRL: equal seeds give equal prompts at each step. One generator draws the permutations of
+        # all epochs in turn. Past ones are drawn again (15 ms for a million rows), so no state is saved.
         if self._drawn is None or self._drawn[0] != self.epoch:
             generator = torch.Generator().manual_seed(self.seed)
             for _ in range(self.epoch):
@@ -100,21 +101,21 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
 
 
 def seed_of(config: GRPOConfig) -> int:
-    """Return the seed of the prompts' order."""
+    """Return the seed of the prompts' order: `data_seed`, else `seed`."""
     return int(config.seed if config.data_seed is None else config.data_seed)
 
 
 def extra_prompts(dataset: PromptDataset, config: GRPOConfig, step: int, drawn: int, count: int) -> list[Prompt]:
-    """Return the additional prompts ``drawn`` to ``drawn + count`` of this rank for an optimizer step. They are a pure
-    function of the seed and the step, so that a resumed run draws the same ones without saved state. Ranks take turns
-    in one hashed order of all rows, which starts again at its end."""
+    """Return ``count`` additional prompts of this rank for an optimizer step, for dynamic sampling. The first ``drawn``
+    ones are skipped. The result depends only on seed and step, so a resumed run draws the same prompts without saved
+    state. Ranks take turns in one random order of all rows, which is repeated from its start when it ends."""
     layout, rows = config.layout, _extra_rows(dataset, config, step)
     places = [index * layout.data_size + layout.data_rank for index in range(drawn, drawn + count)]
     return [dataset[rows[place % len(rows)], EXTRA * (step + 1) + place] for place in places]
 
 
 def prompt_at(dataset: PromptDataset, config: GRPOConfig, position: int) -> Prompt:
-    """Return the prompt at a position of a run without a curriculum; additional prompts have positions too."""
+    """Return the prompt at a position of a run without curriculum. Dynamic sampling's prompts begin at `EXTRA`."""
     if position < EXTRA:
         order = StepOrder.of(config, len(dataset))
         epoch, place = divmod(position, order.epoch_size)
@@ -132,15 +133,16 @@ def _extra_rows(dataset: PromptDataset, config: GRPOConfig, step: int) -> list[i
 
 
 class PromptLoader(DataLoader):
-    """The training dataloader: one item is the list of `Prompt` of one optimizer step on this rank.
+    """The training dataloader: one item is the list of this rank's `Prompt`s for one optimizer step.
 
-    A plain DataLoader over a batch sampler, so that `accelerate.skip_first_batches` resumes in the middle of an epoch.
+    A plain DataLoader with a batch sampler, so that `accelerate.skip_first_batches` can resume in the middle of an
+    epoch.
     """
 
     def __init__(self, dataset: PromptDataset, order: StepOrder) -> None:
-        # Its own generator, because starting an epoch would otherwise draw a number from the global one.
+        # Use a separate generator, because DataLoader draws a number from the global generator when an epoch starts.
         super().__init__(dataset, batch_sampler=order, collate_fn=list, num_workers=0, generator=torch.Generator())
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the order."""
+        """Set the epoch of the prompts' order, counted from 0."""
         self.batch_sampler.set_epoch(epoch)

@@ -1,4 +1,4 @@
-"""Prompts as tokens: the chat template, and the limit of their length."""
+"""Tokenised prompts: rows go through the chat template, and too long prompts are dropped or refused."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from .vocabulary import check_rows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROWS_AT_ONCE = 1000  # rows that are tokenised together
-NAMED = 5  # largest number of too long prompts that a message lists
-COLUMNS = ("prompt", "chat_template_kwargs", "environment")  # columns that a prompt's tokens may depend on
+ROWS_AT_ONCE = 1000  # Number of rows per call of the tokenizer.
+NAMED = 5  # Maximum number of too long prompts that a message lists.
+COLUMNS = ("prompt", "chat_template_kwargs", "environment")  # Columns that the tokens of a prompt depend on.
 
 
 class PromptReader(Protocol):
-    """Reads the rows of one dataset with media. An extension makes the reader of a policy."""
+    """Reads rows with media, such as images, into model inputs. An extension implements the protocol."""
 
-    most: int  # largest number of a prompt's media so far
+    most: int  # Largest number of images of a prompt so far.
 
     def prompt(self, example: dict[str, Any], row: int, rules: PromptRules) -> ModelInput:
-        """Convert a row into its prompt. Raises ValueError if it can't be read."""
+        """Convert a dataset row into a model input. Raises ValueError if the row can't be read."""
 
     def of_row(self, example: dict[str, Any], row: int, rules: PromptRules) -> ModelInput:
-        """Return `prompt`, made once for steps that take the row soon after each other."""
+        """Return the model input of a row from a small cache, because successive steps may take the same row."""
 
     def lengths(self, rows: Dataset, rules: PromptRules) -> list[int]:
-        """Return the number of tokens of each row's prompt."""
+        """Return the number of prompt tokens of each row."""
 
 
 class PromptDataset(torch.utils.data.Dataset):
-    """Prompts with their tokens; made by `tokenize_prompts`.
+    """Rows with their tokenised prompts, made by `tokenize_prompts`.
 
-    ``dataset`` holds the kept rows. ``dropped`` maps each too long prompt's row number in the original dataset
-    to its number of tokens. An index (row, position) gives a `Prompt`; any other index gives rows of ``dataset``.
+    ``dataset`` has the rows without too long prompts. ``dropped`` maps a too long prompt's row number in the original
+    dataset to its number of tokens. An index (row, position) returns a `Prompt`; any other index returns rows.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class PromptDataset(torch.utils.data.Dataset):
         dropped: dict[int, int],
         rules: PromptRules,
     ) -> None:
-        """token_ids: [sum P] int32, one prompt after the other; ends: [rows + 1] int64, starting with 0. With a reader
-        there are no token_ids; it reads a row when the row's prompt is requested."""
+        """token_ids: [sum P] int32, all prompts in sequence; ends: [rows + 1] int64, the prompts' borders in
+        ``token_ids``, from 0. If ``rules`` has a reader, token_ids is None: the reader converts a row on request."""
         assert len(ends) == len(dataset) + 1, (len(ends), len(dataset))
         self.dataset, self.dropped = dataset, dropped
         self._token_ids, self._ends, self._rules = token_ids, ends, rules
-        # Chooses the prompts of each step in place of `StepOrder`, in an extension: `order(config)`, and with the state
-        # that a checkpoint holds `saved`, `load(state)` and `missing`, why a checkpoint may have none.
+        # An extension's curriculum, which chooses each step's prompts in place of `StepOrder`: `order(config)` makes
+        # the batch sampler; `saved` and `load(state)` hold its state; `missing` is why a checkpoint may lack the state.
         self.choice: Any = None
 
     def dropped_line(self) -> str:
-        """Return a line for the user with the number and the rows of too long prompts."""
+        """Return a log line with the number of dropped prompts, and the rows of the first dropped prompts."""
         rules, total = self._rules, len(self.dropped) + len(self)
         which = [f"row {row} ({tokens} tokens)" for row, tokens in self.dropped.items()]
         first = ", ".join(which[:NAMED] + ["..."] * (len(which) > NAMED))
@@ -77,7 +77,7 @@ class PromptDataset(torch.utils.data.Dataset):
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest prompt."""
+        """Number of tokens of the longest prompt in the dataset."""
         return int(np.diff(self._ends).max())
 
     def __len__(self) -> int:
@@ -101,44 +101,44 @@ class PromptDataset(torch.utils.data.Dataset):
 
     @property
     def most_images(self) -> int:
-        """Largest number of images of a prompt."""
+        """Largest number of images of a prompt in the dataset."""
         return 0 if self._rules.reader is None else self._rules.reader.most
 
     def first(self, count: int) -> list[Prompt]:
-        """Return the prompts of the first rows."""
+        """Return the prompts of the first ``count`` rows."""
         return [self[row, row] for row in range(min(count, len(self)))]
 
     def prompts(self, first: int = 0, step: int = 1) -> list[Prompt]:
-        """Return every ``step``-th row from ``first`` on, at its own position (evaluation)."""
+        """Return the prompts of every ``step``-th row from row ``first`` on, for an evaluation; position is the row."""
         return [self[row, row] for row in range(first, len(self), step)]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRules:
-    """Rules that turn rows into prompts.
+    """Rules that turn dataset rows into tokenised prompts.
 
-    A conversation goes through the chat template, plain text through the tokenizer. A conversation that ends with an
-    assistant's message is continued. A row's own ``chat_template_kwargs`` override the run's.
+    The chat template writes conversations; a plain text is tokenised directly. If a conversation ends with an
+    assistant's message, the model continues the message. A row's ``chat_template_kwargs`` override the run's.
     """
 
     tokenizer: PreTrainedTokenizerBase
     max_prompt_tokens: int
-    overlong: str  # for longer prompts: `drop` (see ``PromptDataset.dropped``) or `error`
+    overlong: str  # `overlong`: treatment of prompts over the limit, `drop` or `error`.
     chat_template_kwargs: dict[str, Any]
-    name: str  # the dataset's name in messages
-    tools: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # a row's tools for the template
-    reader: PromptReader | None = None  # reads all rows; None: they are text
-    tell: Callable[[str], None] = lambda line: None  # receives progress lines
-    rows: int = 0  # number of rows of the model's embedding; 0: unknown
+    name: str  # Name of the dataset, for log lines and errors.
+    tools: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # Function: row -> tools for the template.
+    reader: PromptReader | None = None  # Reader of rows with images. None for text rows.
+    tell: Callable[[str], None] = lambda line: None  # Function that logs a progress line.
+    rows: int = 0  # Number of rows of the model's embedding, or 0 if unknown.
 
     def where(self, row: int) -> str:
         return f"{self.name}, row {row}"
 
     def encode(self, columns: dict[str, list[Any]], first: int) -> list[tuple[int, ...]]:
-        """Tokenise rows, including rows that will be dropped. ``first`` is the number of the first row."""
+        """Tokenise a batch of rows without dropping long prompts. ``first`` is the first row's number, for errors."""
         prompts = columns["prompt"]
-        # Rows with equal arguments go through the template together. Texts have no arguments (None), and go through the
-        # tokenizer together. Each value is (the arguments, the rows' places among the prompts).
+        # Prompts with equal template arguments are tokenised in one call. Plain texts (arguments None) are tokenised in
+        # one call without template. Each value is (the arguments, indices of the prompts).
         alike: dict[str, tuple[dict[str, Any] | None, list[int]]] = {}
         for index, prompt in enumerate(prompts):
             check_prompt(prompt, self.where(first + index), self.tools is not None)
@@ -159,7 +159,7 @@ class PromptRules:
         return [encoded[index] for index in range(len(prompts))]
 
     def changed(self, example: dict[str, Any], where: str) -> ModelInput | None:
-        """Convert a row that isn't in the dataset, with its images in their parts; None if the prompt is too long."""
+        """Convert a row that isn't in the dataset, such as a changed prompt. Return None if it has too many tokens."""
         if self.reader is not None:
             prompt = self.reader.prompt(example, 0, dataclasses.replace(self, name=where))
         else:
@@ -168,9 +168,9 @@ class PromptRules:
         return prompt if len(prompt) <= self.max_prompt_tokens else None
 
     def fits(self, tokens: int, prompt: Any, row: int) -> bool:
-        """Return whether a row's prompt isn't too long."""
+        """Return whether a prompt of ``tokens`` tokens is within the limit. May raise ValueError, see ``overlong``."""
         if not tokens:
-            raise ValueError(f"{self.where(row)}: the prompt {prompt!r} has no tokens; remove it.")
+            raise ValueError(f"{self.where(row)}: the prompt {prompt!r} has no tokens: remove the row.")
         if tokens > self.max_prompt_tokens and self.overlong == "error":
             raise ValueError(
                 f"{self.where(row)}: the prompt has {tokens} tokens, over the limit of "
@@ -181,16 +181,16 @@ class PromptRules:
 
 
 def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
-    """Tokenise each row's ``prompt`` once. An iterable dataset, which evaluation takes too, is read to its end."""
+    """Tokenise the column ``prompt`` of a dataset. An iterable dataset, possible in evaluation, is read to its end."""
     name = rules.name
     check_dataset(dataset, name)
     if isinstance(dataset, IterableDataset):
         rows = list(dataset.with_format(None))
-        features = dataset.features if rows else None  # an empty dataset doesn't fit features
+        features = dataset.features if rows else None  # Features don't fit an empty dataset.
         dataset = Dataset.from_dict(by_column(rows), features=features, on_mixed_types="use_json")
     check_columns(dataset, name, rules.reader is not None)
     if len(dataset) == 0:
-        raise ValueError(f"{name} has no rows, and so there is nothing to sample from: add some.")
+        raise ValueError(f"{name} has no rows, so there are no prompts to sample from: add rows.")
     check_prompt_column(dataset.column_names, name)
     dataset = dataset.with_format(None)
     wanted = dataset.select_columns([c for c in (*COLUMNS, *IMAGES) if c in dataset.column_names])
@@ -219,7 +219,7 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
 
 
 def text_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Tokenise plain texts. A text that begins with the BOS token, as chat templates write it, gets only one."""
+    """Tokenise plain texts. If a text begins with the BOS token's text, the BOS token isn't added a second time."""
     start, token = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
     return [
         list(ids[1:] if start and text.startswith(start) and list(ids[:2]) == [token, token] else ids)
@@ -228,7 +228,7 @@ def text_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 
 
 def template_arguments(batch: dict[str, list[Any]], index: int, rules: PromptRules) -> dict[str, Any]:
-    """Return the keyword arguments of the chat template for one row."""
+    """Return the keyword arguments of `apply_chat_template` for one row of a batch."""
     continues = batch["prompt"][index][-1]["role"] == "assistant"
     arguments = {"add_generation_prompt": not continues, "continue_final_message": continues}
     arguments |= rules.chat_template_kwargs
@@ -246,8 +246,8 @@ def _apply_template(
     tokenizer = rules.tokenizer
     if not getattr(tokenizer, "chat_template", "its own") and "chat_template" not in arguments:
         raise ValueError(
-            f"{rules.name}, row {rows[0]}: the prompt is a conversation, and {tokenizer.name_or_path} has no chat "
-            "template. Use an instruction-tuned model, set tokenizer.chat_template, or give plain text."
+            f"{rules.name}, row {rows[0]}: the prompt is a conversation, but {tokenizer.name_or_path} has no chat "
+            "template. Use an instruction-tuned model, set tokenizer.chat_template, or use plain text prompts."
         )
     cleaned = [
         template_messages(messages, lambda each: tokenizer.apply_chat_template(each, tokenize=False, **arguments))
@@ -256,7 +256,7 @@ def _apply_template(
     try:
         return tokenizer.apply_chat_template(cleaned, tokenize=True, return_dict=False, **arguments)
     except (jinja2.TemplateError, ValueError, TypeError) as error:
-        if len(rows) > 1:  # one by one, to find the row
+        if len(rows) > 1:  # Tokenise the rows one by one to find the bad row.
             return [_apply_template(rules, [c], arguments, [r])[0] for c, r in zip(cleaned, rows, strict=True)]
         raise ValueError(
             f"{rules.name}, row {rows[0]}: the chat template refuses the prompt {cleaned[0]!r}: {error}"

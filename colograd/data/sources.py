@@ -1,4 +1,4 @@
-"""One dataset by its name: a local file or folder, a Hub id, or the import path of a function that returns it."""
+"""Load one dataset by its name: a local file or folder, a Hub id, or the import path of a function that returns one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "
 
 
 def load_source(name: str, config: str | None, kwargs: dict[str, Any], splits: Sequence[str], streaming: bool) -> Any:
-    """Load a dataset, or a dict of its splits."""
+    """Load a dataset by its name, or a dict of its splits. With ``streaming`` return IterableDatasets."""
     function = _function(name)
     if function is not None:
         loaded = _call(function, name, kwargs if config is None else {"name": config, **kwargs}, splits)
@@ -41,14 +41,14 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
             return load_from_disk(name, **{key: value for key, value in kwargs.items() if key != "streaming"})
         if path.is_file():
             if builder is None:
-                raise ValueError(f"it ends in {path.suffix!r}: convert it to one of {', '.join(FILE_BUILDERS)}")
+                raise ValueError(f"it ends in {path.suffix!r}: convert the file to one of {', '.join(FILE_BUILDERS)}")
             return load_dataset(builder, data_files=name, **kwargs)
         if builder is not None and not path.is_dir():
-            raise ValueError(f"there is no such file: give its path, from {os.getcwd()} on")
+            raise ValueError(f"there is no such file: give a path relative to {os.getcwd()}, or an absolute one")
         if not path.is_dir():
             check_dataset_name(name, kwargs.get("cache_dir"))
         return load_dataset(name, config, **kwargs)
-    # A missing or unreachable dataset is an OSError; for an empty file `datasets` raises StopIteration.
+    # `datasets` raises OSError for a missing or unreachable dataset, and StopIteration for an empty file.
     except (OSError, ValueError, TypeError, DatasetsError, StopIteration) as error:
         if builder is not None and path.is_file() and (problem := _problem_of_file(path, error)):
             raise ValueError(f"The dataset {name!r} can't be loaded: {problem}.") from error
@@ -60,7 +60,7 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
 
 
 def _problem_of_file(path: Path, error: Exception) -> str:
-    """Find the fault in a file that `datasets` can't load, because its errors name no line; empty if none is found."""
+    """Return the fault of a file that `datasets` can't load, with its line number; an empty text if unknown."""
     if not path.stat().st_size or "corresponds to no data" in str(error):
         return "the file has no rows: write some into it"
     if path.suffix.lower() != ".jsonl":
@@ -88,7 +88,7 @@ def _function(name: str) -> Callable[..., Any] | None:
     try:
         found = find_object(name, "The dataset", callable)
     except ValueError as error:
-        why = error.__cause__  # None: the module exists, but lacks the attribute
+        why = error.__cause__  # If the error has no cause, the module exists but lacks the attribute.
         absent = why is None or (isinstance(why, ModuleNotFoundError) and name.startswith(f"{why.name}."))
         if explicit or not absent:
             raise
@@ -96,7 +96,7 @@ def _function(name: str) -> Callable[..., Any] | None:
     if callable(found):
         return found
     raise ValueError(
-        f"The dataset {name!r} is of type {type(found).__name__}, but must be a function: return the Dataset from one."
+        f"The dataset {name!r} is of type {type(found).__name__}, but must be a function that returns the Dataset."
     )
 
 
@@ -113,9 +113,9 @@ def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], split
                 f"The dataset function {name}{signature} was given {given}: {error}. Set dataset_kwargs."
             ) from error
         result = function(**given)
-        if isinstance(result, dict):  # DatasetDict is one
+        if isinstance(result, dict):  # A DatasetDict is a dict.
             return result
-        if result is None and results:  # there is no test split
+        if result is None and results:  # The dataset function has no test split.
             continue
         check_dataset(result, f"The result of the dataset function {name}")
         results[split] = result

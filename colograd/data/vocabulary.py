@@ -1,20 +1,20 @@
-"""The tokens of a tokenizer compared with the rows of a model's embedding: either may have more."""
+"""Compare the tokenizer's tokens with the rows of the model's embedding. The tokenizer or the model may have more."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-NAMED = 5  # tokens in a message
+NAMED = 5  # Maximum number of tokens that a message lists.
 
 
 def size_of(tokenizer: Any) -> int:
-    """Return the number of rows that a tokenizer's tokens need: its highest token id plus 1."""
+    """Return the number of embedding rows that the tokenizer needs: its highest token id plus 1."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def check_rows(ids: Iterable[int], rows: int, tokenizer: Any, where: str) -> None:
-    """Check that each token of a text has a row in the embedding."""
+    """Raise ValueError if a token id has no row in the model's embedding."""
     if (highest := max(ids, default=0)) >= rows:
         raise ValueError(
             f"{where} has the token {tokenizer.convert_ids_to_tokens(highest)!r} ({highest}), but the model's "
@@ -30,7 +30,7 @@ def remedy(tokenizer: Any) -> str:
 
 
 def surplus_tokens(tokenizer: Any, rows: int) -> Iterator[str]:
-    """Yield a warning if a tokenizer has tokens without a row."""
+    """Yield a warning if the tokenizer has tokens without a row in the model's embedding."""
     surplus = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= rows)
     if surplus:
         which = ", ".join(
@@ -43,7 +43,7 @@ def surplus_tokens(tokenizer: Any, rows: int) -> Iterator[str]:
 
 
 def surplus_rows(tokenizer: Any, rows: int) -> Iterator[str]:
-    """Yield a line if a model has rows without a token, which the engine may sample."""
+    """Yield a log line if the embedding has rows without a token. The engine may sample such ids."""
     if (tokens := size_of(tokenizer)) < rows:
         yield (
             f"tokenizer: {rows - tokens:,} of the model's {rows:,} rows have no token; sampled ones "

@@ -1,1 +1,1 @@
-"""A run's output for people: metrics on the console, times of phases, and the observer that the parts of a run tell."""
+"""Console output, phase times and metrics of a run, and `Events`, which passes a run's events to logs and records."""

@@ -1,7 +1,6 @@
-"""A run's console: progress bars, and one line of phase times per optimizer step.
+"""Console output of a run: progress bars, and one line per optimizer step with the seconds of its phases.
 
-Each line is also a record of the logger `colograd`, for log files and tests. Hints and ineffective settings are
-warnings.
+Each line is also a record of the logger `colograd`. Advice about settings has the level WARNING.
 """
 
 from __future__ import annotations
@@ -20,48 +19,48 @@ from transformers import TrainerCallback
 
 from ..usercode.untrusted import clean, printable
 
-# The phases of a step in the order of the line. The line omits short phases; the rest of a step is `other`.
+# Phases of an optimizer step in the order of its line. Short phases are omitted; the rest of a step is `other`.
 PHASES = (
     "publish", "wake", "journal", "generate", "reward", "wait", "pack", "log", "sleep", "offload", "ref_logprobs",
     "teacher_logprobs", "old_logprobs", "train", "sync", "optimizer",
 )  # fmt: skip
 
-COLUMNS = 120  # characters of a step's line, at most
-LONG = 10.0  # seconds after which the first step shows its progress
-SHORTEST = 0.005  # seconds of the shortest phase that is shown
-RECENT = 20  # steps that predict the end of a run
+COLUMNS = 120  # Maximum characters of a step's line.
+LONG = 10.0  # Seconds after which the first step logs its progress.
+SHORTEST = 0.005  # Minimum seconds of a phase in a step's line.
+RECENT = 20  # Number of past steps that the remaining time is estimated from.
 
 LOGGER = logging.getLogger("colograd")
 
 
 class Console(TrainerCallback):
-    """Bars in a terminal, and lines everywhere. Only the main process writes."""
+    """Progress bars in a terminal, and log lines. Only the main process writes."""
 
     def __init__(self, enabled: bool, bars: bool) -> None:
         self.enabled = enabled
         self.bars = enabled and bars and sys.stderr.isatty()
         self._training: Any = tqdm(disable=True)
-        self._first = True  # no step has ended
-        self._ended: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)  # when the last steps ended, and their numbers
+        self._first = True  # True until the first optimizer step has ended.
+        self._ended: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)  # (Time, step number) of the last steps.
 
     def say(self, line: str, level: int = logging.INFO) -> None:
-        """Print a line without tearing a bar, and log it. If nothing can be printed, the line is only logged."""
+        """Log a line and print it above the progress bars. Errors of printing are ignored."""
         if self.enabled:
-            with contextlib.suppress(OSError, ValueError):  # a full disk, a pipe that is closed
+            with contextlib.suppress(OSError, ValueError):  # Printing fails if a disk is full or a pipe closed.
                 tqdm.write(printable(line), file=sys.stdout)
                 sys.stdout.flush()
-            LOGGER.log(level, "%s", clean(line), stacklevel=2)  # the user's handlers may write UTF-8
+            LOGGER.log(level, "%s", clean(line), stacklevel=2)  # Log handlers may encode lines as UTF-8.
 
     def warn(self, line: str) -> None:
         self.say(line, logging.WARNING)
 
     def warn_of_all(self, lines: Iterable[str]) -> None:
-        """Warn of the lines of all ranks; equal lines are printed once."""
+        """Log the lines of all ranks as warnings. Equal lines are logged once, and empty ones are left out."""
         for line in sorted({line for line in lines if line}):
             self.warn(line)
 
     def progress(self, total: int, name: str, unit: str) -> Progress:
-        """Show the progress of a part of a step: as a bar, or by a few lines in the first step."""
+        """Return a progress display for one phase of a step: a bar, or without bars a few lines in the first step."""
         first = self.enabled and not self.bars and self._first
         return Progress(total, name, unit, self.bars, self.say if first else lambda line: None)
 
@@ -84,8 +83,8 @@ class Console(TrainerCallback):
             self.say("no group has a reward difference: nothing to train on, the optimizer steps on zeros")
 
     def _time_left(self, step: int, max_steps: int) -> str:
-        """Predict when the run will end, by its last steps and the time between them; empty at its end."""
-        if self._ended and step < self._ended[-1][1]:  # another training
+        """Estimate the remaining time of the run from the last steps, as text. Empty at the end or if unknown."""
+        if self._ended and step < self._ended[-1][1]:  # The step number fell: a second training has begun.
             self._ended.clear()
         self._ended.append((time.monotonic(), step))
         (first, first_step), (last, _) = self._ended[0], self._ended[-1]
@@ -112,7 +111,7 @@ class Console(TrainerCallback):
 
 
 def _fitting(head: str, seconds: Mapping[str, float], rates: Mapping[str, str], tail: str) -> str:
-    """Format a step's line with as many phases as fit, the longest ones. Rates go before the last two phases."""
+    """Format a step's line in `COLUMNS` characters, with the longest phases. Token rates are dropped first."""
     longest = sorted(seconds, key=seconds.__getitem__, reverse=True)
     with_rates = [(count, rates) for count in range(len(longest), 1, -1)]
     for count, told in [*with_rates, *((count, {}) for count in range(len(longest), 0, -1))]:
@@ -123,7 +122,7 @@ def _fitting(head: str, seconds: Mapping[str, float], rates: Mapping[str, str], 
 
 
 def reward_ends(rewards: Sequence[float]) -> str:
-    """Format the reward at a run's start, and its mean over the last logs: at most 5, all in the second half."""
+    """Format the first logged mean reward, and the average of the last ones: at most 5, all from the second half."""
     if len(rewards) < 2:
         return "".join(f", mean reward {reward:.3f}" for reward in rewards)
     last = rewards[-min(5, len(rewards) // 2) :]
@@ -141,14 +140,14 @@ def duration(seconds: float) -> str:
 
 
 def until(seconds: float, now: datetime | None = None) -> str:
-    """Format the time of day in so many seconds, with the date if it is another day."""
+    """Format the time of day ``seconds`` from now, with the date if it isn't today."""
     now = now or datetime.now()
     then = now + timedelta(seconds=seconds)
     return then.strftime("%H:%M" if then.date() == now.date() else "%Y-%m-%d %H:%M")
 
 
 class Progress:
-    """The progress of a part of a step; ``tell`` gets a line after `LONG` seconds, then after twice as many."""
+    """Progress of one phase of a step. ``tell`` gets a line after `LONG` seconds, then at each doubling of the time."""
 
     def __init__(self, total: int, name: str, unit: str, shown: bool, tell: Callable[[str], None]) -> None:
         self._bar = tqdm(total=total, unit=unit, desc=name, leave=False, miniters=0, disable=not shown)
@@ -157,12 +156,12 @@ class Progress:
         self._done, self._tokens, self._is_sampled = 0, 0, False
 
     def sampled(self, tokens: int) -> None:
-        """Add sampled tokens of unfinished parts; `update` then counts no tokens."""
+        """Add tokens of unfinished completions. Afterwards `update` adds no tokens, because they were counted."""
         self._is_sampled = True
         self._go_on(0, tokens)
 
     def update(self, tokens: int) -> None:
-        """Add a finished part."""
+        """Count one finished item, and its tokens."""
         self._go_on(1, 0 if self._is_sampled else tokens)
 
     def _go_on(self, done: int, tokens: int) -> None:

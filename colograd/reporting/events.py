@@ -1,4 +1,4 @@
-"""`Events`: the one observer that the parts of a trainer tell what happens in a run."""
+"""`Events`: passes a run's events to the console, the phase times, the run's record and the completions log."""
 
 from __future__ import annotations
 
@@ -16,51 +16,51 @@ T = TypeVar("T")
 
 
 class NoRecord(TrainerCallback):
-    """The recorder of a run without a record. An extension derives its own."""
+    """The recorder of a run that isn't recorded: its methods do nothing. An extension's recorder overrides all."""
 
-    trackers: Any = None  # charts of trackers
+    trackers: Any = None  # Charts that a recorder sends to trackers such as wandb.
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """Wrap a training."""
+        """Context of a whole training."""
         yield
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Wrap the sampling of a round on this rank."""
+        """Context of the sampling of completions on this rank."""
         yield
 
     def all_sampled(self) -> None:
-        """Note that no rank samples any more."""
+        """Called when all ranks have finished sampling."""
 
     def note(self, steps: Any, statistics: Any, combine: Any) -> None:
-        """Add this rank's notes on a round to its statistics."""
+        """Add data that this rank recorded during sampling to the rank's statistics."""
 
     def sampled(self, whole: Any) -> None:
-        """Record all ranks' statistics of the round's next step."""
+        """Record the rollout statistics of the next optimizer step, summed over all ranks."""
 
     @contextlib.contextmanager
     def trains(self, step: Any) -> Iterator[None]:
-        """Wrap a step's loss pass."""
+        """Context of the forward and backward passes of one optimizer step."""
         yield
 
     @contextlib.contextmanager
     def trains_early(self, rows: Any) -> Iterator[None]:
-        """Wrap a loss pass of the next step's first rows."""
+        """Context of forward and backward passes of rows that are trained while other ranks still sample."""
         yield
 
     def keep(self, row: Any, logprobs: Any) -> None:
-        """Keep a micro-batch's log-probabilities, (N,)."""
+        """Record the trainer's log-probabilities of a micro-batch, (N,), one per token."""
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Record a step's metrics."""
+        """Record the metrics of an optimizer step."""
 
     def evaluated(self, groups: Sequence[ScoredGroup], name: str) -> None:
-        """Record the groups of an evaluation."""
+        """Record the scored groups of an evaluation."""
 
 
 class LogsCompletions(Protocol):
-    """The completions log, which an extension offers at the seam ``completion_log``: (trainer) -> a log, or None."""
+    """The completions log. An extension offers a function (trainer) -> log or None, named ``completion_log``."""
 
     def keep(self, groups: Sequence[Group], texts: Sequence[list[str]]) -> None: ...
     def add(self, steps: Sequence[Sequence[ScoredGroup]], decode: Any, state: Any) -> None: ...
@@ -68,7 +68,7 @@ class LogsCompletions(Protocol):
 
 
 class Events:
-    """The console, the times of phases, the run's record and the log of completions, as one object."""
+    """The console, the phase times, the run's record and the completions log as one object, for all parts of a run."""
 
     def __init__(
         self, times: PhaseTimes, console: Console, recorder: NoRecord, completions: LogsCompletions | None = None
@@ -77,24 +77,24 @@ class Events:
         self._warned: set[str] = set()
 
     def warn_once(self, about: str, line: str) -> None:
-        """Print a warning, unless there was one about the same thing, or ``line`` is empty."""
+        """Log a warning unless ``line`` is empty, or a warning with the key ``about`` was logged before."""
         if line and about not in self._warned:
             self._warned.add(about)
             self.console.warn(line)
 
     def decoded(self, groups: Sequence[Group], texts: Sequence[list[str]]) -> None:
-        """Keep the texts of groups for the log of completions."""
+        """Pass the decoded texts of groups to the completions log."""
         if self.completions is not None:
             self.completions.keep(groups, texts)
 
     def sampled(self, steps: Sequence[Sequence[ScoredGroup]], trainer: Any) -> None:
-        """Log the groups of each optimizer step of a round. A collective."""
+        """Write the scored groups of each optimizer step to the completions log. A collective: all ranks must call."""
         if self.completions is not None:
             with self.times.phase("log"):
                 self.completions.add(steps, trainer.decode, trainer.state)
 
     def evaluated(self, groups: Sequence[ScoredGroup], name: str, trainer: Any) -> None:
-        """Record and log the groups of an evaluation. A collective."""
+        """Write an evaluation's groups to the record and the completions log. A collective: all ranks must call."""
         self.recorder.evaluated(groups, name)
         if self.completions is not None:
             self.completions.add_evaluation(groups, trainer.decode, trainer.state, name)

@@ -1,4 +1,4 @@
-"""Metrics (means, totals, minima and maxima, reduced over ranks once per step), and the times of a step's phases."""
+"""Metrics of an optimizer step, reduced over all ranks once per step, and the seconds of the step's phases."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ..parallel.ranks import gather
 
 
 class Metrics:
-    """One rank's metrics. Values may be tensors, which are read once, in `reduce`."""
+    """One rank's means, totals, minima and maxima. Values may be GPU tensors; only `reduce` copies them to the host."""
 
     def __init__(self) -> None:
-        self._means: dict[str, list[Any]] = {}  # sum and count
+        self._means: dict[str, list[Any]] = {}  # Means by name, each as [sum, count].
         self._totals: dict[str, Any] = {}
         self._minima: dict[str, list[Any]] = defaultdict(list)
         self._maxima: dict[str, list[Any]] = defaultdict(list)
 
     def add(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor = 1.0) -> None:
-        """Add to a mean: a sum and the number of things in the sum."""
+        """Add to a mean: ``total`` is a sum of ``count`` values."""
         entry = self._means.setdefault(name, [0.0, 0.0])
         entry[0], entry[1] = entry[0] + total, entry[1] + count
 
@@ -39,7 +39,7 @@ class Metrics:
         self._maxima[name].append(value)
 
     def update(self, sums: Mapping[str, tuple[Any, Any]], minima: Mapping[str, Any], maxima: Mapping[str, Any]) -> None:
-        """Add several metrics at once, as a loss returns them."""
+        """Add the metrics of a loss: ``sums`` maps names to (sum, count)."""
         for name, (total, count) in sums.items():
             self.add(name, total, count)
         for name, value in minima.items():
@@ -48,7 +48,7 @@ class Metrics:
             self.maximum(name, value)
 
     def reduce(self, counted: bool = True) -> dict[str, float]:
-        """Reduce means, totals, minima and maxima over all ranks that are ``counted``, in one exchange."""
+        """Return all metrics by name, reduced over the ranks with ``counted`` true. Ranks communicate once."""
         local = self._read() if counted else ({}, {}, {}, {})
         means, totals, minima, maxima = (_by_name(ranks) for ranks in zip(*gather(local), strict=True))
         result: dict[str, float] = {}
@@ -72,7 +72,7 @@ class Metrics:
 
 
 def numbers(values: Iterable[float | torch.Tensor]) -> list[float]:
-    """Convert numbers and () tensors to floats, with one transfer per device."""
+    """Convert numbers and () tensors to floats, with one copy to the host per device."""
     given = list(values)
     found = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in given]
     places: dict[torch.device, list[int]] = defaultdict(list)
@@ -95,14 +95,14 @@ def _by_name(ranks: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 class AllocRetries:
-    """The times that a GPU's allocator found no memory, freed its cache and tried again. Each one is a stall."""
+    """Counts how often a GPU's allocator found no memory, freed its cache and retried. Each retry stalls the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._so_far = device, 0
         self.take()
 
     def take(self) -> dict[str, float]:
-        """Return the number since the last call, as ``train/alloc_retries``; nothing on a CPU."""
+        """Return the number of retries since the last call, as ``train/alloc_retries``; an empty dict on a CPU."""
         if self._device.type != "cuda":
             return {}
         before, self._so_far = self._so_far, int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
@@ -110,12 +110,12 @@ class AllocRetries:
 
 
 class PhaseTimes:
-    """Wall-clock seconds of each phase of a step. Each second is counted once."""
+    """Wall-clock seconds of each phase of an optimizer step. No second is counted twice."""
 
     def __init__(self, synchronize: bool = False) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._step_began = time.perf_counter()
-        self._synchronize = synchronize  # on CUDA, so that a phase is charged with its kernels
+        self._synchronize = synchronize  # If true, wait for CUDA, so that a phase is charged with its kernels.
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -129,22 +129,22 @@ class PhaseTimes:
             watchdog.progress(f"what follows {name}")
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Charge ``seconds`` that passed inside ``source`` to ``target`` (a reward called between engine steps)."""
+        """Count ``seconds`` of phase ``source`` as phase ``target``, such as a reward call between steps of vLLM."""
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 
     def begin_step(self) -> None:
-        """Forget the phases so far: an evaluation's seconds are no step's."""
+        """Start a new step. Seconds counted so far are dropped, because they belong to an evaluation."""
         self.seconds.clear()
         self._step_began = time.perf_counter()
 
     def end_step(self) -> dict[str, float]:
-        """Return the phases of the step, its ``step_time``, and ``time/other``, the seconds outside all phases."""
+        """Return the seconds of the step's phases, ``step_time``, and ``time/other``: seconds outside all phases."""
         taken, step_time = self.take(), time.perf_counter() - self._step_began
         return {**taken, "step_time": step_time, "time/other": step_time - sum(taken.values())}
 
     def take(self) -> dict[str, float]:
-        """Return the seconds so far, as ``time/<phase>``, and start anew."""
+        """Return the seconds of each phase as ``time/<phase>``, and reset them to 0."""
         taken = {f"time/{name}": value for name, value in self.seconds.items()}
         self.seconds.clear()
         return taken

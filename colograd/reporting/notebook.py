@@ -1,4 +1,4 @@
-"""A notebook's table of progress, with rewards. Imported only in a notebook: transformers' table needs IPython."""
+"""A notebook's progress table with rewards. Imported only in notebooks, because transformers' table needs IPython."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Any
 
 from transformers.utils.notebook import NotebookProgressCallback
 
-# Logged metrics and their columns; transformers names the columns of an evaluation.
+# Logged metrics and the titles of their table columns. transformers names the columns of an evaluation.
 COLUMNS = {"loss": "Training Loss", "reward": "Training Reward", "completions/mean_length": "Mean Length"}
 
 
 class RewardTable(NotebookProgressCallback):
-    """transformers' table, with a row for each log of the training."""
+    """transformers' progress table for notebooks, with a row for each training log and columns for rewards."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" not in logs or self.training_tracker is None or self.first_column != "Step":
-            return  # with an evaluation per epoch, a row shows only that epoch's figures
+            return  # If evaluations run per epoch, a row shows only the epoch's figures.
         rewards = {name.split("/")[1]: name for name in logs if name.startswith("rewards/") and name.endswith("/mean")}
         shown = {column: name for name, column in COLUMNS.items()} | (rewards if len(rewards) > 1 else {})
         row = dict.fromkeys(self.training_tracker.inner_table[0], "No Log") | {"Step": state.global_step}

@@ -1,4 +1,4 @@
-"""Protection of a run from errors of its diagnoses: the first error of a writer is one warning."""
+"""Turn errors of logs and trackers into one warning, because such errors must not end a run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# A tracker's methods that transformers calls during a run. The user must fix errors while a tracker starts.
+# Methods of a tracker. Their errors don't end the run. Errors at a tracker's start do, so that the user can fix them.
 EVENTS = ("on_step_end", "on_log", "on_evaluate", "on_predict", "on_save", "on_train_end")
 
 
 class Spare:
-    """Context managers that turn an error into a warning, once."""
+    """Makes context managers that turn an exception into a warning. Only the first exception is logged."""
 
     def __init__(self, warn: Callable[[str], None] = lambda line: None) -> None:
         self._warn, self._told = warn, False
@@ -20,7 +20,7 @@ class Spare:
     def __call__(self, problem: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a diagnosis isn't worth a run
+        except Exception as error:  # An error of a log or tracker must not end the run.
             if not self._told:
                 self._told = True
                 line = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
@@ -28,7 +28,7 @@ class Spare:
 
 
 def spare_from_trackers(callbacks: Iterable[Any], spare: Spare) -> None:
-    """Keep errors of transformers' own trackers (a full disk, say) from ending the run once they have started."""
+    """Turn errors of transformers' trackers after their start, such as a full disk, into a warning."""
     for callback in callbacks:
         if not type(callback).__module__.startswith("transformers.integrations"):
             continue

@@ -1,1 +1,1 @@
-"""The process and its imports: settings that torch and vLLM read once, objects found by name, host memory of a GPU."""
+"""The process: environment variables that torch and vLLM read once, imports by path, page-locked memory."""

@@ -1,7 +1,7 @@
-"""Products of bfloat16 matrices on a CPU without instructions for them.
+"""Faster bfloat16 matrix products on CPUs without bfloat16 instructions.
 
-On such a CPU torch has plain loops, 20 to 40 times as slow as float32 products with their gradients. Here the factors
-are cast, a part of the weight at a time, and the product is rounded once, as by a kernel that sums in float32.
+On such a CPU torch uses plain loops, 20 to 40 times slower than float32 products with their gradients. Here the factors
+are cast to float32, the weight in pieces, and the result is rounded once, as kernels do that sum in float32.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch.autograd.function import once_differentiable
 
 from . import process
 
-CAST_ELEMENTS = 2**20  # elements of a weight cast at once: 4 MiB in float32, which a core's caches hold
-FEW_ROWS = 8  # fewer rows cost less in torch's loops than the cast of the weight
+CAST_ELEMENTS = 2**20  # Elements of a weight per cast: 4 MiB in float32, which fits a core's caches.
+FEW_ROWS = 8  # With fewer rows torch's loops are faster than casting the weight.
 
 
 @functools.cache
 def wanted() -> bool:
-    """Return whether oneDNN, which torch uses for bfloat16 products, lacks them for this CPU."""
+    """Return whether this CPU lacks instructions for bfloat16 products, by oneDNN, which torch uses for them."""
     return torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def take_over(model: torch.nn.Module) -> None:
-    """Make the linear layers of a model that is trained on the CPU compute this way, if the CPU needs it."""
+    """Replace the forward of a CPU model's linear layers by `linear`, if the CPU lacks bfloat16 instructions."""
     if not wanted():
         return
     for layer in model.modules():
         if type(layer) is torch.nn.Linear and "forward" not in layer.__dict__:
-            layer.forward = types.MethodType(_forward, layer)  # a method, so that a copy of the model has its own
+            layer.forward = types.MethodType(_forward, layer)  # A method of the layer: a copied layer gets its own.
 
 
 def give_back(layer: torch.nn.Module) -> None:
@@ -47,7 +47,7 @@ def _forward(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `torch.nn.functional.linear`, under autocast too."""
+    """Compute `torch.nn.functional.linear`, with faster bfloat16 products on a CPU. Respects autocast."""
     if not x.is_cpu or not wanted():
         return F.linear(x, weight, bias)
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16:

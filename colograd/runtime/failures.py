@@ -1,4 +1,4 @@
-"""Memory after an exception: what a failed constructor and the tracebacks hold is freed."""
+"""Free memory after an exception: tracebacks and a failed constructor would keep large objects alive."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ F = TypeVar("F", bound=Callable[..., None])
 
 
 def forget_frames(error: BaseException, but: BaseException | None = None) -> None:
-    """Free the objects that only the tracebacks of ``error`` and its causes hold: a notebook keeps the last exception.
-    Frames that still run keep their variables. ``but`` was handled before; Python counts it as a cause of ``error``."""
+    """Clear the local variables in the tracebacks of ``error`` and its causes, because a notebook keeps the last
+    exception. Running frames aren't cleared. ``but`` was handled before; Python counts it as a cause of ``error``."""
     known = {id(but): but}
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -25,7 +25,7 @@ def forget_frames(error: BaseException, but: BaseException | None = None) -> Non
 
 
 def closes_if_it_fails(init: F) -> F:
-    """Give an ``__init__`` an ExitStack, ``self.closing``; close it and free the frames' memory if the method fails."""
+    """Decorate an ``__init__``: set ``self.closing`` to an ExitStack, which is closed if the method fails."""
 
     @functools.wraps(init)
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -35,9 +35,9 @@ def closes_if_it_fails(init: F) -> F:
             init(self, *args, **kwargs)
         except BaseException as error:
             forget_frames(error, but=handled)
-            with contextlib.suppress(Exception):  # the first error counts
+            with contextlib.suppress(Exception):  # Only the first error, of the constructor, is reported.
                 self.closing.close()
-            del self, args, kwargs, handled  # this frame is in the traceback, too
+            del self, args, kwargs, handled  # Variables of this frame would live on in the traceback.
             raise
 
     return run  # type: ignore[return-value]

@@ -1,6 +1,6 @@
-"""NVIDIA GPUs as the system shows them, whether or not torch can use them.
+"""NVIDIA GPUs that the operating system shows, whether torch can use them or not.
 
-The module imports only the standard library, and opens nothing on a GPU.
+The module imports only the standard library and doesn't open a GPU.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def nodes() -> list[str]:
-    """List the device nodes of NVIDIA GPUs in this machine or container."""
+    """List the device files (`/dev/nvidia0`, ...) of this machine's or container's GPUs."""
     return sorted(glob.glob(NODES))
 
 
 def why_unused(torch_version: str, cuda_version: str | None) -> str:
-    """Explain why torch finds none of the machine's GPUs, and the remedy; empty: there is no GPU. Without a
-    ``cuda_version`` torch's build has no CUDA."""
+    """Explain why torch finds no GPU although the machine has one, and name the remedy. Without a GPU return an empty
+    text. ``cuda_version`` is None if torch is built without CUDA."""
     if not (names := nodes()):
         return ""
     driver = None

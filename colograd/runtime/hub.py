@@ -1,6 +1,6 @@
-"""Quick checks that a model's or a dataset's name exists, before libraries request many files and retry each.
+"""Check quickly that a model or dataset exists, because libraries would request many files and retry each request.
 
-A folder is checked without huggingface_hub.
+For a local folder huggingface_hub isn't imported.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import os
 import time
 
 ATTEMPTS = 2
-SECONDS = 5.0  # per attempt
+SECONDS = 5.0  # Time limit of one request to the Hub, in seconds.
 
 
 def check_model_name(name: str, revision: str | None = None) -> None:
-    """Raise ValueError if a folder or a Hub id doesn't exist: loading would look for minutes. The Hub's cache
-    counts."""
+    """Raise ValueError if ``name`` is neither a local folder, nor in the Hub's cache, nor on the Hub. Loading such a
+    model would retry for minutes."""
     if os.path.isdir(name):
         return
     why = f"there is no such folder (looked from {os.getcwd()})"
@@ -28,7 +28,7 @@ def check_model_name(name: str, revision: str | None = None) -> None:
             return
         url = hf_hub_url(name, "config.json", revision=revision)
     except HFValidationError:
-        raise _nothing_there(name, f"{why}, and no Hub id looks like that") from None
+        raise _nothing_there(name, f"{why}, and a Hub id can't have such a name") from None
     why += ", nothing in the Hub's cache"
     if constants.HF_HUB_OFFLINE:
         raise _nothing_there(name, f"{why}, and HF_HUB_OFFLINE is set")
@@ -36,29 +36,29 @@ def check_model_name(name: str, revision: str | None = None) -> None:
         _ask_hub(url)
     except GatedRepoError:
         raise ValueError(
-            f"The model {name!r} is on the Hub, but not for everybody: ask for access on its page, then `hf auth "
-            "login`, or set HF_TOKEN."
+            f"The model {name!r} is on the Hub, but only for users with access: request access on its page, then run "
+            "`hf auth login` or set HF_TOKEN."
         ) from None
     except RepositoryNotFoundError:
         unknown = "no such model on the Hub, or a private one (then `hf auth login`, or set HF_TOKEN)"
         raise _nothing_there(name, f"{why}, and {unknown}") from None
     except ConnectionError as error:
         raise _nothing_there(name, f"{why}, and {error}") from None
-    except Exception:  # a busy Hub, or a model without this file: loading gives the better error
+    except Exception:  # The Hub is busy, or the model lacks this file. Loading gives a better error.
         return
 
 
 def _nothing_there(name: str, why: str) -> ValueError:
     return ValueError(
-        f"The model {name!r} is neither a folder with a model nor a Hub model that can be loaded: {why}. Give "
-        "model_name_or_path a folder that save_pretrained wrote, or a Hub id; `make model`, or `python -m "
-        "colograd.apps.quickstart.quickstart`, makes the quickstart's."
+        f"The model {name!r} is neither a folder with a model nor a Hub model that can be loaded: {why}. Set "
+        "model_name_or_path to a folder that save_pretrained wrote, or to a Hub id. `make model`, or `python -m "
+        "colograd.apps.quickstart.quickstart`, makes the model of the quickstart."
     )
 
 
 def check_dataset_name(name: str, cache: str | None = None) -> None:
-    """Raise ConnectionError if a dataset isn't in the cache (default: of `datasets`) and the Hub can't be reached:
-    `datasets` would try for minutes. Its builders (`json`, `imagefolder`) need no Hub."""
+    """Raise ConnectionError if a dataset isn't in the cache of `datasets` and the Hub can't be reached: `datasets`
+    would retry for minutes. Names of its builders (`json`, `imagefolder`) are accepted."""
     import datasets
     from datasets.naming import camelcase_to_snakecase
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as BUILDERS
@@ -71,13 +71,13 @@ def check_dataset_name(name: str, cache: str | None = None) -> None:
     try:
         _ask_hub(hf_hub_url(name, "README.md", repo_type="dataset"))
     except ConnectionError as error:
-        raise ConnectionError(f"it isn't in the cache, and {error}") from None
-    except Exception:  # loading explains every other error
+        raise ConnectionError(f"the dataset isn't in the cache, and {error}") from None
+    except Exception:  # Loading the dataset explains all other errors.
         return
 
 
 def _ask_hub(url: str) -> None:
-    """Request a file's metadata. ConnectionError: the Hub can't be reached in `ATTEMPTS` attempts."""
+    """Request a file's metadata from the Hub. Raises ConnectionError if `ATTEMPTS` requests fail."""
     import httpx
     from huggingface_hub import get_hf_file_metadata
 

@@ -1,4 +1,4 @@
-"""Imports: objects by import path (`package.module:name`, or with a dot as in TRL), and modules by former paths."""
+"""Import objects by path (`package.module:name`, or `package.module.name` as in TRL), and redirect renamed modules."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def is_import_path(spec: str) -> bool:
 
 
 def find_object(spec: str, what: str, candidate: Callable[[Any], bool]) -> Any:
-    """Import the object at ``spec``; modules in the current directory are found. The ValueError if that fails calls it
-    ``what``, and proposes a similar name of the module for which ``candidate`` returns True."""
+    """Import the object at the import path ``spec``; modules in the current directory are found. A failure is a
+    ValueError that calls the path ``what``, and suggests a similar name with ``candidate(value)`` true."""
     module_name, attribute = _split(spec)
-    # Scripts that are installed (`colograd`, `torchrun`) don't have the current directory on the path, `python -m` has.
+    # Installed scripts (`colograd`, `torchrun`) lack the current directory in `sys.path`; `python -m` has it.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
-    importlib.invalidate_caches()  # the file may be younger than the directory listing that Python keeps
+    importlib.invalidate_caches()  # Python's cached directory listing may be older than the user's file.
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module does while it is imported
+    except Exception as error:  # Importing a user's module may raise any exception.
         raise ValueError(
-            f"{what} {spec!r}: module {module_name!r} can't be imported ({type(error).__name__}: {error}). It is "
-            f"looked for in the current directory ({os.getcwd()}) and among the installed packages."
+            f"{what} {spec!r}: module {module_name!r} can't be imported ({type(error).__name__}: {error}). Modules "
+            f"are found in the current directory ({os.getcwd()}) and among the installed packages."
         ) from error
     try:
         return functools.reduce(getattr, attribute.split("."), module)
@@ -46,7 +46,7 @@ def find_object(spec: str, what: str, candidate: Callable[[Any], bool]) -> Any:
 
 
 def _split(spec: str) -> tuple[str, str]:
-    """Split a path into module and attribute; one is empty if there is no path."""
+    """Split an import path into module and attribute. If ``spec`` isn't an import path, one part is empty."""
     module, colon, attribute = spec.partition(":")
     if not colon:
         module, _, attribute = spec.rpartition(".")
@@ -54,8 +54,8 @@ def _split(spec: str) -> tuple[str, str]:
 
 
 class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports of modules by former paths, which published recipes, cards and notebooks name. Either path gives the same
-    module object. ``moved`` has the present path by the former one."""
+    """Import hook for renamed modules: published recipes, model cards and notebooks still use the old paths. Old and
+    new path give the same module object. ``moved`` maps old to new paths."""
 
     def __init__(self, moved: Mapping[str, str]) -> None:
         self._moved = moved
@@ -69,6 +69,6 @@ class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's spec, which Python has just replaced by that of its former path. Nothing has to run."""
+        """Restore the module's `__spec__`, because Python has just replaced it by a spec for the old path."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state

@@ -1,6 +1,6 @@
-"""The process: threads, rank variables and log levels, set before torch, transformers and vLLM read them.
+"""Environment variables, threads and log levels of the process, set before torch, transformers and vLLM read them.
 
-The module imports only the standard library: those packages read most settings once, when they are first imported.
+The module imports only the standard library, because those packages read most settings when they are imported.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from . import gpus
 from .shipped import file_or_shipped
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-RANK_OF_ONE = "COLOGRAD_RANK_OF_ONE"  # "process:port" of a process that set its own variables of rank 0 of 1
+RANK_OF_ONE = "COLOGRAD_RANK_OF_ONE"  # Holds "process id:port" of a process that set its rank variables itself.
 _command_began: float | None = None
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-MOST_COMPILE_THREADS = 32  # torch's own limit
+MOST_COMPILE_THREADS = 32  # torch's default maximum of compile processes.
 
 
 def command_arguments(argv: Sequence[str] | None) -> list[str]:
-    """Begin the command, quietly unless it is verbose. Return its arguments; default: the process's own. The command's
-    first trainer prints how long the start took, with imports."""
+    """Return a command's arguments (default: `sys.argv[1:]`). Quiet other packages' logs unless ``--verbose`` is set,
+    and note the time, so that the first trainer can log how long the start took, imports included."""
     global _command_began
     _command_began = time.perf_counter()
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -41,25 +41,25 @@ def command_arguments(argv: Sequence[str] | None) -> list[str]:
 
 
 def is_verbose(argv: Sequence[str]) -> bool:
-    """Return whether a command's flags or its recipe set ``verbose``. Reads the recipe as text: a parser needs packages
-    that read the log levels when they are imported."""
+    """Return whether a command's flags or its recipe set ``verbose``. The recipe is read as text, because parsing it
+    would import packages that read log levels at import."""
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     recipe = ""
-    with contextlib.suppress(ValueError, IndexError, OSError):  # the parser refuses such a command or file later
+    with contextlib.suppress(ValueError, IndexError, OSError):  # The parser reports a bad command or recipe later.
         recipe = file_or_shipped(Path(words[words.index("--config") + 1])).read_text(encoding="utf-8")
     return "--verbose" in words or bool(re.search(r"^verbose:\s*(true|yes|on)\b", recipe, re.IGNORECASE | re.MULTILINE))
 
 
 def command_began() -> float | None:
-    """Return when the command began (`time.perf_counter`); None in the second call, or if the process is no command."""
+    """Return when the command began (`time.perf_counter`). None outside of a command, and from the second call on."""
     global _command_began
     began, _command_began = _command_began, None
     return began
 
 
 def tell_briefly() -> None:
-    """Make Python print an uncaught error with ``says_all`` as one line, without a traceback. It stays uncaught:
-    `FailureDetector.leave` and `ranks.part` look for it when the process ends."""
+    """Make Python print an uncaught error with the attribute ``says_all`` as one line, without traceback. The error
+    stays uncaught: `FailureDetector.leave` and `ranks.part` look for an uncaught error at the end of the process."""
     usual = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
@@ -72,22 +72,22 @@ def tell_briefly() -> None:
 
 
 def local_world_size() -> int:
-    """Return the number of ranks on this machine, by the launcher's variables; 1 without a launcher."""
+    """Return the number of ranks on this machine from the launcher's variables; 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
 
 
 def cpu_threads() -> int:
-    """Return the threads that one rank may use: this process's cores, shared by the ranks of the machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS lacks it
+    """Return the number of threads per rank: this process's cores divided by the ranks of the machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // local_world_size())
 
 
 def prepare_threads() -> None:
-    """Set OpenMP up for a process that both samples and trains.
+    """Set OpenMP's variables for a process that samples and trains.
 
-    OMP_NUM_THREADS: if it is unset, vLLM's CPU worker fixes it at one thread, and training would have one core.
-    Launchers set it to 1 by default; that value is replaced. OMP_WAIT_POLICY: with spinning barriers, the default, any
-    other busy process makes a backward pass several times slower.
+    OMP_NUM_THREADS: without a value vLLM's CPU worker sets one thread, and training would use one core. A launcher's
+    default of 1 is replaced. OMP_WAIT_POLICY: OpenMP by default spins at barriers. If another process is busy, spinning
+    makes a backward several times slower.
     """
     launched = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if "OMP_NUM_THREADS" not in os.environ or (launched and os.environ["OMP_NUM_THREADS"] == "1"):
@@ -98,43 +98,44 @@ def prepare_threads() -> None:
 
 
 def given_compile_threads() -> str | None:
-    """Return the user's TORCHINDUCTOR_COMPILE_THREADS; None if it is unset. Call it before vLLM is imported."""
+    """Return the user's TORCHINDUCTOR_COMPILE_THREADS, or None if unset. Call this before vLLM is imported."""
     return None if "vllm" in sys.modules else os.environ.get(COMPILE_THREADS)
 
 
 def compile_with_threads(given: str | None) -> None:
-    """Set the number of torch.compile's processes after an engine is built: ``given``, or a rank's cores.
+    """Set the number of torch.compile's processes to ``given``, or to a rank's cores. Call this after the engine is
+    built.
 
-    vLLM's import sets it to 1, because its worker processes may have no children. The engine here is in the trainer's
-    process, which may have children. With one process the policy's layers would be compiled one after the other.
+    vLLM's import sets the number to 1, because vLLM's worker processes may have no children. Here vLLM runs in the
+    trainer's process, which may have children. One process would compile the policy's layers one after the other.
     """
     number = given or str(min(MOST_COMPILE_THREADS, cpu_threads()))
     os.environ[COMPILE_THREADS] = number
-    # torch's module reads the variable when it is imported. If that has happened, its attribute must be set, too.
+    # torch reads the variable when it is imported. If torch is imported already, set torch's attribute.
     if (config := sys.modules.get("torch._inductor.config")) is not None:
         config.compile_threads = int(number)  # type: ignore[attr-defined]
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the large blocks that training frees: else a third of a step on a CPU goes into page faults."""
-    _call_glibc("mallopt", -4, 0)  # M_MMAP_MAX, from malloc.h
-    _call_glibc("mallopt", -1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    """Make glibc reuse the large blocks that training frees. Otherwise page faults take a third of a step on a CPU."""
+    _call_glibc("mallopt", -4, 0)  # The constant M_MMAP_MAX of malloc.h.
+    _call_glibc("mallopt", -1, 2**31 - 1)  # The constant M_TRIM_THRESHOLD of malloc.h.
 
 
 def give_back_freed_memory() -> None:
-    """Return freed memory to the system once, after a start that held more memory than training will."""
+    """Return freed memory to the system once, because the start needs more memory than training."""
     _call_glibc("malloc_trim", 0)
 
 
 def _call_glibc(function: str, *arguments: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    with contextlib.suppress(OSError, AttributeError):  # Only glibc has these functions.
         getattr(ctypes.CDLL("libc.so.6"), function)(*arguments)
 
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Turn Python's garbage collector off within a block that makes many lasting objects. The collector takes a quarter
-    of the host's time per token that vLLM samples (400 sequences of 1,500 tokens), and of the time of imports."""
+    """Disable Python's garbage collector while a block creates many long-lived objects. The collector takes a quarter
+    of imports, and a quarter of the host's time per token that vLLM samples (400 sequences of 1,500 tokens)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -151,17 +152,17 @@ def free_port() -> int:
 
 
 def follow_launcher() -> None:
-    """Make Linux send a SIGTERM when the launcher dies. `accelerate launch` of one process doesn't forward signals."""
+    """Make Linux send SIGTERM when the launcher dies. `accelerate launch` of one process doesn't forward signals."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
-        _call_glibc("prctl", 1, signal.SIGTERM)  # PR_SET_PDEATHSIG, from sys/prctl.h
+        _call_glibc("prctl", 1, signal.SIGTERM)  # The constant PR_SET_PDEATHSIG of sys/prctl.h.
 
 
 @contextlib.contextmanager
 def rank_variables() -> Iterator[None]:
-    """Complete the rank variables within the block (see `prepare_ranks`), and remove the added ones afterwards.
+    """Set missing rank variables (RANK, WORLD_SIZE, ...) within a block, and remove the added ones afterwards.
 
-    accelerate and vLLM read them while a trainer is built. Left in the environment, they would reach every program
-    that the script, a tool or an agent starts later, and its torch.distributed would bind this process's port again.
+    accelerate and vLLM read the variables while a trainer is built. If they remained, programs that the script, a tool
+    or an agent starts later would inherit them, and their torch.distributed would bind this process's port.
     """
     drop_inherited_ranks()
     before = {*os.environ}
@@ -175,7 +176,7 @@ def rank_variables() -> Iterator[None]:
 
 
 def drop_inherited_ranks() -> None:
-    """Remove the rank variables that a parent process set for itself, because their port is taken."""
+    """Remove rank variables that a parent process without launcher set for itself: the parent uses their port."""
     process, _, port = os.environ.get(RANK_OF_ONE, "").partition(":")
     if port and process != str(os.getpid()) and port == os.environ.get("MASTER_PORT"):
         for name in (*RANK_VARIABLES, RANK_OF_ONE):
@@ -183,18 +184,18 @@ def drop_inherited_ranks() -> None:
 
 
 def prepare_ranks() -> None:
-    """Complete the rank variables that vLLM's external launcher needs.
+    """Set missing rank variables for vLLM's external launcher.
 
-    torchrun and accelerate set them. ``python script.py`` and a notebook are rank 0 of 1 on a free port, so that two
-    jobs on one machine don't meet. Variables that a parent process, such as a notebook, set for itself are replaced.
+    torchrun and accelerate set these variables. ``python script.py`` or a notebook becomes rank 0 of 1 on a free port,
+    so that two jobs on one machine don't collide. Variables of a parent process such as a notebook are replaced.
     """
     drop_inherited_ranks()
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
-        # accelerate's CPU launcher sets an address only if several ranks were requested, and then starts one.
+        # If several ranks are requested on a CPU, accelerate's launcher sets an address but starts one rank.
         raise RuntimeError(
-            f"The launcher set MASTER_ADDR={os.environ['MASTER_ADDR']} but no RANK: several ranks were asked for and "
-            "one was started (`accelerate launch --cpu --num_processes N` is known for this). Start ranks on a CPU "
-            "with `torchrun --nproc-per-node N -m colograd.train --config ...`, or ask for --num_processes 1."
+            f"The launcher set MASTER_ADDR={os.environ['MASTER_ADDR']} but no RANK: several ranks were requested, but "
+            "only one was started (`accelerate launch --cpu --num_processes N` does this). Start ranks on a CPU "
+            "with `torchrun --nproc-per-node N -m colograd.train --config ...`, or set --num_processes 1."
         )
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
@@ -207,9 +208,8 @@ def prepare_ranks() -> None:
 
 
 def prepare_network() -> None:
-    """On several nodes, make gloo use the interface that leads to MASTER_ADDR, unless GLOO_SOCKET_IFNAME names one.
-    gloo's own choice, the address of this machine's host name, may be a loopback address, which no other node reaches.
-    """
+    """With several nodes, make gloo use the network interface that reaches MASTER_ADDR, unless GLOO_SOCKET_IFNAME is
+    set. gloo's default, the address of the host's name, may be a loopback address that no other node reaches."""
     if local_world_size() >= int(os.environ.get("WORLD_SIZE") or 1) or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     import psutil
@@ -218,7 +218,7 @@ def prepare_network() -> None:
         if not socket.gethostbyname(socket.gethostname()).startswith("127."):
             return
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing: the system picks the way there
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # A UDP connect sends nothing: the system only picks a route.
         used = str(probe.getsockname()[0])
         for name, addresses in psutil.net_if_addrs().items():
             if used in [each.address for each in addresses] and not used.startswith("127."):
@@ -226,11 +226,11 @@ def prepare_network() -> None:
 
 
 def quiet_logs(verbose: bool) -> None:
-    """Keep other packages' log lines off the terminal unless ``verbose``; important warnings still show."""
+    """Unless ``verbose``, hide other packages' log lines below errors."""
     if verbose:
         return
     if not gpus.nodes():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else deepspeed warns that it looked for a GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # Without this, deepspeed warns about a missing GPU.
     for name in ("VLLM_LOGGING_LEVEL", "TORCH_CPP_LOG_LEVEL", "GLOO_LOG_LEVEL"):
         os.environ.setdefault(name, "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -240,11 +240,11 @@ def quiet_logs(verbose: bool) -> None:
     warnings.filterwarnings("ignore", message=".*pin_memory.*")
     for name in ("vllm", "datasets", "httpx", "torch.distributed", "filelock", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # A script may have imported torch and transformers before, so their levels are set here too.
+    # Set the levels of torch and transformers directly too, because a script may have imported them before.
     given, theirs = os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error"), logging.getLogger("transformers")
-    if given == "error" and theirs.level in (logging.NOTSET, logging.WARNING):  # transformers' defaults
+    if given == "error" and theirs.level in (logging.NOTSET, logging.WARNING):  # transformers' default levels.
         theirs.setLevel(logging.ERROR)
     if (torch := sys.modules.get("torch")) is not None:
         with contextlib.suppress(OSError, AttributeError, TypeError):
-            read_log_level = "_ZN3c1011initLoggingEv"  # c10::initLogging()
+            read_log_level = "_ZN3c1011initLoggingEv"  # Mangled C++ name of c10::initLogging().
             ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__ or ""), "lib", "libc10.so"))[read_log_level]()

@@ -1,4 +1,5 @@
-"""Find the offers of extensions. This is the only module of the core that imports them."""
+"""Find extensions (optional features, one folder each) and their functions and classes for a seam, which is a named
+place where the core calls extensions. In the core only this module imports extensions."""
 
 from __future__ import annotations
 
@@ -14,19 +15,19 @@ APPS = "apps"
 
 @functools.cache
 def installed() -> tuple[str, ...]:
-    """Return the names of the extensions that have a folder, in the order of their list."""
+    """Return the names of the extensions that have a folder, in the order of `extensions.EXTENSIONS`."""
     return tuple(name for name in extensions.EXTENSIONS if importlib.util.find_spec(f"{extensions.__name__}.{name}"))
 
 
 @functools.cache
 def hooks(seam: str) -> tuple[Any, ...]:
-    """Import and return the extensions' offers at a seam of the core, in the order of their list."""
+    """Import and return all extensions' offers (functions or classes) for a seam, a place where the core calls them."""
     return tuple(offer for name in installed() for offer in hooks_of(name, seam))
 
 
 @functools.cache
 def hooks_of(extension: str, seam: str) -> tuple[Any, ...]:
-    """Import and return the offers of one extension, or of `apps`, at a seam; () if it is missing or has none."""
+    """Import and return the offers of one extension, or of `apps`, for a seam. () if there are none."""
     package = f"{extensions.__name__}.{extension}" if extension != APPS else f"{__package__.partition('.')[0]}.{APPS}"
     if importlib.util.find_spec(package) is None:
         return ()
@@ -39,8 +40,8 @@ def hooks_of(extension: str, seam: str) -> tuple[Any, ...]:
 
 
 def require(extension: str, setting: str, instead: str = "remove the setting") -> None:
-    """Raise ValueError if an extension is missing. ``setting`` and its value need it, as in `router_replay: true`;
-    ``instead`` is the other remedy, for what is no setting."""
+    """Raise ValueError if an extension's folder is missing. ``setting`` is the text of the setting that needs the
+    extension, such as `router_replay: true`. The error advises to restore the folder, or ``instead``."""
     if extension not in installed():
         raise ValueError(
             f"{setting} needs the extension `{extension}`, but colograd/extensions/{extension} is missing: restore "

@@ -1,4 +1,4 @@
-"""Files that come with the package: recipes, chat templates, accelerate's configurations, jobs for schedulers."""
+"""Files that come with the package: recipes, chat templates, accelerate configurations, jobs for schedulers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ FOLDER, SUFFIX = "recipes", ".yaml"
 
 
 def shipped_folder() -> Path:
-    """Return the folder of the shipped files: inside an installed package, next to it in a clone."""
+    """Return the folder of shipped files: inside an installed package, or next to the package in a git clone."""
     package = Path(__file__).resolve().parents[1]
     inside = package / FOLDER
     return inside if inside.is_dir() else package.parent / FOLDER
 
 
 def file_or_shipped(path: Path) -> Path:
-    """Return the path of the file that a user names: the user's own if it exists, else a shipped one; unchanged without
-    either. ``grpo_qwen``, ``grpo_qwen.yaml`` and ``recipes/grpo_qwen.yaml`` name the same shipped file."""
+    """Return the user's file ``path`` if it exists, else a shipped file of that name, else ``path`` unchanged.
+    ``grpo_qwen``, ``grpo_qwen.yaml`` and ``recipes/grpo_qwen.yaml`` name the same shipped file."""
     words = path.parts[1:] if path.parts[:1] == (FOLDER,) else path.parts
     inside = bool(words) and not path.is_absolute() and ".." not in words
     bases = [path, shipped_folder().joinpath(*words)] if inside else [path]
@@ -26,12 +26,12 @@ def file_or_shipped(path: Path) -> Path:
 
 
 def is_shipped(path: Path) -> bool:
-    """Whether `file_or_shipped` took a file of an installed package."""
+    """Return whether a path is in the folder of shipped files of an installed package."""
     inside = Path(__file__).resolve().parents[1] / FOLDER
     return path.resolve().is_relative_to(inside)
 
 
 def near_names(path: Path) -> str:
-    """Format the shipped recipes with names similar to a path's; without any, all names."""
+    """Format the names of shipped recipes that are similar to ``path``, or of all recipes if none is."""
     names = sorted(path.stem for path in shipped_folder().glob(f"*{SUFFIX}"))
     return ", ".join(difflib.get_close_matches(path.stem, names) or names)

@@ -1,38 +1,38 @@
-"""Sizes in a model's configuration. Its layers may differ."""
+"""Sizes from a transformers model configuration, the maximum over layers if layers differ; and sizes of thumbnails."""
 
 from __future__ import annotations
 
 from typing import Any
 
-THUMBNAILS = 4  # largest number of thumbnails of a prompt
-THUMBNAIL_BYTES = 4096  # largest bytes of a thumbnail
+THUMBNAILS = 4  # Maximum number of thumbnails per prompt.
+THUMBNAIL_BYTES = 4096  # Maximum bytes per thumbnail.
 
 
 def size_of(model_config: Any, *names: str) -> int:
-    """Return the largest size that a transformers configuration has by these names, in any layer; 0 without one."""
+    """Return the largest value of some attributes of a transformers configuration, over all layers; else 0."""
     config, found = model_config.get_text_config(), list[Any]()
     for name in names:
         try:
             values = getattr(config, name, None)
-        except RuntimeError:  # transformers raises it for a model with differing layers
+        except RuntimeError:  # transformers raises RuntimeError for models with unequal layers.
             values = [getattr(layer, name, None) for layer in config.per_layer_config]
         found += values if isinstance(values, list | tuple) else [values]
     return max((int(value) for value in found if value), default=0)
 
 
 def num_experts(model_config: Any) -> int:
-    """Return the number of a layer's experts that routers choose from; 0: no mixture of experts."""
+    """Return the number of routed experts of a layer; 0 if the model isn't a mixture of experts."""
     found = size_of(model_config, "num_experts", "num_local_experts", "n_routed_experts")
     return found if experts_per_token(model_config) or found > 1 else 0
 
 
 def experts_per_token(model_config: Any) -> int:
-    """Return the number of experts per token; 0: not in the configuration."""
+    """Return the number of experts that compute each token; 0 if the configuration doesn't name a number."""
     return size_of(model_config, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 
 
 def active_parameters(model: Any) -> int:
-    """Return the number of parameters that a token uses: of a mixture's experts only the chosen ones count."""
+    """Return the number of parameters that compute one token. In a mixture only the chosen experts count."""
     total, experts = int(model.num_parameters()), num_experts(model.config)
     if not experts:
         return total

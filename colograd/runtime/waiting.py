@@ -1,4 +1,4 @@
-"""Progress lines until a run is ready. The module imports little, so its first line comes before slow imports."""
+"""Progress lines until a run is ready. The module has few imports, so that the first line precedes slow imports."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 TURNING = "|/-\\"
-EVERY = 0.2  # seconds between two reads of the stage
-LONG = 5.0  # seconds after which a stage gets a line without a terminal
+EVERY = 0.2  # Seconds between two updates of the stage.
+LONG = 5.0  # Seconds after which a stage is printed if there is no terminal.
 
 
 class Waiting:
-    """Progress lines around a slow block. ``first`` is printed at once. In a terminal a line then shows the stage and
-    the seconds; elsewhere each stage that takes long gets a line. ``shown`` is False on ranks that print nothing."""
+    """Context manager that shows progress during a slow block, such as imports. A terminal shows the present stage and
+    the seconds; elsewhere ``first`` is printed at once, then each long stage. ``shown`` is False on silent ranks."""
 
     def __init__(self, first: str, stage: Callable[[], str], shown: bool = True) -> None:
         self._first, self._stage, self._shown = first, stage, shown
@@ -30,7 +30,7 @@ class Waiting:
         if sys.stderr.isatty():
             from tqdm.auto import tqdm
 
-            self._bar = tqdm(bar_format="{desc}", leave=False)  # `Console.say` prints above it
+            self._bar = tqdm(bar_format="{desc}", leave=False)  # tqdm lets `Console.say` print lines above the bar.
         else:
             print(self._first, flush=True)
         self._thread.start()

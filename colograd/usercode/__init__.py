@@ -1,4 +1,4 @@
-"""Runs the user's functions: reward functions, tools and environments. Each call ends with an `Outcome`.
+"""Runs the user's code: reward functions, tools and environments, in this process or in worker processes.
 
-`untrusted` reads texts and JSON from models, tools and programs.
+`untrusted` parses texts and JSON from models, tools and programs.
 """

@@ -1,4 +1,4 @@
-"""One call of the user's code: its outcome, and its time limit."""
+"""Calls of the user's code: the outcome of a call, its time limit, and the place of an error."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from typing import Any, TypeVar
 
 from .worker_process import COLOGRAD, line_and_traceback
 
-C = TypeVar("C", bound=Any)  # a call with the methods `done` and `cancel`
+C = TypeVar("C", bound=Any)  # Type of a call with the methods `done` and `cancel`.
 
 STDLIB = sysconfig.get_path("stdlib")
 LIBRARIES = (f"{os.sep}site-packages{os.sep}", os.path.join(STDLIB, ""), os.path.join(COLOGRAD, ""))
-GRACE = 10.0  # seconds for a stuck function to notice that it was interrupted
+GRACE = 10.0  # Seconds from an interrupt until a stuck process is ended.
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a call."""
+    """The outcome of one call of a user's function."""
 
-    kind: str  # value, raised, late, died or dropped
-    value: Any  # the return value; (line, traceback) of the exception; the exit status of the process that died
-    seconds: float  # seconds that the function ran
-    logged: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})  # columns and metrics, see `CallLog`
+    kind: str  # Kind of outcome: value, raised, late, died (the process) or dropped (no longer needed).
+    value: Any  # Return value; or (line, traceback) of the exception; or exit status of the dead process.
+    seconds: float  # Seconds that the function ran.
+    logged: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})  # Logged columns and metrics, see `CallLog`.
 
 
 def raised_outcome(error: BaseException) -> Outcome:
@@ -42,7 +42,7 @@ def raised_outcome(error: BaseException) -> Outcome:
 
 
 def place_of(function: Any) -> str:
-    """Return the place where a function begins, such as ``file.py:12``, or "" if it is unknown."""
+    """Return file and line where a function begins, such as ``file.py:12``, or an empty text if unknown."""
     while isinstance(function, functools.partial):
         function = function.func
     called = function if inspect.isroutine(function) else type(function).__call__
@@ -51,7 +51,7 @@ def place_of(function: Any) -> str:
 
 
 def place_in(traceback: str) -> str:
-    """Return the last place in a traceback's text that is neither in Colograd nor in a library, or ""."""
+    """Return file and line of the last frame in a traceback's text that is the user's code, or an empty text."""
     frames = re.findall(r'^ +File "([^"<]+)", line (\d+), in ', traceback, re.MULTILINE)
     own = [frame for frame in frames if not any(folder in frame[0] for folder in LIBRARIES)]
     return _place(*own[-1]) if own else ""
@@ -63,9 +63,8 @@ def _place(file: str, line: int | str) -> str:
 
 
 def when_done(call: Future[Outcome], tell: Callable[..., None], *further: Any) -> None:
-    """Call ``tell(started, ended, *further)`` in the thread that ends or cancels the call. Both are times of
-    `time.perf_counter`. ``started`` is the function's start, or the time of calling `when_done` if the start isn't
-    known."""
+    """Call ``tell(started, ended, *further)`` when ``call`` ends or is cancelled, in the thread that ends it. The times
+    are of `time.perf_counter`. If the function's start is unknown, ``started`` is the time of calling `when_done`."""
     submitted = time.perf_counter()
 
     def done(call: Future[Outcome]) -> None:
@@ -77,7 +76,7 @@ def when_done(call: Future[Outcome], tell: Callable[..., None], *further: Any) -
 
 
 def when_all_done(calls: Sequence[Future[Outcome]], tell: Callable[[], None]) -> None:
-    """Call ``tell`` once, when all calls have ended, in the thread that ends the last call or in this thread."""
+    """Call ``tell`` once all ``calls`` have ended, in the thread that ends the last one or in the caller's thread."""
     left = iter(calls)
 
     def wait_for_next(ended: Future[Outcome] | None = None) -> None:
@@ -90,7 +89,7 @@ def when_all_done(calls: Sequence[Future[Outcome]], tell: Callable[[], None]) ->
 
 
 async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> Outcome:
-    """Wait for a user's awaitable. Return its outcome: ``late`` after ``timeout`` seconds. SystemExit doesn't end the
+    """Await a user's awaitable and return its outcome: ``late`` after ``timeout`` seconds. SystemExit doesn't end the
     event loop. Unlike in `asyncio.wait_for`, an awaitable that ignores its cancellation doesn't delay the outcome."""
 
     async def guarded() -> Any:
@@ -104,7 +103,7 @@ async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> O
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout)
     finally:
-        task.cancel()  # it is late, or nobody waits for it any more
+        task.cancel()  # The awaitable is late, or nobody waits for the outcome any more.
     if not done:
         return Outcome("late", None, timeout or 0.0)
     try:
@@ -115,24 +114,24 @@ async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> O
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the one event loop of the run. The user's HTTP clients are bound to it and live on between calls."""
+    """Return the run's one event loop for async user code. HTTP clients are bound to a loop, so it is kept."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="colograd-async", daemon=True).start()
     return loop
 
 
 class Late(TimeoutError):
-    """The error of a call that took longer than its `time_limit` and was interrupted."""
+    """Error of a call that was interrupted because it exceeded its `time_limit`."""
 
 
 class _Stuck(BaseException):
-    """Raised in a call that took too long. It isn't an Exception, because user code may catch these."""
+    """Raised in a call that exceeded its time limit. Not an Exception, because user code may catch every Exception."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
-    """Interrupt a block in the trainer's own thread after ``seconds`` (None: never). If the block still runs `GRACE`
-    seconds later, print ``problem`` and end the process."""
+    """Context manager that interrupts a block in the calling thread after ``seconds``; None means no limit. If the
+    block doesn't end within `GRACE` further seconds, print ``problem`` and end the process."""
     if seconds is None:
         yield
         return
@@ -146,7 +145,7 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
 
     def leave() -> None:
         print(problem, file=sys.stderr, flush=True)
-        os._exit(1)  # the launcher ends the other ranks
+        os._exit(1)  # The launcher ends the other ranks when this process ends.
 
     timers = [threading.Timer(seconds, interrupt), threading.Timer(seconds + GRACE, leave)]
     for timer in timers:
@@ -156,7 +155,7 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
         try:
             yield
         finally:
-            with running:  # no interrupt from here on, and a pending one is cancelled
+            with running:  # From here on the timer can't interrupt the thread. A pending interrupt is cancelled.
                 ended = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
     except _Stuck:

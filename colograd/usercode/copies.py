@@ -1,4 +1,4 @@
-"""Copies of the trainer's data for the user's code, which may change its arguments."""
+"""Copies of arguments for the user's code, because a function that changes its arguments would change trainer data."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import copy
 from typing import Any
 
 UNCHANGING = frozenset((str, int, float, bool, bytes, type(None)))
-# Modules with classes of data. Objects of other classes, such as environments, belong to the user.
+# Modules with classes that `own_copy` copies. Objects of other classes, such as environments, belong to the user.
 OF_DATA = frozenset(("builtins", "collections", "array", "numpy", "torch"))
 
 
 def own_copy(value: Any) -> Any:
-    """Copy a value at every depth for one call of the user's code. Immutable values, objects of the user's classes, and
-    objects that can't be copied are returned as they are."""
+    """Deep-copy an argument for one call of the user's code. Immutable values, objects of the user's classes, and
+    objects that can't be copied are returned without a copy."""
     kind = type(value)
     if kind in UNCHANGING:
         return value
@@ -26,5 +26,5 @@ def own_copy(value: Any) -> Any:
         return value
     try:
         return copy.deepcopy(value)
-    except Exception:  # e.g. a generator, or a tensor with a gradient
+    except Exception:  # Some objects can't be copied, for example generators or tensors with a gradient.
         return value

@@ -1,4 +1,4 @@
-"""JSON and texts from models, tools and programs: they become values that UTF-8 can encode, or raise ValueError."""
+"""Parse JSON and texts from models, tools and programs into values that UTF-8 can encode, or raise ValueError."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import math
 import sys
 from typing import Any
 
-DEEPEST = 64  # maximum nesting of lists and objects: templates, copies and pickles of deeper ones exceed Python's stack
+DEEPEST = 64  # Maximum nesting of JSON values. Templates, copies and pickles of deeper values exceed Python's stack.
 
-# Maximum characters per token: a text with more characters than this times the free tokens isn't tokenised, as that
-# takes 4 s per megabyte. Texts in any language have fewer on average; only a run of spaces may have more.
+# Maximum characters per token. A text with more characters than this number times the free tokens isn't tokenised,
+# because tokenising takes 4 s per megabyte. Texts of all languages average fewer; only long runs of spaces don't.
 CHARACTERS = 16
 
 
 def parse_json(text: str | bytes, finite: bool = False) -> Any:
-    """Parse JSON, with lone surrogates replaced."""
+    """Parse JSON. Lone surrogates, which UTF-8 can't encode, are replaced. ``finite`` refuses NaN and infinity."""
     try:
         return clean(json.loads(text), finite)
     except RecursionError:
@@ -27,7 +27,7 @@ def clean(value: Any, finite: bool = False, depth: int = DEEPEST) -> Any:
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, float) and finite and not math.isfinite(value):
-        raise ValueError(f"{value} is no JSON number")
+        raise ValueError(f"{value} is no number that JSON allows")
     if type(value) not in (list, tuple, dict):
         return value
     if depth == 0:
@@ -38,7 +38,7 @@ def clean(value: Any, finite: bool = False, depth: int = DEEPEST) -> Any:
 
 
 def storable(value: Any) -> Any:
-    """Return a value that can be written as JSON if its objects can. A value nested too deep becomes an error text."""
+    """Return ``value`` with texts that JSON can store. If it is nested too deep, return a text with the error."""
     try:
         return clean(value)
     except ValueError as error:
@@ -50,6 +50,6 @@ def _too_deep() -> ValueError:
 
 
 def printable(text: str) -> str:
-    """Replace the characters that standard output can't encode, because they must not end a run."""
+    """Replace characters that standard output can't encode, because an encoding error would end the run."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, errors="replace").decode(encoding)

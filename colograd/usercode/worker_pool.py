@@ -1,9 +1,8 @@
-"""Worker processes: they call reward functions and tools while the engine decodes, and can be killed.
+"""Worker processes that call reward functions and tools while vLLM decodes, and that can be killed.
 
-cloudpickle sends importable functions by name, and functions of a script or a notebook by value. A call that exceeds
-its time limit is killed with its process and the programs that it started. A process that is killed or dies is
-replaced. Workers ignore Ctrl-C and the signals of `stop_signals`, because terminals and schedulers send these to every
-process of a job. Workers die with the trainer.
+cloudpickle sends importable functions by name, and functions of a script or notebook by value. A call that exceeds its
+time limit is killed with its process and all programs started there. A killed or dead process is replaced. Workers end
+with the trainer, but ignore Ctrl-C and `stop_signals`, because terminals and schedulers signal all processes of a job.
 """
 
 from __future__ import annotations
@@ -32,27 +31,27 @@ from .calls import Outcome, raised_outcome
 from .worker_process import STOPS
 
 WORKER = Path(__file__).with_name("worker_process.py")
-START_SECONDS = 600.0  # maximum seconds for a worker to import its functions, on a busy machine
-STOP_SECONDS = 5.0  # maximum seconds to wait for each thread of a pool to end
-LOOK_SECONDS = 0.1  # seconds between two checks whether a running call is still needed
-DROP_SECONDS = 1.0  # seconds for an unneeded call to end by itself: a new process takes as long
+START_SECONDS = 600.0  # Maximum seconds for a worker to load its functions. A busy machine is slow.
+STOP_SECONDS = 5.0  # Maximum seconds to wait for the end of each thread of a pool.
+LOOK_SECONDS = 0.1  # Seconds between two checks whether a running call is still needed.
+DROP_SECONDS = 1.0  # Seconds that an unneeded call has to end. A new process takes as long.
 
 
 class WorkerCall(Future[Outcome]):
-    """A call that is queued or runs in a worker.
+    """A call of a function that is queued for a worker process or runs in one.
 
     Args:
-        index: index of the function in the worker.
-        state: for a reward function, a key and the pickled trainer state. It is sent if the process has another key.
+        index: index of the function in the worker's list.
+        state: for a reward function, (key, pickled trainer state). A worker with an equal key isn't sent the pickle.
     """
 
     def __init__(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> None:
         super().__init__()
         self.index, self.keywords, self.state = index, keywords, state
-        self.unneeded_since: float | None = None  # time.monotonic() when `cancel` was called
+        self.unneeded_since: float | None = None  # Time of the call of `cancel`, by `time.monotonic`.
 
     def cancel(self) -> bool:
-        """Drop the call from the queue. If it runs, its worker is replaced when another call needs the worker."""
+        """Remove the call from the queue. A running call's worker is killed once a second call waits for the worker."""
         cancelled = super().cancel()
         if not cancelled:
             self.unneeded_since = time.monotonic()
@@ -60,21 +59,21 @@ class WorkerCall(Future[Outcome]):
 
 
 class CannotTravel(ValueError):
-    """The error of a function that can't be sent to another process."""
+    """Error of a function that can't be pickled, or that a worker process can't load."""
 
 
 def travelling(functions: Mapping[str, Callable[..., Any]]) -> tuple[dict[str, bytes], dict[str, CannotTravel]]:
-    """Return pickles of the functions that can run in a worker, and the reasons why the others can't, by name."""
+    """Return pickles of the functions that a worker can load, and the errors of the other functions, both by name."""
     able: dict[str, bytes] = {}
     reasons: dict[str, CannotTravel] = {}
     for name, function in functions.items():
         try:
             able[name] = cloudpickle.dumps(function)
-        except Exception as error:  # pickling the objects that it holds may raise anything
+        except Exception as error:  # Pickling a function may raise any exception.
             reasons[name] = CannotTravel(f"{type(error).__name__}: {error}".splitlines()[0])
     try:
         Worker(list(able.values())).try_loading()
-    except CannotTravel:  # try each function alone; a start takes as long as its imports
+    except CannotTravel:  # Find the functions that can't be loaded, by one start per function.
         for name, pickled in list(able.items()):
             try:
                 Worker([pickled]).try_loading()
@@ -85,26 +84,26 @@ def travelling(functions: Mapping[str, Callable[..., Any]]) -> tuple[dict[str, b
 
 
 class Worker:
-    """One worker process. The first call starts it, and the next call after its end starts it again."""
+    """One worker process. The first call starts the process. The next call after its end starts it again."""
 
     def __init__(self, functions: Sequence[bytes]) -> None:
         self._functions = list(functions)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._state_key: Any = None  # key of the trainer state that the process has
+        self._state_key: Any = None  # Key of the trainer state that the worker process has now.
 
     def start(self) -> None:
-        """Start the process and let it load the functions."""
+        """Start the process and load the functions in it. Raises CannotTravel if they can't be loaded."""
         ours, theirs = socket.socketpair()
         with theirs:
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # the worker inherits the mask
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # The worker inherits the blocked signals.
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, str(WORKER), str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
-                    start_new_session=True,  # signals to the trainer's group don't reach the user's programs
+                    start_new_session=True,  # Signals to the trainer's process group don't reach users' programs.
                 )
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -121,7 +120,7 @@ class Worker:
             raise CannotTravel(problem)
 
     def try_loading(self) -> None:
-        """Start and stop the process once."""
+        """Start the process, let it load the functions, and stop it."""
         try:
             if self._functions:
                 self.start()
@@ -129,7 +128,7 @@ class Worker:
             self.stop()
 
     def run(self, call: WorkerCall, timeout: float | None, unneeded: Callable[[], bool]) -> Outcome:
-        """Run a call and wait for its outcome."""
+        """Run a call and wait for its outcome: value, raised, late, died, or dropped if ``unneeded()`` is true."""
         if self._connection is None:
             self.start()
         assert self._connection is not None and self._process is not None
@@ -169,7 +168,7 @@ class Worker:
             return self._process.wait()
 
     def stop(self) -> None:
-        """Kill the process and the programs that it started, if there is one."""
+        """Kill the process and the programs that it started. Does nothing if no process runs."""
         process, connection = self._process, self._connection
         self._process = self._connection = None
         if connection is not None:
@@ -181,19 +180,19 @@ class Worker:
 
 
 class WorkerPool:
-    """Workers with one queue. A daemon thread of this process drives each.
+    """Worker processes with a common queue of calls. One daemon thread of this process serves each worker.
 
     Args:
-        what: the functions' name in the notes, such as ``rewards``.
-        size: number of processes; 0: no function runs in a worker.
-        timeout: maximum seconds of one call; None: no limit.
+        what: kind of the functions for log lines, such as ``rewards``.
+        size: number of processes. With 0 no function runs in a worker.
+        timeout: maximum seconds of one call; None means no limit.
     """
 
     def __init__(
         self, what: str, functions: Mapping[str, Callable[..., Any]], size: int, timeout: float | None
     ) -> None:
         able, reasons = travelling(functions) if size and functions else ({}, {})
-        self.notes = [f"{what}: {', '.join(able)} in {size} worker process(es)"] if able else []  # for the user
+        self.notes = [f"{what}: {', '.join(able)} in {size} worker process(es)"] if able else []
         self.notes += [f"{what}: {name} runs in the trainer's process ({why})" for name, why in reasons.items()]
         self._indices = {name: index for index, name in enumerate(able)}
         self._timeout = timeout
@@ -204,11 +203,11 @@ class WorkerPool:
             thread.start()
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the function runs in this pool."""
+        """Return whether the function ``name`` runs in this pool."""
         return name in self._indices
 
     def submit(self, name: str, keywords: dict[str, Any], state: tuple[Any, bytes] | None = None) -> WorkerCall:
-        """Queue a call. If the worker can't be started or the call can't be sent, the outcome is ``raised``."""
+        """Queue a call. The outcome is ``raised`` if the worker can't start, or the arguments can't be sent to it."""
         call = WorkerCall(self._indices[name], keywords, state)
         self._queue.put(call)
         return call
@@ -221,17 +220,17 @@ class WorkerPool:
                 outcome = worker.run(call, self._timeout, functools.partial(self._stands_in_the_way, call))
             except BaseException as error:
                 outcome = raised_outcome(error)
-            call.keywords = {}  # free the texts before the outcome is read
+            call.keywords = {}  # Free the arguments, because completions are large.
             call.set_result(outcome)
-        worker.stop()  # `close` may have stopped it while it was starting
+        worker.stop()  # `close` may have run while this worker was starting.
 
     def _stands_in_the_way(self, call: WorkerCall) -> bool:
-        """Return whether nobody waits for the call, and another call waits for its worker."""
+        """Return whether nobody waits for the call's outcome, but a second call waits for the worker."""
         since = call.unneeded_since
         return since is not None and time.monotonic() - since >= DROP_SECONDS and not self._queue.empty()
 
     def close(self) -> None:
-        """Drop queued calls and kill the workers. No function runs in this pool any more."""
+        """Drop queued calls and kill the workers. Afterwards no function runs in this pool."""
         self._indices = {}
         with contextlib.suppress(queue.Empty):
             while (call := self._queue.get_nowait()) is not None:
@@ -241,4 +240,4 @@ class WorkerPool:
         for worker in self._workers:
             worker.stop()
         for thread in self._threads:
-            thread.join(STOP_SECONDS)  # a worker that starts now ends with the thread, or this process
+            thread.join(STOP_SECONDS)  # A worker that is just starting ends with its thread or this process.

@@ -1,16 +1,17 @@
-"""The process of a worker: runs user code on its main thread, where signals and signal-based time-outs work.
+"""Main program of a worker process. It runs user code on the main thread, so that signals and signal-based timeouts
+work.
 
     python worker_process.py FD
 
-This file is started directly, without importing the user's script, which often has no ``__main__`` guard. Imports
-nothing from Colograd. Messages on the socket FD are pickles:
+The file is run directly, without importing the user's script, because scripts often lack a ``__main__`` guard. It
+imports nothing from Colograd. The messages on socket FD are pickles:
 
-    from the parent   (sys.path, functions), then (index, state or None, keywords, is a reward) per call; state: a
-                      pickle to keep, for reward functions only
-    to the parent     None, or a line with the error of loading; then (kind, value, seconds, logged) per call
+    from the parent   first (sys.path, functions); then per call (index, state or None, keywords, is a reward), where
+                      state is a pickle to keep, for reward functions only
+    to the parent     first None, or a line with the loading error; then per call (kind, value, seconds, logged)
 
-``kind`` is ``value`` (the return value) or ``raised`` (type and text of the exception, its traceback). ``logged``
-holds the values of ``log_extra`` and ``log_metric``. It is empty for a call that raised.
+``kind`` is ``value`` (the function's return value) or ``raised`` (exception as a line, and traceback). ``logged`` has
+the values of ``log_extra`` and ``log_metric``; it is empty if the call raised.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-# Colograd's folder, and below its folders with the frames between the trainer's and the user's in a traceback.
+# Colograd's folder. Frames of files in the folders of `PLUMBING` are cut from users' tracebacks.
 COLOGRAD = os.path.dirname(os.path.dirname(__file__))
-STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # signals of schedulers, see `stop_signals`
-PER_TOKEN = ("completion_ids", "completion_mask")  # reward functions' keywords that are sent as arrays and bytes
+STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Signals of schedulers, see the setting `stop_signals`.
+PER_TOKEN = ("completion_ids", "completion_mask")  # Keywords of reward functions that are sent as arrays or bytes.
 PLUMBING = (os.path.join(COLOGRAD, "usercode", ""), os.path.join(COLOGRAD, "rewards", ""))
 
 
 class CallLog:
-    """The log of one call: `extra` and `metric` are the function's ``log_extra`` and ``log_metric``."""
+    """Values that one reward function call logs: `extra` is the argument ``log_extra``, `metric` is ``log_metric``."""
 
     def __init__(self) -> None:
-        self.columns: dict[str, list[Any]] = {}  # values of each column of the completions table
-        self.metrics: dict[str, list[float]] = {}  # values of each metric
+        self.columns: dict[str, list[Any]] = {}  # Columns of the completions table: name -> values.
+        self.metrics: dict[str, list[float]] = {}  # Metrics: name -> logged numbers.
 
     def extra(self, column: str, values: Any) -> None:
-        """Add values to a column. Over the whole call it needs one value per completion."""
+        """Append values to a column of the completions table. Per call a column needs one value per completion."""
         _check_name("log_extra", "column", column)
         values = _plain(values)
         if not isinstance(values, (list, tuple)):
@@ -54,13 +55,13 @@ class CallLog:
         self.columns.setdefault(column, []).extend(map(_plain, values))
 
     def metric(self, name: str, value: Any) -> None:
-        """Add a number to a metric. The metric's mean is reported."""
+        """Append a number to a metric. The mean over all numbers is reported."""
         _check_name("log_metric", "metric", name)
         value = _plain(value)
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise TypeError(
                 f"log_metric({name!r}, ...) got {value!r:.60} ({type(value).__name__}), but takes a finite number: "
-                "leave the call out where there is none."
+                "don't call log_metric without a number."
             )
         self.metrics.setdefault(name, []).append(float(value))
 
@@ -70,7 +71,7 @@ class CallLog:
 
 def _check_name(function: str, kind: str, name: Any) -> None:
     if not isinstance(name, str) or not name:
-        raise TypeError(f"{function}({name!r:.60}, ...): the {kind}'s name must be a text that isn't empty.")
+        raise TypeError(f"{function}({name!r:.60}, ...): the {kind}'s name must be a text, and not empty.")
 
 
 def _plain(value: Any) -> Any:
@@ -80,7 +81,7 @@ def _plain(value: Any) -> Any:
 
 
 def main(descriptor: int) -> None:
-    """Serve calls until the parent closes the socket."""
+    """Load the functions, then serve calls until the parent closes the socket."""
     _end_with_parent()
     _leave_signals_to_parent()
     connection = Connection(descriptor)
@@ -118,13 +119,13 @@ def _answer(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool
     seconds = time.perf_counter() - started
     try:
         return pickle.dumps(("value", value, seconds, log.content()))
-    except Exception as error:  # pickling the user's objects may raise anything
+    except Exception as error:  # Pickling a user's objects may raise any exception.
         line = f"{type(error).__name__}: {error} (in what it returned or logged)"
         return pickle.dumps(("raised", (line, line), seconds, ({}, {})))
 
 
 def line_and_traceback(error: BaseException) -> tuple[str, str]:
-    """Return the exception in one line, and its traceback from the first frame after Colograd's last frame."""
+    """Return an exception as one line, and its traceback without the leading frames of Colograd."""
     frames = step = error.__traceback__
     while step is not None:
         if step.tb_frame.f_code.co_filename.startswith(PLUMBING):
@@ -135,19 +136,19 @@ def line_and_traceback(error: BaseException) -> tuple[str, str]:
 
 
 def _end_with_parent() -> None:
-    """Ask Linux to kill this process when the trainer dies, even in the middle of a user's endless loop."""
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG, from sys/prctl.h
-    with contextlib.suppress(OSError, AttributeError):  # not on Linux
+    """Make Linux kill this process when the trainer dies, even if user code is in an endless loop."""
+    set_parent_death_signal = 1  # The constant PR_SET_PDEATHSIG of sys/prctl.h.
+    with contextlib.suppress(OSError, AttributeError):  # The function prctl exists only on Linux.
         ctypes.CDLL("libc.so.6").prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def _leave_signals_to_parent() -> None:
-    """Ignore Ctrl-C and a scheduler's signals, which reach all processes of a job: the trainer needs its workers to end
-    the round.
+    """Ignore Ctrl-C and a scheduler's signals, which reach all processes of a job. The trainer needs its workers until
+    the round (the prompts sampled with one set of weights) is complete.
 
-    The signals aren't set to SIG_IGN, because children would inherit that, and user code must be able to terminate its
-    own children. They are blocked during a fork, because a child would lose a signal that arrives before it resets its
-    handlers.
+    The signals get an empty handler rather than SIG_IGN, because programs that user code starts would inherit SIG_IGN
+    and couldn't be terminated. The signals are blocked during a fork, because the child would lose a signal that
+    arrives before the child resets its handlers.
     """
 
     def ignore(number: int, frame: Any) -> None:
@@ -169,10 +170,10 @@ def _leave_signals_to_parent() -> None:
     for number in STOPS:
         signal.signal(number, ignore)
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=reset)
-    unblock()  # the pool started this process with these signals blocked
+    unblock()  # `Worker.start` blocked the signals in `STOPS` for this process.
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))
     sys.stdout.flush()
-    os._exit(0)  # don't wait for threads that user code left behind
+    os._exit(0)  # Exit without waiting for threads that user code started.

@@ -123,7 +123,7 @@ def test_a_copy_is_the_same(given: dict[str, Any]) -> None:
     [
         ({"prompts_per_step": 3}, "prompts_per_step is 3, .* multiple of the 2 ranks: 2 or 4 would do"),
         ({"prompts_per_step": 1}, "prompts_per_step is 1, .* 2 or 4 would do"),
-        ({"steps_per_generation": 2, "generation_batch_size": 32}, "give one of them"),
+        ({"steps_per_generation": 2, "generation_batch_size": 32}, "set the same number: remove one"),
         ({"generation_batch_size": 24}, r"is 24, but must be a multiple of .* \(16\), or a divisor"),
         ({"generation_batch_size": 8, "num_iterations": 2}, r"is 8, but must be a multiple of .* \(16\)\."),
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, r"is 3, but must be a multiple of .*\(2\)"),
@@ -320,7 +320,7 @@ def test_an_entry_of_a_mapping_can_be_set_alone(tmp_path: Path) -> None:
         (["--config", "absent.yaml"], "'absent.yaml' doesn't exist: give the path"),
         (["--num_generations", "four"], "invalid int value: 'four'"),
         (["--max_steps"], "expected one argument"),
-        (["--max_steps.a", "1"], "--max_steps.a sets an entry of a mapping, but max_steps isn't one"),
+        (["--max_steps.a", "1"], "--max_steps.a sets an entry of a mapping, but max_steps isn't a mapping"),
         (["--vllm_engine_kwargs.a"], "--vllm_engine_kwargs.a needs a value"),
         (["--vllm_engine_kwarg.a", "1"], "Did you mean `vllm_engine_kwargs`"),
         (["--vllm_engine_kwargs.a", "1", "--vllm_engine_kwargs", '{"b": 2}'], "give one of the two"),
@@ -693,7 +693,9 @@ def test_a_frozen_configuration_refuses_what_a_trainer_has_read(tmp_path: Path) 
     config = tiny.config(tmp_path)
     config.freeze()
     config.beta, config.num_train_epochs = config.beta, 7.0  # the same value; and one that each `train` reads
-    with pytest.raises(AttributeError, match=r"beta is 0\.0 and can't become 0\.5: the trainer was made with it"):
+    with pytest.raises(
+        AttributeError, match=r"beta is 0\.0 and can't become 0\.5: a trainer was made with the present value"
+    ):
         config.beta = 0.5
     other = copy.deepcopy(config)
     other.beta = 0.5

@@ -89,7 +89,7 @@ def test_a_function_with_a_split_is_asked_for_both(module: str) -> None:
         ({"dataset_name": "MODULE:plain", "dataset_kwargs": {"m": 1}}, "unexpected keyword argument 'm'"),
         ({"dataset_name": "MODULE:plain", "dataset_kwargs": "{n: 1}"}, "isn't JSON"),
         ({"dataset_name": "MODULE:plain", "dataset_kwargs": "[1]"}, "must be a dict"),
-        ({"dataset_name": "MODULE:plain", "test_split_size": 0.1}, "holds rows of a mixture out"),
+        ({"dataset_name": "MODULE:plain", "test_split_size": 0.1}, "works only with a mixture"),
         ({"dataset_name": "MODULE:wrong"}, "MODULE:wrong is of type list, but must be a datasets.Dataset"),
         ({"dataset_name": "MODULE:number"}, "is of type int, but must be a function"),
         ({"dataset_name": "MODULE:absent"}, "has no attribute 'absent'"),
@@ -127,7 +127,7 @@ def test_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     train, test = load(dataset_name=str(tmp_path / "two"))
     assert test is not None and test["answer"][:] == [2]
     (tmp_path / "rows.txt").touch()
-    with pytest.raises(ValueError, match=r"ends in '\.txt': convert it to one of"):
+    with pytest.raises(ValueError, match=r"ends in '\.txt': convert the file to one of"):
         load(dataset_name=str(tmp_path / "rows.txt"))
 
 
@@ -149,7 +149,7 @@ def test_parts_of_a_mixture_can_have_shares(tmp_path: Path) -> None:
     parts = [{"path": str(tmp_path / "a.jsonl"), "fraction": 3}, {"path": str(tmp_path / "b.jsonl"), "fraction": 2}]
     whole, _ = load(datasets=parts)
     assert whole["prompt"][:] == [f"a{i}" for i in range(15)] + [f"b{i}" for i in range(10)]
-    with pytest.raises(ValueError, match="give each part a share, or none"):
+    with pytest.raises(ValueError, match="give every part a fraction, or no part"):
         load(datasets=[parts[0], {"path": str(tmp_path / "b.jsonl")}])
     with pytest.raises(ValueError, match="a streamed part has no length"):
         load(datasets=parts, streaming=True)
@@ -187,7 +187,7 @@ def test_the_prompt_column_and_the_system_prompt(tmp_path: Path) -> None:
     assert plain["prompt"][:] == [[system, {"role": "user", "content": "a"}]]
     chat, _ = load(dataset_name=str(tmp_path / "chat.jsonl"), system_prompt="Be brief.")
     assert chat["prompt"][:] == [[system, USER], own]
-    with pytest.raises(ValueError, match="column 'prompt' beside dataset_prompt_column='question'"):
+    with pytest.raises(ValueError, match="column 'prompt' next to dataset_prompt_column='question'"):
         load(dataset_name=str(tmp_path / "both.jsonl"), dataset_prompt_column="question")
 
 
@@ -420,7 +420,7 @@ def test_the_order_leaves_the_global_generator_alone() -> None:
 
 
 def test_fewer_prompts_than_a_round_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"has 7 prompts; one generation takes 8 \(prompts_per_step=4 times"):
+    with pytest.raises(ValueError, match=r"has 7 prompts, but one generation takes 8 \(prompts_per_step=4 times"):
         steps(num_rows=7)
 
 

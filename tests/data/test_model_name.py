@@ -45,7 +45,7 @@ def test_what_can_only_be_a_folder_is_never_looked_up(name: str, monkeypatch: py
 def test_without_a_connection_two_short_attempts_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answering(monkeypatch, httpx.ConnectError("Name or service not known"))
     with pytest.raises(
-        ValueError, match=f"'owner/name' is {COMMON}.*can't be reached: Name or service.* Give model_name"
+        ValueError, match=f"'owner/name' is {COMMON}.*can't be reached: Name or service.* Set model_name"
     ):
         hub.check_model_name("owner/name", revision="v2")
     assert len(asked) == hub.ATTEMPTS == 2 and all(url.endswith("owner/name/resolve/v2/config.json") for url in asked)
@@ -56,7 +56,7 @@ def test_what_the_hub_says_of_it_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError, match=f"{COMMON}: .* no such model on the Hub, or a private one"):
         hub.check_model_name("owner/name")
     answering(monkeypatch, not_found(huggingface_hub.errors.GatedRepoError))
-    with pytest.raises(ValueError, match="is on the Hub, but not for everybody: ask for access"):
+    with pytest.raises(ValueError, match="is on the Hub, but only for users with access: request access"):
         hub.check_model_name("owner/name")
     assert len(asked) == 1
 
@@ -80,7 +80,9 @@ def test_an_offline_hub_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_dataset_without_a_connection_is_an_error_after_two_short_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answering(monkeypatch, httpx.ConnectError("Name or service not known"))
-    with pytest.raises(ValueError, match="'owner/data' can't be loaded: it isn't in the cache, and the Hub can't be"):
+    with pytest.raises(
+        ValueError, match="'owner/data' can't be loaded: the dataset isn't in the cache, and the Hub can't be"
+    ):
         _load_stored("owner/data", None, {})
     assert len(asked) == hub.ATTEMPTS and all("datasets/owner/data" in url for url in asked)
     answering(monkeypatch, not_found(huggingface_hub.errors.RepositoryNotFoundError))

@@ -206,7 +206,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda _: resolve_rewards(["no_such_module:f"], None),
         "'no_such_module:f'",
         "can't be imported .*No module named",
-        "looked for in the current directory",
+        "Modules are found in the current directory",
     ),
     "a reward function that isn't in its module": (
         lambda _: resolve_rewards(["colograd.rewards:last_nmber"], None),
@@ -259,7 +259,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "an empty dataset": (
         lambda _: tokenize(Dataset.from_dict({"prompt": []})),
         "train has no rows",
-        "nothing to sample from",
+        "no prompts to sample from",
         "train",
     ),
     "an overlong prompt where that is an error": (
@@ -430,9 +430,9 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     ),
     "a direction without the metric that it is of": (
         lambda _: config(load_best_model_at_end=True, save_strategy="no", greater_is_better=False),
-        "greater_is_better is false and metric_for_best_model isn't set",
-        "is `reward` then, of which more is better",
-        "say metric_for_best_model",
+        "greater_is_better is false, but metric_for_best_model isn't set",
+        "the metric is `reward`, and a higher reward is better",
+        "set metric_for_best_model",
     ),
     "the best model by an evaluation in the middle of a round": (
         lambda _: config(
@@ -469,7 +469,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda _: config(generation_kwargs={"num_beams": 4}),
         "generation_kwargs sets 'num_beams' to 4",
         "always drawn by vLLM with 1",
-        "remove it",
+        "remove the entry",
     ),
     "a sampling parameter that vLLM doesn't have": (
         lambda _: check_sampling(config(generation_kwargs={"stop_tokn_ids": [4]})),
@@ -498,7 +498,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "a dtype that torch doesn't have": (
         lambda _: config(model_init_kwargs={"torch_dtype": "bf16"}).torch_dtype(),
         "dtype 'bf16'",
-        "isn't one",
+        "isn't a dtype of torch",
         "choose bfloat16",
     ),
     "a processor in the tokenizer's place": (

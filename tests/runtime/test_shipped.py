@@ -55,7 +55,7 @@ def test_copies_keep_the_folders_and_never_overwrite(folder: Path) -> None:
     assert (folder / "mine" / "grpo_qwen.yaml").read_bytes() == QWEN.read_bytes()
     assert len([*(folder / "mine" / "accelerate_configs").iterdir()]) == 4
     (folder / "mine" / "grpo_qwen.yaml").write_text("changed")
-    with pytest.raises(ValueError, match=r"grpo_qwen\.yaml exists with another content"):
+    with pytest.raises(ValueError, match=r"grpo_qwen\.yaml exists with other content"):
         recipes.main(["distil_qwen", "grpo_qwen", "--to", "mine"])
     assert not (folder / "mine" / "distil_qwen.yaml").exists()
 

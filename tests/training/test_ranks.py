@@ -243,4 +243,4 @@ def test_a_launcher_that_starts_fewer_ranks_than_asked_is_found_out(tiny_model, 
         capture_output=True, text=True, timeout=tiny.PATIENCE, env=tiny.clean_environment(),
     )  # fmt: skip
     assert done.returncode != 0
-    assert "several ranks were asked for and one was started" in done.stderr and "torchrun" in done.stderr
+    assert "several ranks were requested, but only one was started" in done.stderr and "torchrun" in done.stderr

@@ -1,5 +1,5 @@
-"""Tasks to try a machine with: `quickstart` (a model and sums of digits), `calculator` (products, with a tool),
-`colours` (pictures, with a model of random weights)."""
+"""Small tasks to try a machine: `quickstart` (a model, and sums of digits), `calculator` (products, with a tool),
+`shop` (orders, with an agent), `colours` (images, with a tiny model of random weights)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ...runtime import process
 
 
 def output_folder(task: str, model: str) -> Path:
-    """Read ``--output`` from the command line of a task that makes its model, and keep other packages quiet."""
+    """Return the folder from ``--output`` of a task's command line, and hide other packages' log lines."""
     parser = argparse.ArgumentParser(f"python -m colograd.apps.quickstart.{task}", description="Make the model folder.")
     default = Path("models", model)
     parser.add_argument("--output", type=Path, default=default, metavar="DIR", help="the model folder to make")
     output: Path = parser.parse_args().output
-    os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is first imported
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or deepspeed, which transformers imports, prints its search
+    os.environ["TQDM_DISABLE"] = "1"  # tqdm reads TQDM_DISABLE when it is imported.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # Without DS_ACCELERATOR deepspeed prints a search for a GPU.
     process.quiet_logs(False)
     return output

@@ -1,4 +1,4 @@
-"""A task with a tool that the quickstart's model learns: products of two-digit numbers, and a calculator."""
+"""A task with a tool for the quickstart's model: products of two-digit numbers, with a calculator."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def calculator(expression: str) -> str:
 
 
 def products(size: int = 2048, seed: int = 0, examples: int = 2) -> Dataset:
-    """Make products of two numbers from 11 to 99, which the model never gets right without the calculator.
+    """Make products of two numbers from 11 to 99. Without the calculator the untrained model never gets one right.
 
     Args:
-        examples: solved ones before each question, with their calls; with two, the model calls in half of its tries.
+        examples: solved products before each question, with tool calls. With two the model calls in half of its tries.
     """
     from datasets import Dataset
 
@@ -70,5 +70,5 @@ def _solved(a: int, b: int) -> list[dict[str, Any]]:
 
 
 def _message(role: str, content: str) -> dict[str, Any]:
-    """With the keys of all messages, as a dataset's rows have one type."""
+    """Make a message with all keys that messages may have, because a column of a dataset has one type."""
     return {"role": role, "content": content, "name": None, "tool_calls": None}

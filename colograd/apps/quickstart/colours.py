@@ -1,4 +1,4 @@
-"""A task with images that a random model of a megabyte learns on a CPU: name the colour of a square.
+"""A task with images for a tiny model with random weights, learnable on a CPU: name the colour of a square.
 
 python -m colograd.apps.quickstart.colours --output models/colours
 """
@@ -18,7 +18,7 @@ COLOURS = {
     "red": (220, 30, 30), "green": (30, 180, 40), "blue": (40, 60, 220), "yellow": (230, 220, 40),
     "white": (245, 245, 245), "black": (10, 10, 10),
 }  # fmt: skip
-SIDE = 32  # of an image, in pixels
+SIDE = 32  # Width and height of an image in pixels.
 QUESTION = "which colour ?"
 SPECIAL = ("<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>")
 TEMPLATE = (
@@ -29,7 +29,7 @@ TEMPLATE = (
 
 
 def colours(size: int = 512, seed: int = 0) -> Dataset:
-    """Draw squares of one of six colours, each of another size and place on another grey."""
+    """Draw images of a square in one of six colours, with random size and place on a random grey."""
     import datasets
     from PIL import Image
 
@@ -50,13 +50,13 @@ def colours(size: int = 512, seed: int = 0) -> Dataset:
 
 
 def names_the_colour(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
-    """1 where the first word is the colour's name."""
+    """Reward 1 if the completion's first word is the colour's name, else 0."""
     said = [completion[0]["content"].split() for completion in completions]
     return [float(words[:1] == [name]) for words, name in zip(said, answer, strict=True)]
 
 
 def make_model(folder: Path, seed: int = 0) -> None:
-    """Save a random Idefics3 of two layers with the words of the task, and its processor."""
+    """Save a two-layer Idefics3 with random weights, and a processor with a vocabulary of the task's words."""
     import torch
     import transformers as hf
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -82,7 +82,7 @@ def make_model(folder: Path, seed: int = 0) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
-                parameter.mul_(3.0)  # the usual 0.02 suits wider models; this one learns slowly with it
+                parameter.mul_(3.0)  # The usual scale 0.02 suits wider models. A narrow model would learn slowly.
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
 
@@ -101,7 +101,7 @@ def _tokenizer() -> Any:
 
 
 def main() -> None:
-    """Make the model folder."""
+    """Make the model folder of this task."""
     output = output_folder("colours", "colours")
     make_model(output)
     print(f"colours: {output} made (a random Idefics3 of two layers)")

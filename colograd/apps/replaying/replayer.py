@@ -1,6 +1,7 @@
-"""`Replayer`: a `GRPOTrainer` that trains a run's recorded steps again, without an engine and without rewards.
+"""`Replayer`: a `GRPOTrainer` that trains a run's recorded steps again, without vLLM and without reward functions.
 
-the checkpoint before the steps --> the recorded rounds after it, up to the last step --> a comparison of figures
+It loads the last checkpoint before the steps, trains the recorded groups from there to the last step, and compares the
+loss and gradient norm with the recorded ones.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from ...training.preparation import PreparedRun
 from ...training.prompts import reader_of
 from ...training.recorded_settings import OF_GROUPS, settings_of
 
-PROFILE_ROWS = 30  # rows of the table of operators
+PROFILE_ROWS = 30  # Maximum rows of the profile's table of operators.
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The steps to train again, ``first`` to ``last``, and the folder of their run."""
+    """The request of a replay: train steps ``first`` to ``last`` of the run in folder ``run`` again."""
 
     run: Path
     first: int
     last: int
 
     def starts(self) -> list[int]:
-        """Return the steps to start from, latest first: checkpoints before ``first``, then 0 for the model."""
+        """Return the steps that training can start from, latest first: checkpoints before ``first``, then 0."""
         before = {step for step in complete_steps(str(self.run)) if 0 < step < self.first}
         return [*sorted(before, reverse=True), 0]
 
@@ -58,14 +59,14 @@ def steps_named(first: int, last: int) -> str:
 
 
 class ReplayStore(RolloutStore):
-    """A run's store for a replay. It is read-only, and settings that only training depends on may differ."""
+    """The replayed run's rollout log, read-only. Settings that only training depends on may differ from the record."""
 
     def __init__(self, replay: Replay, rank: int, settings: Mapping[str, object], reader: Any = None) -> None:
         super().__init__(replay.run, rank, settings, reader, OF_GROUPS)
         self.replay = replay
 
     def check_recorded(self, start: int, args: GRPOConfig) -> None:
-        """Check that every round from ``start`` to the replay's last step is recorded whole, with these settings."""
+        """Raise an error unless all groups from step ``start`` to the last step are recorded, with equal settings."""
         for number, folder in self._folders():
             for path, found, _ in files_of(folder) if number >= start else ():
                 self._check_settings(found, path)
@@ -82,20 +83,19 @@ class ReplayStore(RolloutStore):
             raise JournalError(
                 f"{steps_named(self.replay.first, self.replay.last)} of {self.replay.run} can't be trained again: that "
                 f"would begin at {origin} and the round of {steps_named(step + 1, step + args.round_length)} "
-                f"{is_there} in {self.folder}, which holds {recorded}. Name steps that are recorded; journal: keep "
-                "records all rounds of a run, and more checkpoints to begin at come from save_steps and "
-                "save_total_limit."
+                f"{is_there} in {self.folder}, which holds {recorded}. Name recorded steps. With journal: keep a run "
+                "records all rounds; save_steps and save_total_limit give more checkpoints to start from."
             )
 
     def lacks(self, problem: str) -> None:
         raise JournalError(problem)
 
     def _open(self, folder: Path, about: About, evaluation: str, own: set[int]) -> None:
-        """Open no file, so that `add` does nothing."""
+        """Open no file for writing. Method `add` then writes nothing."""
         self._round = None
 
     def _check_weights(self, found: About, now: About, path: Path) -> None:
-        """Only warn of other weights, because other training settings are allowed and lead to them."""
+        """Only warn if other weights sampled the groups, because changed training settings lead to other weights."""
         self._weights_are_read = False
         super()._check_weights(found, now, path)
         if self.warning:
@@ -110,14 +110,14 @@ class ReplayStore(RolloutStore):
 
 
 class Comparison:
-    """The comparison of steps' figures with the recorded figures of their first training."""
+    """Compares the loss, gradient norm and other figures of replayed steps with the recorded figures."""
 
     def __init__(self, journal: RolloutStore) -> None:
         self.recorded: dict[int, dict[str, float]] = {}
         for folder in journal.rounds().values():
             self.recorded |= read_figures(folder)
         self.compared = self.equal = 0
-        self.largest: dict[str, float] = {}  # figure -> largest difference from the record
+        self.largest: dict[str, float] = {}  # Figure's name -> largest difference from its recorded value.
 
     def line(self, step: int, figures: Mapping[str, float]) -> str:
         was = self.recorded.get(step)
@@ -133,7 +133,7 @@ class Comparison:
         return f"{line}; recorded: {_shown(was)}"
 
     def summary(self, flags: str) -> str:
-        """Return a line on how equal the steps were. ``flags`` changed the run's settings."""
+        """Return a line on how many replayed steps equal the recorded ones. ``flags`` changed the run's settings."""
         if not self.compared:
             return "replay: no recorded figures to compare with"
         line = f"replay: {self.equal} of {self.compared} step(s) came out bit for bit as recorded"
@@ -149,30 +149,30 @@ def _shown(figures: Mapping[str, float]) -> str:
 
 
 class ReplaySampler(Sampler):
-    """A `Sampler` of recorded groups only, without an engine or calls of reward functions."""
+    """A `Sampler` that returns only recorded groups, without vLLM and without calls of reward functions."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The first rank of an engine has the groups of all of its ranks.
+        # In the rollout log the first rank of an engine has the groups of all the engine's ranks.
         self.on_leader = lambda draw, others: others if self.config.layout.engine_place else draw()
 
     def turn(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
     def generate(self, prompts: Sequence[Prompt], own: Any = None) -> Iterator[Group]:
-        """Refuse to sample."""
+        """Raise an error if groups are missing in the rollout log, because a replay can't sample."""
         if prompts:
             positions = ", ".join(str(prompt.position) for prompt in prompts[:3])
             raise ValueError(
                 f"{len(prompts)} group(s) of the round from step {self.hooks.state.global_step} aren't recorded (the "
                 f"first at position {positions}), and a replay has no engine to sample them: name steps "
-                "whose groups the journal has."
+                "with recorded groups."
             )
         yield from ()
 
 
 class StepProfile:
-    """One rank's profile of some steps: a trace for chrome://tracing or Perfetto, and a table of operators."""
+    """One rank's torch profile of replayed steps: a trace for chrome://tracing or Perfetto, and an operator table."""
 
     def __init__(self, folder: Path, rank: int, ranks: int) -> None:
         self.folder, self.suffix = folder, f"-rank{rank}" if ranks > 1 else ""
@@ -186,7 +186,7 @@ class StepProfile:
         self._profiler.__enter__()
 
     def stop(self) -> str:
-        """End the profile and write its files; return a line with their names, or the reason they are missing."""
+        """End the profile and write its files. Return a line with the files' names, or with the error of writing."""
         profiler, self._profiler = self._profiler, None
         profiler.__exit__(None, None, None)
         trace, table = self.folder / f"trace{self.suffix}.json", self.folder / f"operators{self.suffix}.txt"
@@ -195,13 +195,13 @@ class StepProfile:
             self.folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(trace))
             table.write_text(profiler.key_averages().table(sort_by=by, row_limit=PROFILE_ROWS), encoding="utf-8")
-        except (OSError, RuntimeError) as error:  # torch raises RuntimeError if it can't open a file
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a file that can't be opened.
             return f"profile: {self.folder} can't be written ({error})"
         return f"profile: {trace} (for chrome://tracing or Perfetto) and {table}"
 
 
 class Unasked:
-    """A placeholder for a reward function, because a replay takes the recorded rewards."""
+    """A stand-in for a reward function. It raises an error when called, because a replay uses recorded rewards."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -211,8 +211,8 @@ class Unasked:
 
 
 class Replayer(GRPOTrainer):
-    """Trains recorded steps again. ``args`` is the run's configuration with another folder and ``journal: keep``,
-    without saving, evaluation and reports. ``flags`` are the command's flags that changed the run's settings."""
+    """A trainer of recorded steps. ``args`` is the run's configuration with a temporary output_dir and `journal: keep`,
+    without saving, evaluation and reports. ``flags`` are the command's flags that changed settings."""
 
     samples = False
 
@@ -231,7 +231,7 @@ class Replayer(GRPOTrainer):
         with on_all_ranks("the journal"):
             recorded = RolloutStore(replay.run, args.layout.rank, {}).recorded_settings().get("reward_funcs")
             names = [*map(str, recorded)] if isinstance(recorded, list) else []
-            functions = as_list(reward_funcs)  # environments add their own rewards later
+            functions = as_list(reward_funcs)  # Environments add their reward functions later.
             rewards = [Unasked(name) for name in [*names, *("reward" for _ in functions)][: len(functions)]]
             if 0 < args.max_steps < replay.last:
                 raise ValueError(
@@ -254,7 +254,7 @@ class Replayer(GRPOTrainer):
         return super()._make_sampler(task)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train from the checkpoint before the first step to the end of the last step."""
+        """Train from the last checkpoint before the first step to the end of the last step, and print a comparison."""
         output = super().train()
         self.console.say(self.comparison.summary(self.flags))
         return output
@@ -265,7 +265,7 @@ class Replayer(GRPOTrainer):
         return super().training_step(*args, **kwargs)
 
     def report_step(self, metrics: Mapping[str, float]) -> None:
-        """Print the requested steps with their recorded figures."""
+        """Print a replayed step with its recorded figures. Steps before the first requested step aren't printed."""
         step = self.state.global_step
         if step < self.replay.first:
             return
@@ -298,7 +298,7 @@ class ReplayCheckpoints(Checkpointer):
         return False
 
     def find(self, wanted: str | bool | None) -> str | None:
-        """Find the last undamaged checkpoint before the first step to replay; None: start from the model."""
+        """Return the folder of the last undamaged checkpoint before the first step, or None to start from the model."""
         for start in gather(self.replay.starts())[0]:
             if not start:
                 break

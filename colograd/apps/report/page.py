@@ -1,7 +1,7 @@
-"""A report: one HTML file that holds its data, scripts and styles, and loads nothing.
+"""A report: one HTML file that contains its data, scripts and styles, and loads nothing.
 
-Texts that models wrote are stored as JSON with escaped `<`, or packed (zlib, base64). Only scripts with a known hash
-run, so nothing in the data can run.
+Texts by models are stored as JSON with escaped `<`, or compressed (zlib, base64). The page's content security policy
+allows only scripts with a known hash, so nothing in the data can run.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ SCRIPTS = (
     "completions.js", "groups.js", "advisor.js", "settings.js", "main.js",
 )  # fmt: skip
 STYLES = ("uplot/uPlot.min.css", "page.css")
-NAME = "report.html"  # the model card links this file
-# Maximum packed bytes of all runs of a page together, before base64 makes them a third larger.
+NAME = "report.html"  # File name of a report. The model card links to this name.
+# Maximum compressed bytes in a page, for all runs together. Base64 makes them a third larger.
 ROLLOUT_BYTES = 900_000
 COMPLETION_BYTES = 3_000_000
-MOST_TEXTS = 2000  # maximum prompts whose beginnings are in the page's initial data
-STEP_BYTES = 2_000_000  # approximate maximum of a step's completions as JSON; packed 6 to 10 times smaller
+MOST_TEXTS = 2000  # Maximum number of prompts with their beginnings in the page's initial data.
+STEP_BYTES = 2_000_000  # Approximate maximum of a step's completions as JSON, which compresses 6 to 10 times.
 
-POINTS = 2000  # points of a curve; with more steps, each point is the mean of several
-MOST_SPREADS = 400  # steps with histograms
-MOST_PROMPTS = 300  # prompts with a history on the page, by the largest reward difference
-FLAT = 1e-6  # a group with a smaller spread of rewards has no reward difference
-STEP_GROUPS = 256  # maximum number of groups of a step on the page
+POINTS = 2000  # Maximum points of a curve. With more steps, each point is a mean of several steps.
+MOST_SPREADS = 400  # Maximum number of steps with histograms.
+MOST_PROMPTS = 300  # Maximum number of prompts with a history, chosen by the largest reward differences.
+FLAT = 1e-6  # Rewards of a group with a smaller spread count as equal.
+STEP_GROUPS = 256  # Maximum number of groups per step.
 
 
 def report(argv: Sequence[str] | None = None) -> int:
-    """Run ``colograd report RUN [RUN2 ...]``. Return the exit status."""
+    """Run the command ``colograd report RUN [RUN2 ...]``. Return the exit status."""
     parser = argparse.ArgumentParser(
         prog="colograd report",
         description="One self-contained HTML file that shows what a run did, or several runs side by side.",
@@ -61,12 +61,12 @@ def report(argv: Sequence[str] | None = None) -> int:
 
 
 def write_report(run_dir: str | Path, *others: str | Path, out: str | Path | None = None) -> Path:
-    """Write one report of one or several runs, and return its path. A failure leaves no incomplete file.
+    """Write a report of one or several runs, and return its path. A failure leaves no incomplete file.
 
     Args:
         run_dir: output_dir of the first run. The run may be unfinished, or have only a trainer_state.json.
         others: output_dirs of further runs, shown side by side with the first.
-        out: the file; default ``report.html`` in ``run_dir``.
+        out: path of the report; by default ``report.html`` in ``run_dir``.
     """
     runs = [read_run(folder) for folder in (run_dir, *others)]
     path = Path(out) if out is not None else Path(run_dir) / NAME
@@ -92,12 +92,12 @@ def read_run(folder: str | Path) -> RecordedRun:
 
 
 def page(runs: Sequence[RecordedRun]) -> str:
-    """Make the page of runs as they were last read."""
+    """Return the HTML page of runs with the data that each run's last `refresh` has read."""
     data, blocks = [], []
     for place, run in enumerate(runs):
         found, alarms = overview(run), [int(alarm["step"]) for alarm in run.alarms[:20]]
-        texts: dict[str, str] = {}  # key of a prompt -> its beginning
-        packed: dict[int, bytes] = {}  # step -> its compressed JSON. Steps with completions come first
+        texts: dict[str, str] = {}  # Key of a prompt -> beginning of the prompt's text.
+        packed: dict[int, bytes] = {}  # Step -> compressed JSON, first for steps with completions.
         order, recorded = list(spread_out(dict(found["held"]), alarms)), {*run.samples.steps}
         room = COMPLETION_BYTES // len(runs)
         for step in filter(recorded.__contains__, order):
@@ -119,20 +119,20 @@ def page(runs: Sequence[RecordedRun]) -> str:
             blocks.append(f'<script type="text/plain" id="step-{place}-{step}">{block}</script>')
         found["texts"] = texts | found.get("texts", {})
         found["held"] = [[step, int(step in with_completions)] for step in sorted(packed)]
-        found["chosen"] = [len(with_completions), len(recorded)]  # steps with completions in the page, and in all
+        found["chosen"] = [len(with_completions), len(recorded)]  # Steps with completions: in the page, in the run.
         data.append(found)
     return document({"live": False, "version": __version__, "runs": data}, "\n".join(blocks))
 
 
 def compact(value: Any) -> str:
-    """Write JSON without blanks. NaN is an error."""
+    """Format a value as JSON without blanks. NaN raises ValueError."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 
 def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") -> str:
-    """Return the page's HTML with ``data`` (``runs``, ``live``, ``version``) and ``blocks``, the elements with packed
-    steps. The page may load the addresses in ``connect``."""
-    # Scripts and styles are inserted without escaping, so none may contain an end tag.
+    """Return the page's HTML. ``data`` has the keys ``runs``, ``live`` and ``version``; ``blocks`` are the HTML
+    elements with compressed steps. ``connect`` are the addresses that the page's scripts may load."""
+    # Scripts and styles are inserted without escaping, so none of these files may contain an end tag.
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     style = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES)
     digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in (script, style)]
@@ -140,20 +140,20 @@ def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") ->
         f"default-src 'none'; script-src 'sha256-{digests[0]}'; style-src 'sha256-{digests[1]}'; img-src data:; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-    escaped = compact(data)  # for a script element; the last two are line ends that only JavaScript knows
+    escaped = compact(data)  # Escaped for a script element. In JavaScript U+2028 and U+2029 are line ends.
     for character in "<>&\u2028\u2029":
         escaped = escaped.replace(character, f"\\u{ord(character):04x}")
     parts = {"POLICY": policy, "STYLE": style, "DATA": escaped, "BLOCKS": blocks, "SCRIPT": script}
     parts["VERSION"] = __version__
     template = (ASSETS / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match.group(1)], template)  # one pass: parts aren't searched
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match.group(1)], template)  # `{{...}}` in inserted parts stays.
 
 
-# -- the JSON for a page: `overview` at the start, `of_step` when a step is opened
+# -- The JSON for a page: `overview` when the page opens, `of_step` when the user opens a step.
 
 
 def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, Any]:
-    """Return a run's data without completions; only newer data than change ``after``. ``thin`` limits the size."""
+    """Return a run's data without completions, newer than change ``after``. ``thin`` limits the number of points."""
     if after < run.born:
         after = 0
     steps, columns = run.steps.columns(after)
@@ -166,7 +166,7 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
     found: dict[str, Any] = {
         "name": text(run.folder.name, 200) or "run",
         "change": run.change,
-        "whole": after == 0,  # the whole run, not only changes
+        "whole": after == 0,  # True if the data are of the whole run, False if only of changes.
         "status": {
             "state": end.get("status") or ("running" if run.starts else "waiting"),
             "error": end.get("error", ""),
@@ -174,7 +174,7 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
             "max_steps": whole(run.start.get("max_steps")),
             "begun": begun,
             "seen": run.last_time,
-            "recorded": bool(begun),  # by Colograd's recorder
+            "recorded": bool(begun),  # Whether Colograd recorded the run.
         },
         "starts": [{name: value for name, value in start.items() if name != "run"} for start in run.starts],
         "run": mapping(run.start.get("run")),
@@ -193,14 +193,14 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
         found["texts"] = _texts(run, (row[0] for row in found["prompts"]["shown"]))
     held = {step: 0 for kind in ("rollouts", "groups") for step, change in run.touched[kind].items() if change > after}
     held |= {step: 1 for step, change in run.samples.changed.items() if change > after}
-    found["held"] = sorted([step, has] for step, has in held.items())  # 1: the step has completions
+    found["held"] = sorted([step, has] for step, has in held.items())  # Pairs (step, has completions).
     return found
 
 
 def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
-    """Return a step's rollouts and groups, and at most about ``most_bytes`` of its completions."""
+    """Return a step's rollout events and groups, and at most about ``most_bytes`` of the step's completions."""
     completions, left_out = run.samples.of_step(step, most_bytes) if most_bytes else ([], 0)
-    prompts: list[Any] = []  # each prompt once: a group's completions share it
+    prompts: list[Any] = []  # Each prompt is stored once, because a group's completions share the prompt.
     places: dict[str, int] = {}
     for found in completions:
         prompt = found.pop("prompt")
@@ -230,7 +230,7 @@ def _texts(run: RecordedRun, keys: Iterable[Any]) -> dict[str, str]:
 
 
 def pass_mark(run: RecordedRun) -> float:
-    """Return the least mean reward at which a group without a reward difference counts as solved."""
+    """Return the mean reward that a group with equal rewards needs to count as solved."""
     means = [group[3] for step in run.groups for group in run.groups_of(step) if not math.isnan(group[3])]
     mark = number(mapping(mapping(run.start.get("run")).get("settings")).get("pass_threshold_eval"))
     mark = 1.0 if mark is None else mark
@@ -240,7 +240,7 @@ def pass_mark(run: RecordedRun) -> float:
 
 
 def groups_over_time(run: RecordedRun) -> dict[str, Any]:
-    """Count by step the solved, unsolved and mixed prompts, and the prompts with a training signal."""
+    """Count per step the solved, unsolved and mixed groups, and the groups that give a gradient."""
     mark = pass_mark(run)
     found: dict[str, Any] = {"mark": number(mark), "steps": [], "solved": [], "unsolved": [], "mixed": [], "signal": []}
     for step in sorted(run.groups):
@@ -258,7 +258,8 @@ def groups_over_time(run: RecordedRun) -> dict[str, Any]:
 
 
 def prompt_histories(run: RecordedRun) -> dict[str, Any]:
-    """Count the prompts. Return for some [key, sum of spreads, [[step, mean, spread, truncated share], ...]]."""
+    """Count the run's prompts. For prompts with the largest reward differences return [key, sum of spreads, history]; a
+    history is [[step, mean, spread, truncated share], ...]."""
     spreads: dict[int, float] = defaultdict(float)
     visits: dict[int, int] = defaultdict(int)
     for step in run.groups:
@@ -282,13 +283,13 @@ def prompt_histories(run: RecordedRun) -> dict[str, Any]:
 
 
 def _half(amounts: Sequence[float]) -> int:
-    """Count how many of the largest amounts make up half of the sum."""
+    """Return how many of the largest amounts add up to half of the total."""
     so_far = [0.0, *itertools.accumulate(sorted(amounts, reverse=True))]
     return bisect.bisect_left(so_far, so_far[-1] / 2)
 
 
 def _means(values: Sequence[float | None], every: int) -> list[float | None]:
-    """Average every ``every`` values; an incomplete last row is left out, as in the list of steps."""
+    """Return the mean of each block of ``every`` successive values. An incomplete last block is left out."""
     if every == 1:
         return list(values)
     found = []
@@ -299,7 +300,7 @@ def _means(values: Sequence[float | None], every: int) -> list[float | None]:
 
 
 def spread_out(steps: Iterable[int], first: Iterable[int] = ()) -> Iterator[int]:
-    """Yield the last step, the first step, ``first``, then the others so that every prefix is spread over the run."""
+    """Yield the last step, the first, ``first``, then the others in an order that is evenly spread at any point."""
     rest = sorted(set(steps))
     order = [step for step in [*rest[-1:], *rest[:1], *first] if step in rest]
     for power in range(max(len(rest) - 1, 1).bit_length(), -1, -1):

@@ -1,7 +1,7 @@
-"""A run's folder as plain data: its events, or the history in `trainer_state.json` of a run without events.
+"""A run's folder as plain data: its recorded events, or without events the history in `trainer_state.json`.
 
-`RecordedRun.refresh` reads only new lines, and numbers each change: `colograd watch` sends a page the changes after the
-page's last one. Memory is bounded by steps, not by completions; a rollout's curves are kept packed.
+`RecordedRun.refresh` reads only new lines. It counts changes, so that `colograd watch` can send a page only the changes
+since the page's last one. Memory grows with the number of steps, not of completions.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .untrusted import Tail, entries, items, mapping, number, open_inside, parse
 
 EVENTS = "_report/events.jsonl"
 STATE = "trainer_state.json"
-MOST_STATE = 2**29  # bytes of a trainer_state.json
-MOST_NAMES = 600  # metrics
-MOST_PROMPTS = 200_000  # prompts with a history
+MOST_STATE = 2**29  # Maximum bytes of a trainer_state.json.
+MOST_NAMES = 600  # Maximum number of metrics.
+MOST_PROMPTS = 200_000  # Maximum number of prompts with a history.
 MOST_ALARMS = 500
-MOST_LIMITS = 64  # reward functions per step
+MOST_LIMITS = 64  # Maximum number of reward functions per step.
 MOST_KNOBS = 2000
-GROUP_WIDTH = 7  # numbers per group: prompt, position, G, mean reward, spread, truncated share, carries signal
-TRAINING = ("reward", "loss", "grad_norm", "learning_rate", "step_time")  # one of them marks a training step's entry
+GROUP_WIDTH = 7  # Numbers per group: prompt, position, G, mean and spread of rewards, truncated share, has signal.
+TRAINING = ("reward", "loss", "grad_norm", "learning_rate", "step_time")  # Metrics of training steps only.
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 class Table:
-    """Numbers by step and name, with the change that last touched each step."""
+    """Numbers by step and name. For each step the table also has the number of the last change."""
 
     def __init__(self) -> None:
         self.names: dict[str, int] = {}
@@ -55,7 +55,7 @@ class Table:
         self.changed[step] = change
 
     def columns(self, after: int = 0) -> tuple[list[int], dict[str, list[float | None]]]:
-        """Return the steps that changed after change ``after``, in order, and each name's values at them."""
+        """Return the sorted steps that changed after change number ``after``, and by name the values at these steps."""
         steps = sorted(step for step, change in self.changed.items() if change > after)
         rows, found = [self.rows[step] for step in steps], {}
         for name, place in self.names.items():
@@ -66,30 +66,30 @@ class Table:
 
 
 class RecordedRun:
-    """A run's files as of the last `refresh`. The folder may appear later."""
+    """The data in a run's folder as of the last `refresh`. The folder may not exist yet."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).resolve()
-        self.change = 0  # number of refreshes with new data
-        self.born = 0  # the change that began the present run in the folder
+        self.change = 0  # Number of refreshes that found new data.
+        self.born = 0  # Value of `change` when the present run began in the folder.
         self._events = Tail(self.folder, EVENTS)
         self._state_seen: tuple[str, int, int] | None = None
         self._forget()
 
     def _forget(self) -> None:
         self.steps, self.evaluations = Table(), Table()
-        self.totals: dict[str, float] = {}  # totals logged at the run's end
+        self.totals: dict[str, float] = {}  # Totals that the run logged at its end.
         self.starts: list[dict[str, Any]] = []
         self.end: dict[str, Any] | None = None
         self.memory: list[dict[str, Any]] = []
-        self.rollouts: dict[int, dict[int, bytes]] = defaultdict(dict)  # packed, by step and rank
+        self.rollouts: dict[int, dict[int, bytes]] = defaultdict(dict)  # Rollout events: step -> rank -> compressed.
         self.spreads: dict[int, dict[str, Any]] = {}
-        self.groups: dict[int, array[float]] = {}  # GROUP_WIDTH numbers per group, by step
-        self.prompts: dict[str, int] = {}  # numbers of prompts, by key
-        self.texts: dict[str, str] = {}  # beginnings of prompts, by key
+        self.groups: dict[int, array[float]] = {}  # Groups: step -> GROUP_WIDTH numbers per group.
+        self.prompts: dict[str, int] = {}  # Prompts: key -> number.
+        self.texts: dict[str, str] = {}  # Prompts: key -> beginning of the text.
         self.alarms: list[dict[str, Any]] = []
         self.last_time: float | None = None
-        self.touched: dict[str, dict[int, int]] = defaultdict(dict)  # kind of event -> step -> change
+        self.touched: dict[str, dict[int, int]] = defaultdict(dict)  # Events: kind -> step -> change number.
         self.samples = Samples(self.folder)
 
     @property
@@ -101,7 +101,7 @@ class RecordedRun:
         return max(self.steps.rows, default=0)
 
     def refresh(self) -> bool:
-        """Read new lines. Return whether there were any."""
+        """Read new lines of the run's files. Return whether there were any."""
         self.change += 1
         fresh = False
         if self._events.restarted() or self.samples.tail.restarted():
@@ -115,7 +115,7 @@ class RecordedRun:
             time, step = number(event.get("time"), 14), whole(event.get("step"))
             self.last_time = time if time is not None else self.last_time
             if step is not None:
-                with contextlib.suppress(Exception):  # no run has written this line
+                with contextlib.suppress(Exception):  # An error means that Colograd didn't write the line.
                     self._take(step, event)
         fresh = self.samples.refresh(self.change) or fresh
         if not self.steps.rows or self._state_seen is not None:
@@ -125,10 +125,10 @@ class RecordedRun:
         return fresh
 
     def _take(self, step: int, event: dict[str, Any]) -> None:
-        """Take an event. Any error means that it isn't one of a recorder."""
+        """Add an event to the data. Any exception means that Colograd didn't write the event."""
         match event["kind"]:
             case "start":
-                if step == 0 and not event.get("resumed") and self.steps.rows:  # another run in the same folder
+                if step == 0 and not event.get("resumed") and self.steps.rows:  # A new run began in this folder.
                     samples = self.samples
                     self._forget()
                     self.born, self.samples = self.change, samples
@@ -139,7 +139,7 @@ class RecordedRun:
                 rows = [mapping(row) for row in items(event.get("memory"))[:64]]
                 parts = [{name: number(row.get(name)) for name in ("sampling", "training")} for row in rows]
                 self.memory = [{"part": text(row.get("part"), 200), **of} for row, of in zip(rows, parts, strict=True)]
-                for alarm in self.alarms:  # a resumed run raises an alarm again
+                for alarm in self.alarms:  # End all alarms: a resumed run raises alarms that still hold once more.
                     alarm.setdefault("until", step)
             case "log":
                 self.take_metrics(step, event["metrics"])
@@ -206,7 +206,7 @@ class RecordedRun:
         self.touched["groups"][step] = self.change
 
     def _refresh_state(self) -> bool:
-        """Read the `log_history` of the run's trainer_state.json, or of its newest checkpoint's."""
+        """Read `log_history` from the trainer_state.json of the run, or of its newest checkpoint, if it has changed."""
         names = [STATE]
         with contextlib.suppress(OSError):
             found = [match for path in self.folder.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))]
@@ -238,17 +238,17 @@ class RecordedRun:
         return False
 
     def groups_of(self, step: int) -> list[list[float]]:
-        """Return a step's groups, GROUP_WIDTH numbers each."""
+        """Return the groups of a step, each as a list of GROUP_WIDTH numbers."""
         flat = self.groups.get(step, array("d"))
         return [list(flat[at : at + GROUP_WIDTH]) for at in range(0, len(flat), GROUP_WIDTH)]
 
     def rollouts_of(self, step: int) -> list[dict[str, Any]]:
-        """Return a round's "rollout" events, in the order of the ranks."""
+        """Return the "rollout" events of a step, one per rank, in the order of ranks."""
         of_step = self.rollouts.get(step, {})
         return [{"rank": rank, **json.loads(zlib.decompress(of_step[rank]))} for rank in sorted(of_step)]
 
 
-# The fields of a start's `run` that a page shows, each with the function that bounds it.
+# Fields of a start event's `run` that a page shows, each with a function that bounds the value.
 _DESCRIPTION: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("model", "device", "command", "peak_source"), text),
     **dict.fromkeys(("parameters", "trained_parameters", "layers", "hidden", "ranks", "peak_flops"), number),

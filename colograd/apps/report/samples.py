@@ -1,7 +1,7 @@
-"""The completions of a step: groups that the store of rollouts shows token by token, and rows of the completions log.
+"""The completions of a step: groups that were recorded token by token, and rows of the completions log.
 
-`Samples` knows each step's files, and reads them when a page needs them: a run of 1,000 steps records more than a page,
-or this process, should hold. Runs of older versions have `_report/samples.jsonl` instead of the store.
+`Samples` knows the files of each step, and reads them only when a page needs them, because the completions of a long
+run don't fit into a page or into this process. Older versions of Colograd wrote `_report/samples.jsonl`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ...rollout.record_file import positions as record_positions
 from ...runtime.sizes import THUMBNAIL_BYTES, THUMBNAILS
 from .untrusted import Tail, entries, items, mapping, number, open_inside, parse, plain, text, whole
 
-SAMPLES = "_report/samples.jsonl"  # older versions write it
+SAMPLES = "_report/samples.jsonl"  # Older versions of Colograd write this file.
 STORE = "_journal"
-STORED = ("rank-00000.shown", "rank-00000.records")  # the main process writes the notes; the later file counts
-LONGEST = 200_000  # characters of a completion or a prompt
-MOST_TOKENS = 4096  # tokens of a completion
-MOST_TURNS = 1024  # answers of an agent's session
-MILLI = 1000  # log-probabilities are sent in thousandths
-# A line's step is read from the line's beginning, where no logged text can imitate it.
+STORED = ("rank-00000.shown", "rank-00000.records")  # Files of the main process, in ascending precedence.
+LONGEST = 200_000  # Maximum characters of a completion or a prompt.
+MOST_TOKENS = 4096  # Maximum tokens of a completion.
+MOST_TURNS = 1024  # Maximum answers in an agent's session.
+MILLI = 1000  # Log-probabilities are sent as integers, in thousandths.
+# The step is read from the beginning of a line, where logged texts can't imitate it.
 _STEP = re.compile(rb'\{"step": ?(\d{1,15})[,}]')
 PICTURE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]{1,8000}={0,2}")
 _ROUND = re.compile(r"step-\d{8,12}(-[A-Za-z0-9_.]{1,100})?")
@@ -37,15 +37,15 @@ _FILE = re.compile(r"(.{1,100})_(\d{1,12})\.parquet")
 
 
 class Samples:
-    """The places of a run's completions, by step."""
+    """Finds the files with a run's completions, by step, and reads the completions of one step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.lines: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (offset, length) in samples.jsonl
-        self.files: dict[int, dict[str, str]] = defaultdict(dict)  # purpose -> file name in the completions log
-        self.stored: dict[int, set[str]] = defaultdict(set)  # names of the store's files
+        self.lines: dict[int, list[tuple[int, int]]] = defaultdict(list)  # samples.jsonl: step -> [(offset, length)].
+        self.files: dict[int, dict[str, str]] = defaultdict(dict)  # Completions log: step -> purpose -> file.
+        self.stored: dict[int, set[str]] = defaultdict(set)  # Rollout log: step -> names of files.
         self.changed: dict[int, int] = {}
-        self._read: dict[str, int] = {}  # bytes already read of each file of the store
+        self._read: dict[str, int] = {}  # Rollout log: file -> bytes that were read.
         self.tail = Tail(folder, SAMPLES)
         self._folder_seen = -1
 
@@ -54,7 +54,7 @@ class Samples:
         return sorted({*self.lines, *self.stored, *self.files})
 
     def refresh(self, change: int) -> bool:
-        """Find new lines and files. Return whether there are any."""
+        """Find new lines and files, and note them as change number ``change``. Return whether there are any."""
         touched = []
         with contextlib.suppress(OSError):
             folder = self.folder / FOLDER
@@ -92,15 +92,15 @@ class Samples:
         return bool(touched)
 
     def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
-        """Return a step's completions in order, whole groups of about ``most_bytes``, and the number of others."""
-        groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # (purpose, position) -> index -> completion
-        for found in self._recorded(step):  # the last recorded one counts
+        """Return a step's completions (whole groups, about ``most_bytes`` together), and the number of omitted ones."""
+        groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # (Purpose, position) -> index -> completion.
+        for found in self._recorded(step):  # If a completion was recorded twice, the last record wins.
             groups.setdefault((found["purpose"], found["position"]), {})[found["index"]] = found
         for found in self._logged(step):
             groups.setdefault((found["purpose"], found["position"]), {}).setdefault(found["index"], found)
         kept: list[dict[str, Any]] = []
         total, room = sum(len(group) for group in groups.values()), most_bytes
-        for group in groups.values():  # recorded groups first, because the recorder chose them
+        for group in groups.values():  # Groups that were recorded token by token come first.
             size = sum(map(_size, group.values()))
             if kept and size > room:
                 continue
@@ -111,8 +111,8 @@ class Samples:
 
     def _recorded(self, step: int) -> Iterator[dict[str, Any]]:
         for name in sorted(self.stored.get(step, ()), reverse=True):
-            if (stored := open_inside(self.folder, name)) is not None:  # else checkpoints made it unnecessary
-                with stored, contextlib.suppress(Exception):  # an untrusted file can raise many kinds of errors
+            if (stored := open_inside(self.folder, name)) is not None:  # A checkpoint may have deleted the file.
+                with stored, contextlib.suppress(Exception):  # An untrusted file can raise many kinds of errors.
                     yield from filter(None, map(_recorded, shown(stored, step)))
         lines = self.lines.get(step)
         if not lines or (file := open_inside(self.folder, SAMPLES)) is None:
@@ -127,7 +127,7 @@ class Samples:
     def _logged(self, step: int) -> Iterator[dict[str, Any]]:
         for purpose, name in sorted(self.files.get(step, {}).items()):
             if (file := open_inside(self.folder, f"{FOLDER}/{name}")) is not None:
-                with file, contextlib.suppress(Exception):  # a file that isn't parquet raises many kinds of errors
+                with file, contextlib.suppress(Exception):  # A bad parquet file raises many kinds of errors.
                     yield from _rows(file, "train" if purpose == "completions" else text(purpose, 100))
 
 
@@ -136,7 +136,7 @@ def _size(found: dict[str, Any]) -> int:
 
 
 def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that every completion has, bounded and checked."""
+    """Return the fields that all completions have, with checked types and bounded sizes."""
     found = {
         "position": whole(entry.get("position")) or 0,
         "index": whole(entry.get("index")) or 0,
@@ -156,7 +156,7 @@ def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a completion token by token. Lists by token that differ in length are left out."""
+    """Return a completion token by token, or None. Lists per token with a different number of entries are left out."""
     tokens = items(entry.get("tokens"))[:MOST_TOKENS]
     if not all(isinstance(token, str) for token in tokens):
         return None
@@ -175,7 +175,7 @@ def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
         "cut": True if entry.get("cut") is True else None,
     }
     return {
-        **_checked({**entry, "text": "", "length": many, "advantage": mean}),  # the tokens, joined, are the text
+        **_checked({**entry, "text": "", "length": many, "advantage": mean}),  # A page gets the text from the tokens.
         "key": text(entry.get("key"), 64),
         "tokens": [text(token, 200) for token in tokens],
         **{name: value for name, value in optional.items() if value is not None},
@@ -191,7 +191,7 @@ def _milli(values: Any, many: int) -> list[int | None] | None:
 
 
 def _bits(values: Any, many: int) -> str | None:
-    """Join [1, 0, 1] into "101"; None if all are 1."""
+    """Join a list such as [1, 0, 1] into the text "101". Return None if all values are 1, or if values are missing."""
     given = items(values)[:many]
     if len(given) < many or all(value == 1 for value in given):
         return None
@@ -212,7 +212,7 @@ def _prompt(value: Any) -> Any:
 
 
 def _session(value: Any) -> list[dict[str, Any]] | None:
-    """Return an agent's answers, each with the number of its preceding answer (null: none)."""
+    """Return the answers in an agent's session, each with the index of the preceding answer. None if there are none."""
     found = []
     for number_of_turn, turn in enumerate(map(mapping, items(value)[:MOST_TURNS])):
         after = whole(turn.get("after"))
@@ -230,10 +230,10 @@ def _session(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _rows(opened: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
-    """Yield the completions of a file of the completions log, written here or by TRL."""
+    """Yield the completions in a parquet file of a completions log, written by Colograd or TRL."""
     file = CompletionFile(opened, os.fstat(opened.fileno()).st_size)
-    places: dict[int, int] = defaultdict(int)  # index of the next completion, by the group's position
-    prompts: dict[str, int] = {}  # a prompt's first row, because TRL's files have no position
+    places: dict[int, int] = defaultdict(int)  # Index of a group's next completion, by the group's position.
+    prompts: dict[str, int] = {}  # First row of a prompt, by the prompt, because TRL's files have no position.
     for at, row in enumerate(file.rows(pictures=True)):
         prompt, written = prompt_of(row.get("prompt")), row.get(TEXT)
         position = whole(row.get("position"))

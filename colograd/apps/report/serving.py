@@ -1,7 +1,7 @@
-"""The live page of a run: a server that only reads the run's files.
+"""The live page of a run: an HTTP server that only reads the run's files.
 
-It serves `/`, `/data?after=N` and `/step?step=N`. Their only arguments are numbers: no part of a request becomes a
-path. It answers GET requests that name this machine as their host, and refuses others (DNS rebinding).
+It serves `/`, `/data?after=N` and `/step?step=N`. The arguments are numbers, so no part of a request becomes a path.
+The server answers only GET requests with this machine as their host, because of DNS rebinding attacks.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ... import __version__
 from .page import compact, document, of_step, overview
 from .recorded_run import RecordedRun
 
-STEP_BYTES = 8_000_000  # approximate bytes of a step's completions as JSON
+STEP_BYTES = 8_000_000  # Approximate maximum bytes of a step's completions as JSON.
 PORT = 8765
-LOOK_SECONDS = 1.0  # seconds between two reads of the files, however many pages request data
-REQUEST_SECONDS = 20  # seconds until a request must have arrived
+LOOK_SECONDS = 1.0  # Seconds between two reads of the files, for any number of open pages.
+REQUEST_SECONDS = 20  # Maximum seconds until a request has arrived.
 _NUMBER = re.compile(r"[0-9]{1,15}")
 
 
 def watch(argv: Sequence[str] | None = None) -> int:
-    """Run ``colograd watch RUN`` until Ctrl-C. Return the exit status."""
+    """Run the command ``colograd watch RUN`` until Ctrl-C. Return the exit status."""
     parser = argparse.ArgumentParser(
         prog="colograd watch", description="The page of a run, live. It reads the run's folder, and writes nothing."
     )
@@ -62,7 +62,7 @@ def watch(argv: Sequence[str] | None = None) -> int:
 
 
 class Server(ThreadingHTTPServer):
-    """The server of a run's pages, which reads the files once for all. The run's folder may appear later."""
+    """HTTP server of a run's live pages. It reads the files once for all pages. The run's folder may not exist yet."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -93,7 +93,7 @@ class Server(ThreadingHTTPServer):
         self.server_name, self.server_port = self.host, self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of a page that was closed in the middle of an answer."""
+        """Ignore errors, because a page may be closed in the middle of an answer."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -155,11 +155,11 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log no requests: pages send one every two seconds."""
+        """Log no requests, because each page sends one every two seconds."""
 
 
 def host_is_ours(host: str | None, served: str) -> bool:
-    """Return whether a Host header names this machine: by a number, or a name that no foreign page can have."""
+    """Return whether a Host header names this machine: an IP address, or a name that no foreign page can have."""
     if host is None:
         return False
     name = host.strip().lower()

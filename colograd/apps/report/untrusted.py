@@ -1,6 +1,5 @@
-"""Reading of a run's files, which anyone may have written. Files are read only inside of the run's folder, as they
-grow. Values have the right type and a bounded size (NaN, infinities and other types are None).
-"""
+"""Read files of a run that may come from anyone. Only files inside the run's folder are read. Every value gets a
+checked type and a bounded size. NaN, infinities and values of wrong types become None or empty."""
 
 from __future__ import annotations
 
@@ -14,22 +13,22 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 BLOCK = 2**20
-LARGEST_STEP = 2**53  # a number that JavaScript holds exactly
-LONGEST_TEXT = 4_000  # characters of a text that isn't a completion's
+LARGEST_STEP = 2**53  # Largest number that JavaScript represents exactly.
+LONGEST_TEXT = 4_000  # Maximum characters of a text, except completions.
 
 
-# -- files
+# -- Functions that read files
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO | None:
-    """Open a regular file of a folder without ever waiting; None if there is none, or it is a link that leads out."""
+    """Open a regular file inside a folder without blocking. None if it doesn't exist, or is a link to the outside."""
     root = folder.resolve()
     try:
         path = (root / name).resolve()
         if not path.is_relative_to(root):
             return None
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (OSError, RuntimeError, ValueError):  # RuntimeError: links in a circle; ValueError: a zero byte
+    except (OSError, RuntimeError, ValueError):  # Circular links raise RuntimeError, a zero byte ValueError.
         return None
     if stat.S_ISREG(os.fstat(number).st_mode):
         return os.fdopen(number, "rb")
@@ -38,15 +37,15 @@ def open_inside(folder: Path, name: str) -> BinaryIO | None:
 
 
 class Tail:
-    """The lines of a file that are new since the last read."""
+    """Reads the lines that were appended to a file since the last read."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
-        self.offset = 0  # offset of the first byte after the last whole line
+        self.offset = 0  # Offset of the first byte that isn't read yet, at the start of a line.
         self._inode = -1
 
     def restarted(self) -> bool:
-        """Return whether the file was replaced or became shorter since the last read. Its lines are then read again."""
+        """Return whether the file was replaced or shortened since the last read. If so, it is read from its start."""
         if (file := open_inside(self.folder, self.name)) is None:
             return self.offset > 0
         with file:
@@ -57,7 +56,7 @@ class Tail:
         return True
 
     def read(self) -> Iterator[tuple[int, bytes]]:
-        """Yield each new whole line and its offset; a last line without its end waits for the next read."""
+        """Yield each new complete line with its offset. An incomplete last line is read the next time."""
         if (file := open_inside(self.folder, self.name)) is None:
             return
         with file:
@@ -72,7 +71,7 @@ class Tail:
 
 
 def parse(line: bytes, beginning: bytes) -> dict[str, Any] | None:
-    """Return a line's JSON object, also behind a torn one that a killed run left; each has this ``beginning``."""
+    """Return a line's JSON object, or None. Text that a killed run left before the last ``beginning`` is skipped."""
     for begin in (0, line.rfind(beginning)):
         if begin < 0:
             continue
@@ -82,7 +81,7 @@ def parse(line: bytes, beginning: bytes) -> dict[str, Any] | None:
     return None
 
 
-# -- values
+# -- Functions that check and bound values
 
 
 def number(value: Any, digits: int = 5) -> float | int | None:
@@ -108,7 +107,7 @@ def whole(value: Any) -> int | None:
 
 
 def text(value: Any, longest: int = LONGEST_TEXT) -> str:
-    """Return a text that UTF-8 can encode, cut if it is too long; "" for another type."""
+    """Return a text that UTF-8 can encode, cut to ``longest`` characters. Values of other types become empty."""
     if not isinstance(value, str):
         return ""
     cut = value if len(value) <= longest else value[:longest] + " …"
@@ -124,7 +123,7 @@ def entries(value: Any, most: int, bounded: Callable[[Any], Any]) -> dict[str, A
 
 
 def plain(value: Any, depth: int = 6) -> Any:
-    """Return any JSON value with bounded texts, lists and depth, and finite numbers."""
+    """Return a JSON value with bounded texts, lists and depth, and finite numbers."""
     if isinstance(value, str):
         return text(value)
     if value is None or isinstance(value, bool):
