@@ -3,11 +3,11 @@
     python tests/benchmarks/attention.py [--prompts 45 200 800 2000] [--completions 64 512] [--groups 8 16]
         [--dtypes float32 bfloat16] [--heads 9 3 64] [--trials 9] [--out F.json]
 
-On a CPU processor seconds of one thread, on a GPU seconds by its own clock, in turns: milliseconds of the one and of
-the other, the median of the pairs' ratios, and the bytes that the backward keeps beside the row's queries, keys and
-values. Copied is one call per segment on a CPU, and one flash call over gathered keys on a GPU. In bfloat16 on a CPU
-without products of it, there is a third: in place, with torch's own backward. Made-up completions have from an eighth
-of --completions to all of it. Exit status 1 where two disagree.
+On a CPU processor seconds of one thread, on a GPU seconds by its own clock, in turns: milliseconds of both ways, the
+median of the pairs' ratios, and the bytes that the backward keeps in addition to the row's queries, keys and values.
+Copied is one call per segment on a CPU, and one flash call over gathered keys on a GPU. On a CPU without bfloat16
+products there is a third way for bfloat16: in place, with torch's own backward. Made-up completions have between an
+eighth of --completions and --completions tokens. Exit status 1 where two disagree.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from colograd.policy.merged_attention import calls_at_once, calls_one_by_one  # 
 
 ALLOWED = {"float32": 1e-4, "bfloat16": 0.05}  # relative difference of outputs and gradients
 MIB = 2**20
-EVERYTHING = 2**30  # tokens of a window that hides nothing, with which all keys are gathered
+EVERYTHING = 2**30  # tokens of a window that hides nothing; with a window all keys are gathered
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, SegmentLayout], torch.Tensor]
 
 

@@ -125,7 +125,7 @@ def joined(answers: Sequence[Answer]) -> Answer:
 
 
 def differences(answers: Mapping[str, Sequence[Answer]]) -> Iterator[tuple[str, str, str]]:
-    """What isn't as in the first process of the first side: the run, the kind of number, and the two in words."""
+    """Yield each difference from the first side's first process: the run, the kind of number, and a sentence."""
     first = next(iter(answers.values()))[0]["runs"]
     for side, repeats in answers.items():
         for number, answer in enumerate(repeats, start=1):
@@ -156,7 +156,7 @@ def numbers_table(answers: Mapping[str, Sequence[Answer]], differing: set[tuple[
 
 
 def medians(answers: Sequence[Answer]) -> dict[str, float]:
-    """Seconds of one side's runs, by what they are of."""
+    """Median seconds of one side's start-up, first step and later steps, by name and clock."""
     found = {}
     for clock in ("processor", "wall"):
         spans = {

@@ -3,7 +3,7 @@
     python tests/benchmarks/contestants.py JOB.json
 
 The job (see `Job`) is made by side_by_side.py; the figures are written to the job's ``out``. Both trainers get the same
-model folder, prompts, sampling, engine settings and threads; `run_trl` says what TRL needs on a CPU.
+model folder, prompts, sampling, engine settings and threads; the settings that TRL needs on a CPU are in `run_trl`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VARIANTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one process does."""
+    """Input of one process: the trainer, the model, the prompts and all sizes."""
 
     trainer: str  # colograd or trl, or with a variant: see `VARIANTS`
     model: str  # a folder in the compared dtype
@@ -54,8 +54,8 @@ class Job:
     ignore_eos: bool
     plain_malloc: bool
     seed: int
-    rollouts: str  # a folder whose journal has the recorded rollouts, or will have them
-    folder: str  # for what a trainer writes
+    rollouts: str  # Folder of the journal with the recorded rollouts; TRL's job comes first and writes them.
+    folder: str  # Folder of the trainer's outputs.
     out: str
 
     @property
@@ -67,7 +67,7 @@ class Job:
         return self.prompt_tokens + self.completion_tokens
 
     def engine(self) -> dict[str, Any]:
-        """vLLM's settings beyond what TRL sets, for both."""
+        """Settings of vLLM that TRL has no name for. Both trainers get them."""
         on_gpu = _on_gpu()
         return {"kv_cache_memory_bytes": self.kv_bytes, "dtype": self.dtype, "enforce_eager": not on_gpu}
 
@@ -125,7 +125,7 @@ class Meter:
         return run
 
     def take(self) -> Step:
-        """What was counted since the last call."""
+        """Seconds, tokens and forwards since the last call."""
         taken = {**self.seconds, "tokens_through_model": self.tokens, "forwards": self.forwards}
         self.seconds.clear()
         self.tokens = self.forwards = 0
@@ -256,7 +256,7 @@ def _recorded_step(seconds: float, cpu_before: float, counted: Step) -> Step:
 
 
 def recorded_groups(job: Job) -> list[Any]:
-    """Of the first step, in the order of its prompts."""
+    """Recorded groups of the first step, in the order of its prompts."""
     from datasets import Dataset
     from transformers import AutoTokenizer
 

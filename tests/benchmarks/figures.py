@@ -1,4 +1,4 @@
-"""What the benchmarks share: peak memory, the machine, Markdown tables and JSON."""
+"""Helpers of the benchmarks: peak memory, the machine's name, Markdown tables and JSON."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ GB = 1e9  # bytes; figures are in decimal gigabytes
 
 
 class PeakMemory:
-    """Peak bytes of this process since `reset`: on a GPU what torch allocated, else the resident set.
+    """Peak bytes of this process since `reset`: torch's allocated bytes on a GPU, the resident set on a CPU.
 
-    The resident set's peak can be reset on Linux only; elsewhere, and where the kernel refuses, it is that of the whole
-    process (``exact`` is then False).
+    The resident set's peak can be reset on Linux only; where a reset is impossible, the peak since the process started
+    is returned, and ``exact`` is False.
     """
 
     def __init__(self) -> None:

@@ -1,13 +1,13 @@
-"""All that wants a GPU, with one command: is this machine right, how fast is it, what does it hold.
+"""All that wants a GPU, with one command: is this machine right, how fast is it, and how much fits.
 
     make gpu-check [ARGS="--model M --minutes 9.5 --only doctor publish"]
     python tests/benchmarks/gpu_check.py --device cpu             tiny sizes: does the check itself work?
 
 Each check is a row, in a process of its own that may take LIMIT seconds. One that fails or comes late is a row with its
-error; the others go on. Each row is written when it is there. A call that is killed, or whose --minutes are over, loses
-the row that runs; the next call with the same --out goes on with the missing ones. Needs no network. Writes into --out:
-gpu_check.json, gpu_check.md (a section ready for docs/measurements.md), and each check's output. Exit status 1 if a
-check failed or came late, 2 without such a device, 3 if rows are missing.
+error; the others go on. Each row is written when it is there. A call that is killed, or runs out of --minutes, loses
+only the unfinished row; the next call with the same --out goes on with the missing ones. Needs no network. Writes into
+--out: gpu_check.json, gpu_check.md (a section ready for docs/measurements.md), and each check's output. Exit status 1
+if a check failed or came late, 2 without such a device, 3 if rows are missing.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ ON_CPU = ("as it is", "gradient_checkpointing", "full_determinism")  # enough to
 class Sizes:
     """How much is sampled and trained."""
 
-    prompt: int  # tokens
-    long_prompt: int  # tokens of one, with which copies of its keys would be most of a layer's activations
-    completion: int  # tokens at most
-    group: int  # completions of a prompt
-    prompts: int  # of a step
-    queue: int  # prompts of a generation that is timed
+    prompt: int  # Tokens of a prompt.
+    long_prompt: int  # Tokens of a long prompt. Copies of its keys would be most of a layer's activations.
+    completion: int  # Maximum tokens of a completion.
+    group: int  # Completions per prompt.
+    prompts: int  # Prompts per step.
+    queue: int  # Prompts of a timed generation.
     trials: int
     dtype: str  # in the comparison with TRL
     path: tuple[str, ...] = ()  # more arguments of training_path.py
@@ -107,27 +107,27 @@ class Check:
     """One thing to look at, in a process of its own."""
 
     name: str
-    command: tuple[str, ...]  # behind the interpreter
-    seconds: float  # that it should take on an H100, about: with less left of --minutes it isn't begun
-    tell: Callable[[str, dict[str, Any]], str]  # (its stdout, its figures) -> what it found, in a line
-    writes: bool = True  # takes --out F.json
-    needs: str = ""  # a package without which it is skipped
-    gpus: int = 0  # fewer of which it is skipped with
-    lack: str = ""  # why it is skipped on this machine
+    command: tuple[str, ...]  # Arguments of the Python interpreter.
+    seconds: float  # Estimated seconds on an H100. The check isn't started with less left of --minutes.
+    tell: Callable[[str, dict[str, Any]], str]  # (standard output, figures) -> the finding in one line.
+    writes: bool = True  # The command takes --out F.json.
+    needs: str = ""  # Required package. Without it the check is skipped.
+    gpus: int = 0  # Required number of GPUs. With fewer the check is skipped.
+    lack: str = ""  # Reason for skipping the check on this machine.
 
     @property
     def stem(self) -> str:
-        """Of its files."""
+        """File name without suffix for the check's outputs."""
         return "".join(letter if letter.isalnum() else "_" for letter in self.name)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a check."""
+    """Outcome of a check."""
 
     name: str
-    status: str  # ok, failed, late or skipped
-    said: str  # what it found, or its error
+    status: str  # Ok, failed, late or skipped.
+    said: str  # Finding or error.
     seconds: float = 0.0
     limit_s: float = 0.0
     figures: dict[str, Any] = field(default_factory=dict)
@@ -164,7 +164,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def checks(model: str, recipe: str, device: str) -> list[Check]:
-    """All of them, in their order: what must be right first, what is good to know last.
+    """All checks in the order in which they run. Checks that others depend on come first.
 
     Args:
         model: a folder.
@@ -227,7 +227,7 @@ def gpu_tests(only_collect: bool) -> tuple[str, ...]:
 
 
 def write_recipe(path: Path, model: str) -> None:
-    """What the doctor looks at: the quickstart's task."""
+    """Write the doctor's recipe: the quickstart's task."""
     recipe: dict[str, Any] = {
         "model_name_or_path": model,
         "dataset_name": "colograd.quickstart:sums",
@@ -242,7 +242,7 @@ def write_recipe(path: Path, model: str) -> None:
     path.write_text(json.dumps(recipe, indent=2) + "\n")  # JSON is YAML
 
 
-# -- what they found, in a line each
+# -- each check's finding in one line
 
 
 def last_line(said: str, figures: Mapping[str, Any]) -> str:
@@ -314,7 +314,7 @@ def tell_side_by_side(said: str, figures: Mapping[str, Any]) -> str:
 
 
 def markdown(said: str) -> str:
-    """What a benchmark printed, from the sentence above its first table on."""
+    """Cut a benchmark's Markdown out of its standard output, from the sentence above the first table on."""
     lines = said.splitlines()
     first = next((index for index, line in enumerate(lines) if line.startswith("| ")), len(lines))
     return "\n".join(lines[max(first - 2, 0) :]) if first < len(lines) else ""
@@ -360,14 +360,14 @@ def run_all(
 
 
 def missing(check: Check) -> str:
-    """What isn't there that it needs; empty: nothing."""
+    """Why a check can't run on this machine: a missing package or too few GPUs. Empty if nothing is missing."""
     if check.needs and importlib.util.find_spec(check.needs) is None:
         return f"{check.needs} isn't installed"
     return check.lack
 
 
 def on_machine(check: Check, gpus: int) -> Check:
-    """The check, which says so where it needs more GPUs than there are."""
+    """Return the check, with a reason in ``lack`` if it needs more GPUs than the machine has."""
     return dataclasses.replace(check, lack=f"it needs {check.gpus} GPUs") if gpus < check.gpus else check
 
 
@@ -413,7 +413,7 @@ def execute(command: Sequence[str], limit: float, out: Path, err: Path) -> int |
 
 
 def sentence(check: Check, result: Result, said: str, complained: str, status: int | None) -> str:
-    """What a check found, or why it found nothing."""
+    """The finding of a check in one line, or the reason of its failure."""
     if status is None:
         return f"still running after {result.limit_s:.0f} s, at last: {last_line(complained, {})}"
     if status:
@@ -426,14 +426,14 @@ def sentence(check: Check, result: Result, said: str, complained: str, status: i
 
 
 def reason(complained: str) -> str:
-    """The line that says why a check failed: the first error in what it wrote, as further ones follow from it."""
+    """The line that explains a failed check: the first error in its output, because later errors follow from it."""
     found = (re.findall(pattern, complained, re.MULTILINE) for pattern in REASONS)
     return next((lines[0] for lines in found if lines), last_line(complained, {}))
 
 
 @functools.cache
 def digest() -> str:
-    """Of the project's code and of the benchmarks."""
+    """Short hash of the project's code and of the benchmarks. Results are kept with it."""
     found = hashlib.blake2b(digest_size=4)
     for path in sorted([*(ROOT / "colograd").rglob("*.py"), *HERE.glob("*.py")]):
         found.update(path.read_bytes())
@@ -450,21 +450,21 @@ def recorded(path: Path, settings: Mapping[str, Any]) -> dict[str, Result]:
 
 
 def read(figures: Path) -> dict[str, Any]:
-    """What a check wrote, if it did: one that was ended may have been writing."""
+    """Read a check's figures. Empty if there are none, or if the check was killed while it wrote them."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads(figures.read_text())  # type: ignore[no-any-return]
     return {}
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """End a check and what it has started: workers may hold memory of the GPU that the next check needs."""
+    """Kill a check and its process group, because its workers may hold GPU memory that the next check needs."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def environment() -> dict[str, str]:
-    """Of a check: one rank, this checkout's package, and no waiting for a network."""
+    """Environment of a check: one rank, this checkout's package, and no network."""
     from colograd.runtime.process import RANK_VARIABLES
 
     kept = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}

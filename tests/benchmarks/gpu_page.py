@@ -11,7 +11,7 @@ UNKNOWN = "-"
 
 
 def page(settings: Mapping[str, Any], results: Sequence[Any]) -> str:
-    """The section: all checks, the training path with and without its options, and what benchmarks printed.
+    """The section: all checks, the training path with and without its options, and the benchmarks' tables.
 
     Args:
         results: `gpu_check.Result`s.
@@ -49,7 +49,7 @@ def _cell(text: str) -> str:
 
 
 def _training(results: Sequence[Any]) -> list[str]:
-    """A row for each run of the training path, with what it held beside what was planned."""
+    """Table rows of the training path's runs: measured memory next to planned memory."""
     runs = [(result.name.removeprefix("path, "), result.figures) for result in results if "flops" in result.figures]
     if not runs:
         return []

@@ -4,13 +4,14 @@
 
 Makes a random Llama of 17 M parameters a layer in bfloat16, and starts GRPO on it, engines included, one run after
 another: unsharded on one rank without a limit, and with it; with it and the optimizer's state, gradients and layers'
-inputs in host memory; cut by FSDP2 on several ranks with the limit, each with an engine; likewise with one engine over
-all ranks; and in the layout of that engine (`tensor`). `--runs` takes those alone whose names begin so.
+inputs in host memory; cut by FSDP2 on several ranks with the limit, each with an engine; then with one engine over all
+ranks; and in the layout of that engine (`tensor`). `--runs` selects runs by the beginning of their names.
 
-The limit is the system's (RLIMIT_DATA): it bounds what memory of its own each process may have, be it used or not.
-Pages for what a GPU keeps on its host are shared ones, which aren't counted: so the limit is in the GPU's place, and
-the run is told that it isn't on a CPU, where nothing would be offloaded. Prints what each rank used of such memory at
-its peak, and how each run ended; exit status 1 unless only the limited one on one rank that offloads nothing failed.
+The limit is the system's (RLIMIT_DATA): it bounds the private memory of each process, used or not. Host memory of
+offloaded data is shared memory, and the limit doesn't count shared memory. So the limit stands for a GPU's memory. The
+run is made to believe that it isn't on a CPU, because it would offload nothing there. Prints each rank's peak of
+private memory, and how each run ended; exit status 1 unless only the limited one on one rank that offloads nothing
+failed.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def settings_of(contest: Contest, model: Path, folder: Path) -> dict[str, Any]:
 
 
 def start(contest: Contest, model: Path, folder: Path, limit: float) -> dict[str, Any]:
-    """Run it to its end; what its ranks said of themselves."""
+    """Run it to its end and return its ranks' reports."""
     folder.mkdir()
     (folder / "settings.json").write_text(json.dumps(settings_of(contest, model, folder)))
     environment = os.environ | {

@@ -1,10 +1,10 @@
-"""What log-probabilities with their backward need in memory, beyond the hidden states and the head's own gradient.
+"""Memory of log-probabilities and their backward, beyond the hidden states and the head's own gradient.
 
     python tests/benchmarks/logprobs_memory.py [--labels 8192] [--vocabulary 151936] [--hidden 896] [--out F.json]
 
 Compares `colograd.logprobs` with all logits at once in float32, each in a process of its own. The latter is measured
-with as many labels as fit (--full-labels), and scaled to --labels: all of what it needs grows with them. Prints a
-Markdown table. Exit status 1 if ours needs more than --limit gigabytes (10**9 bytes).
+with as many labels as fit (--full-labels), and scaled to --labels: its memory grows in proportion to the labels. Prints
+a Markdown table. Exit status 1 if ours needs more than --limit gigabytes (10**9 bytes).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--limit", type=float, default=0.3, help="gigabytes that ours may need (0.3)")
     parser.add_argument("--out", type=Path, metavar="F.json", help="write the figures as JSON")
-    parser.add_argument("--variant", choices=tuple(VARIANTS), help=argparse.SUPPRESS)  # what a child measures
+    parser.add_argument("--variant", choices=tuple(VARIANTS), help=argparse.SUPPRESS)  # for child processes
     return parser.parse_args(argv)
 
 
@@ -106,7 +106,7 @@ def measure_apart(variant: str, labels: int, options: argparse.Namespace) -> dic
 
 
 def full_figures(options: argparse.Namespace) -> dict[str, Any]:
-    """What all logits at once need: measured, or from the line through two smaller measurements."""
+    """Memory of all logits at once: measured, or extrapolated from two smaller measurements."""
     most = min(options.full_labels, options.labels)
     large = measure_apart("full", most, options)
     if most == options.labels:

@@ -52,7 +52,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def shapes_of(options: argparse.Namespace) -> list[Shape]:
-    """The shapes asked for: of a model's parameters (shared ones once), or as given."""
+    """Parameter shapes from the options: those of a model (shared parameters once), or the given ones."""
     if options.shapes:
         return [tuple(int(size) for size in text.split("x")) for text in options.shapes]
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -100,7 +100,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def measure(optimizers: dict[str, torch.optim.Optimizer], steps: int) -> dict[str, dict[str, Any]]:
-    """All contestants in turns, ``steps`` times. Peak memory is that of the counted steps, beyond what was there."""
+    """Time all optimizers in turns, ``steps`` times. Peak memory counts only bytes that the steps add."""
     memory = PeakMemory()
     found: dict[str, dict[str, Any]] = {name: {"steps": [], "beyond_bytes": 0} for name in optimizers}
     for optimizer in optimizers.values():

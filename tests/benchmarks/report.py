@@ -27,7 +27,7 @@ from made_up_run import WORDS, MadeUp
 
 from colograd.apps.report import write_report
 
-# Seconds from a click (or a moved slider) until what it asked for stands on the screen: `done` holds, and a frame came.
+# Seconds from a click (or a moved slider) until the page shows its result: `done` holds, and a frame came.
 TIMED = """(async () => {{
   const start = performance.now();
   {act};
@@ -90,7 +90,7 @@ def make(folder: Path, options: argparse.Namespace) -> None:
 
 
 def clicks(address: str, steps: int) -> None:
-    """Time what a person does, five times each."""
+    """Time a person's clicks in the page, five times each."""
     tab = "document.querySelector('[data-view={}]').click()"
     with browser.Browser() as page:
         began = time.perf_counter()

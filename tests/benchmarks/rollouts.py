@@ -1,13 +1,13 @@
-"""What streaming costs and hides: rollouts beside plain `LLM.generate`, and rewards that run while others decode.
+"""Streaming's cost and benefit: rollouts compared with plain `LLM.generate`, and rewards that run while others decode.
 
     python tests/benchmarks/rollouts.py [--model M] [--trials 5] [--out F.json]        (--json is the same as --out)
 
 One engine, one set of requests, each with its own seed, so both sides sample the same tokens. On a CPU that is checked;
-a GPU's rounding may depend on the batch, so each side is timed by its own tokens, and the share of equal completions is
-said. Every completion ends at a token of a fixed random set, which spreads the lengths.
+a GPU's rounding may depend on the batch, so each side's speed counts its own tokens, and the share of equal completions
+is printed. Every completion ends at a token of a fixed random set, which spreads the lengths.
 
-- `ratio.throughput`: tokens per second of `Engine.generate` with streaming and a trivial reward, that is of
-  `roll_out`, over those of `LLM.generate`. They run in turns; the median over the pairs of the wall-clock
+- `ratio.throughput`: tokens per second of `roll_out` (`Engine.generate` with streaming and a trivial reward) over those
+  of `LLM.generate`. They run in turns; the median over the pairs of the wall-clock
   ratio, and of the ratio in processor seconds, which hardly depends on the machine's other work.
 - `ratio.streamed_rewards`: of the seconds that two workers spend in a sleeping reward, the share that lies before the
   last completion ends. Each worker is busy for --load (0.5) of the generation's time.
@@ -35,7 +35,7 @@ from figures import machine, table, write  # noqa: E402
 from phases import ROOT, versions  # noqa: E402
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
-LEAST_SECONDS = 2.0  # of a generation whose rewards are to hide behind it
+LEAST_SECONDS = 2.0  # shortest generation that can hide the rewards
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -149,7 +149,7 @@ def streamed(stages: Sampled, prompts: Sequence[Any]) -> tuple[list[list[tuple[i
 
 
 def timed(engine: Any, function: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What a function returns, its seconds, and its processor seconds. Prompts are computed anew each time."""
+    """A function's result, its seconds and its processor seconds. The prompts are computed anew each time."""
     engine.stamp(0)
     started, processor = time.perf_counter(), time.process_time()
     value = function()

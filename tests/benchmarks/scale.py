@@ -1,12 +1,12 @@
-"""What the host does for a step of many tokens, all but the two models' arithmetic: seconds and bytes per token.
+"""The host's work for a step of many tokens, without the arithmetic of policy and engine: seconds and bytes per token.
 
     python tests/benchmarks/scale.py [--prompts 256] [--completions 16] [--tokens 8192] [--ranks 1] [--out F.json]
 
 Made-up completions come out of vLLM's own output types, group by group as an engine finishes them, and go the trainer's
 way: rollouts, text, a reward in worker processes, advantages, statistics, balance and packing, the log, and each
-micro-batch once to the device. Beside it a sixteenth as many prompts, in a process of its own: what grows faster than
-the tokens shows. Seconds are wall clock and processor time of the fullest rank, per token that it sampled; bytes are
-resident in that process at the peak, without what was there before.
+micro-batch once to the device. For comparison a second process gets a sixteenth of the prompts: a cost per token that
+differs grows faster than the tokens. Seconds are wall clock and processor time of the fullest rank, per token that it
+sampled; bytes are the process's peak resident memory, less the memory before the step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each rank holds and exchanges in every native sharding strategy, and what a step of each takes.
+"""Bytes that each rank holds and exchanges in every native sharding strategy, and the seconds of a step.
 
     torchrun --nproc-per-node 2 tests/benchmarks/sharding.py [--model FOLDER] [--tokens 512] [--ways none,gradients]
         [--out F.json]
@@ -45,7 +45,7 @@ EXPECTED = {"none": (4.0, 10.0, 1, 1), "optimizer": (4.0, 10.0, 1, None), "gradi
 
 
 class Contestant:
-    """A policy that is trained in one way, and what was seen of it."""
+    """A policy that is trained in one way, with its measurements."""
 
     def __init__(self, name: str, path: str) -> None:
         self.name = name

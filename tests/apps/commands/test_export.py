@@ -36,7 +36,7 @@ def checkpoint(model: Path, step: int = 3) -> Path:
 @pytest.mark.parametrize("of_the_run", [False, True])
 def test_a_checkpoint_s_model_is_copied_without_the_run_s_state(tmp_path: Path, of_the_run: bool) -> None:
     saved = checkpoint(tiny.make_model(tmp_path / "run" / "model"))
-    for name in ("_journal", "completions"):  # where no checkpoint was asked for, the run's folder has the model
+    for name in ("_journal", "completions"):  # no --checkpoint was given, so the model of the run's folder is exported
         (saved / name).mkdir()
     out = tmp_path / "exported"
     assert cli.main(["export", str(saved.parent if of_the_run else saved), str(out)]) == 0

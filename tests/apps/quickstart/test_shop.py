@@ -1,4 +1,4 @@
-"""The shop's agent with a model whose replies are written here: what it is asked, and its reward. No engine."""
+"""The shop agent with a scripted model: the requests that the model gets, and the agent's reward. No engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's report without a browser: what is read of a run's folder, what it survives, and how large a page becomes."""
+"""A run's report without a browser: which files of the run are read, which damage is survived, and the page's size."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class Elements(HTMLParser):
 
 
 def test_hostile_text_stays_data(tmp_path: Path) -> None:
-    """No text of a run is markup in the file: the elements are those of a harmless run."""
+    """No text of a run becomes markup: the page has the same elements as the page of a harmless run."""
 
     def elements(name: str, hostile: bool) -> list[tuple[str, dict[str, str | None]]]:
         folder = MadeUp(steps=3, hostile=hostile, alarms=True).write(tmp_path / name)
