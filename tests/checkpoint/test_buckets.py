@@ -1,4 +1,4 @@
-"""A run's folder on a mounted bucket: the run works there, or one error at start says what is missing."""
+"""A run's folder on a mounted bucket: the run works there, or one error at start names the missing capability."""
 
 from __future__ import annotations
 

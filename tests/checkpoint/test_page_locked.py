@@ -19,7 +19,7 @@ from colograd.weights import state_dict_on_host
 
 
 class OnGPU(torch.Tensor):
-    """A tensor that says it is a GPU's. A copy of it that is queued is made when the GPU is waited for."""
+    """A CPU tensor with ``is_cuda`` set. A queued copy is made when the GPU is synchronized."""
 
     is_cuda = True
     queue: list[tuple[torch.Tensor, torch.Tensor]]
@@ -42,7 +42,7 @@ def mapped() -> Iterator[tuple[int, ...]]:
 
 
 class GPU:
-    """What is asked of CUDA."""
+    """Fake of the CUDA calls that lock, unlock and copy pages."""
 
     def __init__(self, refuses: bool) -> None:
         self.refuses = refuses

@@ -1,4 +1,5 @@
-"""Checkpoints are written beside the training, whole or not at all; one that can't be written doesn't end the run."""
+"""Background saving: a checkpoint is written completely or doesn't appear; one that can't be written doesn't end the
+run."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from colograd.training import checkpointer
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Of every width, odd sizes, empty ones and scalars; some lie in one storage."""
+    """Tensors of every width, odd sizes, empty tensors and scalars. Two tensors share a storage."""
     generator = torch.Generator().manual_seed(seed)
     both = torch.randn(6, 5, generator=generator)
     return {
@@ -82,7 +83,7 @@ def test_bytes_are_written_as_they_are(tmp_path: Path, size: int) -> None:
 
 
 def save_of(run_dir: Path, step: int, **changes: Any) -> Save:
-    """Of one rank: an image, and a file that lies ready."""
+    """One rank's save: an image of the weights in host memory, and a file that already exists."""
     images, name = HostFiles(), f"checkpoint-{step}"
     images.put({"w": torch.full((300_000,), float(step))}, "model.safetensors")
     ready = run_dir / "ready" / "trainer_state.json"
@@ -242,7 +243,7 @@ def run(trainer: Any, tiny_model: Path, tmp_path: Path) -> Iterator[Any]:
 
 
 def steps_left(trainer: Any) -> list[int]:
-    """Of checkpoints, each of which is whole."""
+    """Check that each checkpoint is complete, and return their steps."""
     found = sorted(Path(trainer.args.output_dir).glob("checkpoint-*"), key=folders.step_of)
     assert all(folders.check(folder) for folder in found)
     return [folders.step_of(folder) for folder in found]

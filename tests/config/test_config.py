@@ -93,7 +93,7 @@ def test_the_output_folder_is_the_first_argument() -> None:
 
 
 def test_ranks_of_one_engine_take_the_same_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What divides a step is the number of engines, which the layout tells."""
+    """A step is divided among the engines, and the layout knows their number."""
     monkeypatch.setattr(GRPOConfig, "layout", RankLayout(3, 4, ranks_per_engine=2))
     made = config(prompts_per_step=6, num_generations=4)
     assert made.prompts_per_step == 6
@@ -476,7 +476,7 @@ def test_every_field_of_trl_is_a_field(trl_defaults: dict[str, Any]) -> None:
 
 
 def test_every_field_at_its_default_in_trl_is_taken(trl_defaults: dict[str, Any]) -> None:
-    """So a file may hold all of them; the exceptions say something that can't be."""
+    """A configuration file may set every TRL field to its default."""
     trl = pytest.importorskip("trl")
     declared = {f.name for f in dataclasses.fields(trl.GRPOConfig)} - {
         f.name for f in dataclasses.fields(trl.GRPOConfig.__mro__[2])
@@ -652,7 +652,8 @@ def test_settings_of_the_objective_are_checked(given: dict[str, Any], said: str)
 
 
 def test_what_is_said_of_compiling_is_the_layers() -> None:
-    """A backend or a mode asks for it, as in transformers, which isn't told: it would turn TF32 on."""
+    """A backend or a mode enables torch_compile, as in transformers. transformers' own field stays off, because it
+    would enable TF32."""
     plain = config()
     assert (plain.torch_compile, plain.torch_compile_backend, plain.use_liger_kernel) == (False, None, False)
     assert config(torch_compile=True).torch_compile and config(torch_compile_mode="default").torch_compile

@@ -94,7 +94,7 @@ def test_what_is_in_flight_and_not_needed_is_aborted() -> None:
 
 
 def test_rewards_that_turn_out_not_to_be_needed_are_not_waited_for() -> None:
-    """Of groups that had finished behind the last one that is trained; whoever works on them is told."""
+    """Unneeded groups have finished after the last trained group. Their pending rewards are cancelled."""
     cancelled: list[int] = []
 
     class Unneeded(Ready):

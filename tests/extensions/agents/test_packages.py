@@ -1,4 +1,4 @@
-"""Packages in which people write agents and environments, each with the real engine.
+"""Third-party packages for agents and environments, each with the real engine.
 
 They aren't part of the pinned environment: requirements/agents.txt has them, and each test is skipped without its own.
 """
@@ -53,7 +53,7 @@ def serving(app: Any) -> Iterator[str]:
 
 
 def calls_of(rollout: Rollout) -> int:
-    """Calls in a session that the endpoint has told its program."""
+    """Number of tool calls in the endpoint's replies to a session's program."""
     return sum(len(turn["reply"].get("tool_calls") or ()) for turn in rollout.columns["session"])
 
 

@@ -1,5 +1,5 @@
-"""The teacher of on-policy distillation: what it says of the policy's rows, what that does to the loss, and which
-teachers are refused."""
+"""The teacher of on-policy distillation: its values for the policy's rows, their effect on the loss, and the refused
+teachers."""
 
 from __future__ import annotations
 
@@ -327,7 +327,8 @@ def jsd_of_trl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 def test_the_exact_divergence_and_its_gradient_are_trl_s(
     tiny_model, tmp_path, large, monkeypatch, tiles, offload
 ) -> None:
-    """Through the temperature, in tiles, of a teacher that sleeps meanwhile, for whose head nothing else is there."""
+    """The exact KL equals TRL's, computed in tiles with a temperature. A teacher that sleeps leaves only its output
+    head."""
     monkeypatch.setattr(policy_head, "tile_shape", lambda *_: tiles)
     policy = policy_of(tiny_model, tmp_path)
     config = made(tmp_path, large, temperature=0.7, distillation_kl="exact", distillation_weight=0.5)
@@ -335,7 +336,7 @@ def test_the_exact_divergence_and_its_gradient_are_trl_s(
     assert objective.needs == ("teacher_states",) and objective.every_group
     rows = fill({"teacher_states": teacher}, rows_of(policy, budget=20), 0.7)
     head = teacher.head
-    if offload:  # what it then has of the head
+    if offload:  # the head's remaining copy
         head = head.copied_to(CPU)
         teacher.model.get_output_embeddings().weight.zero_()
     forward = PolicyForward(policy.model, 0.7, steps=(TeacherStep(head),))
@@ -361,8 +362,8 @@ def test_the_exact_divergence_and_its_gradient_are_trl_s(
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("cap", [0.0, 4.0])
 def test_a_divergence_and_an_entropy_have_gradients_together(monkeypatch, cap, entropy_gradient) -> None:
-    """Of heads with a soft cap, a scale and biases, in float64; and a teacher's larger vocabulary counts as far as the
-    policy's goes."""
+    """Heads with a soft cap, a scale and biases, in float64. A larger teacher vocabulary is cut to the policy's
+    size."""
     monkeypatch.setattr(policy_head, "tile_shape", lambda *_: (3, 4))
     torch.manual_seed(0)
     kind = {"dtype": torch.float64}
@@ -434,7 +435,7 @@ def test_the_divergence_over_the_teacher_s_top_tokens_is_a_plain_computation_s(
 
 @pytest.mark.parametrize("cap", [0.0, 4.0])
 def test_top_tokens_that_the_policy_doesn_t_know_are_of_the_rest(monkeypatch, cap) -> None:
-    """Of a teacher whose vocabulary is larger, beside an entropy with a gradient, in float64."""
+    """The teacher has a larger vocabulary. An entropy term with a gradient is in the same loss. All is in float64."""
     monkeypatch.setattr(policy_head, "tile_shape", lambda *_: (3, 4))
     torch.manual_seed(0)
     kind = {"dtype": torch.float64}
@@ -508,8 +509,8 @@ def a_taught_model(folder: Path, layers: int = 4) -> Path:
 @pytest.mark.engine
 @pytest.mark.slow
 def test_distillation_closes_most_of_the_divergence(tiny_model, tmp_path, closing, capfd) -> None:
-    """From four layers into two, without a reward; a checkpoint of the middle goes on bit for bit, and an evaluation
-    says how far it is."""
+    """Distil four layers into two, without a reward. A middle checkpoint resumes bit for bit, and evaluation logs the
+    divergence."""
     teacher = a_taught_model(tmp_path / "teacher")
     settings = {
         "distillation_kl": "exact", "learning_rate": 1e-2, "max_completion_length": 32, "prompts_per_step": 8,

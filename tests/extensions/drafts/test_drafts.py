@@ -53,7 +53,7 @@ def generation(engine: VLLMEngine, sampling: Sampling = SAMPLING) -> tuple[list[
 
 @pytest.mark.engine
 def test_drafts_change_no_token_and_save_steps(tiny_model: Path, tmp_path: Path) -> None:
-    """Of vLLM's n-grams, at a temperature where completions repeat themselves, and at one where they don't."""
+    """vLLM's n-gram drafts, at a temperature with repetitive completions and at one without repetitions."""
     cold = Sampling(n=3, max_tokens=24, temperature=0.3, options={"top_p": 0.9})
     plain = build(tiny_model, tmp_path)
     expected = [generation(plain), generation(plain, cold)]
@@ -134,7 +134,7 @@ def test_drafts_leave_the_distribution_as_it_is(tiny_model: Path, tmp_path: Path
     groups = list(engine.generate(prompts, sampling, version=0, seed=11))
     counts = engine.take_counts()
     engine.close()
-    behind: dict[tuple[int, ...], list[int]] = {}  # what was read -> the tokens behind it
+    behind: dict[tuple[int, ...], list[int]] = {}  # prefix -> the tokens sampled after it
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         read = (*rollout.input.ids, *rollout.completion_ids)
         for place in range(len(rollout.input.ids), len(read)):

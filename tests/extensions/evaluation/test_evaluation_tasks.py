@@ -231,7 +231,8 @@ def test_two_ranks_take_tasks(tmp_path: Path) -> None:
 def test_scores_are_the_models_log_probabilities(
     tiny_model: Path, tmp_path: Path, closing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the policy in a run, next to transformers' own; the run's samples and steps go on as without it."""
+    """A run's task scores equal transformers' log-probabilities. Samples and steps are the same as without
+    evaluation."""
     from transformers import AutoModelForCausalLM
 
     from colograd.extensions.evaluation.engine.scoring import score

@@ -1,5 +1,5 @@
-"""Mixtures of experts, with the real vLLM: whose memory their weights are in, that both sides compute the same,
-adapters on experts, and what is refused before anything is loaded."""
+"""Mixtures of experts, with the real vLLM: where their weights are stored, equal results of engine and trainer,
+adapters on experts, and refusals before anything is loaded."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def but_slowly(families: Iterable[str], quick: Sequence[str]) -> list[Any]:
-    """Parameters of a test: those that aren't ``quick`` are left to `pytest -m slow`."""
+    """Test parameters. Families outside ``quick`` run only in `pytest -m slow`."""
     return [family if family in quick else pytest.param(family, marks=pytest.mark.slow) for family in families]
 
 
@@ -107,7 +107,7 @@ def test_a_mixture_is_trained_in_the_engines_memory_and_saved_as_it_sampled(
         rows = loaded(torch.tensor([probe])).logits[0, :-1].log_softmax(-1)
     theirs = rows.gather(1, torch.tensor(probe[1:])[:, None])[:, 0]
     torch.testing.assert_close(theirs, logprobs, rtol=0, atol=1e-4)
-    plain = plain_vllm.prompt_logprobs(tmp_path / "saved", probe, tmp_path)  # whose experts are in its own kernel
+    plain = plain_vllm.prompt_logprobs(tmp_path / "saved", probe, tmp_path)  # vLLM's own kernel for experts
     torch.testing.assert_close(plain, logprobs, rtol=0, atol=1e-4)
     tried(family, "packed", "shared", "saved")
     if apart:
@@ -115,8 +115,8 @@ def test_a_mixture_is_trained_in_the_engines_memory_and_saved_as_it_sampled(
 
 
 def as_saved(trainer: GRPOTrainer, folder: Path) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """What peft itself makes of a saved adapter, merged, and log-probabilities of the same tokens: the merged model's,
-    the engine's."""
+    """Return peft's merge of a saved adapter, and log-probabilities of the same tokens by the merged model and the
+    engine."""
     trainer.save_model(str(folder))
     merged = peft.AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).merge_and_unload()
     probe = torch.tensor(proof.probe_ids(trainer.engine, 40))
@@ -128,7 +128,8 @@ def as_saved(trainer: GRPOTrainer, folder: Path) -> tuple[Any, torch.Tensor, tor
 @pytest.mark.engine
 @pytest.mark.parametrize("family", but_slowly(ALL, ["mixtral"]))
 def test_an_adapter_on_experts_is_merged_on_its_way(family: str, models, tmp_path: Path, closing, tried) -> None:
-    """And trains: peft's own merge of what was saved is what the engine samples from."""
+    """An adapter on experts trains, and the engine samples from the same weights as peft's merge of the saved
+    adapter."""
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=ON_EXPERTS, task_type="CAUSAL_LM")
     trainer = closing(build(models[family], tmp_path, adapter, gradient_checkpointing=True, learning_rate=1e-2))
     assert isinstance(trainer.weights, MergedWeights)
@@ -200,7 +201,7 @@ def test_a_quantised_mixture_below_an_adapter_is_what_the_engine_has(
 @pytest.mark.engine
 @pytest.mark.parametrize("family", but_slowly(ALL, ["mixtral"]))
 def test_a_resumed_mixture_goes_on_bit_for_bit(family: str, models, tmp_path: Path, tried) -> None:
-    """gpt-oss's experts have biases, whose gradients torch sums in any order, by several threads."""
+    """gpt-oss needs full_determinism: several threads sum the gradients of its experts' biases in any order."""
     found = []
     for resumes in (False, True):
         changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "full_determinism": family == "gpt_oss"}
@@ -248,7 +249,7 @@ def test_two_ranks_train_a_mixture_to_the_same_weights_however_they_share(
 
 @pytest.fixture(scope="module")
 def two_whole(models, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    """Of a family, what two ranks with whole policies come to."""
+    """Final weights of two ranks without sharding, by family."""
     return functools.cache(lambda family: launcher.on_two_ranks(models[family], tmp_path_factory.mktemp("two"), "none"))
 
 

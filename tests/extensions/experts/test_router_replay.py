@@ -1,7 +1,7 @@
-"""Router replay: the experts that the engine chose are those of the trainer's forward, and ride with the rollouts.
+"""Router replay: the engine's choice of experts is used in the trainer's forward, and travels with the rollouts.
 
-That they are used is shown where trainer and engine disagree: with a router that was changed since, whose own choice is
-another one. That they are the engine's is shown in float32, where the trainer chooses the same.
+That they are used is shown where trainer and engine disagree: a router that has changed since sampling prefers other
+experts. That they are the engine's is shown in float32, where the trainer chooses the same.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def replay_figures(model: Any, row: MicroBatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", [*MODELS, *OTHERS])
 def test_recorded_experts_are_used_whatever_the_router_prefers(family: str) -> None:
-    """And the router learns by its logits at those experts: its gradient is that of a finite difference."""
+    """The router learns from its logits at the recorded experts: its gradient equals a finite difference."""
     model = model_of(family)
     row = row_with(model, random_experts)
     logprobs, used = choices(model, row)
@@ -231,7 +231,7 @@ def test_the_journal_keeps_them_and_without_them_not_a_byte_more(dtype: torch.dt
 
 
 def test_settings_name_it_where_it_is_on_alone(tmp_path: Path) -> None:
-    """So what was recorded before there was such a setting is taken, and what has experts isn't taken without."""
+    """Journals from before this setting are accepted, and journals with experts are refused without router replay."""
     assert "router_replay" not in settings_of(tiny.config(tmp_path), ["reward"])
     assert settings_of(tiny.config(tmp_path, router_replay=True), ["reward"])["router_replay"] is True
 
@@ -383,7 +383,7 @@ def test_a_run_replays_what_its_engine_chose(family: str, models, tmp_path: Path
     "family", [pytest.param(f, marks=needs("torchvision")) if f == "qwen3_5_moe_text" else f for f in OTHERS]
 )
 def test_other_families_replay_what_their_engine_chose(family: str, tmp_path: Path, closing) -> None:
-    """Those with a state in bfloat16, the only dtype that vLLM's kernel of it has on a CPU."""
+    """Families with a recurrent state use bfloat16, the only dtype of vLLM's state kernel on a CPU."""
     rounded = family.startswith("qwen")
     changes = {"model_init_kwargs": {"dtype": "bfloat16"}, "optim": "adamw_torch"} if rounded else {}
     trainer = closing(build(decoder_families.make_model(tmp_path / "model", family), tmp_path / "run", **changes))

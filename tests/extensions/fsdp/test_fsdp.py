@@ -106,7 +106,7 @@ def test_memory_is_a_share_and_a_few_blocks(one, several) -> None:
             assert share < found["peak"] <= 1.01 * share + 16 * max(found["block"], found["head"])
 
 
-# -- what can be cut
+# -- models that FSDP can split
 
 
 def llama(**changes: Any) -> Any:

@@ -55,7 +55,7 @@ CHATS = [
 
 
 def trl_rewards(model: Any, tokenizer: Any, pairs: Any) -> list[float]:
-    """What TRL's own method gives, on a trainer that has no more than it reads."""
+    """Rewards by TRL's own method, on a bare trainer that has only the attributes that the method reads."""
     trl = pytest.importorskip("trl")
     from accelerate import Accelerator
 
@@ -110,7 +110,7 @@ def test_a_folder_is_loaded_with_its_tokenizer_in_eval_mode(config, folder: Path
     (found,) = with_models(str(folder), None, config)
     assert isinstance(found, RewardModel) and not found.model.training and found.tokenizer.vocab_size
     model = hf.AutoModelForSequenceClassification.from_pretrained(folder)
-    (given,) = with_models([model.train()], None, config)  # its configuration says where it comes from
+    (given,) = with_models([model.train()], None, config)  # the tokenizer's folder comes from its configuration
     assert not given.model.training
     assert given(*zip(*PLAIN, strict=True)) == pytest.approx(found(*zip(*PLAIN, strict=True)))
     (reward,) = resolve_rewards([given], [0.5])

@@ -1,5 +1,5 @@
-"""Images: what a dataset's rows become, that each family's rows give the model's own probabilities packed and padded,
-and runs with the real vLLM, where torchvision is there."""
+"""Images: the rows of a dataset, each family's log-probabilities in packed and padded rows, and runs with the real
+vLLM, where torchvision is there."""
 
 from __future__ import annotations
 
@@ -219,7 +219,8 @@ def test_probabilities_are_those_of_trl(family: str, tried: Callable[..., None])
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_tower_told_of_windows_sees_all_of_them_in_one_call(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Features and gradients are those of `sdpa`, window by window: the same bits where there is no flash."""
+    """One call over all windows gives the features and gradients of `sdpa` called for each window, bit for bit without
+    flash."""
     narrow = {"window_size": 28} if family == "qwen2_5_vl" else {}  # pixels: of one token
     model, _ = tiny_images.random_model(family, vision=narrow)
     seen, calls = tiny_images.made_up(model, family, 3).images, []
@@ -353,7 +354,7 @@ def check_log(run: Path, steps: int, images: int) -> None:
 
 
 def check_export(run: Path, folder: Path, adapted: Any, family: str) -> None:
-    """The exported model, tower and processor included, says what the adapted one does."""
+    """The exported model, with its tower and processor, has the log-probabilities of the adapted model."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     assert cli.main(["export", str(run), str(folder)]) == 0
@@ -451,7 +452,8 @@ def test_two_ranks_train_to_the_same_weights(
 def test_a_policy_in_rows_ends_with_the_bits_of_whole_ones(
     family: str, case: str, tmp_path: Path, tried: Callable[..., None]
 ) -> None:
-    """Of pictures in one of four prompts, so that in some steps a rank has none: its tower takes part all the same."""
+    """One of four prompts has pictures, so in some steps a rank has no picture. The rank's tower takes part all the
+    same."""
     from transformers import AutoModelForImageTextToText
 
     model, runs = tiny_images.make_model(tmp_path / "model", family), {}

@@ -1,4 +1,5 @@
-"""What accelerate's FSDP2 and DeepSpeed files, and `deepspeed`, ask for: a sharding strategy of our own."""
+"""Files of accelerate's FSDP2 and DeepSpeed, and the `deepspeed` command, choose one of our sharding strategies: a
+sharding strategy of our own."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ WAYS = {"ddp": "none", "fsdp2": "fsdp", "zero2": "gradients", "zero3": "fsdp"}
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    for name in (FSDP, DEEPSPEED, MEGATRON, KEPT):  # what the code under test writes is undone as well
+    for name in (FSDP, DEEPSPEED, MEGATRON, KEPT):  # undoes the code's writes after the test
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     yield monkeypatch

@@ -1,4 +1,4 @@
-"""What is said of Liger's kernels in a configuration."""
+"""Settings of Liger's kernels in a configuration."""
 
 from __future__ import annotations
 

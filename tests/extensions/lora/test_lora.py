@@ -1,4 +1,4 @@
-"""LoRA policies without an engine: what is adapted, what it amounts to, what is refused."""
+"""LoRA policies without an engine: the adapted layers, the adapter's effect, the refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def adapted(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A PeftModel whose adapter does something: B is zero at first."""
+    """A PeftModel with a random B, because a fresh adapter's B is zero and has no effect."""
     model = lora.wrap(load(folder, dtype), peft.LoraConfig(**({"r": 4, "target_modules": "all-linear"} | changes)), 0)
     return lora_cases.doing_something(model)
 

@@ -1,4 +1,5 @@
-"""LoRA with the real engine: only the adapter moves, the base stays, what vLLM can't serve arrives merged."""
+"""LoRA with the real engine: only the adapter is sent, the base is unchanged, and adapters that vLLM can't serve are
+merged on the way."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def digest(tensors: Any) -> str:
 
 
 def base_bytes(trainer: Any) -> tuple[str, str]:
-    """Of the policy and of the engine."""
+    """Hashes of the frozen weights in the policy and of the engine's weights."""
     return digest(p for p in trainer.model.parameters() if not p.requires_grad), digest(
         trainer.engine.model.parameters()
     )

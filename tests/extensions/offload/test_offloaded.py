@@ -1,4 +1,4 @@
-"""Runs that keep in host memory what they can: they end with the weights of a run that keeps nothing there."""
+"""Runs that offload all they can to host memory: they end with the weights of a run that keeps nothing there."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 def offloading(monkeypatch: pytest.MonkeyPatch, offloads: bool) -> dict[str, Any]:
-    """The fields of a run that offloads all it can, or nothing. On a CPU nothing is offloaded, so the run is told that
-    it isn't on one where it asks for that."""
+    """Fields of a run that offloads everything or nothing. A CPU run offloads nothing, so its properties are
+    patched."""
     for name in ("streams_optimizer", "offloads_gradients"):
         monkeypatch.setattr(GRPOConfig, name, property(lambda self: offloads))
     return OFFLOADS | {"optim": "adamw_split", "gradient_checkpointing": "offload" if offloads else True}

@@ -1,5 +1,5 @@
-"""Sums of gradients in host memory: the bits of those on the device, by copies that overtake none, in memory that is
-used again, with what else can lie there. Several ranks: offloaded_ranks.py, test_sharding.py."""
+"""Sums of gradients in host memory have the same bits as on the device. Copies keep their order, memory is reused, and
+the optimizer's state may be there too. Tests with several ranks: offloaded_ranks.py, test_sharding.py."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_weights_have_the_same_bits(kind: Any, dtype: torch.dtype, ways: Any, fo
 
 
 def test_additions_keep_their_order_and_reuse_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three gradients, each added three times, two steps; all is on the host when the sums are asked for."""
+    """Three gradients are added three times in each of two steps. `settle` waits until all sums are on the host."""
     races = Races()
     monkeypatch.setattr(torch, "get_device_module", lambda device: races)
     shapes, draw = ((40, 50), (3000,), (7,)), torch.Generator().manual_seed(0)

@@ -18,7 +18,7 @@ from colograd import GRPOTrainer
 
 pytestmark = [pytest.mark.engine, needs("experts")]
 
-# Those whose routers' logits transformers returns.
+# Families with a load-balancing loss in transformers.
 BALANCED = ("afmoe", "flex_olmo", "mellum", "minimax_m2")
 
 

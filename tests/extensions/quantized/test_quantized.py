@@ -1,5 +1,5 @@
-"""Quantised bases below an adapter (QLoRA): the engine has the very values that the policy computes with, only the
-adapter moves, and what can't be trained is refused before anything is loaded."""
+"""Quantised bases below an adapter (QLoRA): the engine computes with exactly the policy's values, only the adapter is
+trained, and untrainable settings are refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_plain_vllm_says_the_same_of_an_exported_model(trained, tmp_path) -> Non
 
 @pytest.fixture(scope="module")
 def packed_checkpoint(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 whose folder has NF4 weights with nested scales, as people upload them."""
+    """A Qwen2 folder with NF4 weights and nested scales, like those on the Hub."""
     from transformers import BitsAndBytesConfig
 
     folder = tmp_path_factory.mktemp("packed") / "qwen2-bnb-4bit"
@@ -239,7 +239,7 @@ def packed_checkpoint(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory)
 def test_a_packed_checkpoint_is_trained_with_an_adapter_that_is_merged_on_its_way(
     packed_checkpoint, tmp_path, closing
 ) -> None:
-    """DoRA, biases and an untied head: vLLM reads none of the folder's weights, and gets all of them."""
+    """DoRA, biases and an untied head. vLLM skips the folder's weights and gets all weights from the policy."""
     trainer = closing(build(packed_checkpoint, tmp_path, None, adapter(use_dora=True)))
     assert trainer.policy.quantization.in_checkpoint and trainer.engine.blank
     assert isinstance(trainer.weights, MergedWeights)
@@ -250,7 +250,8 @@ def test_a_packed_checkpoint_is_trained_with_an_adapter_that_is_merged_on_its_wa
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ["nested", pytest.param("int8", marks=pytest.mark.slow)])
 def test_one_packed_base_serves_both_where_it_is_asked_for(kind, tiny_qwen, tmp_path, closing, tried) -> None:
-    """`weights: shared`: the engine has no linear weights of its own, and says the same to the last bits."""
+    """`weights: shared`: the engine has no linear weights of its own, and its log-probabilities are equal to the last
+    bits."""
     trainer = closing(build(tiny_qwen, tmp_path, KINDS[kind], weights="shared"))
     mine = {id(weight.layer) for weight in packed_weights(trainer.model).values()}
     served = {id(weight.layer) for weight in trainer.engine.served.weights}
@@ -354,7 +355,8 @@ def test_a_packed_weight_amounts_to_what_the_layer_multiplies_with(kind, tiny_mo
 
 @pytest.mark.parametrize("kind", ["NF4", "int8"])
 def test_packed_rows_equal_padded_ones_also_with_layers_computed_twice(kind, tiny_model, tmp_path) -> None:
-    """And what is said without gradients is what is trained: on some CPUs bitsandbytes has another kernel for that."""
+    """Values without gradients equal values with gradients, although bitsandbytes has different kernels on some
+    CPUs."""
     model = lora_cases.doing_something(policy_of(tiny_model, tmp_path, KINDS[kind], lora_dropout=0.0).model)
     assert row_proof.choose_rows(model) == ""
     packed = lora_cases.gradients(model, share_prompts=True)
@@ -412,7 +414,7 @@ def test_the_plan_s_command_takes_a_quantised_base(tiny_model, capsys) -> None:
     assert "on a quantised base of" in capsys.readouterr().out
 
 
-# -- what is asked for
+# -- settings
 
 
 def test_the_recipe_s_fields_are_those_of_trl() -> None:

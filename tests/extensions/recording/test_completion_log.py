@@ -1,4 +1,4 @@
-"""The completions log: what is in a file, that it is whole, what trackers get, and what `colograd show` prints."""
+"""The completions log: complete files with all columns, the trackers' tables, and the output of `colograd show`."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_damaged_file_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def shown_elsewhere(run: Path) -> tuple[int, str, int]:
-    """The exit status of `colograd show` in a fork, what it said on standard error, and the bytes that it took."""
+    """Run `colograd show` in a fork. Returns its exit status, its standard error, and the bytes that it used."""
     reader, writer = os.pipe()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if not (child := os.fork()):

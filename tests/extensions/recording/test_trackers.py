@@ -1,4 +1,4 @@
-"""What trackers get beside numbers: with TensorBoard and, where it is installed, trackio on this machine alone."""
+"""Trackers get more than numbers: with TensorBoard and, where it is installed, trackio on this machine alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ranks that share out the tokens of each row: what they compute, and the weights that are left, are one rank's."""
+"""Ranks that share out the tokens of each row: Sequence parallelism: the ranks' results and final weights equal those
+of one rank."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ SOME = ("qwen3_moe", "gpt_oss", "six heads, three of keys", "trees", "lfm2", "qw
 )
 def test_divided_rows_have_whole_rows_gradients(tmp_path: Path, ranks: int, cases: tuple[str, ...]) -> None:
     """Windows, sinks, soft caps, experts with their load-balancing loss, adapters, trees; 3, 4 and 6 heads with 1, 2
-    and 3 of keys and values; short convolutions, Gated DeltaNet, Mamba-2; rows with fewer tokens than ranks. Float32,
-    whose rounding is about 1e-7."""
+    and 3 of keys and values; short convolutions, Gated DeltaNet, Mamba-2; rows with fewer tokens than ranks. All is in
+    float32 with rounding errors of about 1e-7."""
     done = launcher.run(SCRIPTS / "sequence_ranks.py", tmp_path, *cases, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads((tmp_path / f"rank{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
@@ -49,7 +50,7 @@ def test_divided_rows_have_whole_rows_gradients(tmp_path: Path, ranks: int, case
 
 
 def check_shared_rows_train_alike(model: Path, folder: Path, ranks: int, size: int, **changes: Any) -> list[dict]:
-    """``ranks`` of which ``size`` share out a row's tokens train as one rank does."""
+    """``ranks`` ranks, in teams of ``size`` that divide each row's tokens, train the same as one rank."""
     alone_only = ("sharding", "vllm_tensor_parallel_size")
     (alone,) = run(model, folder, 1, **SETTINGS | {k: v for k, v in changes.items() if k not in alone_only})
     found = run(model, folder, ranks, sequence_parallel_size=size, **SETTINGS | changes)

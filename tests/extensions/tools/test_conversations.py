@@ -1,4 +1,4 @@
-"""Conversations with tools: whose token is whose, and that no tool's timing changes what is sampled."""
+"""Conversations with tools: who wrote each token, and that a tool's timing doesn't change the sampled tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose context has room for calls in bytes."""
+    """A tiny model with a context that is long enough for calls spelled in bytes."""
     return tiny.make_model(tmp_path_factory.mktemp("models") / "talker", context=1024)
 
 
@@ -63,7 +63,7 @@ def scored(group: Group) -> ScoredGroup:
     return ScoredGroup(group, torch.zeros(len(group.rollouts), 1), torch.ones(len(group.rollouts)))
 
 
-# -- a trainer with a tool, whose model is made to call it
+# -- a trainer with a tool that the model is forced to call
 
 
 @pytest.fixture(scope="module")

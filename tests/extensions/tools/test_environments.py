@@ -1,4 +1,4 @@
-"""Tools and environments: who runs them, and what a slow, failing or hanging one costs."""
+"""Tools and environments: which process runs them, and the cost of slow, failing and hanging tools."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from colograd.training.prompts import train_prompts_of
 
 
 def answers(box: Toolbox, *calls: ToolCall, row: dict[str, Any] | None = None) -> list[str]:
-    """What a fresh conversation is told."""
+    """Run calls in a fresh conversation and return the answers that the model reads."""
     session, beginning = box.open(row or {})
     if beginning is not None:
         settle(beginning)
@@ -361,7 +361,7 @@ def test_a_method_that_the_model_does_not_see_raises_and_is_warned_of(method: st
 
 
 class Stalling(Counter):
-    """Never says what it is worth."""
+    """An environment whose `get_reward` never returns."""
 
     def get_reward(self) -> float:
         while True:
@@ -458,7 +458,7 @@ def test_all_that_an_environment_does_happens_in_one_thread() -> None:
 
 
 class Turns:
-    """Remembers in which order its methods ran."""
+    """An environment that records the order in which its methods ran."""
 
     def __init__(self) -> None:
         self.order: list[str] = []

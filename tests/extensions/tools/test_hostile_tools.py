@@ -188,7 +188,7 @@ def test_a_huge_answer_is_not_tokenised(tokenizer: Any, monkeypatch: pytest.Monk
 
 
 class Library:
-    """An environment whose episodes begin with all its books."""
+    """An environment with a first observation of 20 million characters."""
 
     def reset(self, **row: Any) -> str:
         return "x " * 10_000_000

@@ -136,7 +136,7 @@ def test_as_many_are_lent_as_trl_makes(changes: dict[str, Any], most: int) -> No
 
 
 def test_environments_come_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though an async reward function ends beside the next round's start."""
+    """Environments are returned once, even if an async reward function ends while the next round starts."""
     box = Toolbox(None, Counter)
     environments, taking, goes_on = box.environments, threading.Event(), threading.Event()
     lent = environments.lend(None)
