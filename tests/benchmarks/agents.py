@@ -3,8 +3,8 @@
     python tests/benchmarks/agents.py [--model M] [--sessions 64] [--trials 5] [--clients light openai] [--out F.json]
 
 One engine, in turns, the order changing from trial to trial: `Engine.generate` with a prompt per session, and
-`AgentSessions` whose program requests the same number of tokens. Both sample `--tokens` tokens per request. Two clients
-ask:
+`AgentSessions` whose program requests as many tokens. Both sample `--tokens` tokens per request. Two
+clients:
 
 - `light`: the programs let one other process ask, with nothing but sockets. Its processor seconds are the client's,
   not the endpoint's: they are in the seconds of the clock, for it runs on the same cores, but not in this process's.

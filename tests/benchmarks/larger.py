@@ -7,11 +7,10 @@ another: unsharded on one rank without a limit, and with it; with it and the opt
 inputs in host memory; cut by FSDP2 on several ranks with the limit, each with an engine; then with one engine over all
 ranks; and in the layout of that engine (`tensor`). `--runs` selects runs by the beginning of their names.
 
-The limit is the system's (RLIMIT_DATA): it bounds the private memory of each process, used or not. Host memory of
-offloaded data is shared memory, and the limit doesn't count shared memory. So the limit stands for a GPU's memory. The
-run is made to believe that it isn't on a CPU, because it would offload nothing there. Prints each rank's peak of
-private memory, and how each run ended; exit status 1 unless only the limited one on one rank that offloads nothing
-failed.
+The limit is the system's (RLIMIT_DATA): it bounds the private memory of each process, used or not. The limit doesn't
+count shared memory, where offloaded data lies. So the limit stands for a GPU's memory. The run is made to believe that
+it has a GPU, because a CPU run offloads nothing. Prints each rank's peak of private memory, and how each run ended;
+exit status 1 unless only the limited one on one rank that offloads nothing failed.
 """
 
 from __future__ import annotations

@@ -179,10 +179,8 @@ def take_turns(ranks: subprocess.Popen[bytes], folder: Path, seconds: float) -> 
 
 
 def run_ranks(model: str, options: argparse.Namespace) -> tuple[list[dict[bool, list[dict[str, float]]]], float]:
-    """Return each pair of steps ({overlapped: figures of each rank}), and `products_at_once`.
-
-    The first pair isn't counted, because it does work that later steps don't repeat.
-    """
+    """Return each pair of steps ({overlapped: figures of each rank}), and `products_at_once`. The first pair is left
+    out, because it warms up."""
     with tempfile.TemporaryDirectory() as folder:
         port = str(process.free_port())
         launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, __file__]

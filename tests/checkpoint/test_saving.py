@@ -1,5 +1,4 @@
-"""Background saving: a checkpoint is written completely or doesn't appear; one that can't be written doesn't end the
-run."""
+"""Background saving: a checkpoint is complete or doesn't appear. A failing save doesn't end the run."""
 
 from __future__ import annotations
 

@@ -652,8 +652,7 @@ def test_settings_of_the_objective_are_checked(given: dict[str, Any], said: str)
 
 
 def test_what_is_said_of_compiling_is_the_layers() -> None:
-    """A backend or a mode enables torch_compile, as in transformers. transformers' own field stays off, because it
-    would enable TF32."""
+    """A backend or a mode enables torch_compile. transformers' own field stays off, because it would enable TF32."""
     plain = config()
     assert (plain.torch_compile, plain.torch_compile_backend, plain.use_liger_kernel) == (False, None, False)
     assert config(torch_compile=True).torch_compile and config(torch_compile_mode="default").torch_compile

@@ -386,8 +386,7 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
 
 @pytest.mark.parametrize("shape", [(23, 4, 2, 1), (23, 4, 2, 3), (8, 2, 1, 2), (100, 6, 3, 1)])
 def test_the_same_seed_gives_the_prompts_of_trl(shape: tuple[int, int, int, int]) -> None:
-    """In three epochs both give the same prompts. TRL's sampler repeats a generation's prompts for each of its
-    batches."""
+    """Three epochs have TRL's prompts. TRL's sampler repeats a generation's prompts for each of its batches."""
     from trl.trainer.utils import RepeatSampler
 
     rows, per_step, steps_per_generation, iterations = shape

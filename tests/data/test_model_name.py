@@ -88,8 +88,7 @@ def test_a_dataset_without_a_connection_is_an_error_after_two_short_attempts(mon
 
 
 def test_what_needs_no_hub_is_loaded_without_a_connection(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Local files with a builder's name need no Hub. Neither does a cached dataset, although its folder has a
-    lower-case name."""
+    """Neither local files with a builder's name nor a cached dataset (in a lower-case folder) need the Hub."""
     asked = answering(monkeypatch, httpx.ConnectError("Name or service not known"))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
     given = {"data_files": str(tmp_path / "rows.jsonl"), "cache_dir": str(tmp_path / "cache")}

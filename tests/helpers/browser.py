@@ -26,7 +26,7 @@ class Browser:
     """One page in a browser of its own. No name is resolved, and all requests of the page are noted.
 
     Args:
-        allowed: hosts that may be reached: those of a test's own server.
+        allowed: hosts that may be reached: hosts of a test's own server.
     """
 
     def __init__(self, allowed: Sequence[str] = ()) -> None:

@@ -85,8 +85,8 @@ WRONG_SAMPLES = [
 class MadeUp:
     """A run to write.
 
-    ``variants``: how many different completions there are; those of a step are taken from them, so that large runs are
-    written in seconds.
+    ``variants``: how many different completions there are; a step's completions are drawn from them, so that large runs
+    are written in seconds.
     """
 
     steps: int = 30

@@ -354,7 +354,7 @@ def _gemma4_both_ways(shape: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _gemma4_experts(shape: dict[str, Any]) -> tuple[Any, Any]:
-    """Likewise, with experts beside each layer's MLP."""
+    """Gemma 4 as above, with experts next to each layer's MLP."""
     experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
     return _gemma4_both_ways({**shape, **experts})
 
@@ -467,7 +467,7 @@ def made_up(model: Any, family: str, pictures: int = 1, seed: int = 0) -> ModelI
 
 
 def picture(number: int, width: int = SIDE, height: int = SIDE) -> Image.Image:
-    """An image that differs from those of other numbers: a gradient in a colour of its own."""
+    """An image with a colour gradient that depends on ``number``."""
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     planes = [(x * 5 + number * 40) % 256, (y * 5 + number * 90) % 256, torch.full_like(x, (number * 50) % 256)]
     return Image.fromarray(torch.stack(planes, -1).to(torch.uint8).numpy())

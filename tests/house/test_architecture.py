@@ -226,7 +226,7 @@ def test_nothing_is_left_to_do(path: Path) -> None:
 
 
 def test_one_room_knows_each_way_of_sharding() -> None:
-    """No other room uses their classes. Only the rooms of `told` use their names."""
+    """No other room uses their classes. Only rooms in `told` may use the names."""
     from colograd.runtime import registry
     from colograd.sharding.selection import STRATEGIES
 

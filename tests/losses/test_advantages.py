@@ -1,4 +1,4 @@
-"""Advantages: TRL's own code on the same rewards, for every mode; what abstentions and dead groups get."""
+"""Advantages equal the results of TRL's own code in every mode, also with abstentions and groups without signal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trl_advantages(rewards: torch.Tensor, weights: tuple[float, ...], **settings
     """[B, R] rewards of a batch -> [B] advantages, by the installed TRL's `_generate_and_score_completions`.
 
     ``baseline="leave_one_out"`` is its RLOOTrainer; all else its GRPOTrainer. Nothing else of a trainer is made: the
-    completions are one token each, and no log-probabilities are asked for.
+    completions are one token each, and log-probabilities are stubs.
     """
     trl = pytest.importorskip("trl")
     cls = trl.RLOOTrainer if settings.pop("baseline", "mean") == "leave_one_out" else trl.GRPOTrainer
@@ -96,9 +96,8 @@ def ours(rewards: torch.Tensor, estimator: AdvantageEstimator) -> torch.Tensor:
 
 
 def abstaining(rewards: torch.Tensor, how: str) -> torch.Tensor:
-    """Rewards of 4 groups with abstentions: of a completion by one function (`some`), of all functions on a completion
-    (`nobody`), on a group but for one (`alone`), on whole groups (`groups`), and of a function everywhere
-    (`function`)."""
+    """Rewards of 4 groups with abstentions (NaN): single rewards (`some`), all rewards of a completion (`nobody`), all
+    but one completion of a group (`alone`), whole groups (`groups`), or one function (`function`)."""
     given = rewards.clone()
     if how == "some":
         given[torch.rand(given.shape, generator=torch.Generator().manual_seed(1)) < 0.3] = NAN
@@ -231,7 +230,7 @@ def test_equal_totals_give_exactly_no_advantage(
 
 
 def test_normalised_rewards_that_cancel_are_no_signal() -> None:
-    """One function likes what the other doesn't: what is left is the rounding of the rewards and their means."""
+    """Two opposite functions cancel. Only the rounding of the rewards and their means is left."""
     estimator = AdvantageEstimator("group", "normalize_then_sum", "mean", (1.0, 1.0))
     for liked in (torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.1, 0.2, 0.7])):
         assert not estimator.of_group(torch.stack([liked, 1 - liked], 1)).any()
@@ -272,7 +271,7 @@ def test_scaling_keeps_advantage_kind_and_groups(per_token: bool) -> None:
 
 
 class Made:
-    """Two groups a step, whose rewards are given by their position."""
+    """Two groups a step. A group's position gives its rewards."""
 
     REWARDS = {0: [1.0, 3.0], 1: [2.0, 2.0], 2: [5.0, NAN], 3: [0.0, 8.0], 4: [1.0, 1.5], 5: [4.0, 0.0]}
 

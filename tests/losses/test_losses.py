@@ -1,4 +1,4 @@
-"""What holds of every objective, whatever its formula. (The formulas: test_losses_trl.py.)"""
+"""Properties of every objective, whatever its formula. (The formulas: test_losses_trl.py.)"""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def config(**given: Any) -> GRPOConfig:
 
 
 def one_group(*completions: FinishReason, advantages: list[float]) -> ScoredGroup:
-    """Completions of one token each; token i is the label i, and the sampler was sure of it."""
+    """Completions of one token each; token i is the label i, and the sampler gave it probability 1."""
     rollouts = tuple(
         Rollout((9,), (i,), torch.zeros(1), torch.ones(1, dtype=torch.bool), end, 0)
         for i, end in enumerate(completions)
@@ -110,8 +110,8 @@ def test_a_clipped_token_has_no_gradient() -> None:
 @pytest.mark.parametrize("corrected", [True, False])
 @pytest.mark.parametrize("delta", [None, 1.1])
 def test_dppo_is_its_paper_s_formula_token_by_token(corrected: bool, delta: float | None) -> None:
-    """arXiv 2602.04879: a truncated constant weight, and a mask of how far the probability has moved. Against the
-    sampler's probabilities, or those of the old weights where the sampler has none or isn't to be trusted."""
+    """arXiv 2602.04879: a truncated constant weight, and a mask of how far the probability has moved. The probabilities
+    are compared with the sampler's, or with the old weights' if the sampler has none or isn't trusted."""
     step = make_step(3)
     objective = make_objective(
         "dppo", {"epsilon": 0.05, "epsilon_high": 0.1, "delta": delta},
@@ -367,7 +367,7 @@ def test_groups_without_a_signal_are_packed_where_they_matter(given: dict[str, A
 @pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_a_zero_advantage_gives_no_gradient(loss_type: str, on_policy: bool) -> None:
-    """What `every_group` says of the losses themselves."""
+    """Objectives without `every_group` get no gradient from groups with zero advantages."""
     step = make_step(3)
     step.groups = [dataclasses.replace(g, advantages=torch.zeros_like(g.advantages)) for g in step.groups]
     objective = make_objective(loss_type, off_policy_threshold=0.05, correction=CORRECTIONS["token_truncate"])

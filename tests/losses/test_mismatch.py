@@ -1,4 +1,4 @@
-"""What is said of the difference between sampler's and trainer's probabilities: metrics, an estimate, a line."""
+"""Reports of the difference between sampler's and trainer's probabilities: metrics, an estimate, a line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs whose objective has terms of the whole step, on the real engine."""
+"""Runs with objectives whose terms need the whole step, on the real engine."""
 
 from __future__ import annotations
 

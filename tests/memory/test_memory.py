@@ -1,4 +1,4 @@
-"""The memory plan of a rank: the KV cache from what the other parts leave, the table, a configuration in numbers."""
+"""The memory plan of a rank: the KV cache gets the remaining memory, the table, a configuration in numbers."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Cuda(GRPOConfig):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counters of a GPU of 10 GiB, of which 9 are free and 0.5 hold this process's tensors."""
+    """Fake a GPU with 10 GiB: 9 GiB are free, and this process's tensors use 0.5 GiB."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9 * GIB, 10 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB // 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
@@ -200,7 +200,7 @@ def test_a_planned_cache_is_given_to_vllm_whose_own_check_of_free_memory_is_not_
 
 def test_ranks_that_see_their_own_gpu_alone_go_without_vllm_s_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
     config = made(Cuda)
-    object.__setattr__(config, "vllm_tensor_parallel_size", 2)  # a launcher's two ranks would be asked for
+    object.__setattr__(config, "vllm_tensor_parallel_size", 2)  # the constructor would require a second rank
     for seen, without in ((1, True), (2, False)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda seen=seen: seen)
         assert ("disable_custom_all_reduce" in engine_kwargs("m", config, torch.bfloat16, 200, 12345)) == without
@@ -286,7 +286,7 @@ def test_a_run_is_the_same_before_its_model_is_loaded(tmp_path: Any, gpu: None) 
     assert before.sizes.gradients == 4 * before.sizes.trained
 
 
-# -- sharding, and what doesn't fit
+# -- sharding, and runs that don't fit
 
 
 def test_a_plan_knows_its_strategy_of_sharding(monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:

@@ -1,4 +1,4 @@
-"""Which strategy of sharding is taken, and what is said of a run that doesn't fit."""
+"""The choice of a sharding strategy, and the report of a run that doesn't fit."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_checkpointing_knows_what_the_model_can_and_what_the_run_asks(qwen: Path
     assert least_checkpointing(longer, "fsdp", (0, 1)) == 1, "a micro-batch of its own"
 
 
-# -- what would fit
+# -- remedies
 
 
 def test_key_value_heads_that_ranks_don_t_divide_are_on_each_that_needs_them(qwen: Path) -> None:

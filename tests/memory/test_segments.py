@@ -1,4 +1,4 @@
-"""Expandable segments: on where nothing forbids them, and never over what the user says."""
+"""Expandable segments: on by default where possible, but the user's settings win."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(device: str = "cuda:0", **changes: Any) -> Any:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What torch's allocator is told."""
+    """Record the settings of torch's allocator."""
     found: list[str] = []
     monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", found.append)
     for name in segments.VARIABLES:

@@ -1,9 +1,9 @@
 """Packed attention equals the padded computation of plain transformers: log-probabilities, loss and every gradient.
 
 Both sides are the same random float32 weights. The padded side is transformers' own: one row per sequence, prompt
-repeated, an attention mask, `sdpa`. The packed side is what training runs. If these agree for a family, what differs
-between families (rotary positions, biases, query norms, windows) is right too, because packing changes nothing but
-positions and visibility.
+repeated, an attention mask, `sdpa`. The packed side is the code that training runs. If both agree for a family, the
+differences between families (rotary positions, biases, query norms, windows) are right too, because packing changes
+nothing but positions and visibility.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def test_a_window_that_hides_nothing_is_none(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_blocks_of_a_layout() -> None:
-    """Of a row p p p | a a | b b b b, all completions' queries and their prompt's keys; of a tree, by depth."""
+    """Row p p p | a a | b b b b: one block, all completions' queries and the prompt's keys. Tree: a block per depth."""
     ((block,),) = blocks(LAYOUTS["one group"])
     assert (block.queries, block.keys) == (slice(3, 9), slice(0, 3))
     first, second = blocks(LAYOUTS["a tree"])
@@ -297,7 +297,7 @@ def test_of_several_groups_the_flash_kernel_gets_each_prompt_once() -> None:
     assert windowed.sequences[1].tolist() == [0, 2, 6, 8, 12, 15] and windowed.window == 2
 
 
-# -- The flash kernel, in whose place stands a plain computation of what it computes
+# -- The flash kernel, replaced by a plain computation of the same values
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
@@ -327,7 +327,7 @@ def test_merged_flash_calls_are_the_loop_over_segments(
 def test_sinks_come_from_the_kernels_log_sum_exp(
     monkeypatch: pytest.MonkeyPatch, layout: SegmentLayout, window: int | None, kernel: str
 ) -> None:
-    """Outputs and gradients, the sinks' too, are those of a key more in the loop over segments."""
+    """Outputs and gradients, including the sinks', equal the loop over segments with the sink as an additional key."""
     monkeypatch.setattr(merged_attention, "kernels", lambda: KERNELS)
     results, ways = [], [attention._calls, lambda *row: ()]
     monkeypatch.setattr(attention, "_flash_takes", lambda query: kernel == "flash")
@@ -345,7 +345,7 @@ def test_sinks_come_from_the_kernels_log_sum_exp(
 
 
 def test_a_model_with_sinks_has_them_in_a_plain_call_too() -> None:
-    """`generate` in a notebook, say, of a model whose rows are packed: also of a batch with padding on the left."""
+    """Calls without packed rows, such as `generate`, apply the sinks too, also in a batch with padding on the left."""
     from row_cases import PACKED, make
 
     model = make(PACKED["gpt_oss"]).eval()

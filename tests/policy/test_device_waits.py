@@ -109,7 +109,7 @@ def test_a_row_without_a_token_in_the_loss_is_known_without_asking() -> None:
 
 
 def test_a_step_s_losses_are_read_once_when_all_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of three isn't finite: the third has been computed all the same, and one transfer tells."""
+    """The second of three losses isn't finite. All three are computed, and one transfer reads them."""
     reads: list[int] = []
     monkeypatch.setattr(
         "colograd.training.loss_pass.numbers", lambda losses: reads.append(len(losses)) or numbers(losses)

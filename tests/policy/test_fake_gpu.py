@@ -43,7 +43,7 @@ def cases() -> Cases:
 
 
 def fast(*names: str) -> list[Any]:
-    """Parameters of a test: those that aren't in `FAST` are left to `pytest -m slow`."""
+    """Test parameters. Names outside `FAST` run only in `pytest -m slow`."""
     return [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
@@ -63,8 +63,8 @@ def check_plan(case: FIGURES) -> None:
     assert 0.9 < case["plan"] / case["peak"] < 1.1, (case["plan"] / 2**20, case["peak"] / 2**20)
 
 
-# Of each case the flash calls (of a layer two, for the segments' own keys and for their prompts'; one where a window
-# hides some), and the dtype of products beside bfloat16's: of routers, and of adapters.
+# Each case has its number of flash calls (two per layer: the segments' own keys and their prompts' keys; one if the
+# layer has a window), and the dtypes of products other than bfloat16: routers and adapters use float32.
 PASSES = {
     "dense_tied": (8, ()), "dense_untied": (8, ()), "entropy": (8, ()), "windows": (4, ()), "several_groups": (8, ()),
     "many_segments": (8, ()), "long_prompt": (8, ()), "sinks": (3, ()), "adapter": (8, ("float32",)),

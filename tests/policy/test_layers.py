@@ -89,8 +89,8 @@ def test_a_gpu_compiles_once_too() -> None:
 
 @pytest.mark.slow  # the test above counts the graphs of training
 def test_what_was_proved_is_what_trains() -> None:
-    """The proof's forward makes the graphs of training; those of evaluations are others. With float32 gradients of
-    bfloat16 weights, which torch can't trace, there from the first micro-batch on, and activations computed twice."""
+    """The proof's forward makes the graphs of training; an evaluation makes different graphs. Gradients of bfloat16
+    weights are float32, which torch can't trace, from the first micro-batch on."""
     model, rows = make_model(torch.bfloat16), make_rows()
     accumulate_in_float32(model.parameters())
     layers.compile_layers(model, "eager")
@@ -179,7 +179,7 @@ def test_a_model_with_dropout_is_proved_without() -> None:
 @pytest.mark.slow
 @pytest.mark.engine
 def test_a_run(tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """With a reference, whose layers are compiled too. After its first step it compiles nothing."""
+    """The reference's layers are compiled too. Nothing is compiled after the first step."""
     from colograd import GRPOTrainer
 
     seen = []

@@ -1,7 +1,7 @@
 """A reward that goes wrong on one rank of two: the documented end, on both, within its deadline. No rank hangs.
 
-Those that raise, hang, or end their process are in tests/training/test_ranks.py: they end the launcher's processes.
-On one rank tests/training/test_trainer.py has one that raises, test_reward_workers.py has the others.
+Rewards that raise, hang, or end their process are in tests/training/test_ranks.py: they end the launcher's processes.
+Tests on one rank: tests/training/test_trainer.py (raises), test_reward_workers.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The journal: what was scored is neither sampled nor scored again, and trains to the same bits."""
+"""The journal: recorded completions are neither sampled nor scored again, and train to the same bits."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_evaluations_in_between_are_neither_sampled_nor_scored_again(tiny_model,
 
 
 def test_no_push_takes_it_along() -> None:
-    """By what transformers leaves out of an upload."""
+    """transformers ignores files with a leading underscore in an upload."""
     source = inspect.getsource(transformers.Trainer.push_to_hub)
     assert 'ignore_patterns=["_*", ' in source and FOLDER.startswith("_") and folders.EARLIER.startswith("_")
 
@@ -178,7 +178,7 @@ def test_other_weights_and_other_data_are_errors(whole, tiny_model, tiny_qwen, t
 
 
 def test_a_fresh_start_moves_an_earlier_run_s_files_aside(whole, tiny_model, tmp_path, capfd, monkeypatch) -> None:
-    """And what goes wrong in the last round is told, though no other one begins."""
+    """An error in the last round's records is reported, although no further round begins."""
 
     def full(self: RecordFile) -> None:
         raise OSError(28, "No space left on device")

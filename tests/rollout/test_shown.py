@@ -45,7 +45,7 @@ def notes_on(*groups: ScoredGroup, step: int = 4, purpose: str = "train") -> dic
 
 
 def write(folder: Path, **settings: Any) -> RolloutStore:
-    """A round of three groups, of which one is shown."""
+    """Write a round of three groups to a store. One of the groups is shown."""
     store = RolloutStore(folder, 0, settings)
     store.begin(3, "weights")
     for position in (5, 6, 7):

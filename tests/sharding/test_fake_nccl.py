@@ -1,4 +1,4 @@
-"""What 8 and 64 GPUs would exchange in a step, without one (`fake_nccl`): order, sizes, dtypes, ranks in agreement."""
+"""Exchanges of a step on 8 and 64 simulated GPUs (`fake_nccl`): order, sizes, dtypes, ranks in agreement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small run that writes down what it samples and scores, and is killed or stopped. Started by kill.py.
+"""A small run that records its samples and scores, and is killed or stopped. Started by kill.py.
 
 python run.py MODEL RUN_DIR KILL [SETTINGS]
 
@@ -42,7 +42,7 @@ def tell(what: str, step: int, position: int) -> None:
 
 
 def die() -> None:
-    os.write(2, b"\nkilled by itself\n")  # what kill.py looks for, whatever other ranks say of it
+    os.write(2, b"\nkilled by itself\n")  # kill.py finds this line among other ranks' messages
     if "signal" in KILL:
         print(f"stopped at {time.time()}", flush=True)
         os.kill(os.getpid(), KILL["signal"])
@@ -76,7 +76,7 @@ def await_death() -> None:
 
 
 class Telling(GRPOTrainer):
-    """Writes down what it samples."""
+    """A trainer that records its samples."""
 
     def generate(self, prompts):
         for group in super().generate(prompts):

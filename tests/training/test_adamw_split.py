@@ -1,4 +1,4 @@
-"""AdamW on a split master: the same numbers as a float32 master, bit for bit; compiled, but for rounding."""
+"""AdamW on a split master: the same numbers as a float32 master, bit for bit; up to rounding if compiled."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def test_compiled_steps_write_slices_of_larger_tensors_and_take_bfloat16_gradien
 
 
 def test_a_gpu_s_pass_is_compiled_once_for_all_shapes_and_rates() -> None:
-    """What torch.compile makes for a GPU it can make for a CPU too: the same function, counted and compared here."""
+    """The GPU's compiled function can be compiled for a CPU too. Its graphs are counted and its results compared."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()

@@ -41,7 +41,7 @@ def build(model: Path, folder: Path, cls: type[GRPOTrainer] = GRPOTrainer, **cha
 
 @pytest.fixture
 def unsupported(tmp_path: Path) -> Path:
-    """A model whose head size transformers takes and vLLM's attention doesn't."""
+    """A model with a head size that transformers supports and vLLM's attention doesn't."""
     folder = tiny.make_model(tmp_path / "heads-of-16", layers=1)
     import transformers as hf
 
@@ -106,7 +106,7 @@ def test_workers_end_with_a_start_that_fails(tiny_model, tmp_path) -> None:
 
 def test_frames_of_an_error_and_its_causes_are_forgotten() -> None:
     class Large:
-        """What a weak reference may point to."""
+        """A type that supports weak references."""
 
     seen = []
 

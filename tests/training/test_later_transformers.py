@@ -32,7 +32,7 @@ def test_a_private_repository_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_some_layers_are_checkpointed_by_a_new_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Since 5.23 `gradient_checkpointing_enable` hands its arguments on, and names none of them."""
+    """Since 5.23 `gradient_checkpointing_enable` takes its arguments as `**kwargs`, without names."""
     monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", lambda self, kwargs=None, **others: None)
     model: Any = SimpleNamespace(supports_gradient_checkpointing=True)
     assert Policy(model, model, "", untouched=True, why_padded="").checkpointing == (0, 4, 2, 1)

@@ -50,7 +50,7 @@ class Node:
         of_two = ["--nnodes", "2", "--node-rank", str(self.index), "--nproc-per-node", "2"]
         launcher = launcher or [*of_two, "--master-addr", ADDRESSES[0], "--master-port", "29511"]
         environment = tiny.clean_environment() | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a node that comes back isn't told the address
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or a node that returns doesn't get the address
         return subprocess.Popen(
             self.command(sys.executable, "-m", "torch.distributed.run", *launcher, str(SCRIPTS / script), *arguments),
             stdout=log.open("wb"), stderr=subprocess.STDOUT, env=environment,

@@ -1,4 +1,4 @@
-"""What a trainer is given, in the forms that TRL takes: models."""
+"""A trainer's arguments in all forms of TRL: models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that one precision wrote and another goes on from, and those of rounds, through the real trainer."""
+"""Checkpoints that are resumed in a different precision, and checkpoints within a round, through the real trainer."""
 
 from __future__ import annotations
 

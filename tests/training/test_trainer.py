@@ -271,7 +271,7 @@ def test_two_trainers_in_one_process_one_after_the_other(tiny_model, tmp_path, m
 
 
 def test_a_trainer_can_train_twice_with_the_same_engine(tiny_model, tmp_path, closing) -> None:
-    """Steps are counted anew, yet the second run samples from what the first one learned. The watchdog has the run's
+    """Steps start at zero again, but the second run samples from the first run's weights. The watchdog has the run's
     limit, and knows whom it waits for."""
     seen: list[list[str]] = []
     watched: list[tuple[float | None, str]] = []
@@ -335,7 +335,7 @@ def test_a_nan_gradient_names_the_step_and_the_weights_stay(tiny_model, tmp_path
 
 
 def test_a_broken_reward_ends_the_run_with_its_name(tiny_model, tmp_path, closing) -> None:
-    """It raises, or returns what tests/rewards/test_reward_faults.py has more of."""
+    """It raises, or returns too many rewards. Further faults: tests/rewards/test_reward_faults.py."""
     ways = {
         r"'faulty'.*it raised ZeroDivisionError: division by zero": lambda n: 1 / 0,
         r"'faulty'.*it returned 5 rewards for 4 completions": lambda n: [0.0] * (n + 1),

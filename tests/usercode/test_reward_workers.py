@@ -1,4 +1,4 @@
-"""Rewards in workers: every way a function can end, and that none of them holds up or ends what it shouldn't."""
+"""Rewards in workers: every end of a function, and that no end delays or stops anything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Publishing, with the real vLLM: whose memory the weights are in, what a publish moves, what is refused."""
+"""Publishing, with the real vLLM: where the weights are stored, the bytes that a publish copies, the refusals."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ SMOLLM2 = MODEL
 @pytest.mark.slow
 @pytest.mark.engine
 def test_smollm2_shares_every_parameter(tmp_path) -> None:
-    """The quickstart's model in float32, 20 steps: all 272 parameters in the engine's memory, 0 bytes moved, and the
-    saved folder says the same in transformers, in an engine of its own and in plain vLLM."""
+    """The quickstart's model in float32, 20 steps: all 272 parameters in the engine's memory, 0 bytes copied, and the
+    saved folder has equal log-probabilities in transformers, in a new engine and in plain vLLM."""
     trainer = build(str(SMOLLM2), tmp_path, max_steps=20, num_generations=2, prompts_per_step=2, learning_rate=1e-5)
     try:
         assert len(trainer.weights.shared) == 272 and not trainer.weights.copied
@@ -232,7 +232,7 @@ def test_another_dtype_is_copied_or_refused(tiny_model: Path, tmp_path, tried) -
 
 
 class TestProof:
-    """What would go unnoticed: an engine that samples from a private copy, a weight in the wrong place."""
+    """Faults that are hard to notice: an engine that samples from a private copy, a weight in the wrong place."""
 
     @pytest.fixture
     def engine(self, tiny_model: Path, tmp_path):
@@ -332,7 +332,7 @@ class TestProof:
                 with pytest.raises(RuntimeError, match=rf"doesn't depend on {len(gone)} of 20 parameters"):
                     proof.check_read(slices, policy, engine)
 
-    @pytest.mark.timeout(3000)  # 390 s alone, 790 s beside others
+    @pytest.mark.timeout(3000)  # 390 s by itself, 790 s in parallel
     @pytest.mark.slow
     @pytest.mark.engine
     def test_proof_detects_any_copied_parameter_of_smollm2(self, tmp_path, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""`colograd init`: its recipe trains, unusable models are refused, and a mistyped command gets a suggestion."""
+"""`colograd init`: the recipe trains, unusable models are refused, and a mistyped command gets a suggestion."""
 
 from __future__ import annotations
 

@@ -34,8 +34,7 @@ def contains(ids: list[int], part: list[int]) -> bool:
 
 
 def a_session(model: Model, form: ChatFormat, figures: dict[str, int]) -> None:
-    """Simulate an agent's program: turns with tools and reasoning. It may drop turns, compact, branch and repeat a
-    request."""
+    """Simulate an agent's program with tools and reasoning. It may drop turns, compact, branch, repeat a request."""
     draw, session = model.draw, SessionContexts(form)
     arguments = {"tools": agent_cases.TOOLS} if model.family.most_calls else {}
     messages: list[dict[str, Any]] = [{"role": "user", "content": model.words(5)}]
@@ -73,7 +72,7 @@ def a_session(model: Model, form: ChatFormat, figures: dict[str, int]) -> None:
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": model.words(3)})
         if not reply.get("tool_calls"):
             messages.append({"role": "user", "content": model.words(4)})
-            if draw.random() < 0.2:  # compacted: the program compacts: one or two messages stay
+            if draw.random() < 0.2:  # the program compacts: one or two messages stay
                 messages = [*begun, *(messages[-2:] if draw.random() < 0.5 else messages[-1:])]
                 figures["compacted"] += 1
     tree = TokenTree(samples[0][0])

@@ -1,5 +1,4 @@
-"""A session's tokens as a tree: each sampled token appears once, and the trained values equal those of separate
-rows."""
+"""A session's tokens as a tree: each sampled token appears once, and trained values equal separate rows'."""
 
 from __future__ import annotations
 

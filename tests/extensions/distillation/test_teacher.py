@@ -327,8 +327,7 @@ def jsd_of_trl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 def test_the_exact_divergence_and_its_gradient_are_trl_s(
     tiny_model, tmp_path, large, monkeypatch, tiles, offload
 ) -> None:
-    """The exact KL equals TRL's, computed in tiles with a temperature. A teacher that sleeps leaves only its output
-    head."""
+    """The exact KL equals TRL's: in tiles, with a temperature, and with a copy of the offloaded teacher's head."""
     monkeypatch.setattr(policy_head, "tile_shape", lambda *_: tiles)
     policy = policy_of(tiny_model, tmp_path)
     config = made(tmp_path, large, temperature=0.7, distillation_kl="exact", distillation_weight=0.5)

@@ -231,8 +231,7 @@ def test_two_ranks_take_tasks(tmp_path: Path) -> None:
 def test_scores_are_the_models_log_probabilities(
     tiny_model: Path, tmp_path: Path, closing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run's task scores equal transformers' log-probabilities. Samples and steps are the same as without
-    evaluation."""
+    """A run's task scores equal transformers' log-probabilities, and evaluation changes no sample or step."""
     from transformers import AutoModelForCausalLM
 
     from colograd.extensions.evaluation.engine.scoring import score

@@ -128,8 +128,7 @@ def as_saved(trainer: GRPOTrainer, folder: Path) -> tuple[Any, torch.Tensor, tor
 @pytest.mark.engine
 @pytest.mark.parametrize("family", but_slowly(ALL, ["mixtral"]))
 def test_an_adapter_on_experts_is_merged_on_its_way(family: str, models, tmp_path: Path, closing, tried) -> None:
-    """An adapter on experts trains, and the engine samples from the same weights as peft's merge of the saved
-    adapter."""
+    """An adapter on experts trains, and the engine's weights equal peft's merge of the saved adapter."""
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=ON_EXPERTS, task_type="CAUSAL_LM")
     trainer = closing(build(models[family], tmp_path, adapter, gradient_checkpointing=True, learning_rate=1e-2))
     assert isinstance(trainer.weights, MergedWeights)

@@ -1,7 +1,7 @@
 """Router replay: the engine's choice of experts is used in the trainer's forward, and travels with the rollouts.
 
-That they are used is shown where trainer and engine disagree: a router that has changed since sampling prefers other
-experts. That they are the engine's is shown in float32, where the trainer chooses the same.
+Tests of their use change the router after sampling, so the trainer prefers other experts. Tests of their origin run in
+float32, where the trainer chooses the same experts.
 """
 
 from __future__ import annotations

@@ -219,8 +219,7 @@ def test_probabilities_are_those_of_trl(family: str, tried: Callable[..., None])
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_tower_told_of_windows_sees_all_of_them_in_one_call(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call over all windows gives the features and gradients of `sdpa` called for each window, bit for bit without
-    flash."""
+    """One call over all windows equals a call of `sdpa` for each window, bit for bit without flash attention."""
     narrow = {"window_size": 28} if family == "qwen2_5_vl" else {}  # pixels: of one token
     model, _ = tiny_images.random_model(family, vision=narrow)
     seen, calls = tiny_images.made_up(model, family, 3).images, []
@@ -452,8 +451,7 @@ def test_two_ranks_train_to_the_same_weights(
 def test_a_policy_in_rows_ends_with_the_bits_of_whole_ones(
     family: str, case: str, tmp_path: Path, tried: Callable[..., None]
 ) -> None:
-    """One of four prompts has pictures, so in some steps a rank has no picture. The rank's tower takes part all the
-    same."""
+    """One of four prompts has pictures. The tower of a rank without pictures takes part in the step all the same."""
     from transformers import AutoModelForImageTextToText
 
     model, runs = tiny_images.make_model(tmp_path / "model", family), {}

@@ -124,8 +124,7 @@ def check_values(trainer: Any) -> None:
 
 
 def check_saved(trainer: Any, saved: Path, as_it_is: bool = True) -> None:
-    """Load with transformers and peft, as the model card shows, and compare log-probabilities with the engine. the
-    engine's log-probabilities.
+    """Load as the model card shows, with transformers and peft, and compare log-probabilities with the engine's.
 
     Args:
         as_it_is: compare bitsandbytes' CPU kernels too. Without gradients some of them round to bfloat16.

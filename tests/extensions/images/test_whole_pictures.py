@@ -29,8 +29,7 @@ def test_a_part_of_a_prompt_ends_before_a_picture_or_behind_it() -> None:
 @pytest.mark.slow
 @pytest.mark.engine
 def test_a_picture_that_another_prompt_shows_is_not_cut(tmp_path: Path) -> None:
-    """The step's token budget ends before, within and behind the second prompt's picture. Its features are cached by
-    then."""
+    """A step's tokens end before, within and behind the second prompt's picture, whose features are cached."""
     from colograd.runtime import process
 
     process.prepare_ranks()

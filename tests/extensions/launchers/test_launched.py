@@ -1,5 +1,4 @@
-"""Files of accelerate's FSDP2 and DeepSpeed, and the `deepspeed` command, choose one of our sharding strategies: a
-sharding strategy of our own."""
+"""Files of accelerate's FSDP2 and DeepSpeed, and the `deepspeed` command, choose one of our sharding strategies."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ WAYS = {"ddp": "none", "fsdp2": "fsdp", "zero2": "gradients", "zero3": "fsdp"}
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    for name in (FSDP, DEEPSPEED, MEGATRON, KEPT):  # undoes the code's writes after the test
+    for name in (FSDP, DEEPSPEED, MEGATRON, KEPT):  # undoes the tested code's writes
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     yield monkeypatch

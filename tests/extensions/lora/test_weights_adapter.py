@@ -1,5 +1,4 @@
-"""LoRA with the real engine: only the adapter is sent, the base is unchanged, and adapters that vLLM can't serve are
-merged on the way."""
+"""LoRA with the real engine: only the adapter is sent, or a merge where vLLM can't serve the adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer's state on the host together with a sleeping KV cache: their order, and equal weights."""
+"""The optimizer's state is on the host and the KV cache sleeps: order of the calls, and equal weights."""
 
 from __future__ import annotations
 

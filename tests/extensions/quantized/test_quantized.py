@@ -250,8 +250,7 @@ def test_a_packed_checkpoint_is_trained_with_an_adapter_that_is_merged_on_its_wa
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ["nested", pytest.param("int8", marks=pytest.mark.slow)])
 def test_one_packed_base_serves_both_where_it_is_asked_for(kind, tiny_qwen, tmp_path, closing, tried) -> None:
-    """`weights: shared`: the engine has no linear weights of its own, and its log-probabilities are equal to the last
-    bits."""
+    """`weights: shared`: the engine computes with the policy's packed weights, and log-probabilities are equal."""
     trainer = closing(build(tiny_qwen, tmp_path, KINDS[kind], weights="shared"))
     mine = {id(weight.layer) for weight in packed_weights(trainer.model).values()}
     served = {id(weight.layer) for weight in trainer.engine.served.weights}
@@ -355,8 +354,7 @@ def test_a_packed_weight_amounts_to_what_the_layer_multiplies_with(kind, tiny_mo
 
 @pytest.mark.parametrize("kind", ["NF4", "int8"])
 def test_packed_rows_equal_padded_ones_also_with_layers_computed_twice(kind, tiny_model, tmp_path) -> None:
-    """Values without gradients equal values with gradients, although bitsandbytes has different kernels on some
-    CPUs."""
+    """Values with and without gradients are equal, although bitsandbytes has two kernels on some CPUs."""
     model = lora_cases.doing_something(policy_of(tiny_model, tmp_path, KINDS[kind], lora_dropout=0.0).model)
     assert row_proof.choose_rows(model) == ""
     packed = lora_cases.gradients(model, share_prompts=True)

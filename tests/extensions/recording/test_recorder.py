@@ -1,5 +1,4 @@
-"""The record of a run for its report: both files' contents, their cost, and that errors in recording never stop a
-run."""
+"""The record of a run for its report: both files' contents and cost. Errors in recording never stop a run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Ranks that share out the tokens of each row: Sequence parallelism: the ranks' results and final weights equal those
-of one rank."""
+"""Sequence parallelism: ranks that divide each row's tokens have the results and final weights of one rank."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ SOME = ("qwen3_moe", "gpt_oss", "six heads, three of keys", "trees", "lfm2", "qw
 )
 def test_divided_rows_have_whole_rows_gradients(tmp_path: Path, ranks: int, cases: tuple[str, ...]) -> None:
     """Windows, sinks, soft caps, experts with their load-balancing loss, adapters, trees; 3, 4 and 6 heads with 1, 2
-    and 3 of keys and values; short convolutions, Gated DeltaNet, Mamba-2; rows with fewer tokens than ranks. All is in
-    float32 with rounding errors of about 1e-7."""
+    and 3 of keys and values; short convolutions, Gated DeltaNet, Mamba-2; rows with fewer tokens than ranks. Float32
+    rounds by about 1e-7."""
     done = launcher.run(SCRIPTS / "sequence_ranks.py", tmp_path, *cases, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads((tmp_path / f"rank{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]

@@ -50,8 +50,7 @@ def check_in_parts(model: Path, folder: Path, ranks: int, size: int, sharding: s
         assert rank["shared"] == rank["parameters"] > 0, "every parameter is the engine's tensor"
         assert 0 < rank["parity"] < 1e-5 and "0 bytes per publish" in rank["weights"]
         assert all(log["sync/published_bytes"] == 0 for log in rank["logs"])
-        # A rank holds a little more than its share: norms, replicated heads, and a vocabulary padded to multiples of
-        # 64.
+        # A rank holds more than its share: norms, replicated heads, a vocabulary padded to multiples of 64.
         assert rank["policy"] < 4 * elements * (1 / size + 0.15)
         assert rank["state"] < 8 * elements * ((1 / ranks if "+" in sharding else 1 / size) + 0.15)
     return found
@@ -119,7 +118,7 @@ def test_adapter_is_cut_as_its_base(tmp_path: Path, ranks: int, size: int, shard
 @pytest.mark.slow
 @pytest.mark.engine
 def test_checkpoint_resumes_with_any_ranks_and_layout(tiny_model: Path, tmp_path: Path) -> None:
-    """Three steps on 4 ranks with two engines of 2 ranks; three more on 2 that share one, and on 1; and back."""
+    """Three steps on 4 ranks (two engines of 2), three more on 2 ranks (one engine) and on 1 rank; and back."""
     run(tiny_model, tmp_path, 1, **SETTINGS)
     two = {"vllm_tensor_parallel_size": 2, **SETTINGS}
     run(tiny_model, tmp_path, 4, sharding="tensor+gradients", **two)

@@ -17,7 +17,7 @@ os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 
 
 class _Driver:
-    """All that is asked of it: modules of Gated DeltaNet look for the device's name when they are imported."""
+    """A stand-in for Triton's driver: modules of Gated DeltaNet look for the device's name when they are imported."""
 
     @staticmethod
     def is_active():
