@@ -162,6 +162,12 @@ def test_the_site_s_navigation_has_every_page() -> None:
     assert [name for name in there if f"(docs/{name}" not in readme] == []
 
 
+def test_the_site_s_navigation_has_every_notebook() -> None:
+    """docs/site.py makes a page of each notebook. A page that isn't in the navigation would be hard to find."""
+    named = re.findall(r": notebooks/(\w+)\.ipynb$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(path.stem for path in (ROOT / "docs" / "notebooks").glob("*.ipynb"))
+
+
 def test_pages_are_few_and_short() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     assert len(pages) - 1 <= 22
@@ -177,6 +183,9 @@ def test_site_builds_with_formulas(tmp_path: Path) -> None:
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+    notebook = (tmp_path / "notebooks" / "quickstart.html").read_text()
+    assert "<th>Training Reward</th>" in notebook and 'href="../downloads/quickstart.ipynb"' in notebook
+    assert (tmp_path / "downloads" / "quickstart.ipynb").is_file()
     for page in ("losses", "guide/distillation"):
         html = (tmp_path / f"{page}.html").read_text()
         text = re.sub(r"<[^>]+>", "", re.sub(r"<(code|script)\b.*?</\1>", "", html, flags=re.DOTALL))
