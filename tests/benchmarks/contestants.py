@@ -359,7 +359,7 @@ def _their_phases(counted: Step) -> Step:
 
 
 def _replay(trainer: Any, groups: Sequence[Any]) -> None:
-    """From now on TRL's engine answers with the recorded completions, and isn't updated."""
+    """Let TRL's engine return the recorded completions, and skip its weight updates."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
 
     def generate(prompts: Sequence[Any], **kwargs: Any) -> tuple[Any, ...]:

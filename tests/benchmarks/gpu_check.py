@@ -488,7 +488,7 @@ print(json.dumps({**found, "versions": versions("trl")}))
 
 
 def look() -> dict[str, Any]:
-    """At the machine, from another process: this one mustn't take memory of the GPU."""
+    """Look at the machine from another process, because this process must not take memory of the GPU."""
     paths = os.pathsep.join([str(HERE), environment()["PYTHONPATH"]])
     command = [sys.executable, "-c", LOOK]
     done = subprocess.run(

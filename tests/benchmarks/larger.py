@@ -95,7 +95,7 @@ def reward_by_length(completions: Sequence[Any], **_: Any) -> list[float]:
 
 
 def make_model(folder: Path, layers: int) -> int:
-    """Its parameters."""
+    """Save a random model and return its number of parameters."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -91,7 +91,7 @@ class Counted:
 
 
 def part_of(name: str, shape: tuple[int, ...], place: int, ranks: int, keys: int) -> Shard:
-    """As vLLM's rank at ``place`` has it. (The vocabulary is a multiple of 64 times 8 here.)"""
+    """Shape that vLLM's rank at ``place`` has of a parameter. (The vocabulary is a multiple of 64 times 8 here.)"""
     layer = name.split(".")[-2]
     if layer in ("o_proj", "down_proj"):
         own = shape[1] // ranks

@@ -157,7 +157,7 @@ def timed(engine: Any, function: Callable[[], Any]) -> tuple[Any, float, float]:
 
 
 def throughput(engine: Any, stages: Sampled, prompts: Sequence[Any], trials: int) -> dict[str, Any]:
-    """Both sides in turns, the one that begins changing; the first pair warms up."""
+    """Time both sides in turns. The first side changes from pair to pair, and the first pair warms up."""
     sides = {
         "plain": lambda: plainly(engine, stages.sampling, prompts),
         "streamed": lambda: streamed(stages, prompts)[0],

@@ -98,7 +98,7 @@ def be_rank(options: argparse.Namespace) -> None:
 
 
 def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[str, Any]:
-    """This rank's part of a step: its prompts are those from ``first``."""
+    """Run this rank's part of a step. The rank's prompts begin at ``first``."""
     import torch
 
     from colograd.batch import Group, ModelInput, SampledStep, ScoredGroup

@@ -42,7 +42,7 @@ def make_optimizer() -> tuple[AdamWSplit, list[Owned]]:
 
 
 class Rng:
-    """As much of a trainer as has a random state."""
+    """The parts of a trainer that have a random state."""
 
     args: Any = SimpleNamespace(world_size=1, process_index=0, parallel_mode=None, output_dir="")
 

@@ -144,7 +144,7 @@ for _ in range(600):
     [("0.5", [signal.SIGTERM], 0.0), ("None", [signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM], 2.0)],
 )
 def test_process_ends_with_the_status(within: str, signals: list[int], least: float) -> None:
-    """At its deadline, or at a second signal; but not at a copy that the launcher sends at once."""
+    """The process ends at its deadline or at a second signal. A launcher's immediate copy doesn't count."""
     with subprocess.Popen([sys.executable, "-c", PROGRAM, within], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         time.sleep(0.2)

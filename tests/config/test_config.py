@@ -30,7 +30,7 @@ def config(**changes: Any) -> GRPOConfig:
 
 
 def on_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    """As if a launcher had started ``ranks`` ranks and they had found each other."""
+    """Pretend that a launcher has started ``ranks`` ranks and that the ranks are connected."""
     monkeypatch.setattr("colograd.config.engine.os", SimpleNamespace(environ={"WORLD_SIZE": str(ranks)}))
     monkeypatch.setattr(GRPOConfig, "world_size", ranks)
 
@@ -241,7 +241,7 @@ def test_float32_runs_under_autocast_unless_refused_as_in_trl(given, autocast) -
 
 
 def test_an_optimizer_that_is_named_has_trl_s_float32_weights() -> None:
-    """Else it would round each update to bfloat16, where TRL's doesn't."""
+    """With a named optimizer weights are float32 as in TRL, because bfloat16 weights would round each update."""
     assert config(optim="adamw_torch").torch_dtype() is torch.float32
     assert config(optim="adamw_split").torch_dtype() is torch.bfloat16
     assert config(optim="adamw_torch", model_init_kwargs={"dtype": "bfloat16"}).torch_dtype() is torch.bfloat16

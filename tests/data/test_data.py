@@ -143,7 +143,7 @@ def test_a_mixture_is_joined_and_held_out_from(module: str) -> None:
 
 
 def test_parts_of_a_mixture_can_have_shares(tmp_path: Path) -> None:
-    """As large as it can be without repeating a row: the smaller part is taken whole."""
+    """The mixture is as large as possible without repeated rows: it has all rows of the smaller part."""
     for name, size in (("a", 30), ("b", 10)):
         Dataset.from_dict({"prompt": [f"{name}{i}" for i in range(size)]}).to_json(tmp_path / f"{name}.jsonl")
     parts = [{"path": str(tmp_path / "a.jsonl"), "fraction": 3}, {"path": str(tmp_path / "b.jsonl"), "fraction": 2}]

@@ -471,7 +471,7 @@ def test_it_sleeps_and_wakes_by_vllm_s_own_rules(engine, config, prompts, monkey
 
 
 def test_asynchronous_scheduling_comes_with_model_runner_v2(engine) -> None:
-    """Its default on a GPU: the tests that run with V2 have a step more in flight."""
+    """Asynchronous scheduling is the default on a GPU. The tests of V2 then have one more step in flight."""
     assert engine.vllm_config.scheduler_config.async_scheduling == model_runner_v2.running()
 
 

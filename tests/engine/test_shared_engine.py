@@ -69,7 +69,7 @@ def test_rewards_are_computed_by_the_leader_alone(ranks: list[dict]) -> None:
 def test_an_engine_of_one_rank_or_of_four_samples_the_same(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, size: int
 ) -> None:
-    """Where no clock decides."""
+    """Only cases without a clock are compared."""
     model = tiny.make_model(tmp_path_factory.mktemp("models") / "wide", context=1024, heads=4, keys=2)
     for number in (2, size):
         done = start("shared_engine.py", number, model, tmp_path)

@@ -145,7 +145,7 @@ class Browser:
         return answer["result"].get("value")
 
     def wait(self, condition: str, seconds: float = 20.0) -> None:
-        """Until an expression holds."""
+        """Wait until a JavaScript expression is true."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.run(f"Boolean({condition})"):

@@ -12,7 +12,7 @@ def flash_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, *rest: Any,
     scale: float, window_size_left: int, window_size_right: int,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """As torch's operator: output, log-sum-exp (heads, T), and three unused tensors."""
+    """Return what torch's operator returns: output, log-sum-exp (heads, T), and three unused tensors."""
     most_q, most_k, dropout, causal, debug = rest
     window = [window_size_left, window_size_right]
     assert causal == (window == [-1, 0]) and dropout == 0.0 and not debug

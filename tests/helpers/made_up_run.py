@@ -212,7 +212,7 @@ class MadeUp:
         }
 
     def progress(self, step: int) -> float:
-        """From 0 to about 1, as rewards rise."""
+        """A value from 0 to about 1 that rises like rewards."""
         return 1 / (1 + math.exp(-6 * (self.gain * step / max(self.steps, 1) - 0.45)))
 
     def metrics(self, step: int) -> dict[str, Any]:

@@ -264,7 +264,7 @@ def test_names_beside_unsloth_s_are_ours(generate: ModuleType) -> None:
 
 
 def test_the_architecture_names_files_that_are_there() -> None:
-    """And what is added most often takes at most two files."""
+    """The page names existing files, and the most frequent additions take at most two files."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = re.compile(r"`((?:\w+/)*\w+\.py)`")
     assert [

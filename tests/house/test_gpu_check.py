@@ -46,7 +46,7 @@ def test_flops_are_those_of_the_formula() -> None:
 
 
 def test_matrices_are_those_that_multiply(tiny_model: Path, tiny_qwen: Path) -> None:
-    """Not the table of embeddings, where the head has a matrix of its own; not biases and norms."""
+    """Matrices that multiply: without norms, biases, and an embedding table that isn't the head too."""
     from transformers import AutoModelForCausalLM
 
     layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128

@@ -60,7 +60,7 @@ def test_a_former_path_gives_the_same_module(old: str, new: str) -> None:
     "module", ["train", "commands.cli", "commands.doctor", "commands.plan", "commands.export", "commands.show"]
 )
 def test_a_command_answers_before_anything_large_is_imported(module: str) -> None:
-    """Its usage, bad arguments, and `colograd show` at all."""
+    """Usage, errors in arguments, and `colograd show` work before any large import."""
     code = (
         f"import sys, colograd.{module}\n"
         "print([name for name in ('torch', 'transformers', 'vllm', 'datasets') if name in sys.modules])"

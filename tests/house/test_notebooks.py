@@ -69,7 +69,7 @@ def test_quickstart_cells_compile_and_have_outputs() -> None:
 
 
 def test_the_install_cell_refuses_a_folder_without_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Colab, where the working directory isn't the clone's. All notebooks have the same cell."""
+    """On Colab the working directory isn't the clone's. All notebooks have the same install cell."""
     (install,) = {cells(path)[0] for path in NOTEBOOKS}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -428,7 +428,7 @@ def test_constructor_begins_with_trl_arguments() -> None:
 
 
 def test_trl_scripts_import_helpers_and_pass_bare_flags() -> None:
-    """As gspo.py and grpo_vlm.py do: `trl` becomes `colograd` in their imports, and nothing else."""
+    """The scripts gspo.py and grpo_vlm.py run with `trl` replaced by `colograd` in their imports."""
     from colograd import (
         ModelConfig,
         ScriptArguments,

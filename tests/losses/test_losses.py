@@ -203,7 +203,7 @@ def test_masked_completions_are_no_minimum(budget: int) -> None:
 
 
 def test_the_tensors_of_these_tests_reach_every_branch() -> None:
-    """Else the comparisons with TRL would compare less than they say."""
+    """If the tensors missed a branch, the comparisons with TRL would cover less than they claim."""
     steps = [make_step(seed, per_token) for seed, per_token in ((3, False), (4, True))]
     for step in steps:
         ratios = torch.exp(step.logprobs.detach() - step.old)

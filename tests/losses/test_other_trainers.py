@@ -118,7 +118,7 @@ def recorded_batch(advantages: list[float], on_policy: bool) -> MicroBatch:
 
 
 def one_completion(advantages: list[float]) -> MicroBatch:
-    """Its tokens' labels are their places."""
+    """A completion whose token labels are the tokens' indices."""
     many = len(advantages)
     rollout = Rollout((9,), range(many), torch.zeros(many), torch.ones(many).bool(), FinishReason.STOP, 0)
     group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.tensor(advantages))
@@ -140,7 +140,7 @@ def test_objective_equals_other_trainers(
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_levels_agree_on_equal_ratios(loss_type: str) -> None:
-    """Where all tokens of a completion have one ratio, it is the completion's too: GSPO-token is the token's loss."""
+    """If all tokens of a completion have one ratio, it is the completion's, so GSPO-token is the token's loss."""
     step = make_step(3, per_token=True)
     row = step.micro_batch(False)
     shift = torch.tensor([0.3, -0.4, 0.1, -0.1, 0.25, -0.3, 0.5, 0.0, -0.6, 0.2, 0.15, -0.2]).double()

@@ -302,7 +302,7 @@ def test_a_plan_knows_its_strategy_of_sharding(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_training_that_does_not_fit_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:
-    """Even where the cache sleeps while it trains, so that sampling alone would fit."""
+    """Training must fit by itself, even if the cache sleeps meanwhile and sampling would fit."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB // 2, 10 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     config = made(Cuda, vllm_enable_sleep_mode=True)

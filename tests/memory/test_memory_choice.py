@@ -167,7 +167,7 @@ def test_a_cache_that_has_no_room_is_told_beside_a_training_that_has(qwen: Path)
 
 
 def test_a_share_for_the_engine_leaves_the_rest_for_training(qwen: Path) -> None:
-    """It overrules what is estimated, but not weights, gradients and state, which are known."""
+    """The engine's share overrules estimates, but not weights, gradients and state, because their sizes are exact."""
     run = large.run(qwen, overruled=True)
     assert [fits(run, strategy) for strategy in STRATEGIES] == [False, True, True, True], (
         "of an unknown share the weights count"

@@ -145,7 +145,7 @@ def test_a_group_cut_by_the_budget_joins_less() -> None:
 
 
 def test_long_prompts_with_short_completions_take_more() -> None:
-    """On a GPU the gradients of all joined keys and values exist for each query head: nearly 9 times the row's."""
+    """On a GPU all joined keys and values have a gradient per query head: nearly 9 times the row's own."""
     shape, tokens = Shape.of(LlamaConfig(**LLAMA)), 2**17  # more than the head's tiles take
     joined = Lengths(8000, 64, 8).joined_keys(tokens)
     assert 8.5 < joined < 9

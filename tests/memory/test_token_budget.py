@@ -240,7 +240,7 @@ OOM, FAULT = torch.OutOfMemoryError("no room"), ValueError("wrong")
 def test_all_ranks_back_off_or_all_end(
     mine: Exception | None, theirs: Exception | None, raised: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever each rank met, either every one of them sees a want of memory or none does."""
+    """Either all ranks see a lack of memory or none does, whatever happened on each rank."""
     shared = torch.OutOfMemoryError if isinstance(theirs, torch.OutOfMemoryError) else None
     other = theirs and (shared, f"{type(theirs).__name__}: {theirs}")
     monkeypatch.setattr(ranks, "world_size", lambda: 2)

@@ -30,7 +30,7 @@ def run(fault: str, ranks: int = 2, **variables: str) -> list[tuple[int, str]]:
 
 
 def run_whole(fault: str, ranks: int = 2, **variables: str) -> list[tuple[int, str]]:
-    """As `run`, in processes of their own from the first import to the interpreter's end."""
+    """Like `run`, but each rank is a process from the first import to the interpreter's end."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(process.free_port()), "OMP_NUM_THREADS": "1"}
     shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), **variables}
     started = [
@@ -62,7 +62,7 @@ def test_a_rank_that_was_killed_is_named() -> None:
 
 
 def test_stuck_rank_is_ended_by_force() -> None:
-    """As it would wait in a GPU's exchange."""
+    """A rank that waits as in a GPU's collective is ended by force."""
     (status, said), _ = run("stuck")
     assert status == 1 and said.startswith("colograd: error: Rank 1 ended without a word")
     assert "(rank 0 waited for it in training)" in said

@@ -125,7 +125,7 @@ def started(fault: str, limit: int, ranks: int = 2) -> contextlib.AbstractContex
 
 
 def ended(rank: launcher.Started) -> tuple[int, str]:
-    """Its exit status and its output."""
+    """Return a rank's exit status and output."""
     done = rank.wait()
     return done.returncode, done.stdout + done.stderr
 

@@ -234,7 +234,7 @@ def test_keys_read_in_place_give_what_copied_ones_do(layout: SegmentLayout, dtyp
 
 
 def test_no_key_is_kept_twice() -> None:
-    """For 16 completions of a prompt the backward keeps the row's queries, keys, values, output and log-sum-exp."""
+    """For 16 completions of a prompt the backward stores queries, keys, values, output and log-sum-exp once."""
     layout = SegmentLayout((150, *(3,) * 16), ((), *((0,),) * 16))
     kept: dict[int, int] = {}
 
@@ -406,7 +406,7 @@ def test_a_float32_policy_under_autocast_takes_the_flash_kernel(monkeypatch: pyt
 
 
 def test_a_cpu_reads_keys_in_place_where_prompts_are_long() -> None:
-    """On average over the completions of a row."""
+    """Keys are read in place if prompts are long on average over the row's completions."""
     query = torch.zeros(1, 1, 1, 8)
     limit = attention.IN_PLACE_FROM
     for prompts, in_place in (((limit - 1,), False), ((limit,), True), ((1, 2 * limit), True), ((1, limit), False)):
@@ -424,7 +424,7 @@ def test_what_no_kernel_merges_is_one_call_per_segment(monkeypatch: pytest.Monke
 
 
 def test_where_a_mask_is_needed_on_a_gpu_the_heads_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On torch's device without data: it stands for any but the CPU. Grouped heads would cost all scores there."""
+    """torch's meta device stands for a GPU. With grouped heads a GPU would store all attention scores."""
     seen: list[tuple[int, ...]] = []
     own = torch.nn.functional.scaled_dot_product_attention
 
@@ -458,7 +458,7 @@ def test_a_gpu_computes_what_a_dense_mask_does(layout: SegmentLayout, dtype: tor
 @pytest.mark.gpu
 @pytest.mark.parametrize("keys", [4, 2])
 def test_a_gpu_s_gradients_are_the_loop_s(keys: int) -> None:
-    """Where heads are equal and prompts long, torch 2.14's own interface would call cuDNN."""
+    """Gradients equal the loop's. With equal heads and long prompts torch 2.14's own interface would call cuDNN."""
     layout, generator = SegmentLayout((256, 160, 160), ((), (0,), (0,))), torch.Generator().manual_seed(0)
     made = [torch.randn(1, heads, layout.num_tokens, 64, generator=generator).bfloat16() for heads in (4, keys, keys)]
     results = []

@@ -138,7 +138,7 @@ def test_numbers_come_in_their_order_from_wherever_they_are() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2, window in one layer", "gemma3"])
 def test_a_gpu_is_waited_for_nowhere(family: str, checkpointing: bool) -> None:
-    """By torch's own watch over synchronisations, rows on their way to the device included."""
+    """torch's own watch over synchronisations sees none, not even while rows are copied to the device."""
     model = attention_cases.packed_copy(attention_cases.make_model(family), checkpointing).to("cuda", torch.bfloat16)
     objective, where = Objective(loss_of("dapo"), **(EVERYTHING | {"beta": 0.0})), torch.device("cuda", 0)
     for mode in ("default", "error"):  # the first pass makes what is kept

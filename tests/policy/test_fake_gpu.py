@@ -116,7 +116,7 @@ def test_long_sequences_of_packed_base_are_planned(cases: Cases) -> None:
 
 
 def check_soft_caps(case: FIGURES) -> None:
-    """No flash call caps scores: they are in memory."""
+    """No flash call supports soft caps, so all scores are in memory."""
     check_on_the_gpu(case)
     assert case["flash"] == {}
     check_plan(case)

@@ -43,7 +43,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
-    """Nor counted."""
+    """Reset torch's compile caches and counters."""
     torch._dynamo.reset()
     layers._compiled.cache_clear()
     counters.clear()
@@ -55,7 +55,7 @@ def graphs() -> int:
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[COMPILED, pytest.mark.slow])])
 def test_rows_of_any_length_train_as_before_and_are_compiled_once(backend: str) -> None:
-    """And all layers have one code. Weights may move meanwhile, as they do into the engine's memory."""
+    """All layers share one compiled code. Weights may move to the engine's memory meanwhile."""
     model, rows = make_model(), make_rows()
     expected = [trained(model, row) for row in rows]
     places = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}

@@ -169,7 +169,7 @@ def test_without_shared_prompts_a_row_padded_to_its_longest_fits_the_budget(budg
 
 
 def test_a_token_takes_nine_bytes_until_its_forward() -> None:
-    """Its id, its log-probability, and whether it was sampled. Rows hold the rollouts themselves."""
+    """A token has its id, its log-probability, and whether it was sampled. Rows hold the rollouts without copies."""
     group = group_of(3, 40, 50)
     (row,) = plan_rows([group], 1000, False, CPU)
     rollouts = [rollout for part in row.parts for rollout in part.rollouts]

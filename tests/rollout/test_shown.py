@@ -119,7 +119,7 @@ def test_a_row_that_user_code_changed_is_recalled(tmp_path: Path) -> None:
 
 
 def test_a_group_that_another_rank_recorded_is_written_again(tmp_path: Path) -> None:
-    """As after a restart with fewer ranks."""
+    """After a restart with fewer ranks, a group that another rank recorded is written again."""
     other = RolloutStore(tmp_path, 1, {})
     other.begin(3, "weights")
     other.add(recorded(scored(6)))

@@ -256,7 +256,7 @@ def test_logs_are_quiet_unless_asked(environment: dict[str, str]) -> None:
 
 
 def test_a_recipe_may_be_verbose(tmp_path) -> None:
-    """As the flag, and as `GRPOConfig(verbose=True)` in Python."""
+    """`verbose: true` in a recipe works like the flag and like `GRPOConfig(verbose=True)`."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("seed: 1\nverbose: true  # all of it\n")
     assert process.is_verbose(["--config", str(recipe)]) and process.is_verbose([f"--config={recipe}"])

@@ -16,7 +16,7 @@ FLOAT32, BFLOAT16 = 4, 2  # bytes of a gradient's element, and of a weight's
 
 
 class Steps(dict[tuple[str, int], dict[str, Any]]):
-    """By way, of the first rank (0) and of the last (-1). One process runs `FAST`, another one the other ways."""
+    """Steps by strategy and rank, first (0) or last (-1). One process runs `FAST`, a second the other strategies."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -37,7 +37,7 @@ def steps(request: pytest.FixtureRequest) -> Steps:
 
 
 def exchanged(step: dict[str, Any], phase: str) -> dict[str, float]:
-    """By collective the bytes of a phase, per parameter."""
+    """Bytes per parameter that a phase exchanges, by collective."""
     found: dict[str, float] = {}
     for name, nbytes, dtype, device in step["phases"][phase]:
         assert device == "cuda" and dtype == ("bfloat16" if name == "all_gather" else "float32")

@@ -199,7 +199,7 @@ class Keeping(torch.autograd.Function):
 
 
 def test_failed_backward_frees_its_graph_before_answering(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a rank that ran out of memory would do so again, in an exchange that the other ranks wait in for ever."""
+    """If the graph stayed, a rank would run out of memory again in a collective and the others would wait for ever."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     sharding, alive = SharedGradients(model), []
 

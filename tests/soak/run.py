@@ -53,7 +53,7 @@ def die() -> None:
 
 
 def await_death() -> None:
-    """From when the training begins."""
+    """Start the timer or the event counter that calls `die`. Called when the training begins."""
     if KILL is None or KILL["victim"] not in (RANK, -1) or ("signal" not in KILL and KILL["victim"] < 0 and RANK):
         return
     if "seconds" in KILL:

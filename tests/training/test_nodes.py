@@ -37,7 +37,7 @@ class Node:
         return ["ip", "netns", "exec", self.name, *named]
 
     def kill(self) -> None:
-        """Whatever runs there: torchrun, and its ranks, which have sessions of their own."""
+        """Kill torchrun and its ranks, although ranks have sessions of their own."""
         found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
         for process in map(int, found.stdout.split()):
             with contextlib.suppress(ProcessLookupError):

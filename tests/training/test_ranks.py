@@ -125,7 +125,7 @@ def test_sharding_changes_no_bit_of_a_run(two, tiny_model, tmp_path, sharding) -
 
 @pytest.mark.slow  # test_fsdp.py has the bits without an engine
 def test_a_policy_in_rows_is_published_whole_and_trained_to_the_same_bits(two, tiny_model, tmp_path) -> None:
-    """Up to the second step: then the other run's reference follows its policy, which this one's can't."""
+    """Compared up to the second step, because the other run's reference then follows its policy, which FSDP can't."""
     done = start(2, str(tiny_model), str(tmp_path / "run"), str(tmp_path), "float32", "reference", "fsdp")
     assert done.returncode == 0, done.stderr[-3000:]
     for rank, expected in zip(results(tmp_path, 2), two, strict=True):

@@ -254,7 +254,7 @@ def test_save_model_writes_what_transformers_and_vllm_load(tiny_model, tmp_path,
 
 @pytest.mark.slow  # test_failed_start.py has seven in a row
 def test_two_trainers_in_one_process_one_after_the_other(tiny_model, tmp_path, monkeypatch) -> None:
-    """Neither leaves rank variables, which programs that the script starts would inherit."""
+    """No trainer leaves rank variables behind. Programs that the script starts would inherit them."""
     rewards = []
     for name in (*process.RANK_VARIABLES, process.RANK_OF_ONE):
         monkeypatch.delenv(name, raising=False)
@@ -377,7 +377,7 @@ def test_a_signal_writes_a_checkpoint_and_ends_the_run(tiny_model, tmp_path, clo
 
 
 def test_the_model_card_and_a_push_carry_what_was_saved(tiny_model, tmp_path, closing, monkeypatch) -> None:
-    """Only the order and content of calls to the Hub is faked."""
+    """Only the Hub is faked: the test sees the order and the content of calls."""
     import transformers.trainer as hf
 
     uploaded = {}

@@ -217,7 +217,7 @@ def test_an_async_function_that_is_late_abstains(scorer_of) -> None:
 
 
 def test_a_call_that_nobody_needs_any_more_gives_its_worker_back(scorer_of) -> None:
-    """It may end by itself. Its worker is replaced where another call has waited for it."""
+    """An abandoned call may end by itself. Its worker is replaced if another call has waited for it."""
     scorer = scorer_of(process_id, when_told)
     quick, slow = scorer.rewards
     scorer.rewards = [quick]

@@ -36,7 +36,7 @@ def split(flat: torch.Tensor, parts: Sequence[Slice]) -> list[tuple[Slice, torch
 
 
 class GatheredWeights:
-    """As ZeRO-3, with both ranks in one process: the parameters of a block live in the halves of a flat tensor."""
+    """A policy as under ZeRO-3, with both ranks in one process: a block's parameters are halves of a flat tensor."""
 
     def __init__(self, policy: torch.nn.Module, engine: VLLMEngine, slices: Sequence[Slice]) -> None:
         self.engine = engine
@@ -154,7 +154,7 @@ def test_the_way_in_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_it_gets_whole_weights_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
-    """Not an adapter; and the memory plan counts a second copy."""
+    """Gathered weights don't serve an adapter, and the memory plan counts a second copy."""
     from colograd.policy.loading import load_policy
 
     config = tiny.config(tmp_path, weights=GATHERED)

@@ -74,7 +74,7 @@ def test_only_its_own_gpu_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.engine
 def test_a_good_recipe_is_well_and_nothing_is_written(recipe: Path) -> None:
-    """Through the command, as a user types it."""
+    """The doctor runs as a command line and reports a good recipe. Nothing is written."""
     done = launcher.run("colograd.apps.cli", "doctor", "--config", recipe, "--temperature", 0.9, cwd=HELPERS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = lines(done.stdout)

@@ -52,7 +52,7 @@ def test_a_checkpoint_s_model_is_copied_without_the_run_s_state(tmp_path: Path, 
 
 
 def test_a_run_exports_the_model_that_it_saved(tmp_path: Path) -> None:
-    """As `colograd eval` takes it: with `load_best_model_at_end` its newest checkpoint is another model."""
+    """The export takes the run's saved model. With `load_best_model_at_end` the newest checkpoint is another model."""
     best = tiny.make_model(tmp_path / "run")
     (best / "trainer_state.json").write_text('{"global_step": 3}')
     newest = checkpoint(tiny.make_model(tmp_path / "other"))
@@ -88,7 +88,7 @@ def test_an_adapter_is_merged_into_its_base_without_chatter(tmp_path: Path, caps
 
 
 def test_push_names_the_hub_model_or_reason(tmp_path: Path, capsys, monkeypatch) -> None:
-    """Only the Hub's own calls are faked."""
+    """The test fakes only the Hub's calls."""
     saved = checkpoint(tiny.make_model(tmp_path / "model"))
     pushed: list[tuple[str, set[str]]] = []
 

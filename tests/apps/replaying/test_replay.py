@@ -69,7 +69,7 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No test imports vLLM after the run, or builds an engine."""
+    """Fail if a test imports vLLM after the run or builds an engine."""
     request.getfixturevalue("run")
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.setitem(sys.modules, name, None)

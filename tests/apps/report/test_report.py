@@ -233,7 +233,7 @@ def test_the_vendored_library_is_the_packages_own() -> None:
 
 
 def test_an_old_run_has_its_curves(tmp_path: Path) -> None:
-    """From trainer_state.json alone, its own or its newest checkpoint's while it goes on."""
+    """Curves come from trainer_state.json, or from the newest checkpoint's while the run goes on."""
     history = [{"step": s, "reward": s / 9, "loss": math.nan, "epoch": 0.1} for s in range(1, 7)]
     history += [{"step": 6, "eval_reward": 0.5, "eval_runtime": 2.0}]
     for number in (4, 10, 9):

@@ -79,7 +79,7 @@ def colour(page: browser.Browser, selector: str, name: str) -> list[float]:
 
 
 def contrast(*colours: list[float]) -> float:
-    """As WCAG has it: from 1 to 21; text is readable from 4.5 on."""
+    """Contrast ratio by WCAG, from 1 to 21. Text is readable from 4.5 on."""
 
     def light(channels: list[float]) -> float:
         linear = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in channels]

@@ -394,7 +394,7 @@ def test_a_divergence_and_an_entropy_have_gradients_together(monkeypatch, cap, e
 def test_the_divergence_over_the_teacher_s_top_tokens_is_a_plain_computation_s(
     tiny_model, tmp_path, large, monkeypatch, tiles
 ) -> None:
-    """Where the rest counts as one, so that it is below the exact one, and near it if the rest is little."""
+    """All other tokens count as one token. The divergence is below the exact one, and close if they are rare."""
     monkeypatch.setattr(policy_head, "tile_shape", lambda *_: tiles)
     policy, k = policy_of(tiny_model, tmp_path), 40
     given = {"temperature": 0.7, "distillation_weight": 0.5}

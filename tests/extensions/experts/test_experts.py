@@ -159,7 +159,7 @@ def test_an_adapter_on_attention_is_merged_on_a_cpu_and_a_base_below_it_is_the_r
 
 
 def test_an_adapter_is_merged_where_vllm_permutes_experts_beside_slots(models, tmp_path, monkeypatch, capsys) -> None:
-    """On a B200, in one warning; on other GPUs, in older vLLM and for models without experts there are slots."""
+    """On a B200 experts' adapters are merged, with one warning. Other GPUs and older vLLM have adapter slots."""
     kernels = "vllm.model_executor.layers.fused_moe.experts.trtllm_lora_moe"
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
     args = tiny.config(tmp_path)
@@ -185,7 +185,7 @@ def test_an_adapter_is_merged_where_vllm_permutes_experts_beside_slots(models, t
 def test_a_quantised_mixture_below_an_adapter_is_what_the_engine_has(
     family: str, models, tmp_path: Path, closing, tried
 ) -> None:
-    """Its linear layers are quantised, its experts aren't."""
+    """The linear layers are quantised. The experts aren't."""
     pytest.importorskip("bitsandbytes")
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     asked = {"dtype": "float32", "quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
@@ -216,7 +216,7 @@ def test_a_resumed_mixture_goes_on_bit_for_bit(family: str, models, tmp_path: Pa
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_was_saved_by_experts_is_read_into_one_parameter(family: str, models) -> None:
-    """Which transformers' Trainer doesn't do: it would leave a resumed run's experts as they were."""
+    """Weights are merged into one parameter. transformers' Trainer leaves a resumed run's experts unchanged."""
     saved = AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.float32)
     model = AutoModelForCausalLM.from_config(saved.config, dtype=torch.bfloat16)
     assert load_renamed(model, models[family])
@@ -284,7 +284,7 @@ def test_mixture_is_built_beside_a_dense_model(models, tiny_model: Path, tmp_pat
 
 
 def test_a_kernel_with_a_layout_of_its_own_is_refused() -> None:
-    """Where policy and engine have other dtypes, equal values couldn't prove the layout."""
+    """If policy and engine have different dtypes, equal values can't prove the layout."""
     policy, engine = torch.nn.Module(), torch.nn.Module()
     for owner, name in ((policy, "gate_up_proj"), (engine, "w13_weight")):
         owner.mlp, owner.mlp.experts = torch.nn.Module(), torch.nn.Module()
@@ -309,7 +309,7 @@ def test_a_kernel_with_a_layout_of_its_own_is_refused() -> None:
     ids=["tensor parallel", "a size", "noise", "another family in parts"],
 )
 def test_what_a_mixture_cant_do_is_said_from_its_configuration_alone(model_config, ranks, said, tmp_path) -> None:
-    """There are no weights in the folder: it is a 47B model's configuration."""
+    """The folder has a 47B model's configuration and no weights."""
     model_config.save_pretrained(tmp_path)
     args = tiny.config(tmp_path / "run")
     args.vllm_tensor_parallel_size = ranks
@@ -337,7 +337,7 @@ def test_dropout_before_experts_is_refused_with_the_remedy(models, tmp_path: Pat
 @pytest.mark.parametrize("replay", [False, True], ids=["", "router replay"])
 @pytest.mark.parametrize("family", ALL)
 def test_a_mixture_learns(family: str, replay: bool, models, tmp_path: Path, closing, tried) -> None:
-    """From random weights to small letters, with the routers' load-balancing loss."""
+    """A random mixture learns to write small letters, with the routers' load-balancing loss."""
     changes = {
         "max_steps": 80, "learning_rate": 3e-3, "num_generations": 8, "prompts_per_step": 8, "router_replay": replay,
         "max_completion_length": 16, "lr_scheduler_type": "constant", "router_aux_loss_coef": None,

@@ -163,7 +163,7 @@ def test_its_own_choice_replayed_or_nothing_told_is_as_if_nothing_were_replayed(
 
 
 def test_checkpointed_layers_go_the_same_way_in_the_backward() -> None:
-    """Also where another row, or none, went through in between."""
+    """The recomputation uses a row's own experts, even if another row, or none, was processed in between."""
     found = []
     for checkpointing in (False, True):
         model = model_of("qwen3_moe").train()

@@ -132,7 +132,7 @@ def test_the_loss_is_trls_on_the_same_rows(family: str, tried: Any) -> None:
 
 
 def test_it_is_a_mean_over_the_micro_batches_by_their_tokens() -> None:
-    """As in TRL, shares and probabilities are multiplied per micro-batch: so it depends on the cuts, a little."""
+    """As in TRL, each micro-batch multiplies shares and probabilities, so its size changes the loss slightly."""
     model = make(FAMILIES["qwen3_moe"]).eval()
     choose_rows(model)
     with torch.no_grad():

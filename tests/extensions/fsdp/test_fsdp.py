@@ -68,7 +68,7 @@ def test_compiled_steps_leave_the_weights_of_one_rank(one, folder, tmp_path) -> 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_failure_on_one_rank_fails_all_in_step(several, fault) -> None:
-    """Though ranks exchange inside a forward and a backward. The step is then repeated, with the same bits."""
+    """A failure inside a forward or backward reaches all ranks. The repeated step has the same bits."""
     place, _, memory = fault.partition(" ")
     what = "training" if place == "backward" else "the forward"
     text = "a loss of one's own failed" if place == "before" else "a kernel failed"
@@ -85,7 +85,7 @@ def test_second_model_is_cut_with_equal_output(several) -> None:
 
 @needs("distillation")
 def test_teacher_of_another_size_is_cut(several) -> None:
-    """Its head stays whole on each rank."""
+    """A teacher's head stays whole on each rank."""
     assert max(rank["taught"] for rank in several) < 1e-5
 
 

@@ -102,7 +102,7 @@ def test_an_image_is_read_from_what_datasets_has(tmp_path: Path) -> None:
 
 
 def test_a_photograph_is_turned_as_its_camera_says(tmp_path: Path) -> None:
-    """By whichever column it comes: `datasets.Image` turns it, too."""
+    """A photograph is rotated by its EXIF data in every kind of column, because `datasets.Image` rotates it too."""
     turned, path = Image.Exif(), str(tmp_path / "p.jpg")
     turned[ExifTags.Base.Orientation] = 6  # a quarter
     tiny_images.picture(3, 40, 20).save(path, exif=turned)
@@ -195,7 +195,7 @@ def test_rows_with_images_give_the_models_own_probabilities(family: str) -> None
 
 @pytest.mark.parametrize("family", tiny_images.FAMILIES)
 def test_probabilities_are_those_of_trl(family: str, tried: Callable[..., None]) -> None:
-    """On the same sample, by TRL's own `_get_per_token_logps_and_entropies`."""
+    """Log-probabilities of the same sample by TRL's own `_get_per_token_logps_and_entropies` are equal."""
     import trl_oracle
     from trl.trainer.grpo_trainer import add_fused_lm_head
 
@@ -434,7 +434,7 @@ def test_adapters_a_reference_and_an_evaluation(
 def test_two_ranks_train_to_the_same_weights(
     family: str, sharding: str, tmp_path: Path, tried: Callable[..., None]
 ) -> None:
-    """Though a rank's rows may have no images, and give the tower no gradient."""
+    """A rank's rows may have no images, so its tower gets no gradient. Both ranks still have equal weights."""
     model = tiny_images.make_model(tmp_path / "model", family)
     done = launcher.run(RANKS, str(model), str(tmp_path / "run"), str(tmp_path), "float32", "", sharding, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -493,7 +493,7 @@ def test_a_policy_in_rows_goes_on_with_the_bits_of_a_run_in_one_go(family: str, 
 @pytest.mark.slow
 @pytest.mark.engine
 def test_a_tower_that_fails_on_one_rank_ends_both(tmp_path: Path) -> None:
-    """Though the other one waits for it in the middle of the tower's forward."""
+    """Both ranks end, although the healthy rank waits in the middle of the tower's forward."""
     model = tiny_images.make_model(tmp_path / "model", "idefics3")
     done = launcher.run(RANKS, str(model), str(tmp_path / "run"), str(tmp_path), "float32", "tower", "fsdp", ranks=2)
     assert done.returncode != 0

@@ -211,7 +211,7 @@ def test_an_adapter_on_the_tower_too_is_merged_on_its_way(family: str, kind: str
 @pytest.mark.parametrize("family", ["idefics3", "gemma3_vl", *OTHERS])
 @pytest.mark.parametrize("skipped", [None, SKIPPED], ids=["all", "text"])
 def test_a_packed_checkpoint_is_trained(family: str, skipped: list[str] | None, tmp_path: Path, closing: Any) -> None:
-    """As people upload them, with or without the tower: vLLM reads none of the folder's weights, and gets all."""
+    """Packed checkpoints with or without a packed tower. vLLM gets all weights from the policy."""
     whole = tiny_images.make_model(tmp_path / "whole", family)
     settings = BitsAndBytesConfig(
         **KINDS["nested"], bnb_4bit_compute_dtype=torch.float32, llm_int8_skip_modules=skipped
@@ -299,7 +299,7 @@ def test_the_plan_knows_what_is_quantised_before_anything_is_loaded(family: str,
 
 
 def test_blocks_that_go_on_in_the_next_row_are_dequantised_too(tmp_path: Path) -> None:
-    """As in towers of 4304 wide layers. bitsandbytes' kernel for CPUs takes other scales there: 0.2 to 0.4 off."""
+    """Blocks continue in the next row, as in towers of width 4304. bitsandbytes' CPU kernel is wrong there."""
     model = loaded("idefics3", "NF4", tmp_path)[0]
     whole = AutoModelForImageTextToText.from_pretrained(tmp_path)
     packed = packed_weights(model)

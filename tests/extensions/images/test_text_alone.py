@@ -33,7 +33,7 @@ def test_its_text_is_trained_in_packed_rows_and_its_tower_is_frozen(family: str,
 
 
 def test_an_adapter_is_on_its_text_alone() -> None:
-    """Its tower has modules of the same names."""
+    """The adapter leaves the tower out, although the tower has modules of the same names."""
     seeing = seeing_families.make("mistral3")
     set_text_alone(seeing, has_images=False)
     model = wrap(seeing, LoraConfig(target_modules=["q_proj", "v_proj"]), 0)

@@ -235,7 +235,7 @@ def test_adapter_folder_resumes_in_bfloat16_without_vllm_lora(trained, tiny_mode
 
 
 def test_peft_model_with_some_projections_and_biases(tiny_qwen, tmp_path, tried) -> None:
-    """Only q and v of a fused qkv; B isn't zero at first; the slots hold A and the scaled B rounded once."""
+    """The adapter covers q and v of a fused qkv, with a nonzero B. Slots hold A and the scaled B, rounded once."""
     base = AutoModelForCausalLM.from_pretrained(tiny_qwen, dtype=torch.bfloat16)
     model = peft.get_peft_model(base, peft.LoraConfig(r=6, lora_alpha=7, use_rslora=True, rank_pattern={"v_proj": 9}))
     with torch.no_grad():

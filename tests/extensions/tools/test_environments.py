@@ -132,7 +132,7 @@ def here(a: int, b: int) -> str:
 
 
 def test_a_tool_that_is_declared_to_need_the_main_thread_runs_there_from_the_first_call_on(workers: int) -> None:
-    """As one with a `signal.alarm` must: no other thread can have it."""
+    """A tool with `signal.alarm` needs the main thread and runs there from its first call on."""
     box = Toolbox([tool_cases.alarmed, here, tool_cases.add], None, workers, main_thread=["alarmed", "here"])
     main = threading.current_thread().name
     with warnings.catch_warnings():
@@ -406,7 +406,7 @@ def test_a_factory_that_is_declared_has_the_main_thread_and_another_raises() -> 
 
 @pytest.mark.parametrize("named", ["ad", "waits", "count"])
 def test_a_name_that_can_not_have_the_main_thread_is_refused(named: str) -> None:
-    """There is nothing of that name, it is async, or it is a method of an environment."""
+    """The name is unknown, the tool is async, or the tool is a method of an environment."""
     tools = [tool_cases.add, tool_cases.waits]
     said = f"main_thread_tools has '{named}', but .*: name some of add, game, Counter, or leave it out"
     with pytest.raises(ValueError, match=said):

@@ -99,7 +99,7 @@ def test_two_servers_serve_a_whole_round(kind: Any) -> None:
 
 
 def test_groups_that_nobody_scores_hang_nowhere() -> None:
-    """As where a subclass collects what `generate` yields."""
+    """Environments of unscored groups block nothing, e.g. if a subclass collects the groups of `generate`."""
     assert play(Server, limit=2, collects=True) == [[float(n)] * 2 for n in range(5)]
     assert Server.most == 10
 

@@ -234,7 +234,7 @@ def test_rows_with_pictures_in_answers_give_the_models_own_probabilities(family:
 
 
 def test_what_a_picture_shows_reaches_what_is_written_behind_it() -> None:
-    """Else all of the above would hold of rows without any."""
+    """A picture changes the tokens sampled after it. Otherwise the tests above would prove nothing."""
     model, _ = tiny_images.random_model("idefics3")
     groups = answered(model, "idefics3")[1:]
     before = image_cases.loss_and_gradients(model, groups, share=True)[0]
@@ -439,7 +439,7 @@ def test_an_answer_without_room_is_left_out_whole(trained: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.engine
 def test_a_resumed_run_takes_pictures_from_the_journal(trained: Any, tmp_path: Path) -> None:
-    """It samples, calls and scores nothing, and ends with the same weights."""
+    """The resumed run samples, calls and scores nothing, and ends with the same weights."""
     first = trained[0]
     shutil.copytree(Path(first.args.output_dir) / store.FOLDER, tmp_path / "run" / store.FOLDER)
     shutil.copytree(Path(first.args.output_dir).parent / "model", tmp_path / "model")
