@@ -40,7 +40,7 @@ def test_folder_without_renames_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Function that mounts a bucket of a kind."""
+    """Fixture: a function that mounts a bucket of the given kind."""
     interpreter = os.environ.get("COLOGRAD_FUSE_PYTHON", sys.executable)
     if interpreter == sys.executable and importlib.util.find_spec("mfusepy") is None:
         pytest.skip("needs `pip install mfusepy`, or COLOGRAD_FUSE_PYTHON with it, and libfuse")

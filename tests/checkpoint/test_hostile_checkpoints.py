@@ -122,7 +122,7 @@ VALUES = (None, True, -1, 2**70, 1e400, "x", "../../etc/passwd", [], {}, [[]], {
 
 
 def mutated_json(random_: random.Random, content: bytes) -> bytes:
-    """A value somewhere in it is another one, or a key is another one."""
+    """Change one random value or key of a JSON document."""
     tree = json.loads(content)
     node = tree
     while True:

@@ -25,7 +25,7 @@ FILES = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint as it is committed."""
+    """A committed checkpoint with its manifest."""
     aside = aside_folder(tmp_path) / "checkpoint-3"
     for name, content in FILES.items():
         (aside / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A GPU's tensors are copied into page-locked memory, all of them queued, and are there before anybody reads them."""
+"""Copies of a GPU's tensors to page-locked memory are queued, and are complete before a reader sees them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OnGPU(torch.Tensor):
 
 
 def mapped() -> Iterator[tuple[int, ...]]:
-    """The process's stretches of memory."""
+    """Yield (first address, end) of each memory mapping of the process."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         yield tuple(int(end, 16) for end in line.split()[0].split("-"))
 

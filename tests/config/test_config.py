@@ -72,7 +72,7 @@ def test_steps_per_generation_counts_trl_s_micro_batches() -> None:
 
 
 def test_several_generations_of_one_step_are_sampled_together() -> None:
-    """TRL takes them one after the other, all with the same weights."""
+    """One step may need several generations in TRL, all with the same weights. Ours samples them together."""
     shape = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
     for given in ({"steps_per_generation": 2}, {"steps_per_generation": 1}, {"generation_batch_size": 8}):
         made = config(**shape, **given)
@@ -178,7 +178,7 @@ def test_checkpointing_is_resolved_where_nothing_is_said() -> None:
 @names_checked
 @dataclasses.dataclass
 class LaterConfig(GRPOConfig):
-    """With the names that a Trainer reads since transformers 5.23."""
+    """A configuration with the names that transformers' Trainer reads since 5.23."""
 
     activation_checkpointing: bool | None = None
     activation_checkpointing_kwargs: dict[str, Any] | str | None = None
@@ -463,7 +463,7 @@ def test_defaults_are_trl_s(trl_defaults: dict[str, Any]) -> None:
 
 
 def test_every_field_of_trl_is_a_field(trl_defaults: dict[str, Any]) -> None:
-    """Scripts and callbacks read them, also those without an effect."""
+    """Scripts and callbacks read TRL's fields, including fields without an effect."""
     ours = defaults(GRPOConfig)
     others = [REFUSED.keys(), UNUSED.keys(), RENAMED.keys()]
     assert trl_defaults.keys() <= ours.keys()
@@ -708,7 +708,7 @@ def test_the_flags_of_all_groups_have_a_help() -> None:
 
 @pytest.mark.parametrize("bent", [{"top_p": 0.9}, {"min_p": 0.1}, {"generation_kwargs": {"min_tokens": 4}}])
 def test_changed_distribution_turns_correction_off(bent) -> None:
-    """TRL's scripts set them."""
+    """TRL's scripts set these sampling options. They change the distribution, so the correction is off."""
     found = config(**bent)
     assert not found.vllm_importance_sampling_correction
     assert any("vllm_importance_sampling_correction is off" in note for note in found.notes)

@@ -262,7 +262,7 @@ def test_every_finish_reason_of_vllm_is_known() -> None:
 
 
 def test_a_prompt_beyond_the_embedding_is_refused(engine) -> None:
-    """vLLM would read one of the rows that fill its embedding up to a multiple of 64."""
+    """vLLM would read one of the rows that pad its embedding to a multiple of 64."""
     with pytest.raises(ValueError, match="the token id 258, but the model's embedding has 258 rows"):
         engine.submit((1, 258), Sampling(1, 4, 1.0, {}), seed=1)
     assert not engine.core.has_unfinished_requests()
@@ -343,7 +343,7 @@ def test_greedy_completions_are_the_most_probable_tokens(engine, config, prompts
 def test_a_queue_longer_than_the_engine_drains_in_fewer_steps_when_the_long_ones_start_first(
     engine, config, monkeypatch
 ) -> None:
-    """24 completions through 4 places. How long a prompt's completions get is known from an earlier epoch."""
+    """24 completions with 4 running at once. An earlier epoch recorded how long each prompt's completions get."""
     steps = []
     step = engine.core.step
     monkeypatch.setattr(engine.core, "step", lambda: steps.append(1) or step())
@@ -437,7 +437,7 @@ def test_a_refused_cache_reset_is_an_error(engine, monkeypatch) -> None:
 
 @pytest.mark.parametrize("releases", [True, False])
 def test_it_sleeps_and_wakes_by_vllm_s_own_rules(engine, config, prompts, monkeypatch, releases) -> None:
-    """vLLM's scheduler and executor are the real ones; only the worker's unmapping, which a CPU hasn't, is left out."""
+    """The scheduler and executor are vLLM's own. Only the worker's unmapping is left out, because a CPU has none."""
     executor = engine.core.model_executor
     theirs, asked = executor.collective_rpc, []
 

@@ -88,7 +88,7 @@ def trl_advantages(rewards: torch.Tensor, weights: tuple[float, ...], **settings
 
 
 def ours(rewards: torch.Tensor, estimator: AdvantageEstimator) -> torch.Tensor:
-    """[B, R] -> [B] through the two stages that a step has."""
+    """[B, R] rewards -> [B] advantages by both stages of a step: per group, then over the step."""
     groups = rewards.split(GROUP)
     advantages = torch.cat([estimator.of_group(group) for group in groups])
     scores = estimator.step_scores
@@ -159,8 +159,8 @@ def test_scaling_divides_by_the_sample_deviation() -> None:
 
 
 def test_mean_scale_is_the_likelihood_gradient() -> None:
-    """MaxRL, arXiv 2602.02710: with k of n passed, 1/k of each that passed, less 1/n of all (times n, as a group's mean
-    is taken). Where nothing can be divided by, nothing is."""
+    """MaxRL, arXiv 2602.02710: if k of n completions pass, the advantage is 1/k for a passing one, less 1/n for all
+    (times n, because a group's mean is taken). Without a positive mean the scale is 1."""
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0])
     expected = 5 * (rewards / 2 - 1 / 5)
     torch.testing.assert_close(group_advantages(rewards, "mean"), expected)
@@ -203,7 +203,7 @@ def test_no_difference_is_no_advantage(rewards: list[float], estimator: Advantag
 def test_equal_rewards_give_exactly_zero_whatever_their_value(
     value: float, size: int, estimator: AdvantageEstimator
 ) -> None:
-    """A group counts as dead exactly where this is zero: rounding of the mean must not wake it."""
+    """A group has no signal exactly if its advantages are zero, so the rounding of the mean must not change them."""
     assert not estimator.of_group(torch.full((size, 1), value)).any()
 
 
@@ -220,7 +220,7 @@ def test_equal_rewards_give_exactly_zero_whatever_their_value(
 def test_equal_totals_give_exactly_no_advantage(
     rewards: list[list[float]], weights: tuple[float, ...], estimator: AdvantageEstimator
 ) -> None:
-    """0.6 + 0.1 is 0.7, though not in float32. Such a group isn't trained on."""
+    """0.6 + 0.1 equals 0.7, but not in float32. A group with such totals isn't trained."""
     given = torch.tensor(rewards * 2)
     estimator = dataclasses.replace(estimator, weights=weights)
     assert not estimator.of_group(given).any()

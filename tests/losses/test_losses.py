@@ -173,7 +173,7 @@ def test_a_row_without_loss_tokens_is_zero_and_finite(loss_type: str, terms: dic
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_what_is_outside_the_loss_can_not_spoil_it(loss_type: str) -> None:
-    """A tool's token that the policy finds impossible, and that the sampler gave no probability."""
+    """The masked token comes from a tool. The policy finds it impossible, and the sampler gave no probability."""
     rollout = Rollout((9,), (0, 1), torch.tensor([-1.0, math.nan]), torch.tensor([True, False]), FinishReason.STOP, 0)
     group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.tensor([-1.0]))
     (row,) = pack([group], 100, True, CPU)
@@ -188,7 +188,7 @@ def test_what_is_outside_the_loss_can_not_spoil_it(loss_type: str) -> None:
 
 @pytest.mark.parametrize("budget", [3, 1000])
 def test_masked_completions_are_no_minimum(budget: int) -> None:
-    """Every counted token is clipped from below; the truncated completion, which isn't counted, has a ratio of 1."""
+    """Every counted token is clipped from below. The truncated completion has a ratio of 1 and isn't counted."""
     ends = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.STOP)
     group = one_group(*ends, advantages=[-1.0, -1.0, -1.0])
     new, old = torch.tensor([-2.0, -1.0, -2.0]), torch.full((3,), -1.0)

@@ -54,7 +54,7 @@ TENSORS = [
 
 
 def accepted(loss_type: str, correction: Any) -> bool:
-    """What `trl.GRPOTrainer` takes: VESPO refuses corrections of whole sequences."""
+    """Whether `trl.GRPOTrainer` accepts the correction: VESPO refuses corrections of whole sequences."""
     return not (loss_type == "vespo" and correction is not None and correction[0].startswith("sequence"))
 
 
@@ -192,7 +192,7 @@ def assert_equal(loss_type: str, combination: tuple[Any, ...], tensors: tuple[to
 
 
 def comparable(combination: tuple[Any, ...], tensors: tuple[torch.dtype, bool, bool]) -> bool:
-    """Whether the KL term's ratio is the same in both."""
+    """Whether the KL term uses the same ratio in TRL and ours."""
     level, _, kl, *_ = combination
     return level == "token" or not kl[1] or tensors[1]
 
@@ -282,7 +282,7 @@ OF_MISMATCH |= {f"{RAW}/{name}" for name in ("mean", "min", "max")}
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("loss_type", OF_TRL)
 def test_metrics_equal_trl_s(loss_type: str, level: str) -> None:
-    """Without truncated completions: TRL counts what is masked as a completion where a ratio is of completions."""
+    """No completion is truncated, because TRL counts masked tokens as a completion if the ratio is per completion."""
     names: set[str] = set()
     for correction, tensors in itertools.product(CORRECTIONS[1:], TENSORS):
         if not accepted(loss_type, correction):

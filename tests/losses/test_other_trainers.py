@@ -168,7 +168,7 @@ VOCABULARY, LONG = 3, 3
 
 
 def tables(seed: int) -> list[torch.Tensor]:
-    """Logits of each place given the tokens before it."""
+    """Logits of each position for all tokens before it."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(VOCABULARY,) * (place + 1) for place in range(LONG)]
     return [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]

@@ -1,4 +1,4 @@
-"""A loss added from outside: plain REINFORCE. Nothing but this file knows it."""
+"""A user's loss: plain REINFORCE. Only this file knows the loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colograd.losses import OverCompletions, TokenLoss, Tokens
 
 @dataclass(frozen=True)
 class Reinforce(OverCompletions, TokenLoss):
-    """-A log pi, the mean over completions of each one's mean over tokens; no ratio, no clip."""
+    """Loss -A log pi: the mean over completions of each completion's token mean, without ratio and clip."""
 
     temperature: float  # a knob is a field that has a configuration field's name
 

@@ -41,7 +41,7 @@ def described(config: GRPOConfig, model: Any, length: int, sequences: int, token
 
 
 def planned(*args: Any, strategy: str = "none", **sizes: Any) -> MemoryPlan:
-    """The plan of a run in these numbers (`described`)."""
+    """Memory plan of a run described by these numbers."""
     run = described(*args, **sizes)
     return plan_or_raise(run, auto(run) if strategy == "auto" else strategy)
 
@@ -141,7 +141,7 @@ def test_a_measured_budget_has_its_gradients_in_it_and_may_use_what_is_kept_free
 
 
 class Cuda(GRPOConfig):
-    """A configuration as it would be on a GPU."""
+    """A configuration that believes it is on a GPU."""
 
     device = torch.device("cuda")  # type: ignore[assignment]
 
@@ -215,7 +215,7 @@ def batches(
 
 
 def test_vllm_s_batches_and_graphs_are_as_wide_as_a_generation() -> None:
-    """vLLM's own on a large GPU: 1,024 sequences, graphs for up to 512."""
+    """vLLM's own defaults on a large GPU: 1,024 sequences, graphs for up to 512."""
     assert batches(12) == (12, [1, 2, 4, 8, 12])
     width, sizes = batches(4096)
     assert width == 1024 and sizes is not None and sizes[-1] == 1024

@@ -32,7 +32,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_7b_policy_that_sleeps_and_offloads_does_not_fit_one_gpu(qwen: Path) -> None:
-    """While it samples there would be room enough: it is training that isn't possible."""
+    """Sampling would fit, but training doesn't."""
     run = large.run(qwen, ranks=1, sleeps=True, offloads=True)
     plan = best_plan(run, "none")
     assert plan.room > 40 * GIB and plan.remains("sampling") > 0

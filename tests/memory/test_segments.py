@@ -47,7 +47,7 @@ def test_a_cpu_has_none(told: list[str]) -> None:
 
 @pytest.mark.gpu
 def test_torch_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Growing blocks leave no holes: what is reserved is little more than the largest."""
+    """Growing blocks leave no holes, so the reserved memory is little more than the largest block."""
     for name in segments.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert segments.expand_segments(run())

@@ -1,4 +1,4 @@
-"""The token budget: measured by a line, halved where memory runs out, and never seen in the update."""
+"""The token budget is measured by a line, halved when memory runs out, and has no effect on the update."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RULES = PackingRules(1000, False, True, True, False, False, 0.0, CPU)
 
 
 def make_step(*lengths: tuple[int, ...], rules: PackingRules = RULES) -> StepBatch:
-    """Groups of (prompt, completions …) tokens."""
+    """Make a step from groups of (prompt, completions ...) tokens."""
     draw = torch.Generator().manual_seed(0)
 
     def tokens(length: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ SCRIPT = SCRIPTS / "faulty_ranks.py"
 
 
 def run(fault: str, ranks: int = 2, **variables: str) -> list[tuple[int, str]]:
-    """The exit status and output of each rank, started with further environment variables; their imports are done."""
+    """Return each rank's exit status and output. Ranks start with ``variables`` set and with finished imports."""
     with launcher.apart(SCRIPT, fault, ranks=ranks, env={"OMP_NUM_THREADS": "1", **variables}) as started:
         done = [rank.wait() for rank in started]
     return [(rank.returncode, rank.stdout + rank.stderr) for rank in done]
@@ -87,7 +87,7 @@ def test_restarted_ranks_meet_in_torchruns_old_store() -> None:
 def test_restarts_count_only_in_a_store_that_outlives_them(
     monkeypatch: pytest.MonkeyPatch, store: str | None, attempt: int
 ) -> None:
-    """A node that joins an elastic run counts from 0, and must meet the others all the same."""
+    """A node that joins an elastic run counts restarts from 0 and still meets the other nodes."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     if store is not None:

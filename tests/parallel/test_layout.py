@@ -1,4 +1,4 @@
-"""The layout of ranks: the example of its docstring, and that groups divide the world."""
+"""The layout of ranks: the docstring's example, and groups that divide the world."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_vllm_runs_without_deterministic_algorithms() -> None:
 
 
 def test_float32_products_keep_their_precision_beside_vllm() -> None:
-    """`tf32: true` sets it, and vLLM's worker sets another one while it is built."""
+    """`tf32: true` sets the precision, and vLLM's worker changes it during its start."""
     before = torch.backends.fp32_precision
     torch.backends.fp32_precision = "tf32"
     try:

@@ -1,4 +1,4 @@
-"""A rank that makes no progress ends all ranks, and is named with its stage and its stack."""
+"""A rank without progress ends all ranks. The error names the rank, its stage and its stack."""
 
 from __future__ import annotations
 

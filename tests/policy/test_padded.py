@@ -67,7 +67,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def compare(model: Any, budget: int, share_prompts: bool, own: str) -> None:
-    """Loss and every gradient, ours and the model's own."""
+    """Compare our loss and every gradient with the model's own."""
     groups, chosen = make_groups(), model.config._attn_implementation
     loss = our_loss(model, groups, budget, share_prompts)
     loss.backward()
@@ -146,7 +146,7 @@ def test_logits_that_no_known_transform_gives_are_refused() -> None:
 
 
 def test_a_leak_between_the_segments_of_a_row_shows() -> None:
-    """An architecture that claims the interface and mixes tokens past it as well."""
+    """The model claims the attention interface, but mixes tokens outside of attention too."""
     model = make(PACKED["llama"])
     model.model.layers[0].register_forward_hook(lambda module, args, out: out + 0.5 * out.cumsum(1))
     assert "packed log-probabilities differ" in choose_rows(model)

@@ -27,7 +27,7 @@ TAKEN = ("abstain", "megabyte", "alarm")
 
 @pytest.fixture(scope="module")
 def ranks(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """case -> how it ended, of each rank: all cases one after the other in one pair of processes."""
+    """{case: each rank's end}. All cases run one after the other in one pair of processes."""
     folder = tmp_path_factory.mktemp("faults")
     done = launcher.run(SCRIPT, tiny_model, folder / "run", folder, *REFUSED, *TAKEN, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 
 
 class Counting(GRPOTrainer):
-    """Counts what is sampled and scored."""
+    """A trainer that counts sampled and scored completions."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.sampled: list[int] = []
@@ -74,7 +74,7 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A run that nothing disturbed, and its folder."""
+    """An undisturbed run and its folder."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, train(tiny_model, folder)
 
@@ -128,7 +128,7 @@ def test_a_round_that_was_cut_takes_what_it_has_and_samples_the_rest(whole, tiny
 
 @pytest.mark.slow
 def test_a_recipe_s_other_settings_hold_from_the_checkpoint_on(whole, tiny_model, tmp_path, capfd) -> None:
-    """Recorded rounds stay where their samples are of the weights and the settings that this run has."""
+    """Recorded rounds are reused if this run would sample them with equal weights. Later rounds are moved aside."""
     shutil.copytree(whole[0] / FOLDER, tmp_path / FOLDER)
     again = train(tiny_model, tmp_path, resume="auto", learning_rate=2e-3)
     assert len(again["sampled"]) == 12, "the first round's samples don't depend on the rate, the others' weights do"

@@ -1,4 +1,4 @@
-"""Files of records, and groups as records: what is torn, changed or hostile is dropped or one clear error."""
+"""Record files, and groups as records: torn, changed or hostile records are dropped or give one clear error."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_an_evaluation_between_two_steps_of_a_round_leaves_it_open(tmp_path: Pat
 
 
 def test_a_shown_row_stays_its_own_after_an_evaluation(tmp_path: Path) -> None:
-    """The evaluation's rows have the same positions; another rank had recorded the group."""
+    """The evaluation's rows have the same positions, and a different rank had recorded the group."""
     trained, asked = (Prompt({"prompt": f"{text} 6"}, ModelInput((1, 2)), 6) for text in ("prompt", "question"))
     store = RolloutStore(tmp_path, 0, {})
     store.begin(3, "weights")

@@ -27,7 +27,7 @@ ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": "1"}
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """An empty environment that the test fills, on a machine of 8 cores; `process` alone sees it."""
+    """An empty environment that only `process` sees, on a machine with 8 cores. The test fills it."""
     variables: dict[str, str] = {}
     machine = SimpleNamespace(environ=variables, getpid=os.getpid, sched_getaffinity=lambda pid: set(range(8)))
     monkeypatch.setattr(process, "os", machine)

@@ -47,7 +47,7 @@ def exchanged(step: dict[str, Any], phase: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_first_and_last_rank_make_the_same_calls(way: str, steps: Steps) -> None:
-    """In this order: where one asks for another collective, or another size, NCCL hangs. Nothing waits for the host."""
+    """If two ranks called different collectives or sizes, NCCL would hang. The host waits for nothing."""
     first, last = steps[way, 0], steps[way, -1]
     assert first["phases"] == last["phases"] and first["traffic"] == last["traffic"]
     for step in (first, last):
@@ -57,7 +57,7 @@ def test_first_and_last_rank_make_the_same_calls(way: str, steps: Steps) -> None
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_phase_has_the_strategys_exchanges(way: str, steps: Steps) -> None:
-    """Two micro-batches and a step. Parts are padded to equal ones, so bytes may be 3 % more."""
+    """Exchanges of two micro-batches and a step. Parts are padded to equal sizes, so bytes may be 3 % more."""
     step = steps[way, 0]
     found = {phase: exchanged(step, phase) for phase in step["phases"]}
     summed = {"reduce_scatter": pytest.approx(FLOAT32, rel=0.03)}

@@ -171,7 +171,7 @@ def test_buckets_have_one_dtype_and_no_frozen_parameters() -> None:
 
 
 class Failing(torch.autograd.Function):
-    """Runs out of memory in its backward, like the largest of a layer's kernels."""
+    """A function that runs out of memory in its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -183,7 +183,7 @@ class Failing(torch.autograd.Function):
 
 
 class Keeping(torch.autograd.Function):
-    """Keeps an activation for the backward."""
+    """A function that keeps an activation for its backward."""
 
     kept: ClassVar[list[weakref.ref]] = []
 

@@ -1,4 +1,4 @@
-"""Methods that later versions of transformers call in another way."""
+"""Methods that later versions of transformers call with other arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from colograd.training.transformers_seam import SeamTrainer
 
 
 def test_a_rank_that_saves_nothing_returns() -> None:
-    """Since 5.24 `_save` is called on all ranks. This one would fail at anything that a save needs."""
+    """Since 5.24 `_save` is called on all ranks. This rank would fail at anything that a save needs."""
     seam: Any = SimpleNamespace(args=SimpleNamespace(should_save=False))
     SeamTrainer._save(seam, "nowhere")
 

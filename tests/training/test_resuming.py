@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 
 class AtStart(TrainerCallback):
-    """Keeps copies of the parameters and the optimizer's state as the first step finds them."""
+    """A trainer that copies the parameters and the optimizer's state before the first step."""
 
     def __init__(self) -> None:
         self.kind: Any = None

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 
 
 class Recorder(TrainerCallback):
-    """Calls ``look(trainer)`` after each optimizer step."""
+    """A callback that calls ``look(trainer)`` after each optimizer step."""
 
     def __init__(self, look) -> None:
         self.look, self.trainer = look, None
@@ -105,7 +105,7 @@ def test_a_run_logs_trls_metrics_and_its_phases_explain_the_step(tiny_model, tmp
 
 
 def test_tokens_through_the_model_are_prompts_once_and_completions(tiny_model, tmp_path, closing) -> None:
-    """Counted at the embedding: a group's prompt goes through once, and nothing is padded."""
+    """Tokens are counted at the embedding: a group's prompt once, the completions, and no padding."""
     counted, expected = [], []
 
     class Counting(GRPOTrainer):
@@ -428,7 +428,7 @@ def test_a_finished_run_is_not_trained_further_by_resuming_it(tiny_model, tmp_pa
 def test_autocast_runs_the_forward_in_bfloat16_and_keeps_float32_weights(
     tiny_model, tmp_path, closing, monkeypatch
 ) -> None:
-    """The rows too are proved under it, when the policy is in its place."""
+    """Autocast also applies to the comparison of packed rows, when the policy is on its device."""
     seen, proved = [], []
 
     def prove(model, device, reference, asked):

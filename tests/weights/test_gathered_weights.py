@@ -1,4 +1,4 @@
-"""A way of publishing that this one file adds from outside: weights in two shards, gathered block by block."""
+"""A user's weight publisher, written in this file: weights in two shards, gathered block by block."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ class GatheredWeights:
 
 
 class Incomplete:
-    """Publishes, and can't tell what."""
+    """A publisher that doesn't report its parameters."""
 
     def publish(self, version: int) -> int:
         raise AssertionError
 
 
 class Watching(GRPOTrainer):
-    """Looks at the engine after each publish."""
+    """A publisher that looks at the engine after each publish."""
 
     def publish(self) -> None:
         super().publish()

@@ -294,7 +294,7 @@ class TestProof:
         "family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2", "qwen3", "gemma3"))]
     )
     def test_proof_names_any_copied_parameter(self, family, tmp_path) -> None:
-        """Most are shown to be read all at once; of Gemma's norms, which multiply by 1 + weight, each by itself."""
+        """One pass shows that most parameters are read. Gemma's norms multiply by 1 + weight and need a pass each."""
         folder = tiny.make_model(tmp_path / "model", family, tied=family != "qwen2")
         policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         before = [parameter.detach().clone() for parameter in policy.parameters()]
@@ -319,7 +319,7 @@ class TestProof:
 
     @pytest.mark.engine
     def test_proof_detects_parameters_that_aren_t_read(self, engine, tiny_model: Path) -> None:
-        """Changes that cancel leave the output of such an engine as it was."""
+        """An engine with unread parameters gives the same output after changes that cancel each other."""
         policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
         slices = map_parameters(policy, engine.tensors)
         layer = [part for part in slices if ".layers.1." in part.name]
@@ -336,7 +336,7 @@ class TestProof:
     @pytest.mark.slow
     @pytest.mark.engine
     def test_proof_detects_any_copied_parameter_of_smollm2(self, tmp_path, monkeypatch) -> None:
-        """In the quickstart's own bfloat16; the whole proof of one of each kind, which names it."""
+        """The check runs in the quickstart's bfloat16, and completely for one parameter of each kind."""
         policy = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.bfloat16)
         process.prepare_ranks()
         engine = VLLMEngine(str(SMOLLM2), tiny.config(tmp_path), torch.bfloat16, context=96, kv_bytes=2**25)
