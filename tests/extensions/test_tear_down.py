@@ -39,7 +39,7 @@ assert len(trainer.state.log_history) >= 2
 
 
 def torn_down(folder: Path, *extensions: str) -> Path:
-    """Copy the repository without some extensions and their tests."""
+    """Copy the repository without the given extensions and their tests."""
     ignored = shutil.ignore_patterns("__pycache__")
     for name in COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)

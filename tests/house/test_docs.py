@@ -1,4 +1,4 @@
-"""The pages: generated ones are fresh, links lead somewhere."""
+"""Pages: generated pages are fresh, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_families_table_cells_have_tests() -> None:
 
 @functools.cache
 def told_by(path: str, name: str) -> set[str]:
-    """The columns in a test's calls of ``tried``."""
+    """Columns that a test passes to ``tried``."""
     found = [n for n in tree_of(path).body if isinstance(n, ast.FunctionDef) and n.name == name]
     calls = [n for test in found for n in ast.walk(test) if getattr(getattr(n, "func", None), "id", "") == "tried"]
     named = {keyword.arg for call in calls for keyword in call.keywords}
@@ -153,7 +153,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_the_site_s_navigation_has_every_page() -> None:
-    """Each page once; the README links each page but the changelog's."""
+    """The navigation has each page once. The README links all pages except the changelog."""
     text = (ROOT / "mkdocs.yml").read_text()
     named = re.findall(r": ([\w/-]+\.md)$", text, re.MULTILINE)
     there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
@@ -175,7 +175,7 @@ def test_pages_are_few_and_short() -> None:
 
 
 def test_site_builds_with_formulas(tmp_path: Path) -> None:
-    """Strictly: every link, and every name of the API page, leads somewhere."""
+    """The build is strict: every link, and every name of the API page, leads somewhere."""
     python = ROOT / ".venv-site" / "bin" / "python"
     if not python.exists():
         pytest.skip("mkdocs isn't there: make test and make site make .venv-site")

@@ -57,7 +57,7 @@ def test_matrices_are_those_that_multiply(tiny_model: Path, tiny_qwen: Path) -> 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_torch_counts_as_many(tiny_qwen: Path, frozen: bool) -> None:
-    """One sequence; every token is predicted. Eager attention multiplies all pairs, also masked ones."""
+    """One sequence in which every token is predicted. Eager attention multiplies masked pairs too."""
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForCausalLM
 

@@ -86,7 +86,7 @@ def test_install_cell_enters_the_clone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The HTML that is shown from now on, as in a notebook."""
+    """Collects the HTML that notebooks display."""
 
     def show(html: str, **kwargs: Any) -> SimpleNamespace:
         pages.append(html)
@@ -138,7 +138,7 @@ def test_a_notebook_runs(
 def test_the_readme_s_script_runs(
     model: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a random model, and with the named one. A trained model has large logits."""
+    """The script runs with a random model and with the named one, because a trained model has large logits."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "SmolLM2-135M-Instruct").symlink_to(tiny_model if model == "tiny" else MODEL)

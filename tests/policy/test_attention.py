@@ -86,7 +86,7 @@ def test_packed_equals_padded(family: str, budget: int, checkpointing: bool, tri
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_packed_is_as_near_to_float32_as_bfloat16_padded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two roundings of the same gradient: neither may be systematically farther off. A quarter allows for luck."""
+    """Both round the same gradient, and neither may be less exact. A margin of a quarter allows for chance."""
     monkeypatch.setattr(attention, "_in_place_from", 0)
     groups = make_groups()
     exact = make_model(family)
@@ -137,7 +137,7 @@ def random_qkv(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def dense(layout: SegmentLayout, window: int | None = None) -> torch.Tensor:
-    """(1, T, 4, 16) by a full visibility matrix, written down from the layout's definition."""
+    """(1, T, 4, 16) attention output by a full visibility matrix, written from the layout's definition."""
     query, key, value = random_qkv(layout.num_tokens)
     segment = [s for s, length in enumerate(layout.lengths) for _ in range(length)]
     before = [sum(layout.lengths[s] for s in seen) for seen in layout.attends_to]
@@ -513,7 +513,7 @@ def test_a_float32_policy_under_autocast_needs_no_scores_on_a_gpu() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_any_other_forward_is_transformers_own(family: str) -> None:
-    """`generate`, padded batches and plain calls of a model that trains on packed rows: as before."""
+    """`generate`, padded batches and plain calls of a model with packed rows work as in transformers."""
     own = make_model(family).eval()
     packed = packed_copy(own)
     ids = torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -71,7 +71,7 @@ def test_a_family_is_trained_or_refused_in_a_line(model_type: str, tmp_path: Pat
     ],
 )
 def test_two_ranks_end_with_the_same_bits_however_they_share(model_type: str, tmp_path: Path) -> None:
-    """States, latent attention and experts under other names, whole and cut by rows."""
+    """Families with states, latent attention and experts with other names, unsharded and under FSDP."""
     model, found = decoder_families.make_model(tmp_path / "model", model_type), []
     for sharding in ("none", "gradients", "fsdp"):
         (tmp_path / sharding).mkdir()

@@ -57,7 +57,7 @@ def _devices(values: Any) -> set[str]:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
-    """`meta` as a GPU with the flash kernel, which computes nothing."""
+    """The `meta` device, faked as a GPU with a flash kernel that computes nothing."""
     own = torch.autocast
     monkeypatch.setattr(
         torch, "autocast", lambda kind, **k: contextlib.nullcontext() if kind == "meta" else own(kind, **k)

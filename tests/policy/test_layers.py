@@ -73,7 +73,7 @@ def test_rows_of_any_length_train_as_before_and_are_compiled_once(backend: str) 
 
 @pytest.mark.gpu
 def test_a_gpu_compiles_once_too() -> None:
-    """bfloat16 and flash attention, in the place where it trains."""
+    """bfloat16 with flash attention, on the training device."""
     device = torch.device("cuda")
     model, rows = make_model(torch.bfloat16).to(device), make_rows(device)
     accumulate_in_float32(model.parameters())

@@ -1,4 +1,4 @@
-"""`colograd export`: the model of a checkpoint, and nothing that goes on with a run."""
+"""`colograd export` writes the model of a checkpoint, without the files that only a resume needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEFT = (
 
 
 def checkpoint(model: Path, step: int = 3) -> Path:
-    """The saved model becomes one, by the files that a run adds."""
+    """Turn the saved model's folder into a checkpoint by adding a run's files."""
     folder = model.rename(model.with_name(f"checkpoint-{step}"))
     for name in LEFT:
         (folder / name).write_text("{}")
@@ -36,7 +36,7 @@ def checkpoint(model: Path, step: int = 3) -> Path:
 @pytest.mark.parametrize("of_the_run", [False, True])
 def test_a_checkpoint_s_model_is_copied_without_the_run_s_state(tmp_path: Path, of_the_run: bool) -> None:
     saved = checkpoint(tiny.make_model(tmp_path / "run" / "model"))
-    for name in ("_journal", "completions"):  # no --checkpoint was given, so the model of the run's folder is exported
+    for name in ("_journal", "completions"):  # the run's folder has these too
         (saved / name).mkdir()
     out = tmp_path / "exported"
     assert cli.main(["export", str(saved.parent if of_the_run else saved), str(out)]) == 0

@@ -91,7 +91,7 @@ def test_one_gpu_plan_names_remedies(qwen: Path, capsys: pytest.CaptureFixture[s
 
 
 def ways_of(capsys: pytest.CaptureFixture[str], model: Path, *flags: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of one GPU's ways by what is on the host, and the sentence below them."""
+    """Rows of the table of host memory for one GPU, and the sentence below the table."""
     cli.main(["plan", "--model", str(model), "--gpus", "1", *flags])
     *lines, last = capsys.readouterr().out.split("\n\n")[3].strip().splitlines()
     return {name.strip(): cells for name, *cells in (line.rsplit(None, 9) for line in lines[1:])}, last
@@ -133,7 +133,7 @@ def test_what_goes_over_the_bus_is_counted(qwen: Path, capsys: pytest.CaptureFix
 
 
 def test_long_rows_of_an_8b_on_one_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """64k tokens in full on 141 GiB, and a QLoRA's 128k on 80."""
+    """64k tokens in full precision fit on 141 GiB, and 128k tokens of a QLoRA on 80 GiB."""
     LlamaConfig(**LLAMA_8B).save_pretrained(tmp_path)
     long = ("--context", "67584", "--completion", "65536", "--max-tokens", "67584")
     ways, _ = ways_of(capsys, tmp_path, "--gpu-memory", "141", *long)

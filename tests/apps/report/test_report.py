@@ -176,7 +176,7 @@ def test_each_wrong_line_alone_is_survived(line: bytes, tmp_path: Path) -> None:
 
 
 class Elements(HTMLParser):
-    """The elements of a page, as a browser would take them."""
+    """Parser that collects a page's elements, as a browser would."""
 
     def __init__(self) -> None:
         super().__init__()

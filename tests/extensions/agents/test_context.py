@@ -15,7 +15,7 @@ from colograd.extensions.agents.tree import TokenTree
 
 
 def kept_whole(form: ChatFormat, wrote: list[int], reply: dict[str, Any]) -> list[int]:
-    """The sampled tokens that lie in a turn's content."""
+    """Sampled tokens inside a turn's content."""
     content, reasoning = reply["content"], reply.get("reasoning", "")
     if len(content) < DISTINCT:
         return []

@@ -29,7 +29,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def rollouts(trainer: Any, agent: Any, **settings: Any) -> list[Rollout]:
-    """Two sessions of an agent."""
+    """Run two sessions of an agent."""
     (group,) = agent_cases.run(trainer, agent, **settings)
     return list(group.rollouts)
 
@@ -97,7 +97,7 @@ def test_an_environment_of_openenv_on_a_server(trainer: Any) -> None:
         letters: int = 0
 
     class Letters(Environment[Guess, Told, State]):
-        """Three guesses; the reward of each is its share of the letters a to m."""
+        """A game with three guesses. A guess's reward is its share of the letters a to m."""
 
         SUPPORTS_CONCURRENT_SESSIONS = True
 

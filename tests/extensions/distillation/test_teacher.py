@@ -49,7 +49,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(folder: Path, teacher: Any, **changes: Any) -> GRPOConfig:
-    """Without the sampler's correction: the rows of these tests were sampled by nobody."""
+    """A configuration without the sampler's correction, because the rows of these tests weren't sampled."""
     given = teacher if isinstance(teacher, dict) else str(teacher)
     settings = {"teacher_model_name_or_path": given, "vllm_importance_sampling_correction": False}
     return tiny.config(folder, **(settings | changes))
@@ -60,7 +60,7 @@ def policy_of(model: Any, folder: Path, peft_config: Any = None) -> Policy:
 
 
 def groups_of(policy: Policy) -> tuple[ScoredGroup, ...]:
-    """Without rewards, and so without advantages."""
+    """Groups without rewards and advantages."""
     found = row_proof._samples(lora.unwrap(policy.model))
     return tuple(dataclasses.replace(group, advantages=torch.zeros(2)) for group in found)
 
@@ -70,7 +70,7 @@ def rows_of(policy: Policy, budget: int = 1000) -> tuple[PackedRow, ...]:
 
 
 def plain_logits(model: Any, row: MicroBatch, temperature: float) -> torch.Tensor:
-    """(N, V) by transformers' own forward of each completion behind its prompt."""
+    """(N, V) logits by transformers' own forward of each completion after its prompt."""
     found = []
     for part in sequences(row):
         ids = torch.cat([part.prompt_ids, part.completion_ids])
@@ -158,7 +158,7 @@ def test_it_goes_with_its_completions_when_a_step_is_packed_again(tiny_model, tm
 
 
 def test_of_several_teachers_each_scores_the_prompts_that_name_it(tiny_model, tmp_path, large) -> None:
-    """In rows that have groups of both and of none, which the term leaves alone."""
+    """Rows have groups of both teachers and groups of none. The term ignores the latter."""
     policy, small = policy_of(tiny_model, tmp_path), tiny.make_model(tmp_path / "small", layers=1)
     config = made(tmp_path, {"big": str(large), "small": str(small)}, distillation_weight=0.5)
     check_teacher(policy, config)
@@ -217,7 +217,7 @@ LORA = {"r": 4, "target_modules": "all-linear"}
 
 
 def an_adapter(base: Path, folder: Path, **changes: Any) -> Path:
-    """One that was trained: other values than a new one's."""
+    """An adapter with random values, as if trained."""
     model = peft.get_peft_model(plain(base), peft.LoraConfig(**(LORA | changes)))
     torch.manual_seed(3)
     with torch.no_grad():
@@ -490,7 +490,7 @@ def trained(
 
 
 def a_taught_model(folder: Path, layers: int = 4) -> Path:
-    """Layers that have learnt which class of eight a token's class is followed by, whatever the prompt."""
+    """A model that has learnt which class of eight follows a token's class, whatever the prompt."""
     path = tiny.make_model(folder, layers=layers, heads=4)
     model = plain(path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -533,7 +533,7 @@ def test_distillation_closes_most_of_the_divergence(tiny_model, tmp_path, closin
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_run_learns_from_several_teachers(tiny_model, tmp_path, closing) -> None:
-    """Two sizes that were taught the same; a checkpoint of the middle goes on bit for bit."""
+    """Two teachers of different sizes learnt the same task. A middle checkpoint resumes bit for bit."""
     teachers = {f"of {layers}": str(a_taught_model(tmp_path / f"teacher-{layers}", layers)) for layers in (3, 4)}
     config = tiny.config(
         tmp_path / "run", teacher_model_name_or_path=teachers, learning_rate=1e-2, prompts_per_step=8, max_steps=40,

@@ -37,7 +37,7 @@ def build(model: Path, folder: Path, blank: bool = False, **settings: Any) -> VL
 
 
 def generation(engine: VLLMEngine, sampling: Sampling = SAMPLING) -> tuple[list[Any], torch.Tensor, int]:
-    """All completions in order, their log-probabilities, and the engine's steps."""
+    """Generate, and return all completions in order, their log-probabilities, and the engine's steps."""
     steps = 0
 
     def count() -> None:
@@ -97,8 +97,8 @@ def eagle_head(folder: Path, model: Path) -> Path:
 @pytest.mark.slow  # the test above has drafts without a head
 @pytest.mark.engine
 def test_an_eagle_head_drafts_for_a_policy_that_moves(tiny_model: Path, tmp_path: Path) -> None:
-    """Runs with and without it sample the same tokens. Publishing leaves its own weights alone; it shares the policy's
-    embeddings and head. An engine that reads no weights of the policy reads the head's."""
+    """Runs with and without the head sample the same tokens. The head shares the policy's embeddings and output head,
+    and publishing leaves its own weights unchanged."""
     head = eagle_head(tmp_path / "head", tiny_model)
     drafts = {"speculative_config": {"method": "eagle", "model": str(head), "num_speculative_tokens": 2}}
     sampled = []
@@ -181,7 +181,7 @@ def test_a_model_with_a_state_has_no_drafts_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_cuda_graphs_are_captured_for_steps_with_drafts() -> None:
-    """vLLM leaves multiples of a sequence's tokens with drafts, and none above the largest size that it is given."""
+    """vLLM captures only multiples of a sequence's tokens with drafts, up to the largest requested size."""
     assert graph_sizes(4, 4) == [1, 2, 4]
     assert graph_sizes(4, 4, 32, 8) == [8, 16, 24, 32]
     assert graph_sizes(20, 20, 64, 8) == [8, 16, 24, 32, 40, 48, 56, 64]

@@ -63,8 +63,7 @@ def steps(trainer: GRPOTrainer) -> list[dict[str, float]]:
 
 
 def train_and_compare(trainer: GRPOTrainer) -> list[int]:
-    """The bytes of each publish, after which the engine had the policy's weights bit for bit. Sampler and trainer agree
-    about each step's tokens."""
+    """Train, compare engine and policy after each publish and in log-probabilities, return the published bytes."""
     publish, moved = trainer.weights.publish, []
 
     def publish_and_compare(version: int) -> int:
@@ -267,7 +266,7 @@ def test_experts_that_the_engine_packed_away_are_an_error_with_the_reason(models
 
 @pytest.mark.engine
 def test_mixture_is_built_beside_a_dense_model(models, tiny_model: Path, tmp_path: Path) -> None:
-    """vLLM makes its groups of ranks once per process, and a dense model's have none for experts."""
+    """vLLM creates process groups once per process, and a dense model's have none for experts."""
     from colograd.runtime import process
 
     process.prepare_ranks()

@@ -1,4 +1,4 @@
-"""FSDP2: the weights of one rank, in a share of its memory; and a failure on one rank is all ranks', wherever it is."""
+"""FSDP2 gives the weights of one rank, each rank holds a share, and a failure on one rank reaches all ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_alike(expected: torch.Tensor, found: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("case", ["plain", "checkpointing", "kept", "tied"])
 def test_steps_leave_the_weights_of_one_rank(one, several, folder, case) -> None:
-    """With activations recomputed in the backward, and with weights kept until then, too."""
+    """Activations may be recomputed, and gathered weights may stay until the backward."""
     check_alike(moved(folder, case, 1), moved(folder, case, len(several)))
     assert len({rank[name]["weights"] for rank in several for name in ("plain", "checkpointing", "kept")}) == 1
     assert several[0]["tied"]["weights"] != several[0]["plain"]["weights"]

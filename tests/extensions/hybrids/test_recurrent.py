@@ -131,7 +131,7 @@ def test_compiled_layers_leave_them_as_they_are() -> None:
 
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_turns_go_on_from_one_another(kind: str) -> None:
-    """A conversation's segments see all before them; the second turn has one token."""
+    """A segment of a conversation sees all segments before it. The second turn has one token."""
     model = packed_model(kind)
     layout = SegmentLayout((6, 1, 4, 3), ((), (0,), (0, 1), (0, 1)))
     ids = torch.arange(3, 17)[None]

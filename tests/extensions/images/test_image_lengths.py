@@ -54,7 +54,7 @@ def rows(count: int = 8) -> Dataset:
 
 
 def counting(rules: PromptRules, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many images the processor gets, in the order of its calls."""
+    """Return a list that gets an entry for each row whose images are read."""
     seen: list[int] = []
     assert rules.reader is not None
     read = ImageReader.read

@@ -259,7 +259,7 @@ def test_towers_that_see_a_picture_at_once_keep_transformers_own(monkeypatch: py
 @pytest.mark.parametrize("checkpointing", [0, 1])
 @pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
 def test_a_tower_s_activations_are_estimated(family: str, checkpointing: int) -> None:
-    """Roughly: its layers are counted as a decoder's."""
+    """The estimate is rough: the tower's layers are counted like a decoder's."""
     model, _ = tiny_images.random_model(family)
     tower, seen = Tower.of(model), tiny_images.made_up(model, family, 3).images
     assert tower is not None and tower.patches == 4 and tower.shape.layers == 2
@@ -344,7 +344,7 @@ def test_a_family_trains(
 
 
 def check_log(run: Path, steps: int, images: int) -> None:
-    """Each row of each step has its prompt's pictures, as `datasets` reads them."""
+    """Check that each row of each step has its prompt's pictures, as `datasets` reads them."""
     files = sorted(str(path) for path in (run / "completions").glob("completions_*.parquet"))
     rows = Dataset.from_parquet(files, cache_dir=str(run / "cache"))
     assert len(files) == steps and all(len(row["image"]) == len(row["image_size"]) == images for row in rows)
@@ -476,7 +476,7 @@ def test_a_policy_in_rows_ends_with_the_bits_of_whole_ones(
 @pytest.mark.engine
 @pytest.mark.parametrize("family", ["gemma3_vl", "idefics3", *OTHERS])
 def test_a_policy_in_rows_goes_on_with_the_bits_of_a_run_in_one_go(family: str, tmp_path: Path) -> None:
-    """With activations computed twice; its checkpoint has the names that published ones have."""
+    """FSDP resumes with the bits of an uninterrupted run. Its checkpoint has the names of published ones."""
     model = tiny_images.make_model(tmp_path / "model", family)
 
     def final(folder: str, steps: int, sharding: str) -> bytes:
@@ -523,7 +523,7 @@ def test_a_frozen_tower_is_published_once(tmp_path: Path) -> None:
 
 
 def first_and_last(history: list[dict[str, Any]]) -> tuple[float, float]:
-    """The mean reward of a run's first five steps, and of its last."""
+    """Mean reward of a run's first five steps, and of its last five."""
     rewards = [entry["reward"] for entry in history if "reward" in entry]
     return sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
 

@@ -27,7 +27,7 @@ BFLOAT16: dict[str, Any] = {"model_init_kwargs": {"dtype": "bfloat16"}, "optim":
 
 
 def suppress(folder: Path, tokens: list[int] | None) -> None:
-    """In generations, as published configurations of Gemma 4 have it: vLLM takes them out of the logits."""
+    """Suppress tokens in generations, as Gemma 4's published configurations do. vLLM removes them from the logits."""
     file = folder / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"suppress_tokens": tokens}))
 

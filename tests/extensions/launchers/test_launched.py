@@ -40,7 +40,7 @@ def config(**changes: Any) -> GRPOConfig:
 
 
 def variables(path: Path) -> dict[str, str]:
-    """What `accelerate launch --config_file` sets for a file, by accelerate's own code."""
+    """Variables that `accelerate launch --config_file` sets for a file, by accelerate's own code."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     arguments = launch_command_parser().parse_args(["--config_file", str(path), "--num_processes", "2", "train.py"])

@@ -44,7 +44,7 @@ def test_packed_rows_of_an_adapted_model_equal_padded_ones(tiny_model, changes) 
 
 
 def test_reentrant_checkpoints_give_the_same_gradients(tiny_model, tmp_path) -> None:
-    """Nothing that enters the first layer asks for a gradient: without help the adapter would get none."""
+    """The first layer's input needs no gradient, so without help a reentrant checkpoint gives the adapter none."""
     found = []
     for reentrant in (False, True):
         args = tiny.config(
@@ -273,7 +273,7 @@ def test_a_bfloat16_policy_trains_its_adapter_in_float32(tiny_model, tmp_path) -
 
 
 def test_a_float32_adapter_keeps_a_bfloat16_layers_input_once_and_as_it_is(tiny_model) -> None:
-    """With the same bits. A copy of the model computes with weights of its own, and DoRA as peft does."""
+    """Results have the same bits. A copied model computes with its own weights, and DoRA computes as in peft."""
     model = adapted(tiny_model, torch.bfloat16).train()
     row_proof.choose_rows(model)
     theirs, before = (

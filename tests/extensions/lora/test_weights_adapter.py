@@ -176,7 +176,7 @@ def test_resumed_run_ends_with_the_same_adapter(trained, tiny_model, tmp_path, t
 
 @pytest.fixture
 def probed(monkeypatch) -> list[str]:
-    """Names of the parameters that the engine is shown to read."""
+    """Names of the parameters that `check_read` proves to be read by the engine."""
     names: list[str] = []
     check_read = proof.check_read
 

@@ -103,7 +103,7 @@ class Event:
 
 
 def test_a_few_inputs_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the forward and in the backward; the last layers' own don't move."""
+    """The last layers' inputs stay on the device, and only a few others are there in forward and backward."""
     copies: list[Any] = []
     usual = LayerInputs.copy
     monkeypatch.setattr(LayerInputs, "copy", lambda *given: copies.append(given[3]) or usual(*given))

@@ -30,7 +30,7 @@ class Counting(LayerInputs):
 
 
 class OutOfMemoryOnce(GRPOTrainer):
-    """Runs out of memory in its second step, when gradients are there already."""
+    """A trainer that runs out of memory in its second step, when gradients exist."""
 
     passes = 0
 
@@ -62,7 +62,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Layers' inputs that went to the host."""
+    """Layer inputs that were sent to the host."""
     sent: list[torch.Tensor] = []
     monkeypatch.setattr(layer_inputs, "inputs_on_host", lambda model, _: inputs_on_host(model, Counting(sent)))
     for module in (adamw, host_sums):
@@ -86,7 +86,7 @@ def offloading(monkeypatch: pytest.MonkeyPatch, offloads: bool) -> dict[str, Any
 def test_a_run_with_all_of_it_ends_with_the_same_weights(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: list[torch.Tensor]
 ) -> None:
-    """Clipped, with a reference, and with a step that is packed again after it ran out of memory."""
+    """Gradients are clipped, there is a reference, and a step is packed again after it ran out of memory."""
     family, init, lora = KINDS[kind]
     model = tiny.make_model(tmp_path / "model", family)
 
@@ -117,7 +117,7 @@ def test_a_run_with_all_of_it_ends_with_the_same_weights(
 def test_a_run_is_resumed_with_it_and_without_it(
     dtype: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: list[torch.Tensor]
 ) -> None:
-    """One step in each process: without, with and without again, and the other way round."""
+    """Each process takes one step. Offloading changes from process to process, in both orders."""
 
     def train(folder: str, turns: list[bool], each: int) -> dict[str, torch.Tensor]:
         for turn, offloads in enumerate(turns, start=1):

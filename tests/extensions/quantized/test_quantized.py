@@ -95,7 +95,7 @@ def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def at_start(trained) -> Any:
-    """The engine without the adapter, as it is when the base is proved."""
+    """Set the engine's adapter to zero, as when the base is compared."""
     for slot in trained.weights.slots:
         slot.destination.zero_()
     yield
@@ -168,7 +168,7 @@ def test_a_resumed_run_ends_with_the_same_bits(trained, tiny_model, tmp_path, cl
 @pytest.mark.engine
 @pytest.mark.parametrize("first", [1, 3], ids=["from the model", "from a checkpoint"])
 def test_recorded_steps_are_trained_again_bit_for_bit(first, trained, tiny_model, tmp_path, capfd) -> None:
-    """Without an engine: the base is quantised again to the same values."""
+    """Steps are replayed without an engine. The base is quantised again to the same values."""
     args = config(tmp_path, NF4, beta=0.1, journal="keep", report=False, **tiny.ONE_BY_ONE)
     given = {"train_dataset": tiny.prompts(), "peft_config": adapter(), "reward_funcs": tiny.vowels}
     again = Replayer(replay=Replay(Path(trained.args.output_dir), first, 3), model=str(tiny_model), args=args, **given)
@@ -375,7 +375,7 @@ def test_an_8_bit_layer_has_the_gradient_of_its_dequantised_weight(tiny_qwen, tm
 
 
 def test_the_adapter_and_what_isnt_quantised_keep_their_dtypes(tiny_model, tmp_path) -> None:
-    """Unlike TRL's, which rounds the adapter to bfloat16. Norms stay in the policy's dtype, as in TRL."""
+    """The adapter stays float32 (TRL rounds it to bfloat16). Norms stay in the policy's dtype, as in TRL."""
     model = policy_of(tiny_model, tmp_path, NF4, dtype="bfloat16").model
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert model.dtype == lora.unwrap(model).model.norm.weight.dtype == torch.bfloat16

@@ -306,7 +306,7 @@ def run(model: Path, folder: Path, reward: Any, caplog: pytest.LogCaptureFixture
 
 @contextlib.contextmanager
 def opened(report: Path) -> Iterator[list[str]]:
-    """The alarms at the top of the page that the training wrote, as a browser shows them."""
+    """The alarms at the top of the run's report page, as a browser shows them."""
     if browser.found() is None:
         pytest.skip("all but the page passed: there is no browser")
     with browser.Browser() as page:

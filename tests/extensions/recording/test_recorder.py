@@ -62,7 +62,7 @@ def test_what_json_cannot_say_becomes_its_text() -> None:
 
 
 def test_a_torn_line_is_left_alone_and_the_next_begins_anew(tmp_path: Path) -> None:
-    """A run that was killed in the middle of a line, and goes on."""
+    """The run was killed in the middle of a line and resumed."""
     record = EventLog(tmp_path, pytest.fail)
     record.event("start", step=0)
     record.close()
@@ -285,7 +285,7 @@ def test_what_is_recorded_of_a_step_is_bounded(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def recorded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Rounds of two steps, a group that is solved, an evaluation after step 2, in a folder with a hostile name."""
+    """A recorded run with rounds of two steps, a solved group, an evaluation, and a hostile folder name."""
     folder = tmp_path_factory.mktemp("run")
     changes = {"steps_per_generation": 2, "eval_strategy": "steps", "eval_steps": 2, "logging_steps": 4}
     config = tiny.config(folder, hub_token="hf_abcdefghijklmnopqrstu", **changes)

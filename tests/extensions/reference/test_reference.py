@@ -63,7 +63,7 @@ def filled(reference: Any, rows: Any, temperature: float) -> tuple[PackedRow, ..
 
 @torch.no_grad()
 def plain(model: Path, row: MicroBatch, temperature: float) -> torch.Tensor:
-    """(N,) by transformers' own forward of each completion behind its prompt."""
+    """(N,) log-probabilities by transformers' own forward of each completion after its prompt."""
     own, found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), []
     for part in sequences(row):
         ids = torch.cat([part.prompt_ids, part.completion_ids])
@@ -303,7 +303,7 @@ def trainer_of(model: Path, folder: Path, peft_config: Any = None, **changes: An
 
 @pytest.mark.engine
 def test_every_step_is_held_to_the_checkpoint_that_the_run_started_from(tiny_model, tmp_path, closing, capfd) -> None:
-    """In rounds of several steps, at a temperature, with a policy in the engine's memory, and after memory ran out."""
+    """The run has rounds of several steps, a temperature, shared weights, and a step repeated after memory ran out."""
     trainer = closing(
         trainer_of(
             tiny_model, tmp_path, max_steps=4, steps_per_generation=2, temperature=0.8, learning_rate=1e-2,

@@ -97,7 +97,7 @@ def described(config: GRPOConfig, model: Any, length: int, sequences: int, token
 
 
 def planned(*args: Any, strategy: str = "none", **sizes: Any) -> MemoryPlan:
-    """The plan of a run in these numbers (`described`)."""
+    """Memory plan of a run described by these numbers."""
     run = described(*args, **sizes)
     return plan_or_raise(run, auto(run) if strategy == "auto" else strategy)
 
@@ -107,7 +107,7 @@ def llama(dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 class Cuda(GRPOConfig):
-    """A configuration as it would be on a GPU."""
+    """A configuration that believes it is on a GPU."""
 
     device = torch.device("cuda")  # type: ignore[assignment]
 

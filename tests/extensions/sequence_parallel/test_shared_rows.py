@@ -195,7 +195,7 @@ def test_models_with_undividable_rows_are_named_at_start() -> None:
     ],
 )
 def test_frequencies_that_the_last_position_chooses_are_refused(rope: dict[str, Any]) -> None:
-    """A rank that has the row's first tokens alone would choose others."""
+    """A rank that has only the row's first tokens would choose other frequencies."""
     import row_cases
 
     model = row_cases.PACKED["llama"]()

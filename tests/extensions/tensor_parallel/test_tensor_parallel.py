@@ -200,7 +200,7 @@ def cuts(policy: Part, engine: Part, ranks: int) -> list[dict[str, Slice]]:
 
 
 def rows_of(part: Slice) -> tuple[int, int]:
-    """First row in the policy's parameter, and in the engine's tensor."""
+    """First row of each parameter in the policy and in the engine's tensor."""
     width = part.source.shape[1]
     return part.held.storage_offset() // width, part.destination.storage_offset() // width
 

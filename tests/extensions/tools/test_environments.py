@@ -297,7 +297,7 @@ def test_an_environment_that_is_declared_is_made_in_the_main_thread_and_keeps_it
 
 
 class Mixed:
-    """A connection, and a method that wants the main thread and hides why, as math-verify does."""
+    """An environment with a connection and a method that secretly needs the main thread, as in math-verify."""
 
     made: ClassVar[list[str]] = []
 
@@ -423,7 +423,7 @@ def test_a_factory_may_give_the_same_environment_again() -> None:
 
 
 class Table:
-    """Holds a database connection, which works in the thread that made it alone; as a browser does."""
+    """An environment whose database connection, like a browser, works only in the thread that opened it."""
 
     def __init__(self) -> None:
         self.database = sqlite3.connect(":memory:")
@@ -497,7 +497,7 @@ def test_an_async_tool_can_neither_end_nor_hold_up_the_loop() -> None:
 
 
 class Named:
-    """Says which columns it was given."""
+    """An environment that reports the columns it got."""
 
     def reset(self, **row: Any) -> str:
         return " ".join(sorted(row))

@@ -1,4 +1,4 @@
-"""Whatever a model and its tools write: a turn without calls is text, and an answer that can't be shown is an error."""
+"""Hostile output of models and tools: a turn without calls is text, and an unprintable answer is an error."""
 
 from __future__ import annotations
 

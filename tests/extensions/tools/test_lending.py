@@ -1,4 +1,4 @@
-"""Environments are lent to no more conversations at once than TRL has, and come back when they are scored."""
+"""At most as many environments as in TRL are lent to conversations. They come back after scoring."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OneTurn:
 
 
 class Server(Counter):
-    """One of two servers; counts how many play at once."""
+    """An environment on one of two servers. It counts the episodes that run at once."""
 
     playing: set[str] = set()
     most = 0

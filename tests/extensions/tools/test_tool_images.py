@@ -1,4 +1,4 @@
-"""Tools and environments of models that see: their pictures in rows, in the engine and in the journal."""
+"""Tools and environments with pictures: in training rows, in the engine and in the journal."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_what_a_picture_shows_reaches_what_is_written_behind_it() -> None:
 
 
 class EachTurnCalls(ToolFormat):
-    """Reads a call out of whatever a random model writes."""
+    """A tool format that reads any output of a random model as a call."""
 
     name = "look"
 
@@ -406,7 +406,7 @@ def test_an_environment_shows_pictures_in_the_prompt_and_in_answers(trained: Any
 
 @pytest.mark.engine
 def test_a_picture_behind_an_image_token_that_was_written_is_where_it_belongs(trained: Any) -> None:
-    """The engine's prompt log-probabilities are the trainer's, though vLLM takes any placeholder for a picture's."""
+    """The engine's prompt log-probabilities equal the trainer's, although vLLM sees a picture in any placeholder."""
     trainer = trained[0]
     (group,) = written(trained, Toolbox([look]), "look")[1:2]
     rollout, token = next(r for r in group.rollouts if r.riders), trainer.policy.image_token

@@ -55,7 +55,7 @@ def test_the_coefficient_of_the_entropy_is_the_present_one(tmp_path) -> None:
 
 @pytest.fixture(scope="module")
 def both(tiny_model, tmp_path_factory) -> Any:
-    """A trainer of TRL's, which generates with transformers, and ours of the same arguments."""
+    """TRL's trainer, which generates with transformers, and our trainer with the same arguments."""
     trl = pytest.importorskip("trl")
     folder = tmp_path_factory.mktemp("both")
     given: dict[str, Any] = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 8}
