@@ -38,7 +38,7 @@ PARTS = 8  # of a row: its prompt and its completions, all of one length
 
 
 def cell(model: str, tokens: int, again: bool) -> dict[str, Any]:
-    """Within a process that has the guard: plan and peak, in bytes."""
+    """Planned and peak bytes of one cell. The caller's process must have the fake GPU."""
     import fake_gpu_cases as cases
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

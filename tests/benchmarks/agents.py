@@ -90,7 +90,7 @@ asyncio.run(main())
 
 
 class LightClient:
-    """A process that asks for the programs of this one."""
+    """A client process that sends requests for the programs of this process."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -125,7 +125,7 @@ class LightClient:
 
 
 class Measured:
-    """Runs of one side."""
+    """Measurements of one side's runs."""
 
     def __init__(self, engine: Any) -> None:
         self._steps: list[float] = []
@@ -242,7 +242,7 @@ def medians(runs: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def trees(sessions: int = 16, depth: int = 12) -> dict[str, float]:
-    """Tokens of made-up sessions through the model: of packed trees, and of their branches as rows of their own."""
+    """Tokens of made-up sessions through the model: of packed trees, and of their branches in separate rows."""
     from colograd.batch import FinishReason
     from colograd.extensions.agents.tree import TokenTree
 

@@ -77,7 +77,7 @@ def clock(device: torch.device) -> float:
 
 
 def once(attend: Attention, row: Sequence[torch.Tensor], gradient: torch.Tensor, layout: SegmentLayout) -> Any:
-    """Seconds, bytes kept, and what is computed: the output and the gradients."""
+    """Run forward and backward once. Returns the seconds, the bytes kept, and the output with all gradients."""
     inputs = [x.detach().requires_grad_() for x in row]
     own, kept = {x.untyped_storage().data_ptr() for x in inputs}, {}
 
@@ -140,7 +140,7 @@ def row_of(found: dict[str, Any]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status."""
+    """Measure and print. Return the exit status."""
     options = parse(argv)
     on_gpu = torch.cuda.is_available()
     process.keep_freed_memory()  # as the trainer does

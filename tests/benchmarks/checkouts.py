@@ -83,7 +83,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(part: str, checkout: Path, options: argparse.Namespace) -> Answer:
-    """One part with one checkout, in one process or two of their own."""
+    """Run one part with one checkout, in one process or two."""
     kept = {name: value for name, value in os.environ.items() if name not in (*INHERITED, "COLOGRAD_SINGLE_PROCESS")}
     job = {"part": part, "checkout": checkout, "model": options.model, "steps": options.steps}
     if part in RECIPES:
@@ -146,7 +146,7 @@ def _first_difference(kind: str, found: Any, expected: Any) -> str:
 
 
 def numbers_table(answers: Mapping[str, Sequence[Answer]], differing: set[tuple[str, str]]) -> str:
-    """A row per run: what is the same in all processes."""
+    """A table with a row per run, and whether its numbers are the same in all processes."""
     rows = []
     for name, run in next(iter(answers.values()))[0]["runs"].items():
         same = ["**differ**" if (name, kind) in differing else "same" for kind in ("losses", "completions", "weights")]
@@ -169,7 +169,7 @@ def medians(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare and print; the exit status."""
+    """Compare and print. Return the exit status."""
     options = parse(argv)
     sides = {"before": options.before, "after": options.after}
     print(f"{options.repeats} process(es) of each checkout and part, on {machine()}")

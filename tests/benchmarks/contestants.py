@@ -76,7 +76,7 @@ class Job:
 
 
 def hash_reward(completions: Sequence[Any], signal: Sequence[bool], **columns: Any) -> list[float]:
-    """A number in [0, 1) that differs between different texts; 0.5 for all of a group without a signal."""
+    """A number in [0, 1) per text, different for different texts; 0.5 for a group without signal."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
     digests = [hashlib.blake2b(text.encode(), digest_size=4).digest() for text in texts]
     return [int.from_bytes(d, "big") / 2**32 if s else 0.5 for d, s in zip(digests, signal, strict=True)]
@@ -89,7 +89,7 @@ def _on_gpu() -> bool:
 
 
 class Meter:
-    """Seconds by name, and tokens and forwards through a model's input embedding."""
+    """Adds up seconds by name, and counts tokens and forwards at a model's input embedding."""
 
     def __init__(self) -> None:
         from figures import PeakMemory
@@ -113,7 +113,7 @@ class Meter:
         return time.perf_counter()
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, its seconds added up under ``name``."""
+        """Wrap ``function`` so that its seconds are added under ``name``."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             started = self.now()
@@ -208,7 +208,7 @@ def _our_config(job: Job, **changes: Any) -> Any:
 
 
 def _replayed(job: Job, rows: Any) -> list[Step]:
-    """The training phase of the recorded first step, several times; the first warms up."""
+    """Train the recorded first step several times. The first repetition warms up."""
     from colograd.apps.replaying.replayer import Replay, Replayer
 
     meter, found = Meter(), list[Step]()
@@ -250,7 +250,7 @@ def _our_phases(logs: dict[str, Any]) -> Step:
 
 
 def _recorded_step(seconds: float, cpu_before: float, counted: Step) -> Step:
-    """``cpu_s``: processor seconds of all threads, collating included; other processes hardly change them."""
+    """``cpu_s`` are processor seconds of all threads, collation included. Other processes hardly change them."""
     tokens = counted["tokens_through_model"]
     return {"train_s": seconds, "cpu_s": time.process_time() - cpu_before, "tokens_through_model": tokens}
 
@@ -328,7 +328,7 @@ def run_trl(job: Job) -> dict[str, Any]:
 
 
 def _time_trl(trainer: Any, meter: Meter) -> None:
-    """Time TRL's stages. The log-probabilities it computes while preparing inputs (a second forward) are training."""
+    """Time TRL's stages. TRL's second forward, for log-probabilities while it prepares inputs, counts as training."""
     preparing = False
     prepare, logprobs = trainer._prepare_inputs, trainer._get_per_token_logps_and_entropies
 

@@ -34,7 +34,7 @@ ENGINE = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 2*
 
 
 def settings(folder: str, steps: int, seed: int) -> dict[str, Any]:
-    """Half of the quickstart's batch, in TRL's names."""
+    """Half of the quickstart's batch, under TRL's names."""
     return {
         "output_dir": folder,
         "use_vllm": True,
@@ -62,7 +62,7 @@ def settings(folder: str, steps: int, seed: int) -> dict[str, Any]:
 
 
 def train(trainer: str, model: str, steps: int, seed: int) -> dict[str, Any]:
-    """One run in this process: the mean reward of each step, and the seconds from the first step's begin."""
+    """Train in this process. Returns each step's mean reward, and the seconds from the first step's start on."""
     from colograd.apps.quickstart.quickstart import sums
     from colograd.engine.building import check_vllm, live_weights
     from colograd.rewards import last_number
@@ -97,7 +97,7 @@ def means(run: dict[str, Any]) -> tuple[float, float]:
 
 
 def report(runs: Sequence[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """A Markdown table of pairs, and the figures."""
+    """Return a Markdown table of the pairs, and the figures."""
     pairs = [
         tuple(next(r for r in runs if (r["trainer"], r["seed"]) == (name, seed)) for name in TRAINERS)
         for seed in dict.fromkeys(run["seed"] for run in runs)

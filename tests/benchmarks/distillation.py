@@ -44,7 +44,7 @@ def rewards_of(folder: Path) -> list[float]:
 
 
 def train(way: str, seed: int, steps: int, folder: Path, teacher: Path, more: Sequence[str] = ()) -> list[float]:
-    """A run in a process of its own, with ``more`` settings NAME=VALUE; one that is finished is read."""
+    """Train in a new process with ``more`` settings NAME=VALUE. A finished run is read and not trained again."""
     if not (folder / "trainer_state.json").exists():
         print(f"distillation: {way}, seed {seed}", file=sys.stderr, flush=True)
         given = settings(way, seed, steps, folder, teacher)
@@ -57,7 +57,7 @@ def train(way: str, seed: int, steps: int, folder: Path, teacher: Path, more: Se
 
 
 def steps_to_goal(rewards: Sequence[float]) -> int | None:
-    """The first step that ends `MEAN_OF` steps with a mean reward of `GOAL`; None: it isn't reached."""
+    """The first step that ends `MEAN_OF` steps with a mean reward of `GOAL`, or None if no step does."""
     ends = range(MEAN_OF, len(rewards) + 1)
     return next((end for end in ends if statistics.fmean(rewards[end - MEAN_OF : end]) >= GOAL), None)
 

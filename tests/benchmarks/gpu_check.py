@@ -104,7 +104,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to look at, in a process of its own."""
+    """A check: a benchmark or test that runs in its own process."""
 
     name: str
     command: tuple[str, ...]  # Arguments of the Python interpreter.
@@ -220,7 +220,7 @@ def checks(model: str, recipe: str, device: str) -> list[Check]:
 
 
 def gpu_tests(only_collect: bool) -> tuple[str, ...]:
-    """The tests marked `gpu`. Without the project's own options, which ask for plugins that a machine may lack."""
+    """Run the tests marked `gpu`, without the project's pytest options, because their plugins may be missing."""
     marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu\n" in path.read_text()]
     options = ("-o", "addopts=", "-m", "gpu", "-q", "-p", "no:cacheprovider")
     return ("-m", "pytest", *options, *(["--collect-only"] if only_collect else []), *map(str, marked))
@@ -263,7 +263,7 @@ def tell_training(said: str, figures: Mapping[str, Any]) -> str:
 
 
 def tell_memory(said: str, figures: Mapping[str, Any]) -> str:
-    """Long prompts and completions, which fill the micro-batches that the plan allows."""
+    """Memory with long prompts and completions, which fill the planned micro-batches."""
     parts = (
         f"{figures['peak'][phase] / 1e9:.2f} GB at the peak of {phase}, {figures['planned'][phase] / 1e9:.2f} planned"
         for phase in ("training", "sampling")
@@ -288,7 +288,7 @@ def tell_attention(said: str, figures: Mapping[str, Any]) -> str:
 
 
 def tell_in_place(said: str, figures: Mapping[str, Any]) -> str:
-    """Steps of the training path that copy a prompt's keys, and that read them in place, against the memory plan."""
+    """Steps that copy a prompt's keys, and steps that read the keys in place, compared with the memory plan."""
     turns, plan = figures["in_turns"], figures["planned"]["training"]
     peaks = f"{turns['copied_peak'] / 1e9:.2f} and {turns['in_place_peak'] / 1e9:.2f} GB at the peak"
     return f"keys copied / read in place: {turns['ratio']:.2f} in seconds, {peaks}, {plan / 1e9:.2f} planned in place"
@@ -372,7 +372,7 @@ def on_machine(check: Check, gpus: int) -> Check:
 
 
 def run(check: Check, limit: float, folder: Path) -> Result:
-    """One check, in a process of its own that is gone afterwards."""
+    """Run one check in a process that ends with the check."""
     if why := missing(check):
         return Result(check.name, "skipped", why)
     out, err, figures = (folder / f"{check.stem}.{kind}" for kind in ("out", "err", "json"))
@@ -441,7 +441,7 @@ def digest() -> str:
 
 
 def recorded(path: Path, settings: Mapping[str, Any]) -> dict[str, Result]:
-    """The results of earlier calls, by name; none of another machine, model, or other versions and sizes."""
+    """Results of earlier calls by name, without results of other machines, models, versions or sizes."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         found = json.loads(path.read_text())
         if found["settings"] == json.loads(json.dumps(settings)):
@@ -498,7 +498,7 @@ def look() -> dict[str, Any]:
 
 
 def unfit(device: str, machine: Mapping[str, Any]) -> str:
-    """Why this machine can't be checked as one with a ``device``; empty: it can."""
+    """Why this machine isn't suitable for a ``device``. Empty if it is suitable."""
     if device == "cuda" and not machine["cuda"]:
         return machine["why"] or "torch sees no GPU here: --device cpu (make gpu-check ARGS=...) tries the check itself"
     if device == "cpu" and machine["cuda"]:
@@ -507,7 +507,7 @@ def unfit(device: str, machine: Mapping[str, Any]) -> str:
 
 
 def model_for(options: argparse.Namespace) -> str:
-    """The folder that was named, the quickstart's, or a random model's, which is made."""
+    """Folder of the named model, of the quickstart's model, or of a new random model."""
     if options.model or (options.device == "cuda" and MODEL.is_dir()):
         return str(Path(options.model or MODEL).resolve())
     folder = options.out.resolve() / ("random-smollm2" if options.device == "cuda" else "tiny")
@@ -519,7 +519,7 @@ def model_for(options: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check and write; the exit status."""
+    """Run the checks and write the results. Return the exit status."""
     options = parse(argv)
     started = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the check that runs, too
@@ -543,7 +543,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = [check for check in known if check.name.startswith(begin) or check in others]
 
     def told(results: list[Result], new: Result) -> None:
-        """Write what is found so far: it outlives whatever ends this process."""
+        """Write the results until now, so that they survive the end of this process."""
         print(new.line(), flush=True)
         found = {"settings": settings, "seconds": time.monotonic() - started, "checks": [vars(r) for r in results]}
         aside = out / f"{RESULTS}.partial"

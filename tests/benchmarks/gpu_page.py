@@ -1,4 +1,4 @@
-"""What `gpu_check.py` found, as a Markdown section for docs/measurements.md."""
+"""Results of `gpu_check.py` as a Markdown section for docs/measurements.md."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _checks(results: Sequence[Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    """One cell's text: a bar would end it."""
+    """Text of one table cell. Bars are replaced, because a bar would end the cell."""
     return " ".join(text.split()).replace("|", "/")[:300]
 
 

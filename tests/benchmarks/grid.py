@@ -83,7 +83,7 @@ def report(cells: Sequence[dict[str, Any]], table: Any) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status."""
+    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.quiet_logs(verbose=False)
     from figures import machine, table, write

@@ -155,7 +155,7 @@ def start(contest: Contest, model: Path, folder: Path, limit: float) -> dict[str
 
 
 def last_error(log: str) -> str:
-    """The last line that names an error, but torchrun's own."""
+    """The last line that names an error, except torchrun's own errors."""
     lines = [line.strip() for line in log.splitlines() if "Error: " in line and "ChildFailedError" not in line]
     return lines[-1].split("]: ")[-1][:160] if lines else log[-160:]
 

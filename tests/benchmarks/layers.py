@@ -65,7 +65,7 @@ def make_row(options: argparse.Namespace, seed: int, vocabulary: int, device: to
 
 
 def train(model: Any, row: MicroBatch) -> tuple[float, float, float]:
-    """Seconds and processor seconds of a forward and backward; the mean log-probability."""
+    """Wall and processor seconds of a forward and backward, and the mean log-probability."""
     model.zero_grad()
     if row.input_ids.is_cuda:
         torch.cuda.synchronize()
@@ -120,7 +120,7 @@ def report(results: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status."""
+    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.quiet_logs(verbose=False)
     results = [compare(options, dtype) for dtype in options.dtypes]

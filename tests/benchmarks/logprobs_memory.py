@@ -76,7 +76,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(variant: str, labels: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One forward and backward in this process: bytes beyond inputs and head gradient, and seconds."""
+    """Run one forward and backward in this process. Returns seconds, and bytes beyond inputs and head gradient."""
     if variant == "tiles" and not torch.cuda.is_available():
         process.keep_freed_memory()  # as in a run on a CPU; all logits at once need less without it
     dtype, run, memory = getattr(torch, options.dtype), VARIANTS[variant], PeakMemory()
@@ -98,7 +98,7 @@ def measure(variant: str, labels: int, options: argparse.Namespace) -> dict[str,
 
 
 def measure_apart(variant: str, labels: int, options: argparse.Namespace) -> dict[str, Any]:
-    """`measure` in a process of its own."""
+    """Run `measure` in a new process."""
     command = [sys.executable, __file__, "--variant", variant, "--labels", str(labels), "--dtype", options.dtype]
     command += ["--vocabulary", str(options.vocabulary), "--hidden", str(options.hidden)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -132,7 +132,7 @@ def report(found: dict[str, dict[str, Any]], options: argparse.Namespace) -> str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status."""
+    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.prepare_threads()
     if options.variant:

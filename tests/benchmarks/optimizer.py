@@ -63,7 +63,7 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
 
 
 def contestants(shapes: Sequence[Shape]) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers. Two of a kind share parameters and state, all share the gradients: memory for more models."""
+    """Return the optimizers. Two of a kind share parameters and state, and all share the gradients, to save memory."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     gradients = [torch.randn(shape, device=device) for shape in shapes]
@@ -95,7 +95,7 @@ def step(optimizer: torch.optim.Optimizer) -> float:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the state; step counts, one for each tensor, apart."""
+    """Bytes of the optimizer's state, without the step count of each tensor."""
     return sum(value.nbytes for state in optimizer.state.values() for name, value in state.items() if name != "step")
 
 
@@ -146,7 +146,7 @@ def report(found: dict[str, dict[str, Any]], shapes: Sequence[Shape]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status."""
+    """Measure and print. Return the exit status."""
     options = parse(argv)
     shapes = shapes_of(options)
     found = measure(contestants(shapes), options.steps)

@@ -125,7 +125,7 @@ def phases(steps: Sequence[Step]) -> Step:
 
 
 def rates(steps: Sequence[Step]) -> Step:
-    """Tokens per second over ``steps``; a rate of nothing is left out."""
+    """Tokens per second over ``steps``. Rates of absent phases are left out."""
     pairs = {
         "sampled tok/s of generate": ("train/sampled_tokens", "time/generate"),
         "packed tok/s of train": ("train/packed_tokens", "time/train"),
@@ -151,7 +151,7 @@ def report(median: Step, speed: Step, settings: dict[str, Any], counted: int) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status."""
+    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.quiet_logs(verbose=False)
     process.prepare_ranks()

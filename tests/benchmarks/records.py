@@ -57,7 +57,7 @@ class Record:
 
 
 def trainer_alone(tokens: int, *more: str) -> tuple[str, ...]:
-    """The training path on full-length sequences of ``tokens``, two in a step, each in a row of its own."""
+    """Arguments for the training path with two full-length sequences of ``tokens`` tokens per step, a row each."""
     return (
         "training_path.py", "--prompt-tokens", str(PROMPT), "--completion-tokens", str(tokens - PROMPT),
         "--num-generations", "2", "--prompts-per-step", "1", "--full-length", "--prompt-per-completion", "--set",
@@ -242,7 +242,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def model_for(shape: str, options: argparse.Namespace) -> str:
-    """The folder that was named, else one with random weights, which is made."""
+    """Folder of the named model, or of a new model with random weights."""
     if shape in options.models:
         return str(Path(options.models[shape]).resolve())
     on_cpu = options.device == "cpu"
@@ -312,7 +312,7 @@ def read_measured() -> dict[str, dict[str, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write; the exit status."""
+    """Measure and write. Return the exit status."""
     options = parse(argv)
     if options.page:
         (DOCS / "measurements.md").write_text(page(read_measured()))

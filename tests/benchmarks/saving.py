@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def measure(folder: Path, steps: int, now: bool) -> None:
-    """Train, and print the figures."""
+    """Train and print the figures."""
     process.prepare_ranks()
     from transformers import TrainerCallback
 
@@ -74,7 +74,7 @@ def measure(folder: Path, steps: int, now: bool) -> None:
                 yield dataclasses.replace(group, position=given[group.position].position)
 
     class InTurn(TrainerCallback):
-        """Asks for a checkpoint after every second step."""
+        """A callback that requests a checkpoint after every second step."""
 
         ends: list[tuple[float, float]]  # of steps, by the clock and in processor seconds of all threads
 

@@ -50,7 +50,7 @@ class Stages:
 
 
 def made_up_outputs(options: argparse.Namespace, position: int) -> Any:
-    """One finished request of vLLM's, as `Engine.advance` gets it."""
+    """A finished request in vLLM's output types, as `Engine.advance` gets it."""
     import numpy as np
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -69,7 +69,7 @@ def made_up_outputs(options: argparse.Namespace, position: int) -> Any:
 
 
 def odd_length(completions: list[str], **_: Any) -> list[float]:
-    """A reward that reads each text, and differs within a group."""
+    """A reward function that reads each text and whose values differ within a group."""
     return [float(len(text) % 2) for text in completions]
 
 
@@ -172,7 +172,7 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
 
 
 def run(options: argparse.Namespace, prompts: int) -> dict[str, Any]:
-    """One step in processes of its own."""
+    """Run one step in new processes."""
     with tempfile.TemporaryDirectory() as folder:
         given = vars(options) | {"prompts": prompts, "report": str(Path(folder) / "report.json"), "out": None}
         environment = os.environ | {RANK: json.dumps(given), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

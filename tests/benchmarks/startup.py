@@ -95,7 +95,7 @@ class Clock:
 
 
 class Wrapping(importlib.abc.MetaPathFinder):
-    """Makes stages of functions as soon as their module is there, and ``ends`` of the first generation."""
+    """An import hook that makes stages of functions when their module is loaded, and ends at the first generation."""
 
     def __init__(self, clock: Clock, ends: Callable[..., NoReturn]) -> None:
         self.clock, self.ends = clock, ends

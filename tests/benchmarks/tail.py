@@ -82,7 +82,7 @@ def be_rank(options: argparse.Namespace) -> None:
     steps: list[dict[str, float]] = []
 
     class OfLength:
-        """The engine, with completions of this rank's length."""
+        """The engine, with completions of this rank's fixed length."""
 
         def __init__(self, engine: Any) -> None:
             self.engine = engine
@@ -155,7 +155,7 @@ def overlaps(step: int) -> bool:
 
 
 def take_turns(ranks: subprocess.Popen[bytes], folder: Path, seconds: float) -> None:
-    """Let one of the two ranks run at a time, from when both have built their engines until one is done."""
+    """Let the two ranks run in turns, from the end of both engines' build until one rank is done."""
     notes = [folder / f"{rank}.pid" for rank in range(2)]
 
     def present() -> list[int]:
@@ -208,7 +208,7 @@ def run_ranks(model: str, options: argparse.Namespace) -> tuple[list[dict[bool, 
 
 
 def trained(of_rank: dict[str, float]) -> float:
-    """Seconds of a rank's training, with the forward of the KL term's reference."""
+    """Seconds of a rank's training, including the reference's forward for the KL term."""
     return of_rank["time/train"] + of_rank["time/ref_logprobs"]
 
 
@@ -274,7 +274,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def make_model(folder: Path) -> str:
-    """Random, and so small that two threads sample and train a step in seconds."""
+    """Make a random model that is small enough for two threads to sample and train a step in seconds."""
     sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     import tiny
 

@@ -111,7 +111,7 @@ def made_up(
 
 
 def write_journal(run: Path, config: Any, rows: Any, tokenizer: Any, full_length: bool, same_each_step: bool) -> None:
-    """A journal that has made-up groups for each of the configuration's steps."""
+    """Write a journal with made-up groups for each of the configuration's steps."""
     from colograd.data import PromptRules, tokenize_prompts
     from colograd.rollout.store import RolloutStore
     from colograd.training.recorded_settings import settings_of
@@ -162,7 +162,7 @@ class Watch:
         self.last = now
 
     def sleeping(self, engine: Any) -> Callable[[], None]:
-        """The engine's `sleep`, with a look at the GPU's free memory before and after."""
+        """Wrap the engine's `sleep` to read the GPU's free memory before and after."""
         sleep = engine.sleep
 
         def watched() -> None:
@@ -280,7 +280,7 @@ def planned(trainer: Any) -> dict[str, int]:
 
 
 def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Train; the figures, and what is wrong with them as ``faults``."""
+    """Train. Returns the figures, and problems with them as ``faults``."""
     from colograd.policy.row_proof import TOLERANCE, TOLERANCE_16_BIT
 
     started, watch = time.perf_counter(), Watch()
@@ -322,7 +322,7 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def summary(steps: Sequence[dict[str, Any]], matrices: Matrices | None, peak: float | None) -> dict[str, Any]:
-    """Medians over the counted steps; None where the device's peak or the model's FLOPs are unknown."""
+    """Medians over the counted steps. None if the device's peak or the model's FLOPs are unknown."""
     names = sorted({name for step in steps for name in step if name.startswith("time/")})
     seconds = {name.removeprefix("time/"): statistics.median(step.get(name, 0.0) for step in steps) for name in names}
     tokens, trained = sum(step["tokens"] for step in steps), sum(step["time/train"] for step in steps)
@@ -354,7 +354,7 @@ def in_turns(steps: Sequence[dict[str, Any]], seconds: str) -> dict[str, float]:
 
 
 def faults(found: dict[str, Any], steps: Sequence[dict[str, Any]], on_gpu: bool) -> list[str]:
-    """What is wrong, in sentences."""
+    """Problems with the figures, in sentences."""
     said = []
     for name in ("loss", "grad_norm"):
         values = [step[name] for step in steps if name in step]
@@ -417,7 +417,7 @@ def report(found: dict[str, Any], settings: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status."""
+    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.quiet_logs(verbose=False)
     process.prepare_ranks()

@@ -80,7 +80,7 @@ def change(model: torch.nn.Module) -> None:
 
 
 def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """One way, in this process."""
+    """Measure one way in this process."""
     trainer = make_trainer(options, folder)
     memory = PeakMemory().now()
     sides = [trainer.model, trainer.engine.model]
@@ -111,7 +111,7 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def measure_apart(way: str, options: argparse.Namespace) -> dict[str, Any]:
-    """`measure` in a process of its own."""
+    """Run `measure` in a new process."""
     command = [sys.executable, __file__, "--way", way, "--model", options.model, "--dtype", options.dtype]
     command += ["--publishes", str(options.publishes), *(["--eager"] if options.eager else [])]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -160,7 +160,7 @@ def report(found: dict[str, dict[str, Any]], options: argparse.Namespace) -> str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status."""
+    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.prepare_threads()
     if options.way:
