@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # for the tests and what they start
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # for tests and their child processes
 
 from families import pytest_addoption, pytest_runtest_makereport, pytest_sessionfinish, tried  # noqa: F401
 from model_runner_v2 import pytest_collection_modifyitems  # noqa: F401
@@ -52,10 +52,10 @@ def closing():
 
 @pytest.fixture(scope="session")
 def vllm_imported() -> Iterator[None]:
-    """All that engines import is there, and no collection looks at it again.
+    """Import all modules of the engines, and take their objects out of garbage collection.
 
-    vLLM freezes what it finds at each build and lets go of it at each end, where the objects of 7,000 modules are then
-    searched: half of the time of a trainer that takes a few steps.
+    vLLM freezes all objects when an engine is built and unfreezes them when it ends. Each unfreeze lets the collector
+    search the objects of 7,000 modules: half of the time of a trainer that takes a few steps.
     """
     import launcher
 

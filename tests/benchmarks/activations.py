@@ -1,10 +1,10 @@
-"""The activations that the memory plan expects, beside bytes counted on a GPU that isn't there (helpers/fake_gpu.py).
+"""The memory plan's activations compared with bytes counted on a fake GPU (helpers/fake_gpu.py).
 
     python tests/benchmarks/activations.py [--models 0.5B 7B] [--tokens 1024 8192] [--out F.json]
 
-Qwen2.5's shapes in bfloat16 with all their layers, one packed row: a prompt and seven completions of its length. Per
-cell the peak of a forward and backward beside weights and gradients, in GiB, and plan / counted. "again": with
-gradient_checkpointing. No CUDA, no numbers: a quarter of a minute of a processor per cell.
+Qwen2.5's shapes in bfloat16 with all their layers, one packed row: a prompt and seven completions of its length. Each
+cell has the peak of a forward and backward pass without weights and gradients, in GiB, and plan / counted. "again":
+with gradient_checkpointing. No CUDA, no numbers: a quarter of a minute of a processor per cell.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PARTS = 8  # of a row: its prompt and its completions, all of one length
 
 
 def cell(model: str, tokens: int, again: bool) -> dict[str, Any]:
-    """Within a process that has the guard: plan and peak, in bytes."""
+    """Planned and peak bytes of one cell. The caller's process must have the fake GPU."""
     import fake_gpu_cases as cases
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

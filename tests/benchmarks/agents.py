@@ -1,14 +1,15 @@
-"""What the agents' endpoint costs: sessions that each ask once, beside plain generation with the same engine.
+"""Cost of the agents' endpoint: sessions with one request each, compared with plain generation with the same engine.
 
     python tests/benchmarks/agents.py [--model M] [--sessions 64] [--trials 5] [--clients light openai] [--out F.json]
 
 One engine, in turns, the order changing from trial to trial: `Engine.generate` with a prompt per session, and
-`AgentSessions` whose program asks for as many tokens. Both sample `--tokens` tokens per request. Two clients ask:
+`AgentSessions` whose program requests as many tokens. Both sample `--tokens` tokens per request. Two
+clients:
 
 - `light`: the programs let one other process ask, with nothing but sockets. Its processor seconds are the client's,
   not the endpoint's: they are in the seconds of the clock, for it runs on the same cores, but not in this process's.
 - `openai`: the programs use the `openai` package in this process and share one pool of connections, as the guide's do.
-  So what that package does counts against the endpoint.
+  So the package's own time counts against the endpoint.
 
 The figures are medians over the trials:
 
@@ -17,8 +18,8 @@ The figures are medians over the trials:
 - `steps`, `step_seconds`: of the engine. `other_seconds`: of the clock, outside its steps. Both sides' steps do the
   same work, so that where a step takes longer on one side, the machine was slower meanwhile.
 
-Trees, too: `trees.ratio` is the tokens of made-up sessions' branches as rows of their own over those of the packed
-trees, for a group of 16 sessions of depth 12 with two compactions and three branches behind a long system prompt.
+Trees, too: `trees.ratio` divides the tokens of made-up sessions, each branch in a row of its own, by the tokens of the
+packed trees. A group has 16 sessions of depth 12 with two compactions and three branches behind a long system prompt.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-# A process that sends what it reads, a line each, and prints the answers.
+# Source of the client process. It sends each line that it reads as a request and prints the answers.
 ASK = r"""
 import asyncio, json, sys, time
 
@@ -89,7 +90,7 @@ asyncio.run(main())
 
 
 class LightClient:
-    """A process that asks for the programs of this one."""
+    """A client process that sends requests for the programs of this process."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -124,7 +125,7 @@ class LightClient:
 
 
 class Measured:
-    """Runs of one side."""
+    """Measurements of one side's runs."""
 
     def __init__(self, engine: Any) -> None:
         self._steps: list[float] = []
@@ -241,7 +242,7 @@ def medians(runs: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def trees(sessions: int = 16, depth: int = 12) -> dict[str, float]:
-    """Tokens of made-up sessions through the model: of packed trees, and of their branches as rows of their own."""
+    """Tokens of made-up sessions through the model: of packed trees, and of their branches in separate rows."""
     from colograd.batch import FinishReason
     from colograd.extensions.agents.tree import TokenTree
 

@@ -3,11 +3,11 @@
     python tests/benchmarks/attention.py [--prompts 45 200 800 2000] [--completions 64 512] [--groups 8 16]
         [--dtypes float32 bfloat16] [--heads 9 3 64] [--trials 9] [--out F.json]
 
-On a CPU processor seconds of one thread, on a GPU seconds by its own clock, in turns: milliseconds of the one and of
-the other, the median of the pairs' ratios, and the bytes that the backward keeps beside the row's queries, keys and
-values. Copied is one call per segment on a CPU, and one flash call over gathered keys on a GPU. In bfloat16 on a CPU
-without products of it, there is a third: in place, with torch's own backward. Made-up completions have from an eighth
-of --completions to all of it. Exit status 1 where two disagree.
+On a CPU processor seconds of one thread, on a GPU seconds by its own clock, in turns: milliseconds of both ways, the
+median of the pairs' ratios, and the bytes that the backward keeps in addition to the row's queries, keys and values.
+Copied is one call per segment on a CPU, and one flash call over gathered keys on a GPU. On a CPU without bfloat16
+products there is a third way for bfloat16: in place, with torch's own backward. Made-up completions have between an
+eighth of --completions and --completions tokens. Exit status 1 where two disagree.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from colograd.policy.merged_attention import calls_at_once, calls_one_by_one  # 
 
 ALLOWED = {"float32": 1e-4, "bfloat16": 0.05}  # relative difference of outputs and gradients
 MIB = 2**20
-EVERYTHING = 2**30  # tokens of a window that hides nothing, with which all keys are gathered
+EVERYTHING = 2**30  # tokens of a window that hides nothing; with a window all keys are gathered
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, SegmentLayout], torch.Tensor]
 
 
@@ -77,7 +77,7 @@ def clock(device: torch.device) -> float:
 
 
 def once(attend: Attention, row: Sequence[torch.Tensor], gradient: torch.Tensor, layout: SegmentLayout) -> Any:
-    """Seconds, bytes kept, and what is computed: the output and the gradients."""
+    """Run forward and backward once. Returns the seconds, the bytes kept, and the output with all gradients."""
     inputs = [x.detach().requires_grad_() for x in row]
     own, kept = {x.untyped_storage().data_ptr() for x in inputs}, {}
 
@@ -140,7 +140,7 @@ def row_of(found: dict[str, Any]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status."""
+    """Measure and print. Return the exit status."""
     options = parse(argv)
     on_gpu = torch.cuda.is_available()
     process.keep_freed_memory()  # as the trainer does

@@ -83,7 +83,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(part: str, checkout: Path, options: argparse.Namespace) -> Answer:
-    """One part with one checkout, in one process or two of their own."""
+    """Run one part with one checkout, in one process or two."""
     kept = {name: value for name, value in os.environ.items() if name not in (*INHERITED, "COLOGRAD_SINGLE_PROCESS")}
     job = {"part": part, "checkout": checkout, "model": options.model, "steps": options.steps}
     if part in RECIPES:
@@ -125,7 +125,7 @@ def joined(answers: Sequence[Answer]) -> Answer:
 
 
 def differences(answers: Mapping[str, Sequence[Answer]]) -> Iterator[tuple[str, str, str]]:
-    """What isn't as in the first process of the first side: the run, the kind of number, and the two in words."""
+    """Yield each difference from the first side's first process: the run, the kind of number, and a sentence."""
     first = next(iter(answers.values()))[0]["runs"]
     for side, repeats in answers.items():
         for number, answer in enumerate(repeats, start=1):
@@ -146,7 +146,7 @@ def _first_difference(kind: str, found: Any, expected: Any) -> str:
 
 
 def numbers_table(answers: Mapping[str, Sequence[Answer]], differing: set[tuple[str, str]]) -> str:
-    """A row per run: what is the same in all processes."""
+    """A table with a row per run, and whether its numbers are the same in all processes."""
     rows = []
     for name, run in next(iter(answers.values()))[0]["runs"].items():
         same = ["**differ**" if (name, kind) in differing else "same" for kind in ("losses", "completions", "weights")]
@@ -156,7 +156,7 @@ def numbers_table(answers: Mapping[str, Sequence[Answer]], differing: set[tuple[
 
 
 def medians(answers: Sequence[Answer]) -> dict[str, float]:
-    """Seconds of one side's runs, by what they are of."""
+    """Median seconds of one side's start-up, first step and later steps, by name and clock."""
     found = {}
     for clock in ("processor", "wall"):
         spans = {
@@ -169,7 +169,7 @@ def medians(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare and print; the exit status."""
+    """Compare and print. Return the exit status."""
     options = parse(argv)
     sides = {"before": options.before, "after": options.after}
     print(f"{options.repeats} process(es) of each checkout and part, on {machine()}")

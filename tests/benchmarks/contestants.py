@@ -3,7 +3,7 @@
     python tests/benchmarks/contestants.py JOB.json
 
 The job (see `Job`) is made by side_by_side.py; the figures are written to the job's ``out``. Both trainers get the same
-model folder, prompts, sampling, engine settings and threads; `run_trl` says what TRL needs on a CPU.
+model folder, prompts, sampling, engine settings and threads; the settings that TRL needs on a CPU are in `run_trl`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VARIANTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one process does."""
+    """Input of one process: the trainer, the model, the prompts and all sizes."""
 
     trainer: str  # colograd or trl, or with a variant: see `VARIANTS`
     model: str  # a folder in the compared dtype
@@ -54,8 +54,8 @@ class Job:
     ignore_eos: bool
     plain_malloc: bool
     seed: int
-    rollouts: str  # a folder whose journal has the recorded rollouts, or will have them
-    folder: str  # for what a trainer writes
+    rollouts: str  # Folder of the journal with the recorded rollouts; TRL's job comes first and writes them.
+    folder: str  # Folder of the trainer's outputs.
     out: str
 
     @property
@@ -67,7 +67,7 @@ class Job:
         return self.prompt_tokens + self.completion_tokens
 
     def engine(self) -> dict[str, Any]:
-        """vLLM's settings beyond what TRL sets, for both."""
+        """Settings of vLLM that TRL has no name for. Both trainers get them."""
         on_gpu = _on_gpu()
         return {"kv_cache_memory_bytes": self.kv_bytes, "dtype": self.dtype, "enforce_eager": not on_gpu}
 
@@ -76,7 +76,7 @@ class Job:
 
 
 def hash_reward(completions: Sequence[Any], signal: Sequence[bool], **columns: Any) -> list[float]:
-    """A number in [0, 1) that differs between different texts; 0.5 for all of a group without a signal."""
+    """A number in [0, 1) per text, different for different texts; 0.5 for a group without signal."""
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
     digests = [hashlib.blake2b(text.encode(), digest_size=4).digest() for text in texts]
     return [int.from_bytes(d, "big") / 2**32 if s else 0.5 for d, s in zip(digests, signal, strict=True)]
@@ -89,7 +89,7 @@ def _on_gpu() -> bool:
 
 
 class Meter:
-    """Seconds by name, and tokens and forwards through a model's input embedding."""
+    """Adds up seconds by name, and counts tokens and forwards at a model's input embedding."""
 
     def __init__(self) -> None:
         from figures import PeakMemory
@@ -113,7 +113,7 @@ class Meter:
         return time.perf_counter()
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, its seconds added up under ``name``."""
+        """Wrap ``function`` so that its seconds are added under ``name``."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             started = self.now()
@@ -125,7 +125,7 @@ class Meter:
         return run
 
     def take(self) -> Step:
-        """What was counted since the last call."""
+        """Seconds, tokens and forwards since the last call."""
         taken = {**self.seconds, "tokens_through_model": self.tokens, "forwards": self.forwards}
         self.seconds.clear()
         self.tokens = self.forwards = 0
@@ -208,7 +208,7 @@ def _our_config(job: Job, **changes: Any) -> Any:
 
 
 def _replayed(job: Job, rows: Any) -> list[Step]:
-    """The training phase of the recorded first step, several times; the first warms up."""
+    """Train the recorded first step several times. The first repetition warms up."""
     from colograd.apps.replaying.replayer import Replay, Replayer
 
     meter, found = Meter(), list[Step]()
@@ -250,13 +250,13 @@ def _our_phases(logs: dict[str, Any]) -> Step:
 
 
 def _recorded_step(seconds: float, cpu_before: float, counted: Step) -> Step:
-    """``cpu_s``: processor seconds of all threads, collating included; other processes hardly change them."""
+    """``cpu_s`` are processor seconds of all threads, collation included. Other processes hardly change them."""
     tokens = counted["tokens_through_model"]
     return {"train_s": seconds, "cpu_s": time.process_time() - cpu_before, "tokens_through_model": tokens}
 
 
 def recorded_groups(job: Job) -> list[Any]:
-    """Of the first step, in the order of its prompts."""
+    """Recorded groups of the first step, in the order of its prompts."""
     from datasets import Dataset
     from transformers import AutoTokenizer
 
@@ -328,7 +328,7 @@ def run_trl(job: Job) -> dict[str, Any]:
 
 
 def _time_trl(trainer: Any, meter: Meter) -> None:
-    """Time TRL's stages. The log-probabilities it computes while preparing inputs (a second forward) are training."""
+    """Time TRL's stages. TRL's second forward, for log-probabilities while it prepares inputs, counts as training."""
     preparing = False
     prepare, logprobs = trainer._prepare_inputs, trainer._get_per_token_logps_and_entropies
 
@@ -359,7 +359,7 @@ def _their_phases(counted: Step) -> Step:
 
 
 def _replay(trainer: Any, groups: Sequence[Any]) -> None:
-    """From now on TRL's engine answers with the recorded completions, and isn't updated."""
+    """Let TRL's engine return the recorded completions, and skip its weight updates."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
 
     def generate(prompts: Sequence[Any], **kwargs: Any) -> tuple[Any, ...]:

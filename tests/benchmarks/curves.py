@@ -3,8 +3,8 @@
     python tests/benchmarks/curves.py --seeds 42 1 2 --steps 24 --plot docs/curves.png --json curves.json
 
 Each run is a process of its own; TRL's and ours alternate. Both get one dictionary of TRL's settings (`settings`),
-float32 weights and a float32 engine. What TRL needs on a CPU beside that is in `contestants.run_trl`. Prints a table:
-the mean reward of the last ten steps and of all, and the seconds that the run took without its start.
+float32 weights and a float32 engine. Further settings that TRL needs on a CPU are in `contestants.run_trl`. Prints a
+table: the mean reward of the last ten steps and of all, and the seconds that the run took without its start.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ process.prepare_threads()  # OpenMP reads how to wait when torch is imported
 
 from figures import table  # noqa: E402
 
-LAST = 10  # steps whose mean reward is compared
+LAST = 10  # number of last steps whose mean reward is compared
 TRAINERS = ("trl", "colograd")
 ENGINE = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 2**28}
 
 
 def settings(folder: str, steps: int, seed: int) -> dict[str, Any]:
-    """Half of the quickstart's batch, in TRL's names."""
+    """Half of the quickstart's batch, under TRL's names."""
     return {
         "output_dir": folder,
         "use_vllm": True,
@@ -62,7 +62,7 @@ def settings(folder: str, steps: int, seed: int) -> dict[str, Any]:
 
 
 def train(trainer: str, model: str, steps: int, seed: int) -> dict[str, Any]:
-    """One run in this process: the mean reward of each step, and the seconds from the first step's begin."""
+    """Train in this process. Returns each step's mean reward, and the seconds from the first step's start on."""
     from colograd.apps.quickstart.quickstart import sums
     from colograd.engine.building import check_vllm, live_weights
     from colograd.rewards import last_number
@@ -97,12 +97,12 @@ def means(run: dict[str, Any]) -> tuple[float, float]:
 
 
 def report(runs: Sequence[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """A Markdown table of pairs, and the figures."""
+    """Return a Markdown table of the pairs, and the figures."""
     pairs = [
         tuple(next(r for r in runs if (r["trainer"], r["seed"]) == (name, seed)) for name in TRAINERS)
         for seed in dict.fromkeys(run["seed"] for run in runs)
     ]
-    # of each seed: the last steps' reward, all steps', seconds; TRL's and ours beside each other
+    # Columns of each seed: reward of the last steps, reward of all steps, seconds. TRL's value stands next to ours.
     values = [[v for both in zip(means(t), means(c), strict=True) for v in both] for t, c in pairs]
     values = [[*rewards, t["seconds"], c["seconds"]] for rewards, (t, c) in zip(values, pairs, strict=True)]
     mean = [statistics.fmean(column) for column in zip(*values, strict=True)]

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/distillation.py --seeds 42 1 2 --runs runs/distillation --json distillation.json
 
-The run by rewards is the quickstart's recipe; what it saves with the first seed is the teacher of all others. The
+The run by rewards is the quickstart's recipe; its saved model of the first seed is the teacher of all other runs. The
 distilled runs have the same recipe and seeds, with `distillation_kl: sampled` and `exact`, and the weight of rewards is
 0: they are logged and not trained on. Prints a table: the first step that ends three with a mean reward of 0.8 or more,
 and the mean reward of the last five steps.
@@ -27,7 +27,7 @@ REWARD = "rewards/last_number/mean"
 
 
 def settings(way: str, seed: int, steps: int, folder: Path, teacher: Path) -> dict[str, object]:
-    """Beside the quickstart's recipe."""
+    """Settings that differ from the quickstart's recipe."""
     given = {
         "output_dir": folder, "seed": seed, "max_steps": steps, "save_strategy": "no", "report": False,
         "journal": "off", "log_completions": False,
@@ -44,7 +44,7 @@ def rewards_of(folder: Path) -> list[float]:
 
 
 def train(way: str, seed: int, steps: int, folder: Path, teacher: Path, more: Sequence[str] = ()) -> list[float]:
-    """A run in a process of its own, with ``more`` settings NAME=VALUE; one that is finished is read."""
+    """Train in a new process with ``more`` settings NAME=VALUE. A finished run is read and not trained again."""
     if not (folder / "trainer_state.json").exists():
         print(f"distillation: {way}, seed {seed}", file=sys.stderr, flush=True)
         given = settings(way, seed, steps, folder, teacher)
@@ -57,7 +57,7 @@ def train(way: str, seed: int, steps: int, folder: Path, teacher: Path, more: Se
 
 
 def steps_to_goal(rewards: Sequence[float]) -> int | None:
-    """The first step that ends `MEAN_OF` steps with a mean reward of `GOAL`; None: it isn't reached."""
+    """The first step that ends `MEAN_OF` steps with a mean reward of `GOAL`, or None if no step does."""
     ends = range(MEAN_OF, len(rewards) + 1)
     return next((end for end in ends if statistics.fmean(rewards[end - MEAN_OF : end]) >= GOAL), None)
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: peak memory, the machine, Markdown tables and JSON."""
+"""Helpers of the benchmarks: peak memory, the machine's name, Markdown tables and JSON."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ GB = 1e9  # bytes; figures are in decimal gigabytes
 
 
 class PeakMemory:
-    """Peak bytes of this process since `reset`: on a GPU what torch allocated, else the resident set.
+    """Peak bytes of this process since `reset`: torch's allocated bytes on a GPU, the resident set on a CPU.
 
-    The resident set's peak can be reset on Linux only; elsewhere, and where the kernel refuses, it is that of the whole
-    process (``exact`` is then False).
+    The resident set's peak can be reset on Linux only; where a reset is impossible, the peak since the process started
+    is returned, and ``exact`` is False.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class OwnMemory(threading.Thread):
 
 
 def _status(name: str) -> int:
-    """Bytes of an entry of /proc/self/status; the peak resident set where there is no such file."""
+    """Bytes of an entry of /proc/self/status, or the peak resident set if there is no such file."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -86,13 +86,13 @@ def _cpuinfo() -> list[str]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """A Markdown table, its first columns, which are text, to the left."""
+    """Markdown table. The first columns contain text and are aligned to the left."""
     rule = [*["---"] * text_columns, *["---:"] * (len(header) - text_columns)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
 
 
 def write(path: Path | None, figures: dict[str, Any]) -> None:
-    """The figures as JSON; nothing without a path."""
+    """Write the figures as JSON. Without a path nothing is written."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(figures, indent=2) + "\n")

@@ -1,13 +1,13 @@
-"""All that wants a GPU, with one command: is this machine right, how fast is it, what does it hold.
+"""All that wants a GPU, with one command: is this machine right, how fast is it, and how much fits.
 
     make gpu-check [ARGS="--model M --minutes 9.5 --only doctor publish"]
     python tests/benchmarks/gpu_check.py --device cpu             tiny sizes: does the check itself work?
 
 Each check is a row, in a process of its own that may take LIMIT seconds. One that fails or comes late is a row with its
-error; the others go on. Each row is written when it is there. A call that is killed, or whose --minutes are over, loses
-the row that runs; the next call with the same --out goes on with the missing ones. Needs no network. Writes into --out:
-gpu_check.json, gpu_check.md (a section ready for docs/measurements.md), and each check's output. Exit status 1 if a
-check failed or came late, 2 without such a device, 3 if rows are missing.
+error; the others go on. Each row is written when it is there. A call that is killed, or runs out of --minutes, loses
+only the unfinished row; the next call with the same --out goes on with the missing ones. Needs no network. Writes into
+--out: gpu_check.json, gpu_check.md (a section ready for docs/measurements.md), and each check's output. Exit status 1
+if a check failed or came late, 2 without such a device, 3 if rows are missing.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ ON_CPU = ("as it is", "gradient_checkpointing", "full_determinism")  # enough to
 class Sizes:
     """How much is sampled and trained."""
 
-    prompt: int  # tokens
-    long_prompt: int  # tokens of one, with which copies of its keys would be most of a layer's activations
-    completion: int  # tokens at most
-    group: int  # completions of a prompt
-    prompts: int  # of a step
-    queue: int  # prompts of a generation that is timed
+    prompt: int  # Tokens of a prompt.
+    long_prompt: int  # Tokens of a long prompt. Copies of its keys would be most of a layer's activations.
+    completion: int  # Maximum tokens of a completion.
+    group: int  # Completions per prompt.
+    prompts: int  # Prompts per step.
+    queue: int  # Prompts of a timed generation.
     trials: int
     dtype: str  # in the comparison with TRL
     path: tuple[str, ...] = ()  # more arguments of training_path.py
@@ -104,30 +104,30 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to look at, in a process of its own."""
+    """A check: a benchmark or test that runs in its own process."""
 
     name: str
-    command: tuple[str, ...]  # behind the interpreter
-    seconds: float  # that it should take on an H100, about: with less left of --minutes it isn't begun
-    tell: Callable[[str, dict[str, Any]], str]  # (its stdout, its figures) -> what it found, in a line
-    writes: bool = True  # takes --out F.json
-    needs: str = ""  # a package without which it is skipped
-    gpus: int = 0  # fewer of which it is skipped with
-    lack: str = ""  # why it is skipped on this machine
+    command: tuple[str, ...]  # Arguments of the Python interpreter.
+    seconds: float  # Estimated seconds on an H100. The check isn't started with less left of --minutes.
+    tell: Callable[[str, dict[str, Any]], str]  # (standard output, figures) -> the finding in one line.
+    writes: bool = True  # The command takes --out F.json.
+    needs: str = ""  # Required package. Without it the check is skipped.
+    gpus: int = 0  # Required number of GPUs. With fewer the check is skipped.
+    lack: str = ""  # Reason for skipping the check on this machine.
 
     @property
     def stem(self) -> str:
-        """Of its files."""
+        """File name without suffix for the check's outputs."""
         return "".join(letter if letter.isalnum() else "_" for letter in self.name)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a check."""
+    """Outcome of a check."""
 
     name: str
-    status: str  # ok, failed, late or skipped
-    said: str  # what it found, or its error
+    status: str  # Ok, failed, late or skipped.
+    said: str  # Finding or error.
     seconds: float = 0.0
     limit_s: float = 0.0
     figures: dict[str, Any] = field(default_factory=dict)
@@ -164,7 +164,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def checks(model: str, recipe: str, device: str) -> list[Check]:
-    """All of them, in their order: what must be right first, what is good to know last.
+    """All checks in the order in which they run. Checks that others depend on come first.
 
     Args:
         model: a folder.
@@ -220,14 +220,14 @@ def checks(model: str, recipe: str, device: str) -> list[Check]:
 
 
 def gpu_tests(only_collect: bool) -> tuple[str, ...]:
-    """The tests marked `gpu`. Without the project's own options, which ask for plugins that a machine may lack."""
+    """Run the tests marked `gpu`, without the project's pytest options, because their plugins may be missing."""
     marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu\n" in path.read_text()]
     options = ("-o", "addopts=", "-m", "gpu", "-q", "-p", "no:cacheprovider")
     return ("-m", "pytest", *options, *(["--collect-only"] if only_collect else []), *map(str, marked))
 
 
 def write_recipe(path: Path, model: str) -> None:
-    """What the doctor looks at: the quickstart's task."""
+    """Write the doctor's recipe: the quickstart's task."""
     recipe: dict[str, Any] = {
         "model_name_or_path": model,
         "dataset_name": "colograd.quickstart:sums",
@@ -242,7 +242,7 @@ def write_recipe(path: Path, model: str) -> None:
     path.write_text(json.dumps(recipe, indent=2) + "\n")  # JSON is YAML
 
 
-# -- what they found, in a line each
+# -- each check's finding in one line
 
 
 def last_line(said: str, figures: Mapping[str, Any]) -> str:
@@ -263,7 +263,7 @@ def tell_training(said: str, figures: Mapping[str, Any]) -> str:
 
 
 def tell_memory(said: str, figures: Mapping[str, Any]) -> str:
-    """Long prompts and completions, which fill the micro-batches that the plan allows."""
+    """Memory with long prompts and completions, which fill the planned micro-batches."""
     parts = (
         f"{figures['peak'][phase] / 1e9:.2f} GB at the peak of {phase}, {figures['planned'][phase] / 1e9:.2f} planned"
         for phase in ("training", "sampling")
@@ -288,7 +288,7 @@ def tell_attention(said: str, figures: Mapping[str, Any]) -> str:
 
 
 def tell_in_place(said: str, figures: Mapping[str, Any]) -> str:
-    """Steps of the training path that copy a prompt's keys, and that read them in place, against the memory plan."""
+    """Steps that copy a prompt's keys, and steps that read the keys in place, compared with the memory plan."""
     turns, plan = figures["in_turns"], figures["planned"]["training"]
     peaks = f"{turns['copied_peak'] / 1e9:.2f} and {turns['in_place_peak'] / 1e9:.2f} GB at the peak"
     return f"keys copied / read in place: {turns['ratio']:.2f} in seconds, {peaks}, {plan / 1e9:.2f} planned in place"
@@ -314,7 +314,7 @@ def tell_side_by_side(said: str, figures: Mapping[str, Any]) -> str:
 
 
 def markdown(said: str) -> str:
-    """What a benchmark printed, from the sentence above its first table on."""
+    """Cut a benchmark's Markdown out of its standard output, from the sentence above the first table on."""
     lines = said.splitlines()
     first = next((index for index, line in enumerate(lines) if line.startswith("| ")), len(lines))
     return "\n".join(lines[max(first - 2, 0) :]) if first < len(lines) else ""
@@ -360,19 +360,19 @@ def run_all(
 
 
 def missing(check: Check) -> str:
-    """What isn't there that it needs; empty: nothing."""
+    """Why a check can't run on this machine: a missing package or too few GPUs. Empty if nothing is missing."""
     if check.needs and importlib.util.find_spec(check.needs) is None:
         return f"{check.needs} isn't installed"
     return check.lack
 
 
 def on_machine(check: Check, gpus: int) -> Check:
-    """The check, which says so where it needs more GPUs than there are."""
+    """Return the check, with a reason in ``lack`` if it needs more GPUs than the machine has."""
     return dataclasses.replace(check, lack=f"it needs {check.gpus} GPUs") if gpus < check.gpus else check
 
 
 def run(check: Check, limit: float, folder: Path) -> Result:
-    """One check, in a process of its own that is gone afterwards."""
+    """Run one check in a process that ends with the check."""
     if why := missing(check):
         return Result(check.name, "skipped", why)
     out, err, figures = (folder / f"{check.stem}.{kind}" for kind in ("out", "err", "json"))
@@ -413,7 +413,7 @@ def execute(command: Sequence[str], limit: float, out: Path, err: Path) -> int |
 
 
 def sentence(check: Check, result: Result, said: str, complained: str, status: int | None) -> str:
-    """What a check found, or why it found nothing."""
+    """The finding of a check in one line, or the reason of its failure."""
     if status is None:
         return f"still running after {result.limit_s:.0f} s, at last: {last_line(complained, {})}"
     if status:
@@ -426,14 +426,14 @@ def sentence(check: Check, result: Result, said: str, complained: str, status: i
 
 
 def reason(complained: str) -> str:
-    """The line that says why a check failed: the first error in what it wrote, as further ones follow from it."""
+    """The line that explains a failed check: the first error in its output, because later errors follow from it."""
     found = (re.findall(pattern, complained, re.MULTILINE) for pattern in REASONS)
     return next((lines[0] for lines in found if lines), last_line(complained, {}))
 
 
 @functools.cache
 def digest() -> str:
-    """Of the project's code and of the benchmarks."""
+    """Short hash of the project's code and of the benchmarks. Results are kept with it."""
     found = hashlib.blake2b(digest_size=4)
     for path in sorted([*(ROOT / "colograd").rglob("*.py"), *HERE.glob("*.py")]):
         found.update(path.read_bytes())
@@ -441,7 +441,7 @@ def digest() -> str:
 
 
 def recorded(path: Path, settings: Mapping[str, Any]) -> dict[str, Result]:
-    """The results of earlier calls, by name; none of another machine, model, or other versions and sizes."""
+    """Results of earlier calls by name, without results of other machines, models, versions or sizes."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         found = json.loads(path.read_text())
         if found["settings"] == json.loads(json.dumps(settings)):
@@ -450,21 +450,21 @@ def recorded(path: Path, settings: Mapping[str, Any]) -> dict[str, Result]:
 
 
 def read(figures: Path) -> dict[str, Any]:
-    """What a check wrote, if it did: one that was ended may have been writing."""
+    """Read a check's figures. Empty if there are none, or if the check was killed while it wrote them."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads(figures.read_text())  # type: ignore[no-any-return]
     return {}
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """End a check and what it has started: workers may hold memory of the GPU that the next check needs."""
+    """Kill a check and its process group, because its workers may hold GPU memory that the next check needs."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def environment() -> dict[str, str]:
-    """Of a check: one rank, this checkout's package, and no waiting for a network."""
+    """Environment of a check: one rank, this checkout's package, and no network."""
     from colograd.runtime.process import RANK_VARIABLES
 
     kept = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
@@ -488,7 +488,7 @@ print(json.dumps({**found, "versions": versions("trl")}))
 
 
 def look() -> dict[str, Any]:
-    """At the machine, from another process: this one mustn't take memory of the GPU."""
+    """Look at the machine from another process, because this process must not take memory of the GPU."""
     paths = os.pathsep.join([str(HERE), environment()["PYTHONPATH"]])
     command = [sys.executable, "-c", LOOK]
     done = subprocess.run(
@@ -498,7 +498,7 @@ def look() -> dict[str, Any]:
 
 
 def unfit(device: str, machine: Mapping[str, Any]) -> str:
-    """Why this machine can't be checked as one with a ``device``; empty: it can."""
+    """Why this machine isn't suitable for a ``device``. Empty if it is suitable."""
     if device == "cuda" and not machine["cuda"]:
         return machine["why"] or "torch sees no GPU here: --device cpu (make gpu-check ARGS=...) tries the check itself"
     if device == "cpu" and machine["cuda"]:
@@ -507,7 +507,7 @@ def unfit(device: str, machine: Mapping[str, Any]) -> str:
 
 
 def model_for(options: argparse.Namespace) -> str:
-    """The folder that was named, the quickstart's, or a random model's, which is made."""
+    """Folder of the named model, of the quickstart's model, or of a new random model."""
     if options.model or (options.device == "cuda" and MODEL.is_dir()):
         return str(Path(options.model or MODEL).resolve())
     folder = options.out.resolve() / ("random-smollm2" if options.device == "cuda" else "tiny")
@@ -519,7 +519,7 @@ def model_for(options: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check and write; the exit status."""
+    """Run the checks and write the results. Return the exit status."""
     options = parse(argv)
     started = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the check that runs, too
@@ -543,7 +543,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = [check for check in known if check.name.startswith(begin) or check in others]
 
     def told(results: list[Result], new: Result) -> None:
-        """Write what is found so far: it outlives whatever ends this process."""
+        """Write the results until now, so that they survive the end of this process."""
         print(new.line(), flush=True)
         found = {"settings": settings, "seconds": time.monotonic() - started, "checks": [vars(r) for r in results]}
         aside = out / f"{RESULTS}.partial"

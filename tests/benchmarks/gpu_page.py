@@ -1,4 +1,4 @@
-"""What `gpu_check.py` found, as a Markdown section for docs/measurements.md."""
+"""Results of `gpu_check.py` as a Markdown section for docs/measurements.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ UNKNOWN = "-"
 
 
 def page(settings: Mapping[str, Any], results: Sequence[Any]) -> str:
-    """The section: all checks, the training path with and without its options, and what benchmarks printed.
+    """The section: all checks, the training path with and without its options, and the benchmarks' tables.
 
     Args:
         results: `gpu_check.Result`s.
@@ -44,12 +44,12 @@ def _checks(results: Sequence[Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    """One cell's text: a bar would end it."""
+    """Text of one table cell. Bars are replaced, because a bar would end the cell."""
     return " ".join(text.split()).replace("|", "/")[:300]
 
 
 def _training(results: Sequence[Any]) -> list[str]:
-    """A row for each run of the training path, with what it held beside what was planned."""
+    """Table rows of the training path's runs: measured memory next to planned memory."""
     runs = [(result.name.removeprefix("path, "), result.figures) for result in results if "flops" in result.figures]
     if not runs:
         return []

@@ -40,7 +40,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def rows_per_microbatch(completions: int, length: int, tokens: int) -> int:
-    """The largest divisor of the step's ``completions`` whose rows of ``length`` have at most ``tokens`` tokens."""
+    """Rows per micro-batch: the largest divisor of ``completions`` with which the rows have at most ``tokens``."""
     fitting = [n for n in range(1, completions + 1) if completions % n == 0 and n * length <= tokens]
     return max(fitting, default=1)
 
@@ -83,7 +83,7 @@ def report(cells: Sequence[dict[str, Any]], table: Any) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status."""
+    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.quiet_logs(verbose=False)
     from figures import machine, table, write

@@ -27,7 +27,7 @@ FACTORS = {"tokens": (1, 4, 16), "prompts": (1, 4), "completions": (0.5, 1, 2, 4
 
 
 def cases(options: argparse.Namespace) -> list[dict[str, int]]:
-    """Sizes of the steps: the first is the smallest of all, then one size grows at a time."""
+    """Sizes of the steps. The first step is the smallest, then one size grows at a time."""
     base = {name: getattr(options, name) for name in FACTORS}
     return [base | {name: round(factor * base[name])} for name, factors in FACTORS.items() for factor in factors]
 
@@ -47,7 +47,7 @@ def host_step(sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def moves(ranks: int, groups: int, seed: int = 0) -> dict[str, Any]:
-    """Plan one step's groups on so many ranks: milliseconds, and the most groups that a rank sends and receives."""
+    """Plan one step on ``ranks`` ranks: milliseconds, and the most groups that a rank sends and receives."""
     draw = random.Random(seed)
     costs = [[draw.lognormvariate(0.0, 0.6) for _ in range(groups)] for _ in range(ranks)]
     before = time.process_time()

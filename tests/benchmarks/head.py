@@ -48,7 +48,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def load(path: Path) -> ModuleType:
-    """Load another version of the module, into this checkout's package."""
+    """Load a different version of the module into this checkout's package."""
     spec = importlib.util.spec_from_file_location("colograd.policy.other_head", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -58,7 +58,7 @@ def load(path: Path) -> ModuleType:
 
 
 def make(module: Any, options: argparse.Namespace, backward: bool) -> Run:
-    """Return one version's pass over inputs that are the same for all."""
+    """Return one version's pass over inputs that are the same for all versions."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype, generator = getattr(torch, options.dtype), torch.Generator().manual_seed(0)
     sizes = {"hidden": (options.labels, options.hidden), "weight": (options.vocabulary, options.hidden)}

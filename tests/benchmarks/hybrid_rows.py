@@ -57,7 +57,7 @@ def make_model(options: argparse.Namespace) -> Any:
 
 
 def make_group(options: argparse.Namespace) -> ScoredGroup:
-    """Completions of a half to the whole of the longest one's tokens."""
+    """Make a group whose completions have between half of the longest length and the longest length."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(count: int) -> array[int]:

@@ -71,7 +71,7 @@ def jpeg(width: int, height: int) -> bytes:
 
 
 def milliseconds(times: int, *calls: Callable[[], Any]) -> list[float]:
-    """Processor time of each call, one after the other ``times`` times."""
+    """Mean processor milliseconds of each call over ``times`` repetitions."""
     taken = [0.0 for _ in calls]
     for _ in range(times):
         for index, call in enumerate(calls):

@@ -1,4 +1,4 @@
-"""What the journal of a large step costs: bytes per token, speed, memory, and what it takes of the rank's own time.
+"""Cost of a large step's journal: bytes per token, speed, memory, and seconds of the rank's main thread.
 
     python tests/benchmarks/journal.py --prompts 256 --completions 16 --tokens 8192
 

@@ -4,13 +4,13 @@
 
 Makes a random Llama of 17 M parameters a layer in bfloat16, and starts GRPO on it, engines included, one run after
 another: unsharded on one rank without a limit, and with it; with it and the optimizer's state, gradients and layers'
-inputs in host memory; cut by FSDP2 on several ranks with the limit, each with an engine; likewise with one engine over
-all ranks; and in the layout of that engine (`tensor`). `--runs` takes those alone whose names begin so.
+inputs in host memory; cut by FSDP2 on several ranks with the limit, each with an engine; then with one engine over all
+ranks; and in the layout of that engine (`tensor`). `--runs` selects runs by the beginning of their names.
 
-The limit is the system's (RLIMIT_DATA): it bounds what memory of its own each process may have, be it used or not.
-Pages for what a GPU keeps on its host are shared ones, which aren't counted: so the limit is in the GPU's place, and
-the run is told that it isn't on a CPU, where nothing would be offloaded. Prints what each rank used of such memory at
-its peak, and how each run ended; exit status 1 unless only the limited one on one rank that offloads nothing failed.
+The limit is the system's (RLIMIT_DATA): it bounds the private memory of each process, used or not. The limit doesn't
+count shared memory, where offloaded data lies. So the limit stands for a GPU's memory. The run is made to believe that
+it has a GPU, because a CPU run offloads nothing. Prints each rank's peak of private memory, and how each run ended;
+exit status 1 unless only the limited one on one rank that offloads nothing failed.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def reward_by_length(completions: Sequence[Any], **_: Any) -> list[float]:
 
 
 def make_model(folder: Path, layers: int) -> int:
-    """Its parameters."""
+    """Save a random model and return its number of parameters."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -137,7 +137,7 @@ def settings_of(contest: Contest, model: Path, folder: Path) -> dict[str, Any]:
 
 
 def start(contest: Contest, model: Path, folder: Path, limit: float) -> dict[str, Any]:
-    """Run it to its end; what its ranks said of themselves."""
+    """Run it to its end and return its ranks' reports."""
     folder.mkdir()
     (folder / "settings.json").write_text(json.dumps(settings_of(contest, model, folder)))
     environment = os.environ | {
@@ -155,7 +155,7 @@ def start(contest: Contest, model: Path, folder: Path, limit: float) -> dict[str
 
 
 def last_error(log: str) -> str:
-    """The last line that names an error, but torchrun's own."""
+    """The last line that names an error, except torchrun's own errors."""
     lines = [line.strip() for line in log.splitlines() if "Error: " in line and "ChildFailedError" not in line]
     return lines[-1].split("]: ")[-1][:160] if lines else log[-160:]
 

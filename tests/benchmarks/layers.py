@@ -1,10 +1,10 @@
-"""A packed row's forward and backward as the model is and with torch_compile, in turns, and what compiling takes.
+"""A packed row's forward and backward, eager and with torch_compile, in turns, and the seconds of compiling.
 
     python tests/benchmarks/layers.py [--model M] [--dtypes float32 bfloat16] [--rows 6] [--out F.json]
 
-Each row is one group with made-up tokens, of another length each time. Medians over the rows, the first of which isn't
-counted; its seconds beyond the median are those of compiling. Set TORCHINDUCTOR_CACHE_DIR to an empty folder for those
-of a cold cache. Exit status 1 if the losses differ, or if a later row compiles something.
+Each row is one group with made-up tokens, of another length each time. Medians over the rows without the first row; the
+first row's seconds beyond the median are the compile time. Set TORCHINDUCTOR_CACHE_DIR to an empty folder to measure
+compiling with a cold cache. Exit status 1 if the losses differ, or if a later row compiles something.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def make_row(options: argparse.Namespace, seed: int, vocabulary: int, device: to
 
 
 def train(model: Any, row: MicroBatch) -> tuple[float, float, float]:
-    """Seconds and processor seconds of a forward and backward; the mean log-probability."""
+    """Wall and processor seconds of a forward and backward, and the mean log-probability."""
     model.zero_grad()
     if row.input_ids.is_cuda:
         torch.cuda.synchronize()
@@ -79,7 +79,7 @@ def train(model: Any, row: MicroBatch) -> tuple[float, float, float]:
 
 
 def compare(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
-    """Of one dtype."""
+    """Time both variants in one dtype."""
     from torch._dynamo.utils import counters
     from transformers import AutoModelForCausalLM
 
@@ -120,7 +120,7 @@ def report(results: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status."""
+    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.quiet_logs(verbose=False)
     results = [compare(options, dtype) for dtype in options.dtypes]

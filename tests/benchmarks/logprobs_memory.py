@@ -1,10 +1,10 @@
-"""What log-probabilities with their backward need in memory, beyond the hidden states and the head's own gradient.
+"""Memory of log-probabilities and their backward, beyond the hidden states and the head's own gradient.
 
     python tests/benchmarks/logprobs_memory.py [--labels 8192] [--vocabulary 151936] [--hidden 896] [--out F.json]
 
 Compares `colograd.logprobs` with all logits at once in float32, each in a process of its own. The latter is measured
-with as many labels as fit (--full-labels), and scaled to --labels: all of what it needs grows with them. Prints a
-Markdown table. Exit status 1 if ours needs more than --limit gigabytes (10**9 bytes).
+with as many labels as fit (--full-labels), and scaled to --labels: its memory grows in proportion to the labels. Prints
+a Markdown table. Exit status 1 if ours needs more than --limit gigabytes (10**9 bytes).
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--limit", type=float, default=0.3, help="gigabytes that ours may need (0.3)")
     parser.add_argument("--out", type=Path, metavar="F.json", help="write the figures as JSON")
-    parser.add_argument("--variant", choices=tuple(VARIANTS), help=argparse.SUPPRESS)  # what a child measures
+    parser.add_argument("--variant", choices=tuple(VARIANTS), help=argparse.SUPPRESS)  # for child processes
     return parser.parse_args(argv)
 
 
 def measure(variant: str, labels: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One forward and backward in this process: bytes beyond inputs and head gradient, and seconds."""
+    """Run one forward and backward in this process. Returns seconds, and bytes beyond inputs and head gradient."""
     if variant == "tiles" and not torch.cuda.is_available():
         process.keep_freed_memory()  # as in a run on a CPU; all logits at once need less without it
     dtype, run, memory = getattr(torch, options.dtype), VARIANTS[variant], PeakMemory()
@@ -98,7 +98,7 @@ def measure(variant: str, labels: int, options: argparse.Namespace) -> dict[str,
 
 
 def measure_apart(variant: str, labels: int, options: argparse.Namespace) -> dict[str, Any]:
-    """`measure` in a process of its own."""
+    """Run `measure` in a new process."""
     command = [sys.executable, __file__, "--variant", variant, "--labels", str(labels), "--dtype", options.dtype]
     command += ["--vocabulary", str(options.vocabulary), "--hidden", str(options.hidden)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -106,7 +106,7 @@ def measure_apart(variant: str, labels: int, options: argparse.Namespace) -> dic
 
 
 def full_figures(options: argparse.Namespace) -> dict[str, Any]:
-    """What all logits at once need: measured, or from the line through two smaller measurements."""
+    """Memory of all logits at once: measured, or extrapolated from two smaller measurements."""
     most = min(options.full_labels, options.labels)
     large = measure_apart("full", most, options)
     if most == options.labels:
@@ -132,7 +132,7 @@ def report(found: dict[str, dict[str, Any]], options: argparse.Namespace) -> str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status."""
+    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.prepare_threads()
     if options.variant:

@@ -1,14 +1,14 @@
-"""What one rank exchanges in a step among many, and what their number costs its host: counted without the others.
+"""Bytes that one rank of many exchanges in a step, and the host's cost of their number: counted without the others.
 
     python tests/benchmarks/many_ranks.py [--model 8B] [--engine 8] [--ranks 64,256,1024] [--tokens 16384] [--rows 2]
         [--out F.json]
 
-torch's fake process group stands for the other ranks: what a collective is given goes nowhere, and nobody is waited
-for. Weights, activations and gradients have shapes and no numbers (`FakeTensorMode`), so that any model fits. One
-rank's policy is cut as vLLM cuts Llama among the ranks of an engine, and goes forward and backward over packed rows,
-with the product's own strategies. Each call of a collective is counted, with the bytes of the tensor that all its ranks
-have, and by whether the ranks are of one engine. The groups that are made at start are counted and timed. Nothing of a
-network is seen, nor of how long a step takes.
+torch's fake process group stands for the other ranks: collectives send nothing and wait for nobody. Weights,
+activations and gradients have shapes and no numbers (`FakeTensorMode`), so that any model fits. One rank's policy is
+cut as vLLM cuts Llama among the ranks of an engine, and goes forward and backward over packed rows, with the product's
+own strategies. Each call of a collective is counted, with the bytes of the tensor that all its ranks have, and by
+whether the ranks are of one engine. The groups that are made at start are counted and timed. Nothing of a network is
+seen, nor of how long a step takes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from colograd.runtime import registry  # noqa: E402
 from colograd.sharding import buckets  # noqa: E402
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32  # noqa: E402
 
-# Of Llama 3.1: hidden and inner size, layers, heads, key-value heads.
+# Llama 3.1's hidden and inner size, layers, attention heads and key-value heads.
 MODELS = {"8B": (4096, 14336, 32, 32, 8), "70B": (8192, 28672, 80, 64, 8)}
 VOCABULARY = 128256
 SHAPE = (1024, 1024, 7)  # tokens of a prompt and of a completion, and completions per group
@@ -91,7 +91,7 @@ class Counted:
 
 
 def part_of(name: str, shape: tuple[int, ...], place: int, ranks: int, keys: int) -> Shard:
-    """As vLLM's rank at ``place`` has it. (The vocabulary is a multiple of 64 times 8 here.)"""
+    """Shape that vLLM's rank at ``place`` has of a parameter. (The vocabulary is a multiple of 64 times 8 here.)"""
     layer = name.split(".")[-2]
     if layer in ("o_proj", "down_proj"):
         own = shape[1] // ranks
@@ -104,7 +104,7 @@ def part_of(name: str, shape: tuple[int, ...], place: int, ranks: int, keys: int
 
 
 def one_step(way: str, options: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """What the first of ``ranks`` exchanges."""
+    """Bytes and calls that the first of ``ranks`` exchanges in one step."""
     hidden, inner, layers, heads, keys = MODELS[options.model]
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,

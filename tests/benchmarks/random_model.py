@@ -20,14 +20,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SMOLLM2 = "smollm2-135m"
-# As in the models' own config.json, but for the context, which is long enough for what is measured.
+# Shapes from the models' own config.json. Only the context may be longer.
 SHAPES: Mapping[str, Mapping[str, object]] = {
     SMOLLM2: {
         "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
         "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192,
         "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
     },
-    "smollm2-2-layers": {  # its layers, with next to no head: for what differs within a layer
+    "smollm2-2-layers": {  # two layers of SmolLM2 and a tiny head, to compare layers
         "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 2,
         "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 512, "max_position_embeddings": 8192,
         "tie_word_embeddings": True, "rms_norm_eps": 1e-5,

@@ -1,4 +1,4 @@
-"""Published figures, and ours beside them: each row of docs/measurements.md has a command, and this runs it.
+"""Published figures next to ours: each row of docs/measurements.md has a command, and this runs it.
 
     make records [ARGS="--only prime-rl --hours 1"]
     python tests/benchmarks/records.py --device cpu               a tiny form of each row: does the row itself work?
@@ -37,7 +37,7 @@ PROMPT = 128  # tokens, of rows that are long by their completions
 
 @dataclass(frozen=True)
 class Record:
-    """A row: what somebody published, and how ours is measured."""
+    """A published figure, and the command that measures ours."""
 
     name: str
     what: str
@@ -57,7 +57,7 @@ class Record:
 
 
 def trainer_alone(tokens: int, *more: str) -> tuple[str, ...]:
-    """The training path on full-length sequences of ``tokens``, two in a step, each in a row of its own."""
+    """Arguments for the training path with two full-length sequences of ``tokens`` tokens per step, a row each."""
     return (
         "training_path.py", "--prompt-tokens", str(PROMPT), "--completion-tokens", str(tokens - PROMPT),
         "--num-generations", "2", "--prompts-per-step", "1", "--full-length", "--prompt-per-completion", "--set",
@@ -242,7 +242,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def model_for(shape: str, options: argparse.Namespace) -> str:
-    """The folder that was named, else one with random weights, which is made."""
+    """Folder of the named model, or of a new model with random weights."""
     if shape in options.models:
         return str(Path(options.models[shape]).resolve())
     on_cpu = options.device == "cpu"
@@ -255,7 +255,7 @@ def model_for(shape: str, options: argparse.Namespace) -> str:
 
 
 def run(record: Record, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure a row: ``ours`` is the cell, ``failed`` says why there is none."""
+    """Measure a row: ``ours`` is the table's cell, ``failed`` the error if there is no figure."""
     found, model = [], model_for(record.shape, options)
     for number, command in enumerate(record.commands(model, options.device == "cpu"), start=1):
         needs = "trl" if "side_by_side" in command[0] else "peft" if "--lora" in command else ""
@@ -306,13 +306,13 @@ def page(measured: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def read_measured() -> dict[str, dict[str, str]]:
-    """What was measured on GPUs, of docs/records.json."""
+    """Our figures measured on GPUs, from docs/records.json."""
     path = DOCS / "records.json"
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write; the exit status."""
+    """Measure and write. Return the exit status."""
     options = parse(argv)
     if options.page:
         (DOCS / "measurements.md").write_text(page(read_measured()))

@@ -27,7 +27,7 @@ from made_up_run import WORDS, MadeUp
 
 from colograd.apps.report import write_report
 
-# Seconds from a click (or a moved slider) until what it asked for stands on the screen: `done` holds, and a frame came.
+# Seconds from a click (or a moved slider) until the page shows its result: `done` holds, and a frame came.
 TIMED = """(async () => {{
   const start = performance.now();
   {act};
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def make(folder: Path, options: argparse.Namespace) -> None:
-    """Write the run, its completions drawn from a few hundred different ones."""
+    """Write the made-up run. Its completions are drawn from a few hundred texts."""
     given = {name: getattr(options, name) for name in ("steps", "groups", "size", "tokens", "recorded")}
     MadeUp(**given, variants=400, ranks=2, tools=True, alarms=True).write(folder)
     (folder / "completions").mkdir()
@@ -90,7 +90,7 @@ def make(folder: Path, options: argparse.Namespace) -> None:
 
 
 def clicks(address: str, steps: int) -> None:
-    """Time what a person does, five times each."""
+    """Time a person's clicks in the page, five times each."""
     tab = "document.querySelector('[data-view={}]').click()"
     with browser.Browser() as page:
         began = time.perf_counter()
@@ -128,7 +128,7 @@ def clicks(address: str, steps: int) -> None:
 
 
 def slide(selector: str, value: str) -> str:
-    """Give a field a value as a person does."""
+    """Set an input field's value, with the events that a person's change causes."""
     element = f"document.querySelector('{selector}')"
     return f"((e) => {{ e.value = '{value}'; e.dispatchEvent(new Event('input')); }})({element})"
 

@@ -3,8 +3,8 @@
     python tests/benchmarks/reward_models.py [--groups 6] [--num-generations 4] [--trials 3] [--out F.json]
 
 A classifier of the model's shape with random float32 weights scores the same texts in three ways, in turns: as the
-trainer does (all that was sampled, sorted by length), one group after the other (as where groups are scored while
-others are sampled), and as TRL does, in one padded batch. Medians of the trials; a Markdown table.
+trainer does (all completions sorted by length), one group after the other (as where groups are scored while others are
+sampled), and as TRL does, in one padded batch. Medians of the trials; a Markdown table.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What streaming costs and hides: rollouts beside plain `LLM.generate`, and rewards that run while others decode.
+"""Streaming's cost and benefit: rollouts compared with plain `LLM.generate`, and rewards that run while others decode.
 
     python tests/benchmarks/rollouts.py [--model M] [--trials 5] [--out F.json]        (--json is the same as --out)
 
 One engine, one set of requests, each with its own seed, so both sides sample the same tokens. On a CPU that is checked;
-a GPU's rounding may depend on the batch, so each side is timed by its own tokens, and the share of equal completions is
-said. Every completion ends at a token of a fixed random set, which spreads the lengths.
+a GPU's rounding may depend on the batch, so each side's speed counts its own tokens, and the share of equal completions
+is printed. Every completion ends at a token of a fixed random set, which spreads the lengths.
 
-- `ratio.throughput`: tokens per second of `Engine.generate` with streaming and a trivial reward, that is of
-  `roll_out`, over those of `LLM.generate`. They run in turns; the median over the pairs of the wall-clock
+- `ratio.throughput`: tokens per second of `roll_out` (`Engine.generate` with streaming and a trivial reward) over those
+  of `LLM.generate`. They run in turns; the median over the pairs of the wall-clock
   ratio, and of the ratio in processor seconds, which hardly depends on the machine's other work.
 - `ratio.streamed_rewards`: of the seconds that two workers spend in a sleeping reward, the share that lies before the
   last completion ends. Each worker is busy for --load (0.5) of the generation's time.
@@ -35,7 +35,7 @@ from figures import machine, table, write  # noqa: E402
 from phases import ROOT, versions  # noqa: E402
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
-LEAST_SECONDS = 2.0  # of a generation whose rewards are to hide behind it
+LEAST_SECONDS = 2.0  # shortest generation that can hide the rewards
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -58,7 +58,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Sampled:
-    """The stages that `roll_out` calls: the real engine and the real scorer, without a trainer."""
+    """The stages of `roll_out`, with the real engine and the real scorer, without a trainer."""
 
     def __init__(self, engine: Any, scorer: Any, tokenizer: Any, sampling: Any) -> None:
         self.engine, self.scorer, self.tokenizer, self.sampling = engine, scorer, tokenizer, sampling
@@ -85,7 +85,7 @@ def trivial(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 def sleeping(seconds: float) -> Callable[..., list[float]]:
-    """A reward that sleeps, and logs when."""
+    """A reward function that sleeps and logs the time."""
 
     def asleep(completions: list[str], log_extra: Any, **kwargs: Any) -> list[float]:
         started = time.monotonic()
@@ -128,7 +128,7 @@ def build(options: argparse.Namespace, folder: str) -> tuple[Any, Any, Any, list
 
 
 def plainly(engine: Any, sampling: Any, prompts: Sequence[Any]) -> list[list[tuple[int, ...]]]:
-    """The token ids by `LLM.generate`."""
+    """Token ids sampled by `LLM.generate`."""
     from colograd.engine.sampling import request_seed
 
     parameters = [engine.parameters(p.prompt_ids, sampling, request_seed(0, p.position), sampling.n) for p in prompts]
@@ -138,7 +138,7 @@ def plainly(engine: Any, sampling: Any, prompts: Sequence[Any]) -> list[list[tup
 
 
 def streamed(stages: Sampled, prompts: Sequence[Any]) -> tuple[list[list[tuple[int, ...]]], list[Any]]:
-    """The same with every group scored as it leaves the engine; and the scored groups."""
+    """Token ids sampled by `roll_out`, which scores each group when it leaves the engine; and the scored groups."""
     from colograd.reporting.metrics import PhaseTimes
     from colograd.rollout.rounds import roll_out
     from colograd.rollout.stages import Stages
@@ -149,7 +149,7 @@ def streamed(stages: Sampled, prompts: Sequence[Any]) -> tuple[list[list[tuple[i
 
 
 def timed(engine: Any, function: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What a function returns, its seconds, and its processor seconds. Prompts are computed anew each time."""
+    """A function's result, its seconds and its processor seconds. The prompts are computed anew each time."""
     engine.stamp(0)
     started, processor = time.perf_counter(), time.process_time()
     value = function()
@@ -157,7 +157,7 @@ def timed(engine: Any, function: Callable[[], Any]) -> tuple[Any, float, float]:
 
 
 def throughput(engine: Any, stages: Sampled, prompts: Sequence[Any], trials: int) -> dict[str, Any]:
-    """Both sides in turns, the one that begins changing; the first pair warms up."""
+    """Time both sides in turns. The first side changes from pair to pair, and the first pair warms up."""
     sides = {
         "plain": lambda: plainly(engine, stages.sampling, prompts),
         "streamed": lambda: streamed(stages, prompts)[0],
@@ -178,13 +178,13 @@ def throughput(engine: Any, stages: Sampled, prompts: Sequence[Any], trials: int
 
 
 def share_of_equals(one: Sequence[Any], other: Sequence[Any]) -> float:
-    """The share of completions that two sides wrote alike."""
+    """Share of completions that are equal on both sides."""
     pairs = [a == b for ours, theirs in zip(one, other, strict=True) for a, b in zip(ours, theirs, strict=True)]
     return sum(pairs) / len(pairs)
 
 
 def hiding(engine: Any, stages: Sampled, prompts: Sequence[Any]) -> dict[str, float]:
-    """Seconds of a generation, of the rewards in all workers, of these before its end, and of the wait for the rest."""
+    """Seconds of a generation, of all rewards, of the rewards before the generation's end, and of the last wait."""
     (_, scored), seconds, _ = timed(engine, lambda: streamed(stages, prompts))
     begin, end = stages.interval
     calls = [s.logged.columns["when"][0] for s in scored]
@@ -225,7 +225,7 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def per_token(side: dict[str, list[float]], name: str) -> list[float]:
-    """Seconds of each trial for a token."""
+    """Seconds per token of each trial."""
     return [seconds / tokens for seconds, tokens in zip(side[name], side["tokens"], strict=True)]
 
 
@@ -255,7 +255,7 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status."""
+    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.quiet_logs(verbose=False)
     process.prepare_ranks()

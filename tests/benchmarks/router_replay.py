@@ -4,9 +4,9 @@
 
 Makes a random Qwen3-MoE, lets vLLM sample from it, and asks the policy for the tokens' log-probabilities twice: its
 routers choose the experts, or the engine's choice is replayed. In bfloat16, where scores that are nearly alike round to
-another order, and in float32. Prints a Markdown table: of |trainer - sampler| in nats the mean and the largest, the
-estimate k3 of KL(sampler, trainer), and of the choices (a token's of one expert in a layer) the share on which the two
-disagree. With replay these are what the trainer's routers would have chosen instead.
+another order, and in float32. Prints a Markdown table: mean and largest |trainer - sampler| in nats, the estimate k3 of
+KL(sampler, trainer), and the share of expert choices (one token, one layer) on which the two disagree. With replay the
+last column compares the engine's choice with the one that the trainer's routers would have made.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def make_model(folder: Path, options: argparse.Namespace) -> Path:
 
 
 def rows_of(trainer: GRPOTrainer) -> tuple[MicroBatch, ...]:
-    """What the engine samples of the first prompts, in packed rows."""
+    """Sample the first prompts with the engine and pack the groups into rows."""
     prompts = trainer.train_prompts.prompts()
     groups = trainer.engine.generate(prompts, Sampling.for_training(trainer.args), version=0, seed=0)
     scored = [ScoredGroup(g, torch.zeros(len(g.rollouts), 1), torch.ones(len(g.rollouts))) for g in groups]
@@ -85,7 +85,7 @@ def rows_of(trainer: GRPOTrainer) -> tuple[MicroBatch, ...]:
 
 @torch.no_grad()
 def asked(model: Any, row: MicroBatch, replay: bool) -> tuple[torch.Tensor, float, float]:
-    """(N,) trainer's less sampler's log-probabilities; choices on which the two disagree, and all that were told."""
+    """(N,) trainer's less sampler's log-probabilities; number of experts chosen otherwise; number of choices."""
     own: list[torch.Tensor] = []
     hooks = [
         router.register_forward_hook(lambda _, args, output: own.append(output[2])) for router in routers_of(model)
@@ -106,7 +106,7 @@ def asked(model: Any, row: MicroBatch, replay: bool) -> tuple[torch.Tensor, floa
 
 
 def measure(folder: Path, dtype: str, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Of one engine's samples, by whether they are replayed."""
+    """Compare one engine's samples with the trainer, with and without replay."""
     args = tiny.config(
         folder / dtype, model_init_kwargs={"dtype": dtype}, router_replay=True, prompts_per_step=options.prompts,
         max_completion_length=options.completion_tokens,

@@ -1,8 +1,8 @@
-"""What a checkpoint after every step costs: the quickstart's step with one and without, in turn, in one run.
+"""Cost of a checkpoint after every step: the quickstart's step with one and without, in turn, in one run.
 
     python tests/benchmarks/saving.py [--steps 16] [--now]
 
-Every step has the same prompts, seeds and weights (the learning rate is 0), so that all are alike but for the saving.
+Every step has the same prompts, seeds and weights (the learning rate is 0), so only the saving differs.
 A checkpoint that is begun after a step is written during the next one: a step counts from the end of the one before it
 to its own. `--now`: checkpoints that training waits for (`save_in_background: false`).
 """
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def measure(folder: Path, steps: int, now: bool) -> None:
-    """Train, and print the figures."""
+    """Train and print the figures."""
     process.prepare_ranks()
     from transformers import TrainerCallback
 
@@ -62,7 +62,7 @@ def measure(folder: Path, steps: int, now: bool) -> None:
     script, config, model, _ = parse_arguments(command)
 
     class SameSteps(GRPOTrainer):
-        """Each step asks what the first one asked, in the same order."""
+        """Each step repeats the first step's prompts and seeds in the same order."""
 
         first: Any = None
 
@@ -74,7 +74,7 @@ def measure(folder: Path, steps: int, now: bool) -> None:
                 yield dataclasses.replace(group, position=given[group.position].position)
 
     class InTurn(TrainerCallback):
-        """Asks for a checkpoint after every second step."""
+        """A callback that requests a checkpoint after every second step."""
 
         ends: list[tuple[float, float]]  # of steps, by the clock and in processor seconds of all threads
 
@@ -108,10 +108,10 @@ def measure(folder: Path, steps: int, now: bool) -> None:
 
 
 def compare(name: str, ends: Sequence[float], steps: int) -> None:
-    """Steps with and without a checkpoint in turn: what one more costs, with its standard error."""
+    """Print seconds of steps with and without a checkpoint, and the difference with its standard error."""
     lengths = [later - earlier for earlier, later in itertools.pairwise(ends)]  # of steps 2, 3 ...
     counted = lengths[WARM - 1 :][:steps]
-    begins = WARM + 1  # the number of the first of them
+    begins = WARM + 1  # number of the first counted step
     saving = [
         length for number, length in enumerate(counted, begins) if number % 2 == 0
     ]  # a checkpoint began before it

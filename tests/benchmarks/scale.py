@@ -1,12 +1,12 @@
-"""What the host does for a step of many tokens, all but the two models' arithmetic: seconds and bytes per token.
+"""The host's work for a step of many tokens, without the arithmetic of policy and engine: seconds and bytes per token.
 
     python tests/benchmarks/scale.py [--prompts 256] [--completions 16] [--tokens 8192] [--ranks 1] [--out F.json]
 
 Made-up completions come out of vLLM's own output types, group by group as an engine finishes them, and go the trainer's
 way: rollouts, text, a reward in worker processes, advantages, statistics, balance and packing, the log, and each
-micro-batch once to the device. Beside it a sixteenth as many prompts, in a process of its own: what grows faster than
-the tokens shows. Seconds are wall clock and processor time of the fullest rank, per token that it sampled; bytes are
-resident in that process at the peak, without what was there before.
+micro-batch once to the device. For comparison a second process gets a sixteenth of the prompts: a cost per token that
+differs grows faster than the tokens. Seconds are wall clock and processor time of the fullest rank, per token that it
+sampled; bytes are the process's peak resident memory, less the memory before the step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Stages:
 
 
 def made_up_outputs(options: argparse.Namespace, position: int) -> Any:
-    """One finished request of vLLM's, as `Engine.advance` gets it."""
+    """A finished request in vLLM's output types, as `Engine.advance` gets it."""
     import numpy as np
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -69,7 +69,7 @@ def made_up_outputs(options: argparse.Namespace, position: int) -> Any:
 
 
 def odd_length(completions: list[str], **_: Any) -> list[float]:
-    """A reward that reads each text, and differs within a group."""
+    """A reward function that reads each text and whose values differ within a group."""
     return [float(len(text) % 2) for text in completions]
 
 
@@ -98,7 +98,7 @@ def be_rank(options: argparse.Namespace) -> None:
 
 
 def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[str, Any]:
-    """This rank's part of a step: its prompts are those from ``first``."""
+    """Run this rank's part of a step. The rank's prompts begin at ``first``."""
     import torch
 
     from colograd.batch import Group, ModelInput, SampledStep, ScoredGroup
@@ -172,7 +172,7 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
 
 
 def run(options: argparse.Namespace, prompts: int) -> dict[str, Any]:
-    """One step in processes of its own."""
+    """Run one step in new processes."""
     with tempfile.TemporaryDirectory() as folder:
         given = vars(options) | {"prompts": prompts, "report": str(Path(folder) / "report.json"), "out": None}
         environment = os.environ | {RANK: json.dumps(given), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -1,4 +1,4 @@
-"""What each rank holds and exchanges in every native sharding strategy, and what a step of each takes.
+"""Bytes that each rank holds and exchanges in every native sharding strategy, and the seconds of a step.
 
     torchrun --nproc-per-node 2 tests/benchmarks/sharding.py [--model FOLDER] [--tokens 512] [--ways none,gradients]
         [--out F.json]
@@ -45,7 +45,7 @@ EXPECTED = {"none": (4.0, 10.0, 1, 1), "optimizer": (4.0, 10.0, 1, None), "gradi
 
 
 class Contestant:
-    """A policy that is trained in one way, and what was seen of it."""
+    """A policy that is trained in one way, with its measurements."""
 
     def __init__(self, name: str, path: str) -> None:
         self.name = name
@@ -64,7 +64,7 @@ class Contestant:
             parameter.register_post_accumulate_grad_hook(lambda _: self._look())
 
     def _look(self) -> None:
-        """Gradients that the backward has made, those on their way to other ranks, and this rank's part of the sums."""
+        """Add up the backward's gradients, gradients in flight to other ranks, and this rank's part of the sums."""
         alive = [p.grad for p in self.parameters if p.grad is not None]
         alive += [bucket.sum for bucket in getattr(self.way, "buckets", ()) if bucket.sum is not None]
         alive += [tensor for one in getattr(self.way, "_under_way", ()) for tensor in one[1:3]]
@@ -84,7 +84,7 @@ class Contestant:
         self.steps.append(seen | {"processor_s": time.process_time() - processor} | self.way.traffic.take())
 
     def figures(self) -> dict[str, Any]:
-        """Bytes per parameter, the worst rank's; medians of this rank's steps after the first."""
+        """Bytes per parameter of the rank with the most, and medians of this rank's steps after the first."""
         count = sum(p.numel() for p in self.parameters)
         state = [v.nbytes for values in self.optimizer.state.values() for v in values.values() if v.dim()]
         held = {
@@ -102,7 +102,7 @@ class Contestant:
 
 
 def expected(figures: dict[str, Any]) -> tuple[float, float]:
-    """Gradients and state, bytes per parameter, by the arithmetic: without buckets."""
+    """Expected bytes per parameter of gradients and state, without buckets."""
     gradients, state, of_gradients, of_state = EXPECTED[figures["way"]]
     return gradients / (of_gradients or world_size()), state / (of_state or world_size())
 

@@ -119,7 +119,7 @@ def _fit(encode: Callable[[str], tuple[Any, list[int]]], tokens: int, generator:
 
 
 def convert(model: str, dtype: str, folder: Path) -> Any:
-    """Save the model in the compared dtype, with its tokenizer, which is returned."""
+    """Save the model in the compared dtype. Returns its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -143,7 +143,7 @@ def kv_bytes(folder: Path, options: argparse.Namespace) -> int:
 
 
 def make_jobs(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    """The processes, in the order they run: the trainers take turns."""
+    """Make the processes' jobs in their order. The trainers take turns."""
     tokenizer = convert(options.model, options.dtype, folder / "model")
     per_step, steps = options.prompts_per_step, options.steps + 1
     prompts = make_prompts(tokenizer, options.prompt_tokens, per_step * steps, options.seed)
@@ -195,7 +195,7 @@ def summary(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ratios(trainers: dict[str, dict[str, Any]], other: str = "trl") -> dict[str, float]:
-    """Another contestant over colograd: above 1 is in colograd's favour."""
+    """Another contestant's figures over colograd's. Above 1 colograd is better."""
     names = {
         "step": "step_s",
         "train": "train_s",
@@ -244,7 +244,7 @@ def report(trainers: dict[str, dict[str, Any]], settings: dict[str, Any]) -> str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status."""
+    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.prepare_threads()
     process.quiet_logs(verbose=False)

@@ -2,11 +2,11 @@
 
     python tests/benchmarks/startup.py [--repeats 3] [--ranks 2] [--config recipes/X.yaml --any_flag value ...]
 
-Each start is the command as a user types it (`python colograd/train.py --config ...`) in a fresh process, which ends
-when the engine is asked for its first completion. A stage's time is its own: what a stage inside of it takes is that
-one's. Wall seconds are the main thread's; processor seconds are all threads' while it was in that stage. The first
-start on a machine reads files that aren't in memory yet: of several the quickest counts. With several ranks, started
-by torchrun, the figures are the first one's.
+Each start is the command that a user types (`python colograd/train.py --config ...`) in a fresh process. The process
+ends at the engine's first request for a completion. A stage's time is its own: time of a nested stage counts for the
+nested stage only. Wall seconds are the main thread's; processor seconds are all threads' while it was in that stage.
+The first start on a machine reads files that aren't in memory yet: of several the quickest counts. With several ranks,
+started by torchrun, the figures are the first one's.
 
 A last line has the time from the command to the refusal of a model that can't be trained, with all imports before it.
 """
@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "grpo_smollm2_cpu.yaml"
 
-# Functions that are stages: where they are, and what they are called. Looked for where they are used.
+# Timed functions by module, with the name of their stage. They are patched in the modules that call them.
 STAGES = {
     "colograd.config": {"parse_arguments": "recipe and command line"},
     "colograd.policy.supported": {"check_supported": "the model's configuration: is it supported?"},
@@ -67,7 +67,7 @@ ONE = "one-start"  # the first argument of the process that is measured
 
 
 class Clock:
-    """Seconds of each stage: those of the innermost one count."""
+    """Seconds by stage. Nested stages: only the innermost one counts."""
 
     def __init__(self, begun: float) -> None:
         self.seconds: dict[str, list[float]] = {}
@@ -96,7 +96,7 @@ class Clock:
 
 
 class Wrapping(importlib.abc.MetaPathFinder):
-    """Makes stages of functions as soon as their module is there, and ``ends`` of the first generation."""
+    """An import hook that makes stages of functions when their module is loaded, and ends at the first generation."""
 
     def __init__(self, clock: Clock, ends: Callable[..., NoReturn]) -> None:
         self.clock, self.ends = clock, ends
@@ -136,7 +136,7 @@ class Wrapping(importlib.abc.MetaPathFinder):
 
 
 def time_imports(clock: Clock) -> None:
-    """A stage for each of the large packages, while its import is the outermost of them."""
+    """Time the outermost import of each large package as a stage."""
     theirs, main, inside = builtins.__import__, threading.main_thread(), [False]
 
     def timed(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +154,7 @@ def time_imports(clock: Clock) -> None:
 
 
 def start(out: Path, begun: float, arguments: Sequence[str]) -> None:
-    """The command, in this process, until the engine is asked for completions."""
+    """Run the command in this process until the engine gets its first request."""
     clock = Clock(begun)
 
     def ends(*args: Any, **kwargs: Any) -> NoReturn:
@@ -188,7 +188,7 @@ def measure(arguments: Sequence[str], ranks: int) -> dict[str, list[float]]:
 
 
 def measure_refusal() -> list[float]:
-    """Wall and processor seconds until a mixture whose routers have noise is refused, from its configuration alone."""
+    """Wall and processor seconds until a mixture with noisy routers is refused from its configuration."""
     model = {"model_type": "mixtral", "router_jitter_noise": 0.1}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(model))

@@ -7,18 +7,18 @@
     python tests/benchmarks/tail.py --pairs 5 [--balanced] [--turns 10] [--sharding optimizer] [--model M]
                                     [--device cuda] [--out F.json]
 
-The first form is a simulation of events (`tail_simulation.py`): a step as it is, with `overlap` and with
-`carry_over: SHARE`. Lengths are lognormal: a prompt's median varies by `--spread` (of the logarithm),
-its completions around it by `--within`; or those of a run that kept its rollout log (`--run`). An engine's step takes
-`--engine-step` seconds and `--sequence` more for each sequence that runs. A token is trained in `--token` seconds. The
-rates are given, not measured.
+The first form is a simulation of events (`tail_simulation.py`): a step as it is, with `overlap` and with `carry_over:
+SHARE`. Lengths are lognormal: a prompt's median varies by `--spread` (of the logarithm), its completions around it by
+`--within`; `--run FOLDER` takes the lengths of a run that kept its rollout log. An engine's step takes `--engine-step`
+seconds and `--sequence` more for each sequence that runs. A token is trained in `--token` seconds. The rates are given,
+not measured.
 
 The second form trains two ranks of one thread each, a step with overlap and a step without in turns; the second rank's
-completions are four times as long, or with `--balanced` as long. It prints the seconds of a step, the processor
-seconds of both ranks, what the simulation says with the rates of the steps without overlap, and where each rank spent
-its time; and how much two processors multiply at once, by what one does alone. Where that is far below 2, they are
-threads of one core: a rank that trains slows one that decodes, which a GPU of its own would not. With `--turns MS` a
-rank runs while the other is stopped, for so many milliseconds each: two processors of half the speed that share
+completions are four times as long, or with `--balanced` as long. It prints the seconds of a step, the processor seconds
+of both ranks, the simulation's result with the rates of the steps without overlap, and where each rank spent its time;
+and how many matrix products two processors compute at once, relative to one processor. Where that is far below 2, they
+are threads of one core: a rank that trains slows one that decodes, which a GPU of its own would not. With `--turns MS`
+a rank runs while the other is stopped, for so many milliseconds each: two processors of half the speed that share
 nothing but caches. An exchange between ranks takes a turn or two then.
 """
 
@@ -53,7 +53,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a measured step, on each rank."""
+    """Sizes of a measured step, on each rank."""
 
     groups: int = 18
     completions: int = 4  # of a group
@@ -82,7 +82,7 @@ def be_rank(options: argparse.Namespace) -> None:
     steps: list[dict[str, float]] = []
 
     class OfLength:
-        """The engine, with completions of this rank's length."""
+        """The engine, with completions of this rank's fixed length."""
 
         def __init__(self, engine: Any) -> None:
             self.engine = engine
@@ -129,7 +129,7 @@ def be_rank(options: argparse.Namespace) -> None:
 
 
 def products_at_once(rank: int, seconds: float = 1.0) -> float:
-    """Products of matrices that two ranks compute in some time, by those of the first one alone."""
+    """Matrix products that two ranks compute at once, relative to the first rank running by itself."""
     import torch
 
     from colograd.parallel.ranks import gather
@@ -155,7 +155,7 @@ def overlaps(step: int) -> bool:
 
 
 def take_turns(ranks: subprocess.Popen[bytes], folder: Path, seconds: float) -> None:
-    """Let one of the two ranks run at a time, from when both have built their engines until one is done."""
+    """Let the two ranks run in turns, from the end of both engines' build until one rank is done."""
     notes = [folder / f"{rank}.pid" for rank in range(2)]
 
     def present() -> list[int]:
@@ -171,7 +171,7 @@ def take_turns(ranks: subprocess.Popen[bytes], folder: Path, seconds: float) -> 
             time.sleep(seconds)
             runs = 1 - runs
     except ProcessLookupError:
-        pass  # it failed: its launcher says why
+        pass  # the rank failed, and its launcher reports why
     finally:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -179,8 +179,8 @@ def take_turns(ranks: subprocess.Popen[bytes], folder: Path, seconds: float) -> 
 
 
 def run_ranks(model: str, options: argparse.Namespace) -> tuple[list[dict[bool, list[dict[str, float]]]], float]:
-    """Of each pair of steps, by overlap, each rank's figures; and `products_at_once`. The first pair isn't counted:
-    much is done once."""
+    """Return each pair of steps ({overlapped: figures of each rank}), and `products_at_once`. The first pair is left
+    out, because it warms up."""
     with tempfile.TemporaryDirectory() as folder:
         port = str(process.free_port())
         launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, __file__]
@@ -208,7 +208,7 @@ def run_ranks(model: str, options: argparse.Namespace) -> tuple[list[dict[bool, 
 
 
 def trained(of_rank: dict[str, float]) -> float:
-    """Seconds of a rank's training, with the forward of the KL term's reference."""
+    """Seconds of a rank's training, including the reference's forward for the KL term."""
     return of_rank["time/train"] + of_rank["time/ref_logprobs"]
 
 
@@ -226,7 +226,7 @@ def predicted(off: Sequence[Sequence[dict[str, float]]], first: int, sizes: Size
     waves = math.ceil(sizes.groups * sizes.completions / sizes.sequences)
     engine_step = statistics.median(step[1]["time/generate"] for step in off) / (waves * sizes.long)
     token = statistics.median(sum(map(trained, step)) / packed for step in off)
-    # Exchanges, the optimizer, packing: what a step takes besides, with overlap or without.
+    # Seconds of a step for exchanges, the optimizer and packing, the same with and without overlap.
     besides = statistics.median(
         step[0]["step_time"] - max(of_rank["time/generate"] for of_rank in step) - max(map(trained, step))
         for step in off
@@ -274,7 +274,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def make_model(folder: Path) -> str:
-    """Random, and so small that two threads sample and train a step in seconds."""
+    """Make a random model that is small enough for two threads to sample and train a step in seconds."""
     sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     import tiny
 

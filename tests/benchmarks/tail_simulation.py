@@ -36,13 +36,13 @@ class Rates:
     token: float  # of training
 
     def tokens(self, number: int, running: int) -> float:
-        """Seconds in which each of the ``running`` sequences gets so many tokens more."""
+        """Seconds in which each of the ``running`` sequences gets ``number`` more tokens."""
         return number * (self.engine_step + self.sequence * running)
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """What an engine has decoded."""
+    """State of an engine's decoding."""
 
     ended: list[float]  # when each group was finished; infinity: it wasn't
     left: list[list[int]]  # tokens of each group's completions that are still to come
@@ -62,7 +62,7 @@ def decode(
     missing = [sum(map(bool, lengths)) for lengths in groups]
     finished = {index for index, number in enumerate(missing) if not number}
     left = [list(lengths) for lengths in groups]
-    running: list[tuple[int, int, int]] = []  # (engine step at which it ends, group, completion)
+    running: list[tuple[int, int, int]] = []  # (engine step at the completion's end, group, completion)
     ended, steps, now = [0.0 if index in finished else math.inf for index in range(len(groups))], 0, 0.0
     while (queue or running) and not enough(finished):
         while queue and len(running) < sequences:
@@ -140,7 +140,7 @@ def simulate(
 
 
 def _trained(ready: float, busy: float, costs: Sequence[Sequence[int]], rates: Rates) -> Step:
-    """A step whose ranks balance and train groups, of so many tokens, from ``ready`` on."""
+    """Simulate a step's training: from ``ready`` on, ranks balance and train groups of the given token counts."""
     loads = [sum(costs[owner][index] for owner, index in row) * rates.token for row in plan(costs)]
     seconds = ready + max(loads)
     return Step(seconds, 1 - (busy + sum(loads)) / (seconds * len(costs)))
@@ -163,7 +163,7 @@ def simulate_carried(
 
     Args:
         rounds: of each, the lengths of as many groups as a round takes, on each rank.
-        share: of the groups that are sampled at once, those that a round takes.
+        share: share of the groups sampled at once that a round takes.
     """
     takes = len(rounds[0][0])
     coming = [iter([groups for of_round in rounds for groups in of_round[rank]]) for rank in range(len(rounds[0]))]
@@ -184,7 +184,7 @@ def simulate_carried(
 def _round(
     groups: Sequence[_InFlight], takes: int, sequences: int, rates: Rates, most_age: int
 ) -> tuple[float, list[int], list[_InFlight]]:
-    """A rank's round: seconds, tokens of the groups that it takes, and those that are in flight behind it."""
+    """Simulate a rank's round: its seconds, the tokens of the groups that it takes, and the groups still in flight."""
     must = {index for index, group in enumerate(groups) if group.age >= most_age}
     decoded = decode(
         [group.left for group in groups], sequences, rates, lambda ended: len(ended) >= takes and must <= ended

@@ -3,14 +3,14 @@
     python tests/benchmarks/training_path.py [--model M] [--set gradient_checkpointing=true] [--lora 16] [--sampled]
         [--out F.json]
 
-The real trainer for some steps, of which the first warms up. Without --sampled completions are made up, the same ones
-in every process, so that options can be compared: they are written as a run's journal, and replayed without an engine.
+The real trainer runs some steps; the first one warms up. Without --sampled completions are made up, the same ones in
+every process, so that options can be compared: they are written as a run's journal, and replayed without an engine.
 With --sampled the engine writes them, and its log-probabilities are compared with the trainer's. With --set
-vllm_enable_sleep_mode=true it says what the sleep gives back. With --copied-keys attention copies a prompt's keys for
-each of its completions, in every step, or in every second one: the others then read them in place, however short the
-prompt is, on completions of the same lengths. With --torch-backward, steps with copied keys have torch's own backward
-of attention too, which on a CPU without products of bfloat16 isn't what is run else.
-The formula of the FLOPs is in colograd/extensions/recording/utilisation.py.
+vllm_enable_sleep_mode=true it prints the memory that the sleep gives back. With --copied-keys attention copies a
+prompt's keys for each of its completions, in every step, or in every second one: the others then read them in place,
+however short the prompt is, on completions of the same lengths. With --torch-backward, steps with copied keys have
+torch's own backward of attention too, which on a CPU without products of bfloat16 isn't what is run else. The formula
+of the FLOPs is in colograd/extensions/recording/utilisation.py.
 
 Exit status 1 where a loss or gradient isn't finite, sampler and trainer disagree, or, on a GPU, more memory was taken
 than planned or the sleep gave too little back.
@@ -48,9 +48,9 @@ from colograd.policy import attention, cpu_attention  # noqa: E402
 from colograd.policy.merged_attention import calls_at_once  # noqa: E402
 
 DIFFERENCE = "sampling/sampling_logp_difference"
-GIVEN_BACK = 0.9  # of the KV cache, at least, by a sleep
-EVERYTHING = 2**30  # tokens of a window that hides nothing, with which flash attention gathers all keys
-SHORTEST = 8  # made-up completions have from 1/8 of the longest length to all of it
+GIVEN_BACK = 0.9  # Least share of the KV cache that a sleep must free.
+EVERYTHING = 2**30  # Tokens of a window that hides nothing. With a window flash attention gathers all keys.
+SHORTEST = 8  # Made-up completions have at least 1/8 of the longest length.
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -111,7 +111,7 @@ def made_up(
 
 
 def write_journal(run: Path, config: Any, rows: Any, tokenizer: Any, full_length: bool, same_each_step: bool) -> None:
-    """A journal that has made-up groups for each of the configuration's steps."""
+    """Write a journal with made-up groups for each of the configuration's steps."""
     from colograd.data import PromptRules, tokenize_prompts
     from colograd.rollout.store import RolloutStore
     from colograd.training.recorded_settings import settings_of
@@ -130,7 +130,7 @@ def write_journal(run: Path, config: Any, rows: Any, tokenizer: Any, full_length
 
 
 class Watch:
-    """Of a run's steps: their log entries, their FLOPs, the peak of each phase; and what each sleep gives back."""
+    """Records a run's log entries, FLOPs, peak memory of each phase, and the memory that each sleep gives back."""
 
     def __init__(self) -> None:
         self.memory = PeakMemory()
@@ -162,7 +162,7 @@ class Watch:
         self.last = now
 
     def sleeping(self, engine: Any) -> Callable[[], None]:
-        """The engine's `sleep`, with a look at the GPU's free memory before and after."""
+        """Wrap the engine's `sleep` to read the GPU's free memory before and after."""
         sleep = engine.sleep
 
         def watched() -> None:
@@ -270,7 +270,7 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
 
 
 def planned(trainer: Any) -> dict[str, int]:
-    """Bytes of the plan in each phase, less what others hold and what is kept free; and what is."""
+    """Planned bytes of each phase, without other processes' memory and the reserve; and the bytes of both."""
     from colograd.memory.table import PHASES
 
     plan = trainer.memory_plan
@@ -280,7 +280,7 @@ def planned(trainer: Any) -> dict[str, int]:
 
 
 def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Train; the figures, and what is wrong with them as ``faults``."""
+    """Train. Returns the figures, and problems with them as ``faults``."""
     from colograd.policy.row_proof import TOLERANCE, TOLERANCE_16_BIT
 
     started, watch = time.perf_counter(), Watch()
@@ -302,9 +302,9 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     if options.copied_keys == "turns":
         found["in_turns"] = in_turns(steps, "time/train" if watch.memory.cuda else "processor")
     found |= {"start_s": start_s, "microbatch_tokens": tokens, "every_n_layers": checkpointing, "planned": plan}
-    # The plan is that of the run as it is, without copies beside it.
+    # The plan is the plan of the run without --copied-keys.
     planned_for = [step for step in steps if not step["copies"]] if options.copied_keys == "turns" else steps
-    # torch goes on counting what a sleeping cache has given back.
+    # torch still counts the memory that a sleeping cache has given back.
     slept = plan["kv_bytes"] if asked_to_sleep else 0
     found["peak"] = {
         "sampling": max(step["sampling_peak"] for step in steps) - base,
@@ -322,7 +322,7 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def summary(steps: Sequence[dict[str, Any]], matrices: Matrices | None, peak: float | None) -> dict[str, Any]:
-    """Medians over the counted steps; None where the device's peak or the model's FLOPs are unknown."""
+    """Medians over the counted steps. None if the device's peak or the model's FLOPs are unknown."""
     names = sorted({name for step in steps for name in step if name.startswith("time/")})
     seconds = {name.removeprefix("time/"): statistics.median(step.get(name, 0.0) for step in steps) for name in names}
     tokens, trained = sum(step["tokens"] for step in steps), sum(step["time/train"] for step in steps)
@@ -342,8 +342,8 @@ def summary(steps: Sequence[dict[str, Any]], matrices: Matrices | None, peak: fl
 
 
 def in_turns(steps: Sequence[dict[str, Any]], seconds: str) -> dict[str, float]:
-    """Median ``seconds`` (on a CPU of the processor) of a step whose attention copies keys, and of one whose attention
-    reads them in place; of the pairs' ratio; and the bytes at the peak of both."""
+    """Median ``seconds`` (processor seconds on a CPU) of a step whose attention copies keys, and of one that reads them
+    in place; the median of the pairs' ratio; and the bytes at the peak of both."""
     copied, in_place = ([step for step in steps if step["copies"] == copies] for copies in (True, False))
     ratio = statistics.median(a[seconds] / b[seconds] for a, b in zip(copied, in_place, strict=False))
     found = {"ratio": ratio}
@@ -354,7 +354,7 @@ def in_turns(steps: Sequence[dict[str, Any]], seconds: str) -> dict[str, float]:
 
 
 def faults(found: dict[str, Any], steps: Sequence[dict[str, Any]], on_gpu: bool) -> list[str]:
-    """What is wrong, in sentences."""
+    """Problems with the figures, in sentences."""
     said = []
     for name in ("loss", "grad_norm"):
         values = [step[name] for step in steps if name in step]
@@ -417,7 +417,7 @@ def report(found: dict[str, Any], settings: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status."""
+    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.quiet_logs(verbose=False)
     process.prepare_ranks()

@@ -1,10 +1,10 @@
-"""What it costs that the engine follows the policy: bytes and seconds of a publish, and the memory of the weights.
+"""Cost of publishing the policy to the engine: bytes and seconds of a publish, and the memory of the weights.
 
     python tests/benchmarks/weights.py [--model M] [--dtype bfloat16] [--publishes 10] [--out F.json]
 
 Each way (`shared`, `copied`) is the real trainer and engine in a process of its own, in turns (--trials of each):
-memory once it is ready to train (on a CPU the resident set, on a GPU what torch allocated), then publishes after a
-change of every weight. Beside `copied`, in the same process and in turns with it: a plain copy of as many bytes in one
+memory at the start of training (on a CPU the resident set, on a GPU torch's allocated bytes), then publishes after a
+change of every weight. In the same process and in turns with `copied`: a plain copy of as many bytes in one
 piece, and the loader that TRL's colocated trainer calls for each tensor. Medians; a Markdown table.
 """
 
@@ -38,7 +38,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=1, help="processes of each way (1)")
     parser.add_argument("--eager", action="store_true", help="an engine that isn't compiled: it starts sooner")
     parser.add_argument("--out", type=Path, metavar="F.json", help="write the figures as JSON")
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # what a child measures
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # way that a child process measures
     return parser.parse_args(argv)
 
 
@@ -80,7 +80,7 @@ def change(model: torch.nn.Module) -> None:
 
 
 def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """One way, in this process."""
+    """Measure one way in this process."""
     trainer = make_trainer(options, folder)
     memory = PeakMemory().now()
     sides = [trainer.model, trainer.engine.model]
@@ -111,7 +111,7 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def measure_apart(way: str, options: argparse.Namespace) -> dict[str, Any]:
-    """`measure` in a process of its own."""
+    """Run `measure` in a new process."""
     command = [sys.executable, __file__, "--way", way, "--model", options.model, "--dtype", options.dtype]
     command += ["--publishes", str(options.publishes), *(["--eager"] if options.eager else [])]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -125,7 +125,7 @@ def summary(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ratios(found: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Of the copy over a plain copy of its bytes, of TRL's loader over the copy; copies of the weights saved."""
+    """Ratios: copy over memcpy, TRL's loader over copy; and the copies of the weights that sharing saves."""
     copied, one_copy = found["copied"]["seconds"], found["copied"]["moved_bytes"]
     return {
         "copied_over_memcpy": copied["moving the bytes"] / copied["memcpy"],
@@ -160,7 +160,7 @@ def report(found: dict[str, dict[str, Any]], options: argparse.Namespace) -> str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status."""
+    """Measure and print. Return the exit status."""
     options = parse(argv)
     process.prepare_threads()
     if options.way:

@@ -1,4 +1,4 @@
-"""A run's folder on a mounted bucket: the run works there, or one error at start says what is missing."""
+"""A run's folder on a mounted bucket: the run works there, or one error at start names the missing capability."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_folder_without_renames_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Function that mounts a bucket of a kind."""
+    """Fixture: a function that mounts a bucket of the given kind."""
     interpreter = os.environ.get("COLOGRAD_FUSE_PYTHON", sys.executable)
     if interpreter == sys.executable and importlib.util.find_spec("mfusepy") is None:
         pytest.skip("needs `pip install mfusepy`, or COLOGRAD_FUSE_PYTHON with it, and libfuse")

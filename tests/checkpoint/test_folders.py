@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there."""
+"""Checkpoints are complete or absent."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_rotation_keeps_best_checkpoint_for_any_path_spelling(tmp_path: Path, mo
 
 
 def test_rotation_deletes_later_steps_first(tmp_path: Path) -> None:
-    """The run has gone back to 2, and may be killed before it comes to 9 again."""
+    """The run has gone back to step 2. It may be killed before it reaches step 9 again."""
     for step in (2, 9, 10, 4):
         write(tmp_path / f"checkpoint-{step}")
     rotate(tmp_path, 1, None, newest=4)
@@ -238,7 +238,7 @@ def test_sigterm_is_noticed_and_given_back() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_failing_rank_ignores_sigterm_until_it_has_reported(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun sends a SIGTERM to the others as soon as one rank is dead."""
+    """torchrun sends SIGTERM to the other ranks as soon as one rank is dead."""
     monkeypatch.setattr("colograd.training.checkpointer.world_size", lambda: ranks)
     before, checkpointer = signal.getsignal(signal.SIGTERM), Checkpointer.__new__(Checkpointer)
     checkpointer.stop_signal, checkpointer.finish_alone = StopSignal(), lambda: None  # type: ignore[method-assign]

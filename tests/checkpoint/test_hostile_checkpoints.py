@@ -42,7 +42,7 @@ def make_optimizer() -> tuple[AdamWSplit, list[Owned]]:
 
 
 class Rng:
-    """As much of a trainer as has a random state."""
+    """The parts of a trainer that have a random state."""
 
     args: Any = SimpleNamespace(world_size=1, process_index=0, parallel_mode=None, output_dir="")
 
@@ -122,7 +122,7 @@ VALUES = (None, True, -1, 2**70, 1e400, "x", "../../etc/passwd", [], {}, [[]], {
 
 
 def mutated_json(random_: random.Random, content: bytes) -> bytes:
-    """A value somewhere in it is another one, or a key is another one."""
+    """Change one random value or key of a JSON document."""
     tree = json.loads(content)
     node = tree
     while True:
@@ -139,7 +139,7 @@ def mutated_json(random_: random.Random, content: bytes) -> bytes:
 
 
 def mutated_header(random_: random.Random, content: bytes) -> bytes:
-    """A safetensors header that says something else, or that it is longer than it is."""
+    """Corrupt a safetensors header: a wrong length, changed JSON, or changed data offsets."""
     length = int.from_bytes(content[:8], "little")
     if random_.random() < 0.3:
         return struct.pack("<Q", random_.choice((0, 1, 2**31, 2**62, 2**64 - 1, length - 1))) + content[8:]
@@ -187,7 +187,7 @@ def contents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def attempt(read: Callable[[Path], Any], folder: Path) -> str:
-    """What a run does: it looks, and loads. The error's text, or nothing."""
+    """Check the folder and load the file, as a run does. Returns the error's text, or "" if there was no error."""
     before = torch.get_rng_state()
     try:
         look(folder)

@@ -1,4 +1,4 @@
-"""A checkpoint that isn't what was written is refused, with the file and the reason."""
+"""A checkpoint that differs from its manifest is refused, with the file and the reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILES = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint as it is committed."""
+    """A committed checkpoint with its manifest."""
     aside = aside_folder(tmp_path) / "checkpoint-3"
     for name, content in FILES.items():
         (aside / name).parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def test_a_hostile_manifest_is_one_clear_error(folder: Path, text: str, said: st
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_ranks_share_the_work_and_leave_nothing_out(apart: bool) -> None:
-    """On each node what its ranks read; a rank's own file by itself, where the folder has those of all."""
+    """A node's ranks check the files that the node reads. In a shared folder each rank checks its own rank files."""
     names = [*FILES, "rng_state_1.pth", "rng_state_2.pth", "rng_state_3.pth", "lengths_1.json"]
     of_ranks = [shares(names, rank, 4, 2, apart) for rank in range(4)]
     for node in (of_ranks[:2], of_ranks[2:]):

@@ -1,4 +1,4 @@
-"""Whether nodes share the run's folder, each rank looking for what the others' nodes wrote."""
+"""Ranks find out whether nodes share the run's folder: each looks for the other nodes' marker files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colograd.parallel.layout import RankLayout
 
 
 class Ranks:
-    """All ranks, one after the other: what they gather is known when each has been asked."""
+    """Simulates all ranks one after the other. The result of `gather` is computed when a rank calls it."""
 
     def __init__(self, folders: list[Path]) -> None:
         self.folders = folders  # of the nodes

@@ -1,4 +1,4 @@
-"""A GPU's tensors are copied into page-locked memory, all of them queued, and are there before anybody reads them."""
+"""Copies of a GPU's tensors to page-locked memory are queued, and are complete before a reader sees them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from colograd.weights import state_dict_on_host
 
 
 class OnGPU(torch.Tensor):
-    """A tensor that says it is a GPU's. A copy of it that is queued is made when the GPU is waited for."""
+    """A CPU tensor with ``is_cuda`` set. A queued copy is made when the GPU is synchronized."""
 
     is_cuda = True
     queue: list[tuple[torch.Tensor, torch.Tensor]]
@@ -36,13 +36,13 @@ class OnGPU(torch.Tensor):
 
 
 def mapped() -> Iterator[tuple[int, ...]]:
-    """The process's stretches of memory."""
+    """Yield (first address, end) of each memory mapping of the process."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         yield tuple(int(end, 16) for end in line.split()[0].split("-"))
 
 
 class GPU:
-    """What is asked of CUDA."""
+    """Fake of the CUDA calls that lock, unlock and copy pages."""
 
     def __init__(self, refuses: bool) -> None:
         self.refuses = refuses

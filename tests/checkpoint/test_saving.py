@@ -1,4 +1,4 @@
-"""Checkpoints are written beside the training, whole or not at all; one that can't be written doesn't end the run."""
+"""Background saving: a checkpoint is complete or doesn't appear. A failing save doesn't end the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from colograd.training import checkpointer
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Of every width, odd sizes, empty ones and scalars; some lie in one storage."""
+    """Tensors of every width, odd sizes, empty tensors and scalars. Two tensors share a storage."""
     generator = torch.Generator().manual_seed(seed)
     both = torch.randn(6, 5, generator=generator)
     return {
@@ -82,7 +82,7 @@ def test_bytes_are_written_as_they_are(tmp_path: Path, size: int) -> None:
 
 
 def save_of(run_dir: Path, step: int, **changes: Any) -> Save:
-    """Of one rank: an image, and a file that lies ready."""
+    """One rank's save: an image of the weights in host memory, and a file that already exists."""
     images, name = HostFiles(), f"checkpoint-{step}"
     images.put({"w": torch.full((300_000,), float(step))}, "model.safetensors")
     ready = run_dir / "ready" / "trainer_state.json"
@@ -133,7 +133,7 @@ def test_damaged_checkpoint_of_same_step_is_kept_renamed(tmp_path: Path) -> None
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A file system of its own; skips the test where that isn't allowed."""
+    """Mount a small file system. The test is skipped where mounting isn't allowed."""
     folder.mkdir()
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, text=True
@@ -219,7 +219,7 @@ def test_an_optimizer_with_other_state_is_waited_for(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trainer(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Saves after each of its four steps. Tests give it an output_dir each."""
+    """A trainer that saves after each of its four steps. Each test sets its own output_dir."""
     from colograd import GRPOTrainer
 
     config = tiny.config(tmp_path_factory.mktemp("run"), save_strategy="steps", save_steps=1)
@@ -230,7 +230,7 @@ def trainer(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def run(trainer: Any, tiny_model: Path, tmp_path: Path) -> Iterator[Any]:
-    """The trainer with fresh weights, in a folder of this test's."""
+    """Reset the trainer's weights and return it with an output folder of this test."""
     weights = load_file(tiny_model / "model.safetensors")
     trainer.model.load_state_dict(weights, strict=False)
     trainer.optimizer = trainer.lr_scheduler = None
@@ -242,7 +242,7 @@ def run(trainer: Any, tiny_model: Path, tmp_path: Path) -> Iterator[Any]:
 
 
 def steps_left(trainer: Any) -> list[int]:
-    """Of checkpoints, each of which is whole."""
+    """Check that each checkpoint is complete, and return their steps."""
     found = sorted(Path(trainer.args.output_dir).glob("checkpoint-*"), key=folders.step_of)
     assert all(folders.check(folder) for folder in found)
     return [folders.step_of(folder) for folder in found]
@@ -393,7 +393,7 @@ def test_ranks_save_together_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_library_file_has_the_same_tensors(tmp_path: Path) -> None:
-    """Readers see no difference: names, shapes, dtypes, metadata."""
+    """Our writer's files equal safetensors' files for readers: names, shapes, dtypes, metadata."""
     from safetensors import safe_open
 
     values = {name: value.contiguous().clone() for name, value in tensors().items()}

@@ -1,4 +1,4 @@
-"""The deadline of a stop, its two moments, and the exit status."""
+"""A stop signal: its deadline, its two moments, and the exit status."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_unknown_stop_signals_are_refused(tmp_path) -> None:
 
 
 def test_signal_cuts_while_the_main_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python runs no handler during a call of C; the deadline is sent to other ranks, too."""
+    """Python runs no signal handler during a C call. The deadline is sent to the other ranks too."""
     stop, cut, told = StopSignal(names=["SIGUSR1"], stop_within=0.2), threading.Event(), []
     monkeypatch.setattr(StopSignal, "_end", lambda self: None)
     stop.cut, stop.tell = cut.set, lambda *message: told.append(message)
@@ -144,7 +144,7 @@ for _ in range(600):
     [("0.5", [signal.SIGTERM], 0.0), ("None", [signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM], 2.0)],
 )
 def test_process_ends_with_the_status(within: str, signals: list[int], least: float) -> None:
-    """At its deadline, or at a second signal; but not at a copy that the launcher sends at once."""
+    """The process ends at its deadline or at a second signal. A launcher's immediate copy doesn't count."""
     with subprocess.Popen([sys.executable, "-c", PROGRAM, within], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         time.sleep(0.2)

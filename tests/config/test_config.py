@@ -30,7 +30,7 @@ def config(**changes: Any) -> GRPOConfig:
 
 
 def on_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    """As if a launcher had started ``ranks`` ranks and they had found each other."""
+    """Pretend that a launcher has started ``ranks`` ranks and that the ranks are connected."""
     monkeypatch.setattr("colograd.config.engine.os", SimpleNamespace(environ={"WORLD_SIZE": str(ranks)}))
     monkeypatch.setattr(GRPOConfig, "world_size", ranks)
 
@@ -72,7 +72,7 @@ def test_steps_per_generation_counts_trl_s_micro_batches() -> None:
 
 
 def test_several_generations_of_one_step_are_sampled_together() -> None:
-    """TRL takes them one after the other, all with the same weights."""
+    """One step may need several generations in TRL, all with the same weights. Ours samples them together."""
     shape = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
     for given in ({"steps_per_generation": 2}, {"steps_per_generation": 1}, {"generation_batch_size": 8}):
         made = config(**shape, **given)
@@ -93,7 +93,7 @@ def test_the_output_folder_is_the_first_argument() -> None:
 
 
 def test_ranks_of_one_engine_take_the_same_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What divides a step is the number of engines, which the layout tells."""
+    """A step is divided among the engines, and the layout knows their number."""
     monkeypatch.setattr(GRPOConfig, "layout", RankLayout(3, 4, ranks_per_engine=2))
     made = config(prompts_per_step=6, num_generations=4)
     assert made.prompts_per_step == 6
@@ -178,7 +178,7 @@ def test_checkpointing_is_resolved_where_nothing_is_said() -> None:
 @names_checked
 @dataclasses.dataclass
 class LaterConfig(GRPOConfig):
-    """With the names that a Trainer reads since transformers 5.23."""
+    """A configuration with the names that transformers' Trainer reads since 5.23."""
 
     activation_checkpointing: bool | None = None
     activation_checkpointing_kwargs: dict[str, Any] | str | None = None
@@ -241,7 +241,7 @@ def test_float32_runs_under_autocast_unless_refused_as_in_trl(given, autocast) -
 
 
 def test_an_optimizer_that_is_named_has_trl_s_float32_weights() -> None:
-    """Else it would round each update to bfloat16, where TRL's doesn't."""
+    """With a named optimizer weights are float32 as in TRL, because bfloat16 weights would round each update."""
     assert config(optim="adamw_torch").torch_dtype() is torch.float32
     assert config(optim="adamw_split").torch_dtype() is torch.bfloat16
     assert config(optim="adamw_torch", model_init_kwargs={"dtype": "bfloat16"}).torch_dtype() is torch.bfloat16
@@ -463,7 +463,7 @@ def test_defaults_are_trl_s(trl_defaults: dict[str, Any]) -> None:
 
 
 def test_every_field_of_trl_is_a_field(trl_defaults: dict[str, Any]) -> None:
-    """Scripts and callbacks read them, also those without an effect."""
+    """Scripts and callbacks read TRL's fields, including fields without an effect."""
     ours = defaults(GRPOConfig)
     others = [REFUSED.keys(), UNUSED.keys(), RENAMED.keys()]
     assert trl_defaults.keys() <= ours.keys()
@@ -476,7 +476,7 @@ def test_every_field_of_trl_is_a_field(trl_defaults: dict[str, Any]) -> None:
 
 
 def test_every_field_at_its_default_in_trl_is_taken(trl_defaults: dict[str, Any]) -> None:
-    """So a file may hold all of them; the exceptions say something that can't be."""
+    """A configuration file may set every TRL field to its default."""
     trl = pytest.importorskip("trl")
     declared = {f.name for f in dataclasses.fields(trl.GRPOConfig)} - {
         f.name for f in dataclasses.fields(trl.GRPOConfig.__mro__[2])
@@ -652,7 +652,7 @@ def test_settings_of_the_objective_are_checked(given: dict[str, Any], said: str)
 
 
 def test_what_is_said_of_compiling_is_the_layers() -> None:
-    """A backend or a mode asks for it, as in transformers, which isn't told: it would turn TF32 on."""
+    """A backend or a mode enables torch_compile. transformers' own field stays off, because it would enable TF32."""
     plain = config()
     assert (plain.torch_compile, plain.torch_compile_backend, plain.use_liger_kernel) == (False, None, False)
     assert config(torch_compile=True).torch_compile and config(torch_compile_mode="default").torch_compile
@@ -710,7 +710,7 @@ def test_the_flags_of_all_groups_have_a_help() -> None:
 
 @pytest.mark.parametrize("bent", [{"top_p": 0.9}, {"min_p": 0.1}, {"generation_kwargs": {"min_tokens": 4}}])
 def test_changed_distribution_turns_correction_off(bent) -> None:
-    """TRL's scripts set them."""
+    """TRL's scripts set these sampling options. They change the distribution, so the correction is off."""
     found = config(**bent)
     assert not found.vllm_importance_sampling_correction
     assert any("vllm_importance_sampling_correction is off" in note for note in found.notes)

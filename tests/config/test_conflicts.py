@@ -22,7 +22,7 @@ GROUPS = (GRPOConfig, ModelConfig, ScriptArguments)
 
 @pytest.fixture
 def without_extensions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As if every extension's folder were missing."""
+    """Pretend that every extension's folder is missing."""
     caches = (tables, registry.hooks, registry.hooks_of)
     with monkeypatch.context() as patch:
         patch.setattr(registry, "installed", lambda: ())

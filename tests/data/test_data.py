@@ -143,7 +143,7 @@ def test_a_mixture_is_joined_and_held_out_from(module: str) -> None:
 
 
 def test_parts_of_a_mixture_can_have_shares(tmp_path: Path) -> None:
-    """As large as it can be without repeating a row: the smaller part is taken whole."""
+    """The mixture is as large as possible without repeated rows: it has all rows of the smaller part."""
     for name, size in (("a", 30), ("b", 10)):
         Dataset.from_dict({"prompt": [f"{name}{i}" for i in range(size)]}).to_json(tmp_path / f"{name}.jsonl")
     parts = [{"path": str(tmp_path / "a.jsonl"), "fraction": 3}, {"path": str(tmp_path / "b.jsonl"), "fraction": 2}]
@@ -386,7 +386,7 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
 
 @pytest.mark.parametrize("shape", [(23, 4, 2, 1), (23, 4, 2, 3), (8, 2, 1, 2), (100, 6, 3, 1)])
 def test_the_same_seed_gives_the_prompts_of_trl(shape: tuple[int, int, int, int]) -> None:
-    """Round by round, in three epochs: TRL's sampler gives a round as often as it takes batches of it."""
+    """Three epochs have TRL's prompts. TRL's sampler repeats a generation's prompts for each of its batches."""
     from trl.trainer.utils import RepeatSampler
 
     rows, per_step, steps_per_generation, iterations = shape

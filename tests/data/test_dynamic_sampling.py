@@ -84,7 +84,7 @@ def test_what_a_step_trains_depends_on_the_order_of_drawing_and_not_of_finishing
 
 
 def test_what_is_in_flight_and_not_needed_is_aborted() -> None:
-    """More are drawn than turn out to be needed: the generation is closed as soon as that is known."""
+    """Dynamic sampling draws more prompts than it needs, and closes the generation as soon as it has enough."""
     stages = Made({p for step in STEPS for p in positions_of(step)} - {1}, seed=0, slow=False)
     steps = stages.draw()
     (drawn, count) = stages.asked[0]
@@ -94,7 +94,7 @@ def test_what_is_in_flight_and_not_needed_is_aborted() -> None:
 
 
 def test_rewards_that_turn_out_not_to_be_needed_are_not_waited_for() -> None:
-    """Of groups that had finished behind the last one that is trained; whoever works on them is told."""
+    """Unneeded groups have finished after the last trained group. Their pending rewards are cancelled."""
     cancelled: list[int] = []
 
     class Unneeded(Ready):
@@ -144,7 +144,7 @@ def test_extra_prompts_are_a_function_of_seed_and_step(tmp_path: Path) -> None:
 
 
 def half(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
-    """A difference between completions for every second prompt only."""
+    """Rewards that differ within a group for every second prompt only."""
     return [1.0] * len(completions) if ord(answer[0]) % 2 else tiny.vowels(completions)
 
 

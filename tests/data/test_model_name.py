@@ -15,7 +15,7 @@ COMMON = "neither a folder with a model nor a Hub model that can be loaded"
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, answer: Exception | None) -> list[str]:
-    """The addresses that are asked for, of a Hub whose cache is empty and that answers so."""
+    """Fake a Hub with an empty cache that raises ``answer``, and return the list of requested addresses."""
     asked: list[str] = []
 
     def get(url: str, **kwargs: object) -> None:
@@ -90,7 +90,7 @@ def test_a_dataset_without_a_connection_is_an_error_after_two_short_attempts(mon
 
 
 def test_what_needs_no_hub_is_loaded_without_a_connection(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Local files by a builder's name; and a copy, whose folder `datasets` names in lower case."""
+    """Neither local files with a builder's name nor a cached dataset (in a lower-case folder) need the Hub."""
     asked = answering(monkeypatch, httpx.ConnectError("Name or service not known"))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
     given = {"data_files": str(tmp_path / "rows.jsonl"), "cache_dir": str(tmp_path / "cache")}

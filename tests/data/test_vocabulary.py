@@ -13,7 +13,7 @@ from colograd.training.prompts import train_prompts_of
 
 @pytest.fixture
 def larger():
-    """The tiny model's tokenizer with two more tokens, 258 and 259."""
+    """The tiny model's tokenizer with two additional tokens, 258 and 259."""
     tokenizer = tiny.make_tokenizer()
     tokenizer.add_tokens(["<think>", "</think>"])
     return tokenizer
@@ -37,7 +37,7 @@ def test_surplus_tokens_and_rows_have_a_line(larger) -> None:
 
 
 def test_a_prompt_with_a_rowless_token_is_refused(tiny_model, tmp_path, larger) -> None:
-    """vLLM would read a row of zeros for it, and the loss would end in an IndexError."""
+    """vLLM would read zeros for a token without an embedding row, and the loss would end in an IndexError."""
     config = tiny.config(tmp_path)
     policy = load_policy(str(tiny_model), larger, config)
     assert any("2 token(s) have none" in line for line in policy.warnings(config))

@@ -72,7 +72,7 @@ def tokens(group) -> list[tuple[int, ...]]:
 
 
 def test_a_sampled_nan_is_an_error() -> None:
-    """An engine whose kernels fail samples on; the trainer would take NaN for a log-probability that nobody knows."""
+    """An engine with broken kernels goes on sampling, and the trainer would take NaN for an unknown log-probability."""
     completion = SimpleNamespace(index=0, token_ids=[1, 2], logprobs=SimpleNamespace(logprobs=[-0.5, float("nan")]))
     engine = VLLMEngine.__new__(VLLMEngine)
     engine.tokens = engine.vocab_size = 8
@@ -104,8 +104,8 @@ def test_completions_depend_on_the_position_and_not_on_the_batch(engine, config,
 
 
 def test_prompts_that_are_read_in_parts_have_the_same_completions(tiny_model: Path, prompts, tmp_path: Path) -> None:
-    """What vLLM draws between two parts is taken back, on a CPU too; also of a request that had to make room, and then
-    reads its own tokens again."""
+    """vLLM advances a request's random generator between two parts of a prompt, and the engine restores it, on a CPU
+    too. Preempted requests, which read their own tokens again, are covered as well."""
     sampling = Sampling(n=4, max_tokens=90, temperature=1.0, options={})
     small = {"max_num_batched_tokens": 16, "max_num_seqs": 16, "block_size": 32, "num_gpu_blocks_override": 14}
     found = []
@@ -202,7 +202,7 @@ def test_what_vllm_would_refuse_of_a_request_is_known_before_any(engine, tmp_pat
 
 
 def test_every_sampling_field_is_supported_reserved_or_refused(tmp_path) -> None:
-    """A field that a new vLLM brings fails here: add it where it belongs, with what it brings back."""
+    """This test fails if a new vLLM adds a sampling field. Sort the new field into one of the three lists."""
     from vllm import SamplingParams
 
     fields = {name for name in inspect.signature(SamplingParams).parameters if not name.startswith("_")}
@@ -262,7 +262,7 @@ def test_every_finish_reason_of_vllm_is_known() -> None:
 
 
 def test_a_prompt_beyond_the_embedding_is_refused(engine) -> None:
-    """vLLM would read one of the rows that fill its embedding up to a multiple of 64."""
+    """vLLM would read one of the rows that pad its embedding to a multiple of 64."""
     with pytest.raises(ValueError, match="the token id 258, but the model's embedding has 258 rows"):
         engine.submit((1, 258), Sampling(1, 4, 1.0, {}), seed=1)
     assert not engine.core.has_unfinished_requests()
@@ -343,14 +343,14 @@ def test_greedy_completions_are_the_most_probable_tokens(engine, config, prompts
 def test_a_queue_longer_than_the_engine_drains_in_fewer_steps_when_the_long_ones_start_first(
     engine, config, monkeypatch
 ) -> None:
-    """24 completions through 4 places. How long a prompt's completions get is known from an earlier epoch."""
+    """24 completions with 4 running at once. An earlier epoch recorded how long each prompt's completions get."""
     steps = []
     step = engine.core.step
     monkeypatch.setattr(engine.core, "step", lambda: steps.append(1) or step())
     scheduler = engine.core.engine_core.engine_core.scheduler
     places = "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
     monkeypatch.setattr(scheduler, places, 4)
-    # The context has 64 tokens: what the prompt leaves is the completion's length.
+    # The context has 64 tokens, so a completion has 64 tokens less the prompt's length.
     sizes = [54, 50, 56, 48, 40, 52, 45, 30, 20, 55, 50, 8]
     prompts = [Prompt({}, tuple(range(position, position + size)), position) for position, size in enumerate(sizes)]
     sampling = Sampling(n=2, max_tokens=64, temperature=1.0, options={"ignore_eos": True})
@@ -437,7 +437,7 @@ def test_a_refused_cache_reset_is_an_error(engine, monkeypatch) -> None:
 
 @pytest.mark.parametrize("releases", [True, False])
 def test_it_sleeps_and_wakes_by_vllm_s_own_rules(engine, config, prompts, monkeypatch, releases) -> None:
-    """vLLM's scheduler and executor are the real ones; only the worker's unmapping, which a CPU hasn't, is left out."""
+    """The scheduler and executor are vLLM's own. Only the worker's unmapping is left out, because a CPU has none."""
     executor = engine.core.model_executor
     theirs, asked = executor.collective_rpc, []
 
@@ -471,7 +471,7 @@ def test_it_sleeps_and_wakes_by_vllm_s_own_rules(engine, config, prompts, monkey
 
 
 def test_asynchronous_scheduling_comes_with_model_runner_v2(engine) -> None:
-    """Its default on a GPU: the tests that run with V2 have a step more in flight."""
+    """Asynchronous scheduling is the default on a GPU. The tests of V2 then have one more step in flight."""
     assert engine.vllm_config.scheduler_config.async_scheduling == model_runner_v2.running()
 
 

@@ -1,4 +1,4 @@
-"""vLLM runs some families by transformers' own classes, which it decorates; the policy's class stays transformers'."""
+"""vLLM runs some families with transformers' own classes and decorates them. The policy's class stays undecorated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def smollm3(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 @pytest.mark.engine
 @pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_family_of_the_transformers_backend_trains(smollm3: Path, tmp_path: Path, eager: bool) -> None:
-    """Twice in one process, compiled by vLLM too: the class is transformers' own again, for the next model."""
+    """Two trainers in one process, compiled by vLLM: the next model gets transformers' undecorated class again."""
     kind = modeling_smollm3.SmolLM3Model
     before = kind.__bases__, kind.__init__, kind.__call__
     for run in range(2):

@@ -1,7 +1,7 @@
 """An engine that several ranks share: one leads, the others follow, whatever a clock or one rank's state decides.
 
-Each case of scripts/shared_engine.py ends on both ranks, after as many steps of both engines; what both sample then,
-without a leader, is the same, so the engines agree.
+Each case of scripts/shared_engine.py ends on both ranks, after as many steps of both engines; afterwards both ranks
+sample the same tokens without a leader, so the engines agree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """What the two ranks of an engine wrote."""
+    """Reports of the two ranks of an engine."""
     folder = tmp_path_factory.mktemp("shared")
     done = start("shared_engine.py", 2, model, folder)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -69,7 +69,7 @@ def test_rewards_are_computed_by_the_leader_alone(ranks: list[dict]) -> None:
 def test_an_engine_of_one_rank_or_of_four_samples_the_same(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, size: int
 ) -> None:
-    """Where no clock decides."""
+    """Only cases without a clock are compared."""
     model = tiny.make_model(tmp_path_factory.mktemp("models") / "wide", context=1024, heads=4, keys=2)
     for number in (2, size):
         done = start("shared_engine.py", number, model, tmp_path)

@@ -39,7 +39,7 @@ assert len(trainer.state.log_history) >= 2
 
 
 def torn_down(folder: Path, *extensions: str) -> Path:
-    """Copy the repository without some extensions and their tests."""
+    """Copy the repository without the given extensions and their tests."""
     ignored = shutil.ignore_patterns("__pycache__")
     for name in COPIED:
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
@@ -83,7 +83,7 @@ CORE_TESTS = ("config", "data", "losses", "memory", "parallel", "policy", "rewar
 @pytest.mark.timeout(12 * PATIENCE)
 @pytest.mark.parametrize("gone", [(name,) for name in EXTENSIONS] + [EXTENSIONS], ids=lambda gone: "+".join(gone))
 def test_core_passes_its_tests_without(gone: tuple[str, ...], tmp_path: Path) -> None:
-    """Those with an engine too where all extensions are missing."""
+    """Without all extensions the core's engine tests run as well."""
     folder = torn_down(tmp_path, *gone)
     rooms = [f"tests/{room}" for room in CORE_TESTS]
     marks = "not slow and not gpu" + ("" if gone == EXTENSIONS else " and not engine")

@@ -104,7 +104,7 @@ def run(
 
     Args:
         each: is called with each group when it is whole.
-        columns: of each row, beside its question.
+        columns: further columns of each row, next to its question.
         calls: the model is made to call `add` in every turn; False: it samples freely.
         settings: of `AgentSettings`.
     """

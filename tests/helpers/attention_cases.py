@@ -1,4 +1,4 @@
-"""Small models, ragged groups, and a model's copy whose rows are packed."""
+"""Small models, ragged groups, and a copy of a model with packed rows."""
 
 from __future__ import annotations
 

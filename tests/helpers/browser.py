@@ -26,7 +26,7 @@ class Browser:
     """One page in a browser of its own. No name is resolved, and all requests of the page are noted.
 
     Args:
-        allowed: hosts that may be reached: those of a test's own server.
+        allowed: hosts that may be reached: hosts of a test's own server.
     """
 
     def __init__(self, allowed: Sequence[str] = ()) -> None:
@@ -145,7 +145,7 @@ class Browser:
         return answer["result"].get("value")
 
     def wait(self, condition: str, seconds: float = 20.0) -> None:
-        """Until an expression holds."""
+        """Wait until a JavaScript expression is true."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.run(f"Boolean({condition})"):

@@ -28,7 +28,7 @@ WRITING = os.O_WRONLY | os.O_RDWR
 
 
 class Bucket(mfusepy.Operations):
-    """Passes calls on to a local folder, but for the rules of the kind."""
+    """Passes calls on to a local folder, but enforces the bucket kind's rules."""
 
     use_ns = True
 

@@ -9,7 +9,7 @@ from typing import Any
 import tiny
 import torch
 
-# Sizes by the names that configurations have for them. A configuration gets the sizes whose names it has.
+# Sizes by the names that configurations have for them. A configuration gets the sizes under the names that it knows.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim", "word_embed_proj_dim"), 64),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "intermediate_size_mlp"), 128),

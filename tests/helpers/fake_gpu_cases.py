@@ -184,7 +184,7 @@ def checkpointed(gpu: FakeGPU) -> dict[str, Any]:
 
 @case
 def inputs_on_the_host(gpu: FakeGPU) -> dict[str, Any]:
-    """As `checkpointed`, of more layers; and a row half as long after it."""
+    """Like `checkpointed` with more layers, followed by a row of half the length."""
 
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE | MORE_LAYERS))
     with inputs_on_host(model, LayerInputs(CUDA)):
@@ -415,7 +415,7 @@ def gradients_on_host_tied(gpu: FakeGPU) -> dict[str, Any]:
 
 @case
 def small_vocabulary_on_host(gpu: FakeGPU) -> dict[str, Any]:
-    """Whose last gradients of a backward are still on their way in the next forward."""
+    """A backward's last gradients are still being copied during the next forward."""
     global SHAPE
     before, SHAPE = SHAPE, SHAPE | {"vocab_size": 4000}
     found = on_host(gpu, tied=False)
@@ -446,7 +446,7 @@ def two_steps(gpu: FakeGPU, model: Any, offloads: bool) -> list[int]:
 
 @case
 def all_on_host(gpu: FakeGPU) -> dict[str, Any]:
-    """On a GPU with a tenth more than what is planned with all on the host; and with nothing there."""
+    """All parts are offloaded, on a GPU with a tenth more memory than planned. Then nothing is offloaded."""
 
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
     with mock.patch.object(host_sums, "LIMIT", LIMIT):

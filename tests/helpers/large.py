@@ -67,7 +67,7 @@ def sizes(place: Path, rank: int = 0) -> tuple[Shape, PolicySizes]:
 
 
 def run(place: Path, **changes: Any) -> RunDescription:
-    """A run on empty GPUs of 80 GiB, 8 of them, with contexts of 8,192 tokens and 64 sequences in each engine."""
+    """Describe a run on 8 empty GPUs of 80 GiB, with contexts of 8,192 tokens and 64 sequences in each engine."""
     rank = changes.pop("rank", 0)
     shape, of_policy = sizes(place, rank)
     return changed(_described(shape, of_policy), **({"strategies": WHOLE if rank else STRATEGIES} | changes))

@@ -156,7 +156,7 @@ class Started:
         raise AssertionError(f"{' '.join(self.argv)} has ended, and wrote: {self.said()[-3000:]}")
 
     def said(self) -> str:
-        """So far."""
+        """Return the output until now."""
         return "".join(map(_read, self._files))
 
     def wait(self, timeout: float = tiny.PATIENCE) -> subprocess.CompletedProcess[str]:

@@ -129,7 +129,7 @@ def correction_weights(
 def our_loss(
     objective: Objective, step: Step, rows: Sequence[PackedRow], coefficient: float = 0.0
 ) -> tuple[torch.Tensor, list[LossOutput]]:
-    """What the trainer does: the sum over micro-batches, by the step's denominator."""
+    """As in the trainer: the sum over micro-batches, by the step's denominator."""
     batch = step.batch(rows)
     batch = entropy.with_step_entropy(batch, objective, coefficient, lambda row: step.entropies[row.labels].detach())
     outputs = [

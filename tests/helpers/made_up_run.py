@@ -85,8 +85,8 @@ WRONG_SAMPLES = [
 class MadeUp:
     """A run to write.
 
-    ``variants``: how many different completions there are; those of a step are taken from them, so that large runs are
-    written in seconds.
+    ``variants``: how many different completions there are; a step's completions are drawn from them, so that large runs
+    are written in seconds.
     """
 
     steps: int = 30
@@ -212,7 +212,7 @@ class MadeUp:
         }
 
     def progress(self, step: int) -> float:
-        """From 0 to about 1, as rewards rise."""
+        """A value from 0 to about 1 that rises like rewards."""
         return 1 / (1 + math.exp(-6 * (self.gain * step / max(self.steps, 1) - 0.45)))
 
     def metrics(self, step: int) -> dict[str, Any]:

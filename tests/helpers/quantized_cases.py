@@ -40,7 +40,7 @@ def same_on_both_sides(trainer: GRPOTrainer) -> None:
 
 
 def check_two_ranks(model: Path, folder: Path, *arguments: str) -> None:
-    """They have one base and one adapter, and their sampler's log-probabilities. arguments: of the script."""
+    """Check that two ranks have one base, one adapter, and equal log-probabilities of the sampler."""
     done = launcher.run(RANKS, model, folder / "run", folder, *arguments, ranks=2)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))

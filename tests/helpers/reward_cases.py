@@ -56,7 +56,7 @@ def leaving(**kwargs: Any) -> list[float]:
 
 
 def with_alarm(completions: list[str], **kwargs: Any) -> list[float]:
-    """As time-outs are written: only possible on a main thread."""
+    """Set an alarm, as time-outs do. Only a main thread can set one."""
 
     def ring(*args: Any) -> None:
         raise TimeoutError

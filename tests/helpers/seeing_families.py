@@ -1,4 +1,4 @@
-"""Tiny random vision-language models of families for which only the text is trained."""
+"""Tiny random vision-language models of families that train on text only."""
 
 from __future__ import annotations
 

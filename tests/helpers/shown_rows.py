@@ -30,7 +30,7 @@ def samples_of(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def sample_entries(groups: Sequence[tuple[ScoredGroup, Sequence[float]]], *args: Any) -> list[dict[str, Any]]:
-    """As the store has them after `shown_notes(groups, *args)`."""
+    """Entries that a store reads after `shown_notes(groups, *args)`."""
     notes = json.loads(json.dumps(shown_notes(groups, *args)))
     recorded = [RewardedGroup(scored.group, scored.rewards, scored.logged) for scored, _ in groups]
     return list(entries(notes, {each.group.position: group_bytes(each) for each in recorded}))

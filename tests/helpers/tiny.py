@@ -237,7 +237,7 @@ CARRYING: dict[str, Any] = {
 
 
 def clean_environment() -> dict[str, str]:
-    """For a subprocess: without the rank variables that an engine in this process may have set."""
+    """Environment of a subprocess without the rank variables that an engine in this process may have set."""
     drop = (*process.RANK_VARIABLES, process.RANK_OF_ONE, "COLOGRAD_SINGLE_PROCESS", "OMP_NUM_THREADS")
     return {name: value for name, value in os.environ.items() if name not in drop}
 

@@ -114,7 +114,7 @@ def _idefics3(shape: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _smolvlm(shape: dict[str, Any]) -> tuple[Any, Any]:
-    """Likewise."""
+    """SmolVLM: tiles of an image, as in Idefics3."""
     import transformers as hf
 
     return _in_tiles(hf.SmolVLMConfig, hf.SmolVLMForConditionalGeneration, shape)
@@ -180,7 +180,7 @@ def _qwen2_5_vl_processor(tokenizer: Any) -> Any:
 
 
 def _qwen3_vl(shape: dict[str, Any]) -> tuple[Any, Any]:
-    """Likewise, with features of the tower's layers added in the first layers of the language model."""
+    """Like `_qwen2_5_vl`, with the tower's features added in the language model's first layers."""
     import transformers as hf
 
     tokenizer, seeing = _tokenizer(QWEN, "<|vision_start|><|image_pad|><|vision_end|>"), shape.pop("vision", {})
@@ -206,7 +206,7 @@ def _qwen3_vl_processor(tokenizer: Any) -> Any:
 
 
 def _qwen3_5(shape: dict[str, Any]) -> tuple[Any, Any]:
-    """Likewise without those features, and with layers that carry a state."""
+    """Like `_qwen2_5_vl`, with language-model layers that carry a state."""
     import transformers as hf
 
     tokenizer, seeing = _tokenizer(QWEN, "<|vision_start|><|image_pad|><|vision_end|>"), shape.pop("vision", {})
@@ -321,7 +321,7 @@ def _gemma3(shape: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def gemma3_processor(tokenizer: Any) -> Any:
-    """It needs no torchvision."""
+    """Gemma 3's processor without torchvision."""
     import transformers as hf
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
@@ -330,8 +330,8 @@ def gemma3_processor(tokenizer: Any) -> Any:
 
 
 def _gemma4(shape: dict[str, Any]) -> tuple[Any, Any]:
-    """Up to 70 tokens an image, whose number depends on its shape. As the small ones are published: embeddings of each
-    layer, layers that share keys and values, clipped layers in the tower, and another tower that hears."""
+    """Up to 70 tokens an image, depending on its shape. As the small ones are published: embeddings of each layer,
+    layers that share keys and values, clipped layers in the tower, and an audio tower."""
     text = {
         "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": [*WINDOWS, *WINDOWS],
         "hidden_size_per_layer_input": 16, "use_double_wide_mlp": True,
@@ -344,8 +344,8 @@ def _gemma4(shape: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _gemma4_both_ways(shape: dict[str, Any]) -> tuple[Any, Any]:
-    """Likewise. As the large ones: an image's tokens see each other in layers with a window, and other layers' values
-    are their keys."""
+    """Like `_gemma4`, in the form of the large models: an image's tokens see each other in layers with a window, and
+    the other layers use keys as values."""
     text = {
         "layer_types": [*WINDOWS], "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
         "use_bidirectional_attention": "vision",
@@ -354,7 +354,7 @@ def _gemma4_both_ways(shape: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _gemma4_experts(shape: dict[str, Any]) -> tuple[Any, Any]:
-    """Likewise, with experts beside each layer's MLP."""
+    """Like `_gemma4_both_ways`, with experts next to each layer's MLP."""
     experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
     return _gemma4_both_ways({**shape, **experts})
 
@@ -467,7 +467,7 @@ def made_up(model: Any, family: str, pictures: int = 1, seed: int = 0) -> ModelI
 
 
 def picture(number: int, width: int = SIDE, height: int = SIDE) -> Image.Image:
-    """An image that differs from those of other numbers: a gradient in a colour of its own."""
+    """An image with a colour gradient that depends on ``number``."""
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     planes = [(x * 5 + number * 40) % 256, (y * 5 + number * 90) % 256, torch.full_like(x, (number * 50) % 256)]
     return Image.fromarray(torch.stack(planes, -1).to(torch.uint8).numpy())

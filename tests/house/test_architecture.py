@@ -1,4 +1,4 @@
-"""The house rules of the package, read from its source: who imports whom, circles, names, parameters."""
+"""Rules of the package's structure, checked in the source: imports, circles, names, parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MANY_PARAMETERS |= {("policy/head_kernels.py", name) for name in ("_add_tile", "
 
 
 def floors() -> list[str]:
-    """Folders and single modules, in the order that docs/architecture.md gives them."""
+    """Folders and single modules in the order of docs/architecture.md."""
     block = re.search(r"```floors\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)
     assert block is not None
     return [line.split()[0].rstrip("/") for line in block.group(1).splitlines()]
@@ -73,7 +73,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def each_file(check: Callable[[Path], None]) -> Callable[[], None]:
-    """Make one test of a check of a file: it goes through the package, and lists the files that break the rule."""
+    """Turn a check of one file into a test that runs it on the package and lists the files that break the rule."""
 
     def test() -> None:
         broken: dict[str, str] = {}
@@ -90,13 +90,13 @@ def each_file(check: Callable[[Path], None]) -> Callable[[], None]:
 
 @functools.cache
 def arrows() -> dict[str, set[str]]:
-    """Each module of the package, and the modules of the package that it imports."""
+    """Map each module of the package to the modules of the package that it imports."""
     modules = {own_name(path): imports(path) for path in FILES}
     return {name: {other for other in found if other in modules and other != name} for name, found in modules.items()}
 
 
 def owner(name: str) -> str:
-    """`extensions/images`, `apps`, or `core`."""
+    """Owner of a file: `extensions/images`, `apps`, or `core`."""
     parts = name.split("/")
     return "/".join(parts[:2]) if parts[0] == "extensions" else parts[0] if parts[0] == "apps" else "core"
 
@@ -170,7 +170,7 @@ def test_only_the_engine_imports_vllm(path: Path) -> None:
 
 @each_file
 def test_only_the_engine_touches_vllms_objects(path: Path) -> None:
-    """Others see an engine by its protocol; one place builds it."""
+    """Other folders use the engine's protocol, and one place builds the engine."""
     if path.parent.name == "engine":
         return
     found = [
@@ -190,7 +190,7 @@ def test_batch_imports_torch_only() -> None:
 
 
 def test_no_module_is_named_like_a_package() -> None:
-    """`accelerate launch colograd/train.py` puts colograd/ first on the path, where it would take the other's place."""
+    """`accelerate launch colograd/train.py` puts colograd/ first on the path, where a module would hide the package."""
     others = {
         name for name, owners in importlib.metadata.packages_distributions().items() if set(owners) != {"colograd"}
     }
@@ -226,7 +226,7 @@ def test_nothing_is_left_to_do(path: Path) -> None:
 
 
 def test_one_room_knows_each_way_of_sharding() -> None:
-    """No other room uses their classes. Only the rooms of `told` use their names."""
+    """No other room uses their classes. Only rooms in `told` may use the names."""
     from colograd.runtime import registry
     from colograd.sharding.selection import STRATEGIES
 
@@ -243,7 +243,7 @@ def test_one_room_knows_each_way_of_sharding() -> None:
 
 @each_file
 def test_a_configuration_is_written_to_by_its_own_room_alone(path: Path) -> None:
-    """Others call its `resolve_*`; a trainer's is frozen."""
+    """Other folders call a configuration's `resolve_*`. A trainer's configuration is frozen."""
     from colograd.config import GRPOConfig
 
     if own_name(path).startswith("config/"):

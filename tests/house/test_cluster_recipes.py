@@ -1,4 +1,4 @@
-"""Manifests for Kubernetes and SkyPilot: known fields only, restarts, and variables that torchrun reads."""
+"""Manifests for Kubernetes and SkyPilot: only known fields, restarts, and torchrun's variables."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_manifest_starts_a_resuming_run(path: Path) -> None:
 
 
 def test_jobset_names_its_first_pod() -> None:
-    """Pods are called JOBSET-REPLICATED_JOB-JOB-POD, in a subdomain that has the JobSet's name."""
+    """Kubernetes names pods JOBSET-REPLICATED_JOB-JOB-POD, in a subdomain with the JobSet's name."""
     name, (jobset, job) = documents(JOBSET)[0]["metadata"]["name"], node_job(JOBSET)
     variables = {each["name"]: each.get("value") for each in job["template"]["spec"]["containers"][0]["env"]}
     assert jobset["network"]["enableDNSHostnames"] and job["completionMode"] == "Indexed"

@@ -1,4 +1,4 @@
-"""Each place of the package that checks the device runs with a GPU's answer, or docs/design.md has the reason."""
+"""Every check of the device in the package runs with a GPU's answer, or docs/design.md has the reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paths import TESTS
 
 
 def test_every_place_has_its_way_in_the_table() -> None:
-    """Run a new place by a case of `host_cuda_cases.py`, or in another way, and add it to the table."""
+    """Run a new check of the device in a case of `host_cuda_cases.py` or elsewhere, and add it to the table."""
     assert set(cuda_places.table()) <= set(cuda_places.WAYS)
     listed = sum((cuda_places.listed(way) for way in cuda_places.WAYS), Counter[str]())
     places = cuda_places.of_package()

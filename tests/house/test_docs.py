@@ -1,4 +1,4 @@
-"""The pages: generated ones are fresh, links lead somewhere."""
+"""Pages: generated pages are fresh, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_families_table_cells_have_tests() -> None:
 
 @functools.cache
 def told_by(path: str, name: str) -> set[str]:
-    """The columns in a test's calls of ``tried``."""
+    """Columns that a test passes to ``tried``."""
     found = [n for n in tree_of(path).body if isinstance(n, ast.FunctionDef) and n.name == name]
     calls = [n for test in found for n in ast.walk(test) if getattr(getattr(n, "func", None), "id", "") == "tried"]
     named = {keyword.arg for call in calls for keyword in call.keywords}
@@ -153,13 +153,19 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_the_site_s_navigation_has_every_page() -> None:
-    """Each page once; the README links each page but the changelog's."""
+    """The navigation has each page once. The README links all pages except the changelog."""
     text = (ROOT / "mkdocs.yml").read_text()
     named = re.findall(r": ([\w/-]+\.md)$", text, re.MULTILINE)
     there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert sorted(named) == sorted(there | {"index.md", "changelog.md"})
     readme = (ROOT / "README.md").read_text()
     assert [name for name in there if f"(docs/{name}" not in readme] == []
+
+
+def test_the_site_s_navigation_has_every_notebook() -> None:
+    """docs/site.py makes a page of each notebook. A page that isn't in the navigation would be hard to find."""
+    named = re.findall(r": notebooks/(\w+)\.ipynb$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(path.stem for path in (ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
 def test_pages_are_few_and_short() -> None:
@@ -169,7 +175,7 @@ def test_pages_are_few_and_short() -> None:
 
 
 def test_site_builds_with_formulas(tmp_path: Path) -> None:
-    """Strictly: every link, and every name of the API page, leads somewhere."""
+    """The build is strict: every link, and every name of the API page, leads somewhere."""
     python = ROOT / ".venv-site" / "bin" / "python"
     if not python.exists():
         pytest.skip("mkdocs isn't there: make test and make site make .venv-site")
@@ -177,6 +183,9 @@ def test_site_builds_with_formulas(tmp_path: Path) -> None:
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+    notebook = (tmp_path / "notebooks" / "quickstart.html").read_text()
+    assert "<th>Training Reward</th>" in notebook and 'href="../downloads/quickstart.ipynb"' in notebook
+    assert (tmp_path / "downloads" / "quickstart.ipynb").is_file()
     for page in ("losses", "guide/distillation"):
         html = (tmp_path / f"{page}.html").read_text()
         text = re.sub(r"<[^>]+>", "", re.sub(r"<(code|script)\b.*?</\1>", "", html, flags=re.DOTALL))
@@ -255,7 +264,7 @@ def test_names_beside_unsloth_s_are_ours(generate: ModuleType) -> None:
 
 
 def test_the_architecture_names_files_that_are_there() -> None:
-    """And what is added most often takes at most two files."""
+    """The page names existing files, and the most frequent additions take at most two files."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = re.compile(r"`((?:\w+/)*\w+\.py)`")
     assert [

@@ -46,7 +46,7 @@ def test_flops_are_those_of_the_formula() -> None:
 
 
 def test_matrices_are_those_that_multiply(tiny_model: Path, tiny_qwen: Path) -> None:
-    """Not the table of embeddings, where the head has a matrix of its own; not biases and norms."""
+    """Matrices that multiply: without norms, biases, and an embedding table that isn't the head too."""
     from transformers import AutoModelForCausalLM
 
     layer = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128
@@ -57,7 +57,7 @@ def test_matrices_are_those_that_multiply(tiny_model: Path, tiny_qwen: Path) -> 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_torch_counts_as_many(tiny_qwen: Path, frozen: bool) -> None:
-    """One sequence; every token is predicted. Eager attention multiplies all pairs, also masked ones."""
+    """One sequence in which every token is predicted. Eager attention multiplies masked pairs too."""
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForCausalLM
 

@@ -56,7 +56,7 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def fast_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """As ranks that torchrun has started anew, which join before accelerate."""
+    """Ranks that join before accelerate, like ranks that torchrun has restarted."""
     return run(tmp_path_factory.mktemp("fast-ranks"), *FAST_RANKS, ranks=2, attempt=1)
 
 

@@ -1,4 +1,4 @@
-"""Every import path that a page, recipe or notebook names leads somewhere; so do those that published cards name."""
+"""Every import path that a page, recipe or notebook names leads somewhere; so do the paths in published model cards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import LlamaConfig, MixtralConfig
 
 import colograd
 
-# Of the state before the modules had folders: in recipes on the Hub, in notebooks that people keep.
+# Paths from before the modules had folders: in recipes on the Hub, in notebooks that people keep.
 PUBLISHED = (
     "colograd.batch:LossOutput", "colograd.calculator:calculator", "colograd.calculator:products",
     "colograd.config:GRPOConfig", "colograd.data:load_datasets", "colograd.logprobs:policy_logprobs",
@@ -29,7 +29,7 @@ PUBLISHED = (
 
 
 def named_paths() -> set[str]:
-    """`module:name` of all that the pages, recipes and notebooks name."""
+    """Every `module:name` in pages, recipes and notebooks."""
     pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/**/*.yaml")]
     texts = [page.read_text() for page in pages]
     for notebook in ROOT.glob("docs/notebooks/*.ipynb"):
@@ -50,7 +50,7 @@ def test_it_can_be_imported(path: str) -> None:
 
 @pytest.mark.parametrize(("old", "new"), colograd.MOVED.items())
 def test_a_former_path_gives_the_same_module(old: str, new: str) -> None:
-    """And leaves it what it was: its own name and spec."""
+    """A module keeps its own name and spec."""
     module = importlib.import_module(new)
     assert importlib.import_module(old) is module
     assert module.__name__ == new and module.__spec__ is not None and module.__spec__.name == new
@@ -60,7 +60,7 @@ def test_a_former_path_gives_the_same_module(old: str, new: str) -> None:
     "module", ["train", "commands.cli", "commands.doctor", "commands.plan", "commands.export", "commands.show"]
 )
 def test_a_command_answers_before_anything_large_is_imported(module: str) -> None:
-    """Its usage, bad arguments, and `colograd show` at all."""
+    """Usage, errors in arguments, and `colograd show` work before any large import."""
     code = (
         f"import sys, colograd.{module}\n"
         "print([name for name in ('torch', 'transformers', 'vllm', 'datasets') if name in sys.modules])"
@@ -70,7 +70,7 @@ def test_a_command_answers_before_anything_large_is_imported(module: str) -> Non
 
 
 def test_untrainable_model_is_refused_before_large_imports(tmp_path: Path) -> None:
-    """From its configuration alone: neither vLLM, nor the trainer, nor the dataset's rows are there when it is said."""
+    """From its configuration alone: vLLM, the trainer and the dataset's rows aren't loaded before the error."""
     refused = {
         "noise": (MixtralConfig(router_jitter_noise=0.1), "mixtral has router_jitter_noise 0.1"),
         "packed otherwise": (LlamaConfig(quantization_config={"quant_method": "gptq"}), "gptq"),

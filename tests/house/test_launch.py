@@ -110,7 +110,7 @@ def test_accelerate_launch_of_the_file_trains_the_same_on_one_rank(recipe, launc
 
 @pytest.mark.slow
 def test_adapter_by_flags_trains_on_two_ranks(recipe, tmp_path) -> None:
-    """Its random start is the same on all ranks: from the second step on, completions depend on it."""
+    """An adapter's random start is the same on all ranks. Completions depend on it from the second step on."""
     flags = ["--use_peft", "true", "--lora_r", "4", "--lora_dropout", "0", "--lora_target_modules", "all-linear"]
     flags = ["--config", str(recipe), *flags, "--max_steps", "3", "--learning_rate", "1e-2"]
     done = run("-m", "colograd.apps.cli", "train", *flags, f"--output_dir={tmp_path / 'one'}")

@@ -64,7 +64,7 @@ def bytes_of(calls: Sequence[Call]) -> int:
 
 
 def test_attention_plan_grows_with_segments_only(group: ScoredGroup) -> None:
-    """But for windows, where it names the keys that each segment sees."""
+    """The plan grows with the number of segments, except for windows, where it lists each segment's visible keys."""
     (row,) = rows_of(group, TOKENS)
     layout = collate(row).layout
     assert bytes_of(calls_at_once(layout, None, META)) < 100 and bytes_of(calls_one_by_one(layout)) == 0
@@ -72,7 +72,7 @@ def test_attention_plan_grows_with_segments_only(group: ScoredGroup) -> None:
 
 
 def test_padded_rows_are_planned_with_eight_bytes_per_token(group: ScoredGroup) -> None:
-    """For the padded rows and for the packed one."""
+    """Each token of the padded rows and of the packed row takes eight bytes."""
     (row,) = rows_of(group, TOKENS)
     rows = padded.rows_of(collate(row).layout)
     assert rows.tokens.shape == (COUNT, LONG) and rows.tokens.nbytes + rows.places.nbytes == 8 * (COUNT * LONG + TOKENS)

@@ -11,7 +11,7 @@ from paths import ROOT
 
 
 def test_compiling_packages_prints_no_warnings(tmp_path: Path) -> None:
-    """Other packages have invalid escapes, and nobody here can mend them."""
+    """Other packages' invalid escapes can't be fixed here, so their warnings are hidden."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "theirs.py").write_text('PATTERN = "\\d"\n')
     (line,) = re.findall(r"^\t(.*-m compileall .*); \\$", (ROOT / "Makefile").read_text(), re.MULTILINE)

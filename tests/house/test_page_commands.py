@@ -63,7 +63,7 @@ class Parsed(Exception):
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In the clone's folder; a recipe's `env` goes away again."""
+    """Change to the clone's folder, and remove variables that a recipe's `env` sets."""
     monkeypatch.chdir(ROOT)
     before = dict(os.environ)
     yield
@@ -126,7 +126,7 @@ def check_colograd(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Non
     of_parser = argparse.ArgumentParser.parse_known_args
 
     def parse(self: Any, args: Any = None, namespace: Any = None) -> Any:
-        """The parser's own errors stay."""
+        """Raise the arguments that the command's own parser leaves unknown."""
         raise Parsed(of_parser(self, args, namespace)[1])
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse)

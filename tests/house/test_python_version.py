@@ -36,7 +36,7 @@ def test_all_settings_name_the_same_oldest_version() -> None:
 
 
 def test_the_oldest_version_imports_every_module(tmp_path: Path) -> None:
-    """Where it is another than this one, its packages may be missing: it then compiles the sources."""
+    """If the oldest Python version isn't this one, its packages may be missing. Then the sources are only compiled."""
     here = f"{sys.version_info.major}.{sys.version_info.minor}" == OLDEST
     python = sys.executable if here else shutil.which(f"python{OLDEST}")
     if python is None:

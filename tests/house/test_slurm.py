@@ -76,7 +76,7 @@ class Job:
     notes: Path
 
     def started(self) -> list[tuple[list[str], dict[str, str]]]:
-        """Arguments and variables of each program that a task started, by task."""
+        """Arguments and variables of each program, by the task that started it."""
         lines = (self.notes / "started").read_text().splitlines() if (self.notes / "started").exists() else []
         return sorted((tuple(json.loads(line)) for line in lines), key=lambda start: int(start[1].pop("SLURM_PROCID")))
 
@@ -86,7 +86,7 @@ class Job:
                 os.killpg(int(task), number)
 
     def end(self) -> tuple[int, str]:
-        """The script's status, and its request to scontrol."""
+        """Exit status of the script, and its request to scontrol."""
         status = self.script.wait(timeout=60)
         requeued = self.notes / "requeued"
         return status, requeued.read_text().strip() if requeued.exists() else ""

@@ -29,7 +29,7 @@ PROMPTS = Dataset.from_dict({"prompt": [f"The number {n} is" for n in range(8)]}
 
 
 def settings(folder: Path, **changes: Any) -> GRPOConfig:
-    """Small ones, written as TRL writes them: none of Colograd's own names."""
+    """Small settings with TRL's names, without Colograd's own."""
     given: dict[str, Any] = {
         "output_dir": str(folder / "run"),
         "use_vllm": True,
@@ -87,7 +87,7 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @engine
 def test_quickstart(long_model, tmp_path, monkeypatch, closing) -> None:
-    """With no configuration at all: TRL's defaults."""
+    """No configuration is passed, so TRL's defaults hold."""
     monkeypatch.chdir(tmp_path)
     dataset = Dataset.from_dict({"prompt": ["What is 1/3 + 1/3?"], "solution": [r"$\frac{2}{3}$"]})
 
@@ -428,7 +428,7 @@ def test_constructor_begins_with_trl_arguments() -> None:
 
 
 def test_trl_scripts_import_helpers_and_pass_bare_flags() -> None:
-    """As gspo.py and grpo_vlm.py do: `trl` becomes `colograd` in their imports, and nothing else."""
+    """The scripts gspo.py and grpo_vlm.py run with `trl` replaced by `colograd` in their imports."""
     from colograd import (
         ModelConfig,
         ScriptArguments,

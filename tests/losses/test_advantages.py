@@ -1,4 +1,4 @@
-"""Advantages: TRL's own code on the same rewards, for every mode; what abstentions and dead groups get."""
+"""Advantages equal the results of TRL's own code in every mode, also with abstentions and groups without signal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trl_advantages(rewards: torch.Tensor, weights: tuple[float, ...], **settings
     """[B, R] rewards of a batch -> [B] advantages, by the installed TRL's `_generate_and_score_completions`.
 
     ``baseline="leave_one_out"`` is its RLOOTrainer; all else its GRPOTrainer. Nothing else of a trainer is made: the
-    completions are one token each, and no log-probabilities are asked for.
+    completions are one token each, and log-probabilities are stubs.
     """
     trl = pytest.importorskip("trl")
     cls = trl.RLOOTrainer if settings.pop("baseline", "mean") == "leave_one_out" else trl.GRPOTrainer
@@ -88,7 +88,7 @@ def trl_advantages(rewards: torch.Tensor, weights: tuple[float, ...], **settings
 
 
 def ours(rewards: torch.Tensor, estimator: AdvantageEstimator) -> torch.Tensor:
-    """[B, R] -> [B] through the two stages that a step has."""
+    """[B, R] rewards -> [B] advantages by both stages of a step: per group, then over the step."""
     groups = rewards.split(GROUP)
     advantages = torch.cat([estimator.of_group(group) for group in groups])
     scores = estimator.step_scores
@@ -96,9 +96,8 @@ def ours(rewards: torch.Tensor, estimator: AdvantageEstimator) -> torch.Tensor:
 
 
 def abstaining(rewards: torch.Tensor, how: str) -> torch.Tensor:
-    """Rewards of 4 groups with abstentions: of a completion by one function (`some`), of all functions on a completion
-    (`nobody`), on a group but for one (`alone`), on whole groups (`groups`), and of a function everywhere
-    (`function`)."""
+    """Rewards of 4 groups with abstentions (NaN): single rewards (`some`), all rewards of a completion (`nobody`), all
+    but one completion of a group (`alone`), whole groups (`groups`), or one function (`function`)."""
     given = rewards.clone()
     if how == "some":
         given[torch.rand(given.shape, generator=torch.Generator().manual_seed(1)) < 0.3] = NAN
@@ -160,8 +159,8 @@ def test_scaling_divides_by_the_sample_deviation() -> None:
 
 
 def test_mean_scale_is_the_likelihood_gradient() -> None:
-    """MaxRL, arXiv 2602.02710: with k of n passed, 1/k of each that passed, less 1/n of all (times n, as a group's mean
-    is taken). Where nothing can be divided by, nothing is."""
+    """MaxRL, arXiv 2602.02710: if k of n completions pass, the advantage is 1/k for a passing one, less 1/n for all
+    (times n, because a group's mean is taken). Without a positive mean the scale is 1."""
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0])
     expected = 5 * (rewards / 2 - 1 / 5)
     torch.testing.assert_close(group_advantages(rewards, "mean"), expected)
@@ -204,7 +203,7 @@ def test_no_difference_is_no_advantage(rewards: list[float], estimator: Advantag
 def test_equal_rewards_give_exactly_zero_whatever_their_value(
     value: float, size: int, estimator: AdvantageEstimator
 ) -> None:
-    """A group counts as dead exactly where this is zero: rounding of the mean must not wake it."""
+    """A group has no signal exactly if its advantages are zero, so the rounding of the mean must not change them."""
     assert not estimator.of_group(torch.full((size, 1), value)).any()
 
 
@@ -221,7 +220,7 @@ def test_equal_rewards_give_exactly_zero_whatever_their_value(
 def test_equal_totals_give_exactly_no_advantage(
     rewards: list[list[float]], weights: tuple[float, ...], estimator: AdvantageEstimator
 ) -> None:
-    """0.6 + 0.1 is 0.7, though not in float32. Such a group isn't trained on."""
+    """0.6 + 0.1 equals 0.7, but not in float32. A group with such totals isn't trained."""
     given = torch.tensor(rewards * 2)
     estimator = dataclasses.replace(estimator, weights=weights)
     assert not estimator.of_group(given).any()
@@ -231,7 +230,7 @@ def test_equal_totals_give_exactly_no_advantage(
 
 
 def test_normalised_rewards_that_cancel_are_no_signal() -> None:
-    """One function likes what the other doesn't: what is left is the rounding of the rewards and their means."""
+    """Two opposite functions cancel. Only the rounding of the rewards and their means is left."""
     estimator = AdvantageEstimator("group", "normalize_then_sum", "mean", (1.0, 1.0))
     for liked in (torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.1, 0.2, 0.7])):
         assert not estimator.of_group(torch.stack([liked, 1 - liked], 1)).any()
@@ -272,7 +271,7 @@ def test_scaling_keeps_advantage_kind_and_groups(per_token: bool) -> None:
 
 
 class Made:
-    """Two groups a step, whose rewards are given by their position."""
+    """Two groups a step. A group's position gives its rewards."""
 
     REWARDS = {0: [1.0, 3.0], 1: [2.0, 2.0], 2: [5.0, NAN], 3: [0.0, 8.0], 4: [1.0, 1.5], 5: [4.0, 0.0]}
 

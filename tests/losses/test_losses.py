@@ -1,4 +1,4 @@
-"""What holds of every objective, whatever its formula. (The formulas: test_losses_trl.py.)"""
+"""Properties of every objective, whatever its formula. (The formulas: test_losses_trl.py.)"""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def config(**given: Any) -> GRPOConfig:
 
 
 def one_group(*completions: FinishReason, advantages: list[float]) -> ScoredGroup:
-    """Completions of one token each; token i is the label i, and the sampler was sure of it."""
+    """Completions of one token each; token i is the label i, and the sampler gave it probability 1."""
     rollouts = tuple(
         Rollout((9,), (i,), torch.zeros(1), torch.ones(1, dtype=torch.bool), end, 0)
         for i, end in enumerate(completions)
@@ -110,8 +110,8 @@ def test_a_clipped_token_has_no_gradient() -> None:
 @pytest.mark.parametrize("corrected", [True, False])
 @pytest.mark.parametrize("delta", [None, 1.1])
 def test_dppo_is_its_paper_s_formula_token_by_token(corrected: bool, delta: float | None) -> None:
-    """arXiv 2602.04879: a truncated constant weight, and a mask of how far the probability has moved. Against the
-    sampler's probabilities, or those of the old weights where the sampler has none or isn't to be trusted."""
+    """arXiv 2602.04879: a truncated constant weight, and a mask of how far the probability has moved. The probabilities
+    are compared with the sampler's, or with the old weights' if the sampler has none or isn't trusted."""
     step = make_step(3)
     objective = make_objective(
         "dppo", {"epsilon": 0.05, "epsilon_high": 0.1, "delta": delta},
@@ -173,7 +173,7 @@ def test_a_row_without_loss_tokens_is_zero_and_finite(loss_type: str, terms: dic
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_what_is_outside_the_loss_can_not_spoil_it(loss_type: str) -> None:
-    """A tool's token that the policy finds impossible, and that the sampler gave no probability."""
+    """The masked token comes from a tool. The policy finds it impossible, and the sampler gave no probability."""
     rollout = Rollout((9,), (0, 1), torch.tensor([-1.0, math.nan]), torch.tensor([True, False]), FinishReason.STOP, 0)
     group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.tensor([-1.0]))
     (row,) = pack([group], 100, True, CPU)
@@ -188,7 +188,7 @@ def test_what_is_outside_the_loss_can_not_spoil_it(loss_type: str) -> None:
 
 @pytest.mark.parametrize("budget", [3, 1000])
 def test_masked_completions_are_no_minimum(budget: int) -> None:
-    """Every counted token is clipped from below; the truncated completion, which isn't counted, has a ratio of 1."""
+    """Every counted token is clipped from below. The truncated completion has a ratio of 1 and isn't counted."""
     ends = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.STOP)
     group = one_group(*ends, advantages=[-1.0, -1.0, -1.0])
     new, old = torch.tensor([-2.0, -1.0, -2.0]), torch.full((3,), -1.0)
@@ -203,7 +203,7 @@ def test_masked_completions_are_no_minimum(budget: int) -> None:
 
 
 def test_the_tensors_of_these_tests_reach_every_branch() -> None:
-    """Else the comparisons with TRL would compare less than they say."""
+    """If the tensors missed a branch, the comparisons with TRL would cover less than they claim."""
     steps = [make_step(seed, per_token) for seed, per_token in ((3, False), (4, True))]
     for step in steps:
         ratios = torch.exp(step.logprobs.detach() - step.old)
@@ -367,7 +367,7 @@ def test_groups_without_a_signal_are_packed_where_they_matter(given: dict[str, A
 @pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_a_zero_advantage_gives_no_gradient(loss_type: str, on_policy: bool) -> None:
-    """What `every_group` says of the losses themselves."""
+    """Objectives without `every_group` get no gradient from groups with zero advantages."""
     step = make_step(3)
     step.groups = [dataclasses.replace(g, advantages=torch.zeros_like(g.advantages)) for g in step.groups]
     objective = make_objective(loss_type, off_policy_threshold=0.05, correction=CORRECTIONS["token_truncate"])

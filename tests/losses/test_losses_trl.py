@@ -44,7 +44,7 @@ BONUS = ("none", "fixed", "adaptive")
 QUANTILE = (1.0, 0.6)
 OFF_POLICY = (None, 0.05)
 DELTA = (None, 1.4)
-# What the tensors are, in turn: dtype, on-policy, advantages per token.
+# Kinds of tensors: dtype, on-policy, advantages per token.
 TENSORS = [
     (dtype, on_policy, per_token)
     for per_token in (False, True)
@@ -54,7 +54,7 @@ TENSORS = [
 
 
 def accepted(loss_type: str, correction: Any) -> bool:
-    """What `trl.GRPOTrainer` takes: VESPO refuses corrections of whole sequences."""
+    """Whether `trl.GRPOTrainer` accepts the correction: VESPO refuses corrections of whole sequences."""
     return not (loss_type == "vespo" and correction is not None and correction[0].startswith("sequence"))
 
 
@@ -85,7 +85,7 @@ def padded(step: Step, values: torch.Tensor) -> torch.Tensor:
 def trl_inputs(
     dtype: torch.dtype, on_policy: bool, per_token: bool, correction: Any, beta: bool, truncation: bool = True
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """What TRL makes of the step before its loss, and the metrics that it logs there."""
+    """Return TRL's inputs of its loss for this step, and TRL's metrics of this stage."""
     step = case(dtype, per_token, truncation)
     mode, low, high = correction or ("token_mask", None, None)
     trainer = trl_oracle.bare_trainer(
@@ -148,8 +148,8 @@ def objective_of(loss_type: str, level: str, correction: Any, kl: Any, bonus: st
 
 
 def token_form(inputs: dict[str, torch.Tensor], logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The inputs with which TRL's token level is GSPO-token (arXiv 2507.18071, eq. 14): the value of a token's ratio is
-    its completion's, and the gradient its own."""
+    """Change the inputs so that TRL's token level becomes GSPO-token (arXiv 2507.18071, eq. 14): a token's ratio has
+    the value of its completion's ratio, and its own gradient."""
     mask, old = inputs["completion_mask"] * inputs["tool_mask"], inputs.get("old_per_token_logps", logprobs.detach())
     mean = ((logprobs.detach() - old) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     return inputs | {"old_per_token_logps": logprobs.detach() - mean}
@@ -158,9 +158,9 @@ def token_form(inputs: dict[str, torch.Tensor], logprobs: torch.Tensor) -> dict[
 def assert_equal(loss_type: str, combination: tuple[Any, ...], tensors: tuple[torch.dtype, bool, bool]) -> None:
     """Loss and gradients to 1e-5.
 
-    With one ratio per completion they are those of GSPO-token. TRL's own `sequence` has the same loss, and where a
-    completion's tokens weigh alike the same gradient. Its KL term then has the completion's ratio, ours the token's:
-    the two are compared on-policy.
+    With one ratio per completion the expected values are GSPO-token's. TRL's own `sequence` has the same loss, and
+    where a completion's tokens weigh alike the same gradient. Its KL term then has the completion's ratio, ours the
+    token's: the two are compared on-policy.
     """
     dtype, on_policy, per_token = tensors
     level, correction, kl, bonus, quantile, *_ = combination
@@ -181,7 +181,7 @@ def assert_equal(loss_type: str, combination: tuple[Any, ...], tensors: tuple[to
         compared["token"] = names
     for at, which in compared.items():
         logprobs, entropies = (padded(step, t.detach()).requires_grad_() for t in (step.logprobs, step.entropies))
-        as_tokens = level == "sequence" and at == "token" and loss_type != "vespo"  # whose weight is of no level
+        as_tokens = level == "sequence" and at == "token" and loss_type != "vespo"  # VESPO has no level
         given = token_form(inputs, logprobs) if as_tokens else inputs
         theirs = trl_oracle.loss_of(trl_trainer(loss_type, at, *combination[1:]), given, logprobs, entropies)
         expected = [theirs.detach(), *(g[places] for g in gradients(theirs, logprobs, entropies))]
@@ -192,7 +192,7 @@ def assert_equal(loss_type: str, combination: tuple[Any, ...], tensors: tuple[to
 
 
 def comparable(combination: tuple[Any, ...], tensors: tuple[torch.dtype, bool, bool]) -> bool:
-    """Whether the KL term's ratio is the same in both."""
+    """Whether the KL term uses the same ratio in TRL and ours."""
     level, _, kl, *_ = combination
     return level == "token" or not kl[1] or tensors[1]
 
@@ -212,8 +212,8 @@ def test_loss_and_gradient_equal_trl_s_in_every_combination(
     loss_type: str, each: int, capsys: pytest.CaptureFixture
 ) -> None:
     """All combinations of level, correction, KL, entropy bonus, quantile, off-policy mask and delta, or each seventh.
-    What the tensors are is drawn for each: dtype, on-policy or with old log-probabilities, advantages per completion or
-    per token."""
+    The tensors are drawn for each combination: dtype, on-policy or with old log-probabilities, advantages per
+    completion or per token."""
     draw = random.Random(loss_type)
     all_of_them = list(combinations(loss_type))[::each]
     for combination in all_of_them:
@@ -246,8 +246,8 @@ def test_the_top_token_alone_can_be_trained_on() -> None:
 
 @pytest.mark.parametrize("tensors", [tensors for tensors in TENSORS if not tensors[2]], ids=str)
 def test_the_geometric_mean_is_that_of_trl_s_own_trainer(tensors: tuple[torch.dtype, bool, bool]) -> None:
-    """GMPO, whose trainer in TRL knows no correction, with its metrics. Truncated completions, of which TRL's metrics
-    are NaN, aren't among them."""
+    """GMPO with its metrics. TRL's GMPO trainer has no correction, and its metrics are NaN with truncated completions.
+    Both are left out."""
     gmpo = pytest.importorskip("trl.experimental.gmpo")
     dtype, on_policy, _ = tensors
     step, kl = case(dtype, False, False), KL[1]
@@ -282,7 +282,7 @@ OF_MISMATCH |= {f"{RAW}/{name}" for name in ("mean", "min", "max")}
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("loss_type", OF_TRL)
 def test_metrics_equal_trl_s(loss_type: str, level: str) -> None:
-    """Without truncated completions: TRL counts what is masked as a completion where a ratio is of completions."""
+    """No completion is truncated, because TRL counts masked tokens as a completion if the ratio is per completion."""
     names: set[str] = set()
     for correction, tensors in itertools.product(CORRECTIONS[1:], TENSORS):
         if not accepted(loss_type, correction):
@@ -304,7 +304,7 @@ def test_metrics_equal_trl_s(loss_type: str, level: str) -> None:
         found = metrics.reduce()
         controller.finish(found, ours.item())
         found = {name: value for name, value in found.items() if name not in OF_MISMATCH}
-        if "cispo_clip_ratio" in found:  # TRL leaves out tokens whose advantage isn't positive
+        if "cispo_clip_ratio" in found:  # TRL counts only positive advantages
             assert found.pop("cispo_clip_ratio") >= expected.pop("cispo_clip_ratio")
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), (correction, tensors)
         assert ours.item() == pytest.approx(value.item(), rel=1e-5)
@@ -324,7 +324,7 @@ def controller_of(**settings: Any) -> EntropyController:
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.3, 0.99])
 def test_the_coefficient_goes_trl_s_way(entropy_coef: float) -> None:
-    """Ten steps whose entropy falls below the target and comes back."""
+    """Ten steps: the entropy falls below the target and rises again."""
     settings = {"use_adaptive_entropy": True, "entropy_coef": entropy_coef, "entropy_coef_delta": 0.1,
                 "entropy_coef_min": 0.05, "entropy_coef_max": 1.0, "entropy_target": 0.5}  # fmt: skip
     controller = controller_of(**settings)

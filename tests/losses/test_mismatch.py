@@ -1,4 +1,4 @@
-"""What is said of the difference between sampler's and trainer's probabilities: metrics, an estimate, a line."""
+"""Reports of the difference between sampler's and trainer's probabilities: metrics, an estimate, a line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config(**given: Any) -> GRPOConfig:
 
 
 def logged(mode: str, budget: int) -> tuple[dict[str, float], list[torch.Tensor]]:
-    """A step's metrics, and the known log-ratios of the loss tokens of each completion that has some."""
+    """Return a step's metrics, and the known log-ratios of the loss tokens of each completion that has any."""
     step = make_step(3)
     correction = SamplerCorrection(mode, 0.6, 2.0) if mode else None
     _, outputs = our_loss(make_objective("dapo", correction=correction), step, step.rows(budget, on_policy=False))

@@ -1,4 +1,4 @@
-"""Runs whose objective has terms of the whole step, on the real engine."""
+"""Runs with objectives whose terms need the whole step, on the real engine."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def equal_or_not(completions: list, answer: list[str], **kwargs: object) -> list
 
 
 def test_entropy_terms_ignore_the_token_budget(tiny_model: Path, tmp_path: Path) -> None:
-    """One micro-batch per step, or one per completion: the same losses and weights. And half of the groups have no
-    reward difference, but entropies."""
+    """One micro-batch per step or one per completion gives the same losses and weights. Half of the groups have no
+    reward difference, but they have entropies."""
     found = []
     for budget in (4096, 1):
         folder = tmp_path / str(budget)

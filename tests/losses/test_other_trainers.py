@@ -118,7 +118,7 @@ def recorded_batch(advantages: list[float], on_policy: bool) -> MicroBatch:
 
 
 def one_completion(advantages: list[float]) -> MicroBatch:
-    """Its tokens' labels are their places."""
+    """A completion whose token labels are the tokens' indices."""
     many = len(advantages)
     rollout = Rollout((9,), range(many), torch.zeros(many), torch.ones(many).bool(), FinishReason.STOP, 0)
     group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.tensor(advantages))
@@ -140,7 +140,7 @@ def test_objective_equals_other_trainers(
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_levels_agree_on_equal_ratios(loss_type: str) -> None:
-    """Where all tokens of a completion have one ratio, it is the completion's too: GSPO-token is the token's loss."""
+    """If all tokens of a completion have one ratio, it is the completion's, so GSPO-token is the token's loss."""
     step = make_step(3, per_token=True)
     row = step.micro_batch(False)
     shift = torch.tensor([0.3, -0.4, 0.1, -0.1, 0.25, -0.3, 0.5, 0.0, -0.6, 0.2, 0.15, -0.2]).double()
@@ -168,7 +168,7 @@ VOCABULARY, LONG = 3, 3
 
 
 def tables(seed: int) -> list[torch.Tensor]:
-    """Logits of each place given the tokens before it."""
+    """Logits of each position for all tokens before it."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(VOCABULARY,) * (place + 1) for place in range(LONG)]
     return [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]

@@ -1,4 +1,4 @@
-"""A loss added from outside: plain REINFORCE. Nothing but this file knows it."""
+"""A user's loss: plain REINFORCE. Only this file knows the loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colograd.losses import OverCompletions, TokenLoss, Tokens
 
 @dataclass(frozen=True)
 class Reinforce(OverCompletions, TokenLoss):
-    """-A log pi, the mean over completions of each one's mean over tokens; no ratio, no clip."""
+    """Loss -A log pi: the mean over completions of each completion's token mean, without ratio and clip."""
 
     temperature: float  # a knob is a field that has a configuration field's name
 
@@ -28,7 +28,7 @@ class Reinforce(OverCompletions, TokenLoss):
 
 @pytest.mark.engine
 def test_a_run_trains_with_it_and_logs_its_metric(tiny_model, tmp_path, closing) -> None:
-    """On-policy its gradient is that of `grpo`, whose ratio is 1 there: both runs leave the same weights."""
+    """On-policy the ratio of `grpo` is 1, so both losses have the same gradient and leave the same weights."""
     runs = []
     for loss in (f"{__name__}:Reinforce", "grpo"):
         config = tiny.config(tmp_path / loss[-4:], max_steps=2, loss_type=loss, temperature=0.9)

@@ -1,4 +1,4 @@
-"""Who has the device: the order in which the KV cache and the optimizer's state come and go."""
+"""The KV cache and the optimizer's state take turns on the device: the order of their moves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def step(model: torch.nn.Module, optimizer: Any) -> None:
 
 
 class Core:
-    """vLLM's LLMEngine, as far as sleeping goes; writes down what it is asked."""
+    """Fake of vLLM's LLMEngine with the methods of sleeping. It records its calls."""
 
     def __init__(self, calls: list[str], in_flight: int = 0) -> None:
         self.calls, self.in_flight, self.stays_asleep = calls, in_flight, False
@@ -107,7 +107,7 @@ def test_an_engine_that_was_not_built_to_sleep_does_nothing(calls: list[str]) ->
 
 @pytest.mark.engine
 def test_weights_are_loaded_outside_the_pool_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On vLLM's own worker: its pool is asked for the KV cache only, and only while the engine is built."""
+    """vLLM's own worker gets its sleeping memory pool for the KV cache only. The patch ends with the engine's build."""
     worker = pytest.importorskip("vllm.v1.worker.gpu_worker").Worker
     asked: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The memory plan of a rank: the KV cache from what the other parts leave, the table, a configuration in numbers."""
+"""The memory plan of a rank: the KV cache gets the remaining memory, the table, a configuration in numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def described(config: GRPOConfig, model: Any, length: int, sequences: int, token
 
 
 def planned(*args: Any, strategy: str = "none", **sizes: Any) -> MemoryPlan:
-    """The plan of a run in these numbers (`described`)."""
+    """Memory plan of a run described by these numbers."""
     run = described(*args, **sizes)
     return plan_or_raise(run, auto(run) if strategy == "auto" else strategy)
 
@@ -141,14 +141,14 @@ def test_a_measured_budget_has_its_gradients_in_it_and_may_use_what_is_kept_free
 
 
 class Cuda(GRPOConfig):
-    """A configuration as it would be on a GPU."""
+    """A configuration that believes it is on a GPU."""
 
     device = torch.device("cuda")  # type: ignore[assignment]
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counters of a GPU of 10 GiB, of which 9 are free and 0.5 hold this process's tensors."""
+    """Fake a GPU with 10 GiB: 9 GiB are free, and this process's tensors use 0.5 GiB."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9 * GIB, 10 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB // 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
@@ -200,7 +200,7 @@ def test_a_planned_cache_is_given_to_vllm_whose_own_check_of_free_memory_is_not_
 
 def test_ranks_that_see_their_own_gpu_alone_go_without_vllm_s_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
     config = made(Cuda)
-    object.__setattr__(config, "vllm_tensor_parallel_size", 2)  # a launcher's two ranks would be asked for
+    object.__setattr__(config, "vllm_tensor_parallel_size", 2)  # the constructor would require a second rank
     for seen, without in ((1, True), (2, False)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda seen=seen: seen)
         assert ("disable_custom_all_reduce" in engine_kwargs("m", config, torch.bfloat16, 200, 12345)) == without
@@ -215,7 +215,7 @@ def batches(
 
 
 def test_vllm_s_batches_and_graphs_are_as_wide_as_a_generation() -> None:
-    """vLLM's own on a large GPU: 1,024 sequences, graphs for up to 512."""
+    """vLLM's own defaults on a large GPU: 1,024 sequences, graphs for up to 512."""
     assert batches(12) == (12, [1, 2, 4, 8, 12])
     width, sizes = batches(4096)
     assert width == 1024 and sizes is not None and sizes[-1] == 1024
@@ -286,7 +286,7 @@ def test_a_run_is_the_same_before_its_model_is_loaded(tmp_path: Any, gpu: None) 
     assert before.sizes.gradients == 4 * before.sizes.trained
 
 
-# -- sharding, and what doesn't fit
+# -- sharding, and runs that don't fit
 
 
 def test_a_plan_knows_its_strategy_of_sharding(monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:
@@ -302,7 +302,7 @@ def test_a_plan_knows_its_strategy_of_sharding(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_training_that_does_not_fit_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:
-    """Even where the cache sleeps while it trains, so that sampling alone would fit."""
+    """Training must fit by itself, even if the cache sleeps meanwhile and sampling would fit."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB // 2, 10 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     config = made(Cuda, vllm_enable_sleep_mode=True)

@@ -1,4 +1,4 @@
-"""Which strategy of sharding is taken, and what is said of a run that doesn't fit."""
+"""The choice of a sharding strategy, and the report of a run that doesn't fit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_7b_policy_that_sleeps_and_offloads_does_not_fit_one_gpu(qwen: Path) -> None:
-    """While it samples there would be room enough: it is training that isn't possible."""
+    """Sampling would fit, but training doesn't."""
     run = large.run(qwen, ranks=1, sleeps=True, offloads=True)
     plan = best_plan(run, "none")
     assert plan.room > 40 * GIB and plan.remains("sampling") > 0
@@ -145,7 +145,7 @@ def test_checkpointing_knows_what_the_model_can_and_what_the_run_asks(qwen: Path
     assert least_checkpointing(longer, "fsdp", (0, 1)) == 1, "a micro-batch of its own"
 
 
-# -- what would fit
+# -- remedies
 
 
 def test_key_value_heads_that_ranks_don_t_divide_are_on_each_that_needs_them(qwen: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_cache_that_has_no_room_is_told_beside_a_training_that_has(qwen: Path)
 
 
 def test_a_share_for_the_engine_leaves_the_rest_for_training(qwen: Path) -> None:
-    """It overrules what is estimated, but not weights, gradients and state, which are known."""
+    """The engine's share overrules estimates, but not weights, gradients and state, because their sizes are exact."""
     run = large.run(qwen, overruled=True)
     assert [fits(run, strategy) for strategy in STRATEGIES] == [False, True, True, True], (
         "of an unknown share the weights count"

@@ -1,4 +1,4 @@
-"""Bytes that follow from a decoder's shape, against what autograd, the packing and attention really hold."""
+"""Estimated bytes from a decoder's shape, compared with the bytes of autograd, packing and attention."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def scored(prompt: int, completion: int, count: int, position: int = 0) -> Score
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("prompt, completion, count", [(100, 80, 4), (500, 16, 8), (7, 800, 2)])
 def test_joined_keys_are_those_that_attention_gathers(prompt: int, completion: int, count: int, window: int) -> None:
-    """Of rows of the planned kind, whose completions are an eighth of the longest."""
+    """Rows as planned: completions have an eighth of the maximum length."""
     short = completion // memory.SHORT
     tokens = prompt + count * short
     (row,) = pack([scored(prompt, short, count)], tokens, False, CPU)
@@ -101,8 +101,8 @@ def test_joined_keys_are_those_that_attention_gathers(prompt: int, completion: i
 def test_long_prompts_with_short_completions_keep_what_is_estimated(
     copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a packed row whose 16 completions of 4 tokens see a prompt of 500: where keys are copied, most of what is kept
-    are copies."""
+    """16 completions of 4 tokens share a prompt of 500 tokens. If keys are copied, the copies are most of the
+    activations."""
     model, (row,) = llama(), pack([scored(500, 4, 16)], 1000, False, CPU)
     model.set_attn_implementation(attention.NAME)
     if copied:
@@ -145,7 +145,7 @@ def test_a_group_cut_by_the_budget_joins_less() -> None:
 
 
 def test_long_prompts_with_short_completions_take_more() -> None:
-    """On a GPU the gradients of all joined keys and values exist for each query head: nearly 9 times the row's."""
+    """On a GPU all joined keys and values have a gradient per query head: nearly 9 times the row's own."""
     shape, tokens = Shape.of(LlamaConfig(**LLAMA)), 2**17  # more than the head's tiles take
     joined = Lengths(8000, 64, 8).joined_keys(tokens)
     assert 8.5 < joined < 9

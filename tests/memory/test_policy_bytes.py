@@ -93,7 +93,7 @@ def test_sizes_are_read_from_a_model_without_weights(qwen: Path) -> None:
 
 
 def test_each_strategy_holds_what_its_row_says() -> None:
-    """Bytes per parameter of the table in the module, on 4 ranks; a model whose buckets are small beside it."""
+    """Bytes per parameter on 4 ranks, as in the module's table. The model is large compared with its buckets."""
     count = 40 * ELEMENTS
     sizes = PolicySizes(
         count, count, 2 * count, 4 * count, 10 * count, 2, 4, largest=ELEMENTS, block=ELEMENTS, rest=ELEMENTS
@@ -132,8 +132,8 @@ def test_a_policy_that_shares_nothing_with_its_engine_is_there_as_well(qwen: Pat
 @pytest.mark.parametrize(
     "strategy, tried, saved",
     [
-        # GB per rank of a 7B policy on 8 ranks, as prototypes had it with 1.5 GB beside and 0.5 GB of buckets; they
-        # kept a copy of the owned slices besides, 2/N bytes per parameter, which views of the parameters don't need.
+        # GB per rank of a 7B policy on 8 ranks in prototypes, with 1.5 GB of other memory and 0.5 GB of buckets. The
+        # prototypes copied the owned slices (2/N bytes per parameter). Views of the parameters save the copies.
         ("optimizer", (6 + 12 / 8, 59), 2 / 8),
         ("gradients", (2 + 16 / 8, 37), 2 / 8),
         ("fsdp", (2 + 16 / 8, 36), 0),

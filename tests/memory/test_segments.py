@@ -1,4 +1,4 @@
-"""Expandable segments: on where nothing forbids them, and never over what the user says."""
+"""Expandable segments: on by default where possible, but the user's settings win."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(device: str = "cuda:0", **changes: Any) -> Any:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What torch's allocator is told."""
+    """Record the settings of torch's allocator."""
     found: list[str] = []
     monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", found.append)
     for name in segments.VARIABLES:
@@ -47,7 +47,7 @@ def test_a_cpu_has_none(told: list[str]) -> None:
 
 @pytest.mark.gpu
 def test_torch_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Growing blocks leave no holes: what is reserved is little more than the largest."""
+    """Growing blocks leave no holes, so the reserved memory is little more than the largest block."""
     for name in segments.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert segments.expand_segments(run())

@@ -1,4 +1,4 @@
-"""The token budget: measured by a line, halved where memory runs out, and never seen in the update."""
+"""The token budget is measured by a line, halved when memory runs out, and has no effect on the update."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RULES = PackingRules(1000, False, True, True, False, False, 0.0, CPU)
 
 
 def make_step(*lengths: tuple[int, ...], rules: PackingRules = RULES) -> StepBatch:
-    """Groups of (prompt, completions …) tokens."""
+    """Make a step from groups of (prompt, completions ...) tokens."""
     draw = torch.Generator().manual_seed(0)
 
     def tokens(length: int) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ def make_step(*lengths: tuple[int, ...], rules: PackingRules = RULES) -> StepBat
 
 
 def memory(base: int, per_token: int, largest: int = 10**9) -> tuple[Callable[[int], float], list[int]]:
-    """A model that needs ``base + per_token * tokens`` bytes, and dies above ``largest`` tokens; what was tried."""
+    """Fake a model's peak: ``base + per_token * tokens`` bytes, infinite above ``largest``; and the tried sizes."""
     tried: list[int] = []
 
     def peak(tokens: int) -> float:
@@ -193,7 +193,7 @@ def make_llama() -> LlamaForCausalLM:
 
 
 def test_old_log_probabilities_have_no_dropout_and_draw_nothing() -> None:
-    """A run that goes on, whose model isn't in training yet, finds those that it would have found."""
+    """A resumed run, with a model not yet in training mode, computes the same old log-probabilities."""
     model, step = make_llama().train(), make_step((10, 20, 30), (5, 4, 4, 1))
     drop = torch.nn.functional.dropout
     model.get_input_embeddings().register_forward_hook(lambda layer, _, out: drop(out, 0.5, layer.training))
@@ -205,7 +205,7 @@ def test_old_log_probabilities_have_no_dropout_and_draw_nothing() -> None:
 
 
 def test_old_log_probabilities_go_with_their_completions() -> None:
-    """Also where short ranks have dummies, whose values nobody reads."""
+    """This holds for ranks with dummy rows too. Nobody reads a dummy row's values."""
     step = with_old_logprobs(make_llama(), make_step((10, 20, 30), (5, 4, 4, 1)), 1.0)
     known = {part.rollout: row.old_logprobs[part.place] for row in map(collate, step.rows) for part in sequences(row)}
     again = token_budget.repack(step, dataclasses.replace(RULES, max_tokens=40))
@@ -240,7 +240,7 @@ OOM, FAULT = torch.OutOfMemoryError("no room"), ValueError("wrong")
 def test_all_ranks_back_off_or_all_end(
     mine: Exception | None, theirs: Exception | None, raised: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever each rank met, either every one of them sees a want of memory or none does."""
+    """Either all ranks see a lack of memory or none does, whatever happened on each rank."""
     shared = torch.OutOfMemoryError if isinstance(theirs, torch.OutOfMemoryError) else None
     other = theirs and (shared, f"{type(theirs).__name__}: {theirs}")
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
@@ -254,7 +254,7 @@ def test_all_ranks_back_off_or_all_end(
 
 
 def train(model: Path, folder: Path, dies_above: int | None, **changes: Any) -> dict[str, Any]:
-    """A run whose forward runs out of memory above a number of tokens: its gradients, rows and losses."""
+    """Train with a forward that runs out of memory above ``dies_above`` tokens. Returns gradients, rows and losses."""
     from colograd import GRPOTrainer
 
     seen: dict[str, Any] = {"gradients": [], "rows": []}

@@ -1,4 +1,4 @@
-"""Where a group is trained changes how long a step takes, and nothing else."""
+"""Balancing changes which rank trains a group. It changes a step's time and nothing else."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def real_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], lis
 
 
 def test_the_entropy_s_terms_are_of_all_ranks(real_ranks: Any) -> None:
-    """One rank's completions are long, the other's short: its own threshold or mean would be another."""
+    """One rank's completions are long and the other's short, so the ranks' own thresholds and means would differ."""
     two, ((_, alone),) = real_ranks
     wanted = torch.tensor(alone[0]["gradient"])
     for case in [*alone, *(case for _, cases in two for case in cases)]:

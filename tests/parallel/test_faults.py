@@ -23,14 +23,14 @@ SCRIPT = SCRIPTS / "faulty_ranks.py"
 
 
 def run(fault: str, ranks: int = 2, **variables: str) -> list[tuple[int, str]]:
-    """The exit status and output of each rank, started with further environment variables; their imports are done."""
+    """Return each rank's exit status and output. Ranks start with ``variables`` set and with finished imports."""
     with launcher.apart(SCRIPT, fault, ranks=ranks, env={"OMP_NUM_THREADS": "1", **variables}) as started:
         done = [rank.wait() for rank in started]
     return [(rank.returncode, rank.stdout + rank.stderr) for rank in done]
 
 
 def run_whole(fault: str, ranks: int = 2, **variables: str) -> list[tuple[int, str]]:
-    """As `run`, in processes of their own from the first import to the interpreter's end."""
+    """Like `run`, but each rank is a process from the first import to the interpreter's end."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(process.free_port()), "OMP_NUM_THREADS": "1"}
     shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), **variables}
     started = [
@@ -62,7 +62,7 @@ def test_a_rank_that_was_killed_is_named() -> None:
 
 
 def test_stuck_rank_is_ended_by_force() -> None:
-    """As it would wait in a GPU's exchange."""
+    """A rank that waits as in a GPU's collective is ended by force."""
     (status, said), _ = run("stuck")
     assert status == 1 and said.startswith("colograd: error: Rank 1 ended without a word")
     assert "(rank 0 waited for it in training)" in said
@@ -87,7 +87,7 @@ def test_restarted_ranks_meet_in_torchruns_old_store() -> None:
 def test_restarts_count_only_in_a_store_that_outlives_them(
     monkeypatch: pytest.MonkeyPatch, store: str | None, attempt: int
 ) -> None:
-    """A node that joins an elastic run counts from 0, and must meet the others all the same."""
+    """A node that joins an elastic run counts restarts from 0 and still meets the other nodes."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     if store is not None:

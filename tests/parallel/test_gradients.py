@@ -10,7 +10,7 @@ from colograd.parallel import gradients
 
 
 def test_a_large_gradient_is_summed_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small ones share a bucket, which is a copy of them."""
+    """Small gradients share a bucket, and the bucket is a copy."""
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (2, 3, 1000, 4)]
     for number, parameter in enumerate(parameters):
         parameter.grad = torch.full_like(parameter, float(number))

@@ -1,4 +1,4 @@
-"""The layout of ranks: the example of its docstring, and that groups divide the world."""
+"""The layout of ranks: the docstring's example, and groups that divide the world."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_engines_and_shards_divide_the_ranks(world: int, engine: int) -> None:
 
 
 def test_vllm_runs_without_deterministic_algorithms() -> None:
-    """Also after an error; and nothing is switched on that nobody asked for."""
+    """The setting comes back after an error too, and stays off if it was off."""
     for asked in (False, True):
         torch.use_deterministic_algorithms(asked, warn_only=asked)
         try:
@@ -57,7 +57,7 @@ def test_vllm_runs_without_deterministic_algorithms() -> None:
 
 
 def test_float32_products_keep_their_precision_beside_vllm() -> None:
-    """`tf32: true` sets it, and vLLM's worker sets another one while it is built."""
+    """`tf32: true` sets the precision, and vLLM's worker changes it during its start."""
     before = torch.backends.fp32_precision
     torch.backends.fp32_precision = "tf32"
     try:
@@ -79,7 +79,7 @@ def test_float32_products_keep_their_precision_beside_vllm() -> None:
 
 
 def test_vllm_gets_the_index_of_the_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it does to the launcher's variables is undone."""
+    """Changes to the launcher's variables are undone."""
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with rank_variables_of(torch.device("cuda", 0)):

@@ -1,4 +1,4 @@
-"""A rank that makes no progress ends all ranks, and is named with its stage and its stack."""
+"""A rank without progress ends all ranks. The error names the rank, its stage and its stack."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def usual_limit() -> Iterator[None]:
 
 
 class Ends(list[str]):
-    """What a watchdog would have said, with the clock in the test's hands."""
+    """The reports of a watchdog. The test moves the clock."""
 
     def __init__(self) -> None:
         self.dog = Watchdog(self.append)
@@ -125,13 +125,13 @@ def started(fault: str, limit: int, ranks: int = 2) -> contextlib.AbstractContex
 
 
 def ended(rank: launcher.Started) -> tuple[int, str]:
-    """Its exit status and its output."""
+    """Return a rank's exit status and output."""
     done = rank.wait()
     return done.returncode, done.stdout + done.stderr
 
 
 def is_stopped(rank: launcher.Started) -> bool:
-    """Whether the process waits for a SIGCONT. An AssertionError with what it wrote: it has ended."""
+    """Whether the process is stopped, that is waits for a SIGCONT. A process that has ended isn't stopped."""
     pid = rank.pid
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
@@ -154,7 +154,7 @@ def test_hanging_rank_ends_both_with_stage_and_stack() -> None:
         assert f"colograd: error: Rank 1 made no progress for 6 s (rank_timeout) in {JUDGE}" in said
 
 
-@pytest.mark.slow  # a test above has what a missed process is told by
+@pytest.mark.slow  # an earlier test checks the reports
 @pytest.mark.parametrize("fault", ["stops", "first"])
 def test_stopped_process_is_missed_and_ends_when_continued(fault: str) -> None:
     with started(fault, 6) as ranks:
@@ -173,7 +173,7 @@ def test_stopped_process_is_missed_and_ends_when_continued(fault: str) -> None:
 def test_briefly_stopped_process_continues() -> None:
     with started("stops", 40) as ranks:
         wait_until_stopped(ranks[1])
-        time.sleep(4)  # in which signs of life are missing
+        time.sleep(4)  # no signs of life meanwhile
         os.kill(ranks[1].pid, signal.SIGCONT)
         assert [ended(rank)[0] for rank in ranks] == [0, 0]
 

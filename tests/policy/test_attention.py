@@ -1,9 +1,9 @@
 """Packed attention equals the padded computation of plain transformers: log-probabilities, loss and every gradient.
 
 Both sides are the same random float32 weights. The padded side is transformers' own: one row per sequence, prompt
-repeated, an attention mask, `sdpa`. The packed side is what training runs. If these agree for a family, what differs
-between families (rotary positions, biases, query norms, windows) is right too, because packing changes nothing but
-positions and visibility.
+repeated, an attention mask, `sdpa`. The packed side is the code that training runs. If both agree for a family, the
+differences between families (rotary positions, biases, query norms, windows) are right too, because packing changes
+nothing but positions and visibility.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_packed_equals_padded(family: str, budget: int, checkpointing: bool, tri
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_packed_is_as_near_to_float32_as_bfloat16_padded(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two roundings of the same gradient: neither may be systematically farther off. A quarter allows for luck."""
+    """Both round the same gradient, and neither may be less exact. A margin of a quarter allows for chance."""
     monkeypatch.setattr(attention, "_in_place_from", 0)
     groups = make_groups()
     exact = make_model(family)
@@ -137,7 +137,7 @@ def random_qkv(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def dense(layout: SegmentLayout, window: int | None = None) -> torch.Tensor:
-    """(1, T, 4, 16) by a full visibility matrix, written down from the layout's definition."""
+    """(1, T, 4, 16) attention output by a full visibility matrix, written from the layout's definition."""
     query, key, value = random_qkv(layout.num_tokens)
     segment = [s for s, length in enumerate(layout.lengths) for _ in range(length)]
     before = [sum(layout.lengths[s] for s in seen) for seen in layout.attends_to]
@@ -234,7 +234,7 @@ def test_keys_read_in_place_give_what_copied_ones_do(layout: SegmentLayout, dtyp
 
 
 def test_no_key_is_kept_twice() -> None:
-    """For 16 completions of a prompt the backward keeps the row's queries, keys, values, output and log-sum-exp."""
+    """For 16 completions of a prompt the backward stores queries, keys, values, output and log-sum-exp once."""
     layout = SegmentLayout((150, *(3,) * 16), ((), *((0,),) * 16))
     kept: dict[int, int] = {}
 
@@ -260,7 +260,7 @@ def test_a_window_that_hides_nothing_is_none(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_blocks_of_a_layout() -> None:
-    """Of a row p p p | a a | b b b b, all completions' queries and their prompt's keys; of a tree, by depth."""
+    """Row p p p | a a | b b b b: one block, all completions' queries and the prompt's keys. Tree: a block per depth."""
     ((block,),) = blocks(LAYOUTS["one group"])
     assert (block.queries, block.keys) == (slice(3, 9), slice(0, 3))
     first, second = blocks(LAYOUTS["a tree"])
@@ -297,7 +297,7 @@ def test_of_several_groups_the_flash_kernel_gets_each_prompt_once() -> None:
     assert windowed.sequences[1].tolist() == [0, 2, 6, 8, 12, 15] and windowed.window == 2
 
 
-# -- The flash kernel, in whose place stands a plain computation of what it computes
+# -- The flash kernel, replaced by a plain computation of the same values
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
@@ -327,7 +327,7 @@ def test_merged_flash_calls_are_the_loop_over_segments(
 def test_sinks_come_from_the_kernels_log_sum_exp(
     monkeypatch: pytest.MonkeyPatch, layout: SegmentLayout, window: int | None, kernel: str
 ) -> None:
-    """Outputs and gradients, the sinks' too, are those of a key more in the loop over segments."""
+    """Outputs and gradients, including the sinks', equal the loop over segments with the sink as an additional key."""
     monkeypatch.setattr(merged_attention, "kernels", lambda: KERNELS)
     results, ways = [], [attention._calls, lambda *row: ()]
     monkeypatch.setattr(attention, "_flash_takes", lambda query: kernel == "flash")
@@ -345,7 +345,7 @@ def test_sinks_come_from_the_kernels_log_sum_exp(
 
 
 def test_a_model_with_sinks_has_them_in_a_plain_call_too() -> None:
-    """`generate` in a notebook, say, of a model whose rows are packed: also of a batch with padding on the left."""
+    """Calls without packed rows, such as `generate`, apply the sinks too, also in a batch with padding on the left."""
     from row_cases import PACKED, make
 
     model = make(PACKED["gpt_oss"]).eval()
@@ -406,7 +406,7 @@ def test_a_float32_policy_under_autocast_takes_the_flash_kernel(monkeypatch: pyt
 
 
 def test_a_cpu_reads_keys_in_place_where_prompts_are_long() -> None:
-    """On average over the completions of a row."""
+    """Keys are read in place if prompts are long on average over the row's completions."""
     query = torch.zeros(1, 1, 1, 8)
     limit = attention.IN_PLACE_FROM
     for prompts, in_place in (((limit - 1,), False), ((limit,), True), ((1, 2 * limit), True), ((1, limit), False)):
@@ -424,7 +424,7 @@ def test_what_no_kernel_merges_is_one_call_per_segment(monkeypatch: pytest.Monke
 
 
 def test_where_a_mask_is_needed_on_a_gpu_the_heads_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On torch's device without data: it stands for any but the CPU. Grouped heads would cost all scores there."""
+    """torch's meta device stands for a GPU. With grouped heads a GPU would store all attention scores."""
     seen: list[tuple[int, ...]] = []
     own = torch.nn.functional.scaled_dot_product_attention
 
@@ -458,7 +458,7 @@ def test_a_gpu_computes_what_a_dense_mask_does(layout: SegmentLayout, dtype: tor
 @pytest.mark.gpu
 @pytest.mark.parametrize("keys", [4, 2])
 def test_a_gpu_s_gradients_are_the_loop_s(keys: int) -> None:
-    """Where heads are equal and prompts long, torch 2.14's own interface would call cuDNN."""
+    """Gradients equal the loop's. With equal heads and long prompts torch 2.14's own interface would call cuDNN."""
     layout, generator = SegmentLayout((256, 160, 160), ((), (0,), (0,))), torch.Generator().manual_seed(0)
     made = [torch.randn(1, heads, layout.num_tokens, 64, generator=generator).bfloat16() for heads in (4, keys, keys)]
     results = []
@@ -513,7 +513,7 @@ def test_a_float32_policy_under_autocast_needs_no_scores_on_a_gpu() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_any_other_forward_is_transformers_own(family: str) -> None:
-    """`generate`, padded batches and plain calls of a model that trains on packed rows: as before."""
+    """`generate`, padded batches and plain calls of a model with packed rows work as in transformers."""
     own = make_model(family).eval()
     packed = packed_copy(own)
     ids = torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))

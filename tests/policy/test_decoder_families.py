@@ -20,10 +20,10 @@ from colograd import GRPOTrainer
 
 pytestmark = pytest.mark.engine
 SCRIPT = SCRIPTS / "one_family.py"
-# Of those whose names or layouts differ between transformers and vLLM: transposed projections. A slow test below has
-# all families.
+# Fast examples of families with other names or layouts in vLLM than in transformers: transposed projections. A slow
+# test below has all families.
 QUICK = ("gpt2",)
-# transformers can't build or run its own random model of them; its Trainer refuses a tokenizer without a first token.
+# transformers can't build or run these random models, or refuses their tokenizer without a first token.
 BROKEN = ("dbrx", "qwen4_exp_text", "cwm")
 TRAINED = 1e-3  # nats, mean: float32; bfloat16 where a kernel of the engine wants it
 
@@ -71,7 +71,7 @@ def test_a_family_is_trained_or_refused_in_a_line(model_type: str, tmp_path: Pat
     ],
 )
 def test_two_ranks_end_with_the_same_bits_however_they_share(model_type: str, tmp_path: Path) -> None:
-    """States, latent attention and experts under other names, whole and cut by rows."""
+    """Families with states, latent attention and experts with other names, unsharded and under FSDP."""
     model, found = decoder_families.make_model(tmp_path / "model", model_type), []
     for sharding in ("none", "gradients", "fsdp"):
         (tmp_path / sharding).mkdir()
@@ -91,7 +91,7 @@ def test_two_ranks_end_with_the_same_bits_however_they_share(model_type: str, tm
     ],
 )
 def test_an_adapter_on_all_linear_layers_agrees_with_its_sampler(model_type: str, tmp_path: Path, closing: Any) -> None:
-    """Also on the projections around a state, and on those of latent attention."""
+    """The adapter covers the projections around a recurrent state and of latent attention too."""
     model = decoder_families.make_model(tmp_path / "model", model_type)
     config = tiny.config(tmp_path / "run", max_steps=2, max_completion_length=8, beta=0.1)
     adapter = LoraConfig(r=4, target_modules="all-linear")

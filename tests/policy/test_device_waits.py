@@ -57,7 +57,7 @@ def _devices(values: Any) -> set[str]:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
-    """`meta` as a GPU with the flash kernel, which computes nothing."""
+    """The `meta` device, faked as a GPU with a flash kernel that computes nothing."""
     own = torch.autocast
     monkeypatch.setattr(
         torch, "autocast", lambda kind, **k: contextlib.nullcontext() if kind == "meta" else own(kind, **k)
@@ -109,7 +109,7 @@ def test_a_row_without_a_token_in_the_loss_is_known_without_asking() -> None:
 
 
 def test_a_step_s_losses_are_read_once_when_all_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of three isn't finite: the third has been computed all the same, and one transfer tells."""
+    """The second of three losses isn't finite. All three are computed, and one transfer reads them."""
     reads: list[int] = []
     monkeypatch.setattr(
         "colograd.training.loss_pass.numbers", lambda losses: reads.append(len(losses)) or numbers(losses)
@@ -138,7 +138,7 @@ def test_numbers_come_in_their_order_from_wherever_they_are() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2, window in one layer", "gemma3"])
 def test_a_gpu_is_waited_for_nowhere(family: str, checkpointing: bool) -> None:
-    """By torch's own watch over synchronisations, rows on their way to the device included."""
+    """torch's own watch over synchronisations sees none, not even while rows are copied to the device."""
     model = attention_cases.packed_copy(attention_cases.make_model(family), checkpointing).to("cuda", torch.bfloat16)
     objective, where = Objective(loss_of("dapo"), **(EVERYTHING | {"beta": 0.0})), torch.device("cuda", 0)
     for mode in ("default", "error"):  # the first pass makes what is kept

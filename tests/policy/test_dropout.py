@@ -1,4 +1,4 @@
-"""A published configuration's dropout: said at start, and turned off wherever it acts."""
+"""A published configuration's dropout: reported at start, and turned off in every layer."""
 
 from __future__ import annotations
 

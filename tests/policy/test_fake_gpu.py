@@ -43,7 +43,7 @@ def cases() -> Cases:
 
 
 def fast(*names: str) -> list[Any]:
-    """Parameters of a test: those that aren't in `FAST` are left to `pytest -m slow`."""
+    """Test parameters. Names outside `FAST` run only in `pytest -m slow`."""
     return [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
@@ -63,8 +63,8 @@ def check_plan(case: FIGURES) -> None:
     assert 0.9 < case["plan"] / case["peak"] < 1.1, (case["plan"] / 2**20, case["peak"] / 2**20)
 
 
-# Of each case the flash calls (of a layer two, for the segments' own keys and for their prompts'; one where a window
-# hides some), and the dtype of products beside bfloat16's: of routers, and of adapters.
+# Each case has its number of flash calls (two per layer: the segments' own keys and their prompts' keys; one if the
+# layer has a window), and the dtypes of products other than bfloat16: routers and adapters use float32.
 PASSES = {
     "dense_tied": (8, ()), "dense_untied": (8, ()), "entropy": (8, ()), "windows": (4, ()), "several_groups": (8, ()),
     "many_segments": (8, ()), "long_prompt": (8, ()), "sinks": (3, ()), "adapter": (8, ("float32",)),
@@ -84,7 +84,7 @@ def test_forward_and_backward(name: str, cases: Cases) -> None:
 
 @pytest.mark.slow
 def test_a_long_prompt_s_keys_are_not_copied_for_its_completions(cases: Cases) -> None:
-    """A row of as many tokens in other parts: 32 completions that read a prompt of half the row take no more."""
+    """Rows of equal token counts: 32 completions of a prompt that is half the row take no additional memory."""
     assert found(cases, "long_prompt")["peak"] < 1.02 * found(cases, "dense_untied")["peak"]
 
 
@@ -104,7 +104,7 @@ def check_long(case: FIGURES, calls: int, *others: str) -> None:
 
 @pytest.mark.slow
 def test_sequences_of_131072_tokens_take_what_is_planned(cases: Cases) -> None:
-    """Two completions of a prompt: the calls of shorter ones, and over the bus no more than some numbers per token."""
+    """Two long completions have the flash calls of short ones, and few numbers per token cross the bus."""
     check_long(found(cases, "long_sequences"), 2)
     check_long(found(cases, "long_windows"), 1)
 
@@ -116,7 +116,7 @@ def test_long_sequences_of_packed_base_are_planned(cases: Cases) -> None:
 
 
 def check_soft_caps(case: FIGURES) -> None:
-    """No flash call caps scores: they are in memory."""
+    """No flash call supports soft caps, so all scores are in memory."""
     check_on_the_gpu(case)
     assert case["flash"] == {}
     check_plan(case)
@@ -158,7 +158,7 @@ def test_a_pass_without_gradients_keeps_no_activations(name: str, cases: Cases) 
 
 
 def test_an_optimizer_s_step_stays_on_the_gpu(cases: Cases) -> None:
-    """Two moments in float32 and 16 bits of a master per weight, and a bucket's temporaries."""
+    """Two float32 moments, 16 bits of a master weight, and a bucket's temporaries, per weight."""
     case = found(cases, "optimizer")
     assert case["devices"] == ["cuda"] and case["waits"] == [] and case["copied"] == 0
     assert case["state"] == 5 * case["weights"]

@@ -28,7 +28,7 @@ LABELS, VOCABULARY, HIDDEN = 64, 640, 8
 
 
 def test_kernels_compute_what_torch_does() -> None:
-    """In a process of its own: Triton chooses its interpreter when it is imported."""
+    """The test has its own process, because Triton chooses its interpreter when it is imported."""
     command = [sys.executable, str(Path(HELPERS) / "head_cases.py")]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -43,7 +43,7 @@ def test_a_gpu_s_kernels_compute_the_same(name: str) -> None:
 
 
 class Passes(TorchDispatchMode):
-    """Names of operators that read or write a tensor of a tile's size."""
+    """Records the operators that read or write a tensor of a tile's size."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
-    """Nor counted."""
+    """Reset torch's compile caches and counters."""
     torch._dynamo.reset()
     layers._compiled.cache_clear()
     counters.clear()
@@ -55,7 +55,7 @@ def graphs() -> int:
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[COMPILED, pytest.mark.slow])])
 def test_rows_of_any_length_train_as_before_and_are_compiled_once(backend: str) -> None:
-    """And all layers have one code. Weights may move meanwhile, as they do into the engine's memory."""
+    """All layers share one compiled code. Weights may move to the engine's memory meanwhile."""
     model, rows = make_model(), make_rows()
     expected = [trained(model, row) for row in rows]
     places = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
@@ -73,7 +73,7 @@ def test_rows_of_any_length_train_as_before_and_are_compiled_once(backend: str) 
 
 @pytest.mark.gpu
 def test_a_gpu_compiles_once_too() -> None:
-    """bfloat16 and flash attention, in the place where it trains."""
+    """bfloat16 with flash attention, on the training device."""
     device = torch.device("cuda")
     model, rows = make_model(torch.bfloat16).to(device), make_rows(device)
     accumulate_in_float32(model.parameters())
@@ -89,8 +89,8 @@ def test_a_gpu_compiles_once_too() -> None:
 
 @pytest.mark.slow  # the test above counts the graphs of training
 def test_what_was_proved_is_what_trains() -> None:
-    """The proof's forward makes the graphs of training; those of evaluations are others. With float32 gradients of
-    bfloat16 weights, which torch can't trace, there from the first micro-batch on, and activations computed twice."""
+    """The proof's forward makes the graphs of training; an evaluation makes different graphs. Gradients of bfloat16
+    weights are float32, which torch can't trace, from the first micro-batch on."""
     model, rows = make_model(torch.bfloat16), make_rows()
     accumulate_in_float32(model.parameters())
     layers.compile_layers(model, "eager")
@@ -179,7 +179,7 @@ def test_a_model_with_dropout_is_proved_without() -> None:
 @pytest.mark.slow
 @pytest.mark.engine
 def test_a_run(tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """With a reference, whose layers are compiled too. After its first step it compiles nothing."""
+    """The reference's layers are compiled too. Nothing is compiled after the first step."""
     from colograd import GRPOTrainer
 
     seen = []

@@ -61,7 +61,7 @@ def gradients(logprob: torch.Tensor, head: dict[str, Any]) -> list[torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def multiplies_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what a CPU without it does, test_cpu_products.py tells."""
+    """Take the code for CPUs with bfloat16 products. Other CPUs are tested in test_cpu_products.py."""
     monkeypatch.setattr(cpu_products, "wanted", lambda: False)
 
 
@@ -202,7 +202,7 @@ def test_a_gradient_that_accumulates_in_float32_is_not_rounded_to_bfloat16() -> 
 
 
 def checkpointed(head: dict[str, Any], rows: int = 16) -> torch.Tensor:
-    """What this replaced: chunks of rows through plain autograd, each recomputed in the backward."""
+    """The older implementation: chunks of rows through plain autograd, each recomputed in the backward."""
 
     def chunk(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = torch.nn.functional.linear(hidden, weight).float()

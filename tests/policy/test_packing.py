@@ -106,7 +106,7 @@ def test_every_completion_token_appears_exactly_once(budget: int) -> None:
     }  # fmt: skip
     for row in rows:
         assert row.layout.num_tokens == row.input_ids.numel() <= max(budget, longest)
-        # The label shift: what stands where a label is predicted is the token before it.
+        # The label shift: the input at a logit's position is the token before the label.
         assert row.input_ids[0, row.logit_positions].tolist() == [previous[token] for token in row.labels.tolist()]
         ends = itertools.accumulate(row.layout.lengths)
         assert row.position_ids[0, [end - 1 for end in ends]].tolist() == [
@@ -169,7 +169,7 @@ def test_without_shared_prompts_a_row_padded_to_its_longest_fits_the_budget(budg
 
 
 def test_a_token_takes_nine_bytes_until_its_forward() -> None:
-    """Its id, its log-probability, and whether it was sampled. Rows hold the rollouts themselves."""
+    """A token has its id, its log-probability, and whether it was sampled. Rows hold the rollouts without copies."""
     group = group_of(3, 40, 50)
     (row,) = plan_rows([group], 1000, False, CPU)
     rollouts = [rollout for part in row.parts for rollout in part.rollouts]

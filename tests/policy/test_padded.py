@@ -67,7 +67,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def compare(model: Any, budget: int, share_prompts: bool, own: str) -> None:
-    """Loss and every gradient, ours and the model's own."""
+    """Compare our loss and every gradient with the model's own."""
     groups, chosen = make_groups(), model.config._attn_implementation
     loss = our_loss(model, groups, budget, share_prompts)
     loss.backward()
@@ -116,7 +116,7 @@ def test_what_can_be_packed_is(kind: str, tried: Any) -> None:
 def test_what_is_forced_into_padded_rows_gives_the_packed_result(
     kind: str, share_prompts: bool, monkeypatch: Any, tried: Any
 ) -> None:
-    """Also from a row whose prompts are shared: a prompt's states are then those of its first completion's row."""
+    """A row's shared prompts work too:"""
     model, packed = make(PACKED[kind]), make(PACKED[kind])
     monkeypatch.setattr(type(model), "_supports_attention_backend", False)
     assert "doesn't use" in choose_rows(model)
@@ -146,7 +146,7 @@ def test_logits_that_no_known_transform_gives_are_refused() -> None:
 
 
 def test_a_leak_between_the_segments_of_a_row_shows() -> None:
-    """An architecture that claims the interface and mixes tokens past it as well."""
+    """The model claims the attention interface, but mixes tokens outside of attention too."""
     model = make(PACKED["llama"])
     model.model.layers[0].register_forward_hook(lambda module, args, out: out + 0.5 * out.cumsum(1))
     assert "packed log-probabilities differ" in choose_rows(model)
@@ -168,8 +168,8 @@ def test_under_autocast_the_rounding_is_that_of_16_bits() -> None:
 def test_rows_that_are_wrong_on_the_kernel_of_the_place_are_padded_there(
     monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:
-    """Proved on load; then a kernel that only 16 bits take drops the prompt. The reference is asked in the same rows.
-    So is a rank whose own kernel is right."""
+    """The rows pass when the model is loaded. Then a 16-bit kernel loses the prompt. The reference changes to the same
+    rows, and so does a rank with a correct kernel."""
     own = getattr(attention, kernel)
 
     def forgetful(*given: Any) -> Any:
@@ -222,7 +222,7 @@ def test_the_rows_of_a_conversation_whose_turns_see_each_other() -> None:
 
 
 def test_the_sample_of_the_proof_has_distinct_completions() -> None:
-    """`_in_order` tells completions apart by their tokens."""
+    """`_in_order` recognises completions by their tokens."""
     rollouts = [r for g in row_proof._samples(make(PACKED["llama"])) for r in g.group.rollouts]
     assert len({tuple(r.completion_ids) for r in rollouts}) == len(rollouts) == 4
 

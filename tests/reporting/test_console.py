@@ -1,4 +1,4 @@
-"""What a run's lines say: when it will end, and lengths of time as people say them."""
+"""Lines of a run's console: when it will end, and lengths of time as people say them."""
 
 from __future__ import annotations
 

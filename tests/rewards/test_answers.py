@@ -246,7 +246,7 @@ def test_built_in_rewards_need_no_torch() -> None:
 
 
 def test_gsm8k_rows_have_verls_question(tmp_path: Path) -> None:
-    """The data of the recipes that reproduce a published number."""
+    """The recipes reproduce a published number with these rows."""
     file = tmp_path / "rows.jsonl"
     file.write_text('{"question": "What is 20 times 60?", "answer": "20 * 60 = 1200\\n#### 1,200"}\n')
     (row,) = rows(path=str(file))

@@ -1,7 +1,7 @@
 """A reward that goes wrong on one rank of two: the documented end, on both, within its deadline. No rank hangs.
 
-Those that raise, hang, or end their process are in tests/training/test_ranks.py: they end the launcher's processes.
-On one rank tests/training/test_trainer.py has one that raises, test_reward_workers.py has the others.
+Rewards that raise, hang, or end their process are in tests/training/test_ranks.py: they end the launcher's processes.
+Tests on one rank: tests/training/test_trainer.py (raises), test_reward_workers.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TAKEN = ("abstain", "megabyte", "alarm")
 
 @pytest.fixture(scope="module")
 def ranks(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """case -> how it ended, of each rank: all cases one after the other in one pair of processes."""
+    """{case: each rank's end}. All cases run one after the other in one pair of processes."""
     folder = tmp_path_factory.mktemp("faults")
     done = launcher.run(SCRIPT, tiny_model, folder / "run", folder, *REFUSED, *TAKEN, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]

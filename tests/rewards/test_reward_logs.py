@@ -1,4 +1,4 @@
-"""What reward functions log: TRL's `log_extra` and `log_metric`, from every place where a function may run."""
+"""Logs of reward functions: TRL's `log_extra` and `log_metric`, from every place where a function may run."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def test_a_conversational_prompt_makes_conversational_completions() -> None:
 
 
 def test_a_completion_is_the_message_that_the_tokenizer_s_own_parser_reads() -> None:
-    """Where it has one, as in TRL; what it can't read stays text, and so do completions of plain prompts."""
+    """The tokenizer's own parser reads chats, as in TRL. Unreadable completions and plain ones stay text."""
 
     class Tokenizer:
         response_schema, eos_token = {"thoughts": "apart"}, "<end>"

@@ -1,4 +1,4 @@
-"""A rollout source added from outside: completions from a file. Nothing but this file knows it."""
+"""A user's rollout source: completions from a file. Only this file knows the source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal: what was scored is neither sampled nor scored again, and trains to the same bits."""
+"""The journal: recorded completions are neither sampled nor scored again, and train to the same bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 
 
 class Counting(GRPOTrainer):
-    """Counts what is sampled and scored."""
+    """A trainer that counts sampled and scored completions."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.sampled: list[int] = []
@@ -74,7 +74,7 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A run that nothing disturbed, and its folder."""
+    """An undisturbed run and its folder."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, train(tiny_model, folder)
 
@@ -105,7 +105,7 @@ def test_evaluations_in_between_are_neither_sampled_nor_scored_again(tiny_model,
 
 
 def test_no_push_takes_it_along() -> None:
-    """By what transformers leaves out of an upload."""
+    """transformers ignores files with a leading underscore in an upload."""
     source = inspect.getsource(transformers.Trainer.push_to_hub)
     assert 'ignore_patterns=["_*", ' in source and FOLDER.startswith("_") and folders.EARLIER.startswith("_")
 
@@ -128,7 +128,7 @@ def test_a_round_that_was_cut_takes_what_it_has_and_samples_the_rest(whole, tiny
 
 @pytest.mark.slow
 def test_a_recipe_s_other_settings_hold_from_the_checkpoint_on(whole, tiny_model, tmp_path, capfd) -> None:
-    """Recorded rounds stay where their samples are of the weights and the settings that this run has."""
+    """Recorded rounds are reused if this run would sample them with equal weights. Later rounds are moved aside."""
     shutil.copytree(whole[0] / FOLDER, tmp_path / FOLDER)
     again = train(tiny_model, tmp_path, resume="auto", learning_rate=2e-3)
     assert len(again["sampled"]) == 12, "the first round's samples don't depend on the rate, the others' weights do"
@@ -178,7 +178,7 @@ def test_other_weights_and_other_data_are_errors(whole, tiny_model, tiny_qwen, t
 
 
 def test_a_fresh_start_moves_an_earlier_run_s_files_aside(whole, tiny_model, tmp_path, capfd, monkeypatch) -> None:
-    """And what goes wrong in the last round is told, though no other one begins."""
+    """An error in the last round's records is reported, although no further round begins."""
 
     def full(self: RecordFile) -> None:
         raise OSError(28, "No space left on device")

@@ -1,4 +1,4 @@
-"""Files of records, and groups as records: what is torn, changed or hostile is dropped or one clear error."""
+"""Record files, and groups as records: torn, changed or hostile records are dropped or give one clear error."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_group_is_the_same_again(folder: Path) -> None:
 
 
 def test_a_hostile_group_is_one_clear_error_or_dropped(folder: Path) -> None:
-    """Its checksum is right: only its content was made by somebody else."""
+    """The record's checksum is right, but its content was forged."""
     (path,) = folder.glob("_journal/step-*/rank-*.records")
     about, group = read_records(path)
     draw, errors = random.Random(0), 0

@@ -1,4 +1,4 @@
-"""The same rollouts, rewards and training for any order in which rewards come back, and after a resume."""
+"""Rollouts, rewards and training are the same for any order of the rewards, and after a resume."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 
 def train(model: Path, folder: Path, **changes: Any) -> tuple[dict[int, list[Any]], dict[int, list[Any]], Any]:
-    """step -> its log but for the extra columns, step -> those of each group's first rollout; the weights."""
+    """Returns {step: logged rows}, {step: extra columns of each group's first rollout}, and the weights."""
     config = tiny.config(folder, log_completions=True, log_completions_steps=100, reward_timeout=1000.0, **changes)
     trainer = GRPOTrainer(str(model), in_order, config, tiny.prompts())
     try:

@@ -45,7 +45,7 @@ def notes_on(*groups: ScoredGroup, step: int = 4, purpose: str = "train") -> dic
 
 
 def write(folder: Path, **settings: Any) -> RolloutStore:
-    """A round of three groups, of which one is shown."""
+    """Write a round of three groups to a store. One of the groups is shown."""
     store = RolloutStore(folder, 0, settings)
     store.begin(3, "weights")
     for position in (5, 6, 7):
@@ -119,7 +119,7 @@ def test_a_row_that_user_code_changed_is_recalled(tmp_path: Path) -> None:
 
 
 def test_a_group_that_another_rank_recorded_is_written_again(tmp_path: Path) -> None:
-    """As after a restart with fewer ranks."""
+    """After a restart with fewer ranks, a group that another rank recorded is written again."""
     other = RolloutStore(tmp_path, 1, {})
     other.begin(3, "weights")
     other.add(recorded(scored(6)))
@@ -143,7 +143,7 @@ def test_an_evaluation_between_two_steps_of_a_round_leaves_it_open(tmp_path: Pat
 
 
 def test_a_shown_row_stays_its_own_after_an_evaluation(tmp_path: Path) -> None:
-    """The evaluation's rows have the same positions; another rank had recorded the group."""
+    """The evaluation's rows have the same positions, and a different rank had recorded the group."""
     trained, asked = (Prompt({"prompt": f"{text} 6"}, ModelInput((1, 2)), 6) for text in ("prompt", "question"))
     store = RolloutStore(tmp_path, 0, {})
     store.begin(3, "weights")

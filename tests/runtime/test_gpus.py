@@ -1,4 +1,4 @@
-"""A GPU that torch can't use is said, with versions and remedy, and never becomes a silent run on the CPU."""
+"""A GPU that torch can't use is an error with versions and a remedy. The run never falls back to the CPU silently."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": "1"}
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """An empty environment that the test fills, on a machine of 8 cores; `process` alone sees it."""
+    """An empty environment that only `process` sees, on a machine with 8 cores. The test fills it."""
     variables: dict[str, str] = {}
     machine = SimpleNamespace(environ=variables, getpid=os.getpid, sched_getaffinity=lambda pid: set(range(8)))
     monkeypatch.setattr(process, "os", machine)
@@ -191,7 +191,7 @@ def test_an_interface_that_is_named_or_leads_nowhere_is_left_alone(
 
 @pytest.fixture
 def torch_threads(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> list[int]:
-    """A torch that says how many threads it was told to use; it starts with 2."""
+    """Fake torch with 2 threads. The list records the requested thread numbers."""
     told = [2]
     torch = SimpleNamespace(get_num_threads=lambda: told[-1], set_num_threads=told.append)
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -256,7 +256,7 @@ def test_logs_are_quiet_unless_asked(environment: dict[str, str]) -> None:
 
 
 def test_a_recipe_may_be_verbose(tmp_path) -> None:
-    """As the flag, and as `GRPOConfig(verbose=True)` in Python."""
+    """`verbose: true` in a recipe works like the flag and like `GRPOConfig(verbose=True)`."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("seed: 1\nverbose: true  # all of it\n")
     assert process.is_verbose(["--config", str(recipe)]) and process.is_verbose([f"--config={recipe}"])
@@ -291,7 +291,7 @@ torch.ops.aten.searchsorted(torch.arange(4), torch.arange(8).view(4, 2)[:, 0])  
 def test_layers_are_compiled_side_by_side_again_after_vllm_s_import(
     given: str | None, cores: int, expected: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's import sets one, here as in its processes. (`given` is what the user had set before.)"""
+    """vLLM's import sets one compile thread. The user's setting before the import (`given`) comes back."""
     loaded = SimpleNamespace(compile_threads=1)
     monkeypatch.setitem(sys.modules, "torch._inductor.config", loaded)
     monkeypatch.setattr(process, "cpu_threads", lambda: cores)

@@ -1,4 +1,4 @@
-"""What a command says until its run is ready."""
+"""Messages of a command until its run is ready."""
 
 from __future__ import annotations
 

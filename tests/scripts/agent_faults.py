@@ -55,7 +55,7 @@ class ImpatientSessions(sessions._RunningSessions):
 
 
 class Strict(TrainerCallback):
-    """From step 3 on a session that fails ends the run, as with agent_on_error: raise."""
+    """A failing session ends the run from step 3 on, as with `agent_on_error: raise`."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if state.global_step == 2:

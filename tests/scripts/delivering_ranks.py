@@ -1,4 +1,4 @@
-"""Three ranks exchange messages and say what each received, and how many bytes. Started by test_deliver.py.
+"""Three ranks exchange messages and report the received messages and bytes. Started by test_deliver.py.
 
 Rank 0 sends a large message to rank 2, and rank 2 a small one to rank 0. Rank 1 takes part in the collective alone.
 """

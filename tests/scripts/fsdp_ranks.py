@@ -87,7 +87,7 @@ def rows() -> list[PackedRow]:
 
 
 class Offloaded(FullySharded):
-    """Its rows lie in separate host memory, as on a GPU."""
+    """A policy whose rows are in separate host memory, as on a GPU."""
 
     _offload = property(lambda self: True, lambda self, value: None)
 

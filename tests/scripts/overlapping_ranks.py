@@ -93,7 +93,7 @@ class OneByOne:
 
 
 def wait_for(engine: Any, note: Path) -> None:
-    """As after a step of the engine that takes as long."""
+    """Call the engine's listeners until the file ``note`` exists, like a slow step of the engine."""
     while not note.exists():
         time.sleep(0.01)
         for listener in engine.after_step:

@@ -44,7 +44,7 @@ class Recording(GRPOTrainer):
             yield group
 
     def compute_advantages(self, group, rewards):
-        """By here come those groups too that the journal has: they aren't generated again."""
+        """Also called for groups from the journal, which aren't generated again."""
         self.groups[group.position] = [list(rollout.completion_ids) for rollout in group.rollouts]
         return super().compute_advantages(group, rewards)
 

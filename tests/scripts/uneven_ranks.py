@@ -69,7 +69,7 @@ class Outcomes:
 
 
 def step(model: Any, max_tokens: int, balance_ranks: bool, equal_counts: bool) -> dict[str, Any]:
-    """This rank's share of one step, with the gradient of all."""
+    """Return this rank's part of one step, with the gradient of all ranks."""
     share = len(LENGTHS) // world_size()
     prompts = [
         Prompt({"unpicklable": lambda: 0}, tuple(range(1, LENGTHS[i][0] + 1)), i)

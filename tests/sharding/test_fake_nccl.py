@@ -1,4 +1,4 @@
-"""What 8 and 64 GPUs would exchange in a step, without one (`fake_nccl`): order, sizes, dtypes, ranks in agreement."""
+"""Exchanges of a step on 8 and 64 simulated GPUs (`fake_nccl`): order, sizes, dtypes, ranks in agreement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOAT32, BFLOAT16 = 4, 2  # bytes of a gradient's element, and of a weight's
 
 
 class Steps(dict[tuple[str, int], dict[str, Any]]):
-    """By way, of the first rank (0) and of the last (-1). One process runs `FAST`, another one the other ways."""
+    """Steps by strategy and rank, first (0) or last (-1). One process runs `FAST`, a second the other strategies."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -37,7 +37,7 @@ def steps(request: pytest.FixtureRequest) -> Steps:
 
 
 def exchanged(step: dict[str, Any], phase: str) -> dict[str, float]:
-    """By collective the bytes of a phase, per parameter."""
+    """Bytes per parameter that a phase exchanges, by collective."""
     found: dict[str, float] = {}
     for name, nbytes, dtype, device in step["phases"][phase]:
         assert device == "cuda" and dtype == ("bfloat16" if name == "all_gather" else "float32")
@@ -47,7 +47,7 @@ def exchanged(step: dict[str, Any], phase: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_first_and_last_rank_make_the_same_calls(way: str, steps: Steps) -> None:
-    """In this order: where one asks for another collective, or another size, NCCL hangs. Nothing waits for the host."""
+    """If two ranks called different collectives or sizes, NCCL would hang. The host waits for nothing."""
     first, last = steps[way, 0], steps[way, -1]
     assert first["phases"] == last["phases"] and first["traffic"] == last["traffic"]
     for step in (first, last):
@@ -57,7 +57,7 @@ def test_first_and_last_rank_make_the_same_calls(way: str, steps: Steps) -> None
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_phase_has_the_strategys_exchanges(way: str, steps: Steps) -> None:
-    """Two micro-batches and a step. Parts are padded to equal ones, so bytes may be 3 % more."""
+    """Exchanges of two micro-batches and a step. Parts are padded to equal sizes, so bytes may be 3 % more."""
     step = steps[way, 0]
     found = {phase: exchanged(step, phase) for phase in step["phases"]}
     summed = {"reduce_scatter": pytest.approx(FLOAT32, rel=0.03)}

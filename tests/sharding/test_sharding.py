@@ -52,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @pytest.fixture(scope="module")
 def ranks(folders: dict[int, Path]) -> Callable[[int], list[dict[str, Any]]]:
-    """Of a number of ranks, what each of them wrote; they are started once."""
+    """Start ``count`` ranks once, and return each rank's results."""
     return functools.cache(lambda count: run(count, folders[count]))
 
 
@@ -84,7 +84,7 @@ def test_each_rank_holds_its_share(ranks, count, dtype) -> None:
     held = [rank[f"{way}-{dtype}"]["gradients"] for rank in ranks(count) for way in ("gradients", "fsdp")]
     whole = [rank[f"none-{dtype}"]["gradients"] for rank in ranks(count)]
     assert whole == [4 * parameters] * count
-    # What the arithmetic says (4 / N); two buckets on their way, with this rank's part of each; one that fills up.
+    # Expected gradients (4 / N), two buckets in flight with this rank's part of each, and a bucket that fills up.
     assert max(held) <= 4 * parameters / count + 2 * BUCKET * (1 + 1 / count) + BUCKET
 
 
@@ -101,7 +101,7 @@ def test_bytes_through_collectives(ranks, count) -> None:
         assert moved["fsdp"]["sync/reduced_bytes"] == pytest.approx(moved["gradients"]["sync/reduced_bytes"], rel=0.05)
         for way in ("optimizer", "gradients"):  # weights once, in the policy's dtype: nothing else is published
             assert moved[way]["sync/gathered_bytes"] == pytest.approx(size * parameters, rel=0.01)
-        # In each row's forward all of them, and once more in its backward but for what lies outside of the layers.
+        # All weights are gathered in each row's forward, and the layers' weights again in the backward.
         layers = parameters - 130 * 32 - 32
         found = moved["fsdp"]["sync/gathered_bytes"] * count / 4
         assert found == pytest.approx(size * (parameters + layers), rel=0.05)
@@ -111,7 +111,7 @@ def test_bytes_through_collectives(ranks, count) -> None:
     ("wrote", "reads"), [(2, 1), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((1, 2), (2, 4), (4, 1)))]
 )
 def test_checkpoint_resumes_with_other_ranks_and_strategy(ranks, folders, tmp_path, wrote, reads) -> None:
-    """The three steps after it leave the same bits, whoever wrote it; and each way reads what any other wrote."""
+    """Three more steps leave the same bits for any writer, and each strategy reads every other strategy's files."""
     ranks(wrote)
     (expected,) = ranks(1)
     found = run(reads, tmp_path, folders[wrote])
@@ -171,7 +171,7 @@ def test_buckets_have_one_dtype_and_no_frozen_parameters() -> None:
 
 
 class Failing(torch.autograd.Function):
-    """Runs out of memory in its backward, like the largest of a layer's kernels."""
+    """A function that runs out of memory in its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -183,7 +183,7 @@ class Failing(torch.autograd.Function):
 
 
 class Keeping(torch.autograd.Function):
-    """Keeps an activation for the backward."""
+    """A function that keeps an activation for its backward."""
 
     kept: ClassVar[list[weakref.ref]] = []
 
@@ -199,7 +199,7 @@ class Keeping(torch.autograd.Function):
 
 
 def test_failed_backward_frees_its_graph_before_answering(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a rank that ran out of memory would do so again, in an exchange that the other ranks wait in for ever."""
+    """If the graph stayed, a rank would run out of memory again in a collective and the others would wait for ever."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     sharding, alive = SharedGradients(model), []
 

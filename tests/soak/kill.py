@@ -1,4 +1,4 @@
-"""Kills a small run again and again, at any moment, and resumes it: nothing may be lost, nothing paid for twice.
+"""Kill a small run again and again, at any moment, and resume it: nothing may be lost or sampled twice.
 
     python tests/soak/kill.py --kills 50 --seed 0 --ranks 1
 
@@ -6,15 +6,15 @@ Each start of the run is killed (SIGKILL) after a random time, or at a random on
 so also within a checkpoint, the journal or the replay of one; one rank of several or all. Then it is resumed. At its
 end
 
-- its weights are those of a run that nobody disturbed, bit for bit,
-- no group that was in the journal when a rank was killed was sampled or scored again, by what the reward itself wrote
-  down, and every group was scored at least once.
+- its weights equal the weights of an undisturbed run, bit for bit,
+- no group that was in the journal when a rank was killed was sampled or scored again, by the
+  reward function's own notes, and every group was scored at least once.
 
-A run that ends before it is killed is followed by another, until there were as many kills as asked for.
+A run that ends before it is killed is followed by another, until `--kills` is reached.
 
 With --stops the run is stopped instead, by SIGTERM, SIGUSR1 or SIGUSR2 to one rank or to all ranks, at any time from
-the start of the trainer's constructor to the end of the process. It has `stop_within` (5) seconds, and its rounds take longer.
-Every rank must end in time, with status 143, or 0 if it had finished.
+the start of the trainer's constructor to the end of the process. It has `stop_within` (5) seconds, and its rounds take
+longer. Every rank must end in time, with status 143, or 0 if it had finished.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Group = tuple[int, int]  # step of the weights, position of the prompt
 
 
 def recorded(run: Path) -> set[Group]:
-    """The groups in a run's journal."""
+    """Return the groups in a run's journal."""
     return {
         (int(path.parent.name.removeprefix("step-")), record.position)
         for path in run.glob("_journal/step-????????/rank-*.records")
@@ -59,7 +59,7 @@ def recorded(run: Path) -> set[Group]:
 
 
 def told(folder: Path, what: str) -> list[Group]:
-    """What the ranks wrote down that they sampled, or that the reward was called for."""
+    """Return the groups that the ranks noted as sampled or scored."""
     lines = [line for path in folder.glob("told-*.jsonl") for line in path.read_text().splitlines()]
     return [(found["step"], found["position"]) for found in map(json.loads, lines) if found["what"] == what]
 
@@ -110,7 +110,7 @@ def soak(kills: int, seed: int, ranks: int) -> dict[str, Any]:
                 found["within a round"] += any(0 < count < PROMPTS for count in of_rounds.values())
                 found["within writes"] += "event" in (kill or {})
             if (run / "model.safetensors").read_bytes() != expected:
-                raise SystemExit(f"run {run.name}: other weights than those of the undisturbed run")
+                raise SystemExit(f"run {run.name}: its weights differ from the undisturbed run")
             calls = Counter(told(run, "scored"))
             if set(calls) != everything:
                 raise SystemExit(f"run {run.name}: scored other groups than the undisturbed run")
@@ -161,7 +161,7 @@ def stops(count: int, seed: int, ranks: int, within: float = WITHIN) -> dict[str
                 found["cut"] += "the round was cut" in said
                 found["outside the training"] += "no training was under way" in said
             if (run / "model.safetensors").read_bytes() != expected:
-                raise SystemExit(f"run {run.name}: other weights than those of the undisturbed run")
+                raise SystemExit(f"run {run.name}: its weights differ from the undisturbed run")
     return dict(found) | {"seconds at most": round(slowest, 1)}
 
 

@@ -1,4 +1,4 @@
-"""A small run that writes down what it samples and scores, and is killed or stopped. Started by kill.py.
+"""A small run that records its samples and scores, and is killed or stopped. Started by kill.py.
 
 python run.py MODEL RUN_DIR KILL [SETTINGS]
 
@@ -43,7 +43,7 @@ def tell(what: str, step: int, position: int) -> None:
 
 
 def die() -> None:
-    os.write(2, b"\nkilled by itself\n")  # what kill.py looks for, whatever other ranks say of it
+    os.write(2, b"\nkilled by itself\n")  # kill.py finds this line among other ranks' messages
     if "signal" in KILL:
         print(f"signal sent at {time.time()}", flush=True)
         os.kill(os.getpid(), KILL["signal"])
@@ -54,7 +54,7 @@ def die() -> None:
 
 
 def await_death() -> None:
-    """Kill this process later, as KILL says. A stop's time begins when the trainer's constructor handles signals."""
+    """Kill this process later, at the moment in KILL. A stop's time begins when the trainer's constructor handles signals."""
     if KILL is None or KILL["victim"] not in (RANK, -1) or ("signal" not in KILL and KILL["victim"] < 0 and RANK):
         return
     if "seconds" in KILL:
@@ -79,7 +79,7 @@ def await_death() -> None:
 
 
 class Telling(GRPOTrainer):
-    """Writes down what it samples."""
+    """A trainer that records its samples."""
 
     def generate(self, prompts):
         for group in super().generate(prompts):

@@ -1,4 +1,4 @@
-"""AdamW on a split master: the same numbers as a float32 master, bit for bit; compiled, but for rounding."""
+"""AdamW on a split master: the same numbers as a float32 master, bit for bit; up to rounding if compiled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from colograd.training.adamw_split import (
 
 
 def master_of(optimizer: AdamWSplit, parameter: torch.Tensor) -> torch.Tensor:
-    """The float32 value that the optimizer keeps of a parameter."""
+    """The optimizer's float32 value of a parameter."""
     remainder = optimizer.state[parameter].get("remainder")
     return parameter.detach().clone() if remainder is None else join_master(parameter.detach(), remainder)
 
@@ -101,7 +101,7 @@ def make_parameters(dtype: torch.dtype = torch.bfloat16, shapes: Shapes = SMALL)
 
 
 def take_steps(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Gradients depend on the step alone."""
+    """Take optimizer steps. A step's gradients depend only on the step's number."""
     for step in steps:
         generator = torch.Generator().manual_seed(100 + step)
         for parameter in parameters:
@@ -319,7 +319,7 @@ def test_compiled_steps_write_slices_of_larger_tensors_and_take_bfloat16_gradien
 
 
 def test_a_gpu_s_pass_is_compiled_once_for_all_shapes_and_rates() -> None:
-    """What torch.compile makes for a GPU it can make for a CPU too: the same function, counted and compared here."""
+    """The GPU's compiled function can be compiled for a CPU too. Its graphs are counted and its results compared."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -435,7 +435,7 @@ def test_a_split_run_goes_on_in_float32_bit_for_bit(kind: Any, extra: dict[str, 
 
 
 def test_what_needs_no_remainder_keeps_its_state() -> None:
-    """A bfloat16 parameter under torch's AdamW drops it; AdamWSplit's own bfloat16 parameters keep it."""
+    """torch's AdamW drops the remainder of a bfloat16 parameter, AdamWSplit keeps it."""
     ours = make_parameters()
     split = AdamWSplit(ours, **SETTINGS)
     take_steps(ours, split, range(2))

@@ -17,7 +17,7 @@ END, PAD = 256, 257  # of the tiny tokenizer, which names no beginning
 
 
 def trained(config: dict, generation: dict, **tokens: str) -> SimpleNamespace:
-    """A model after what `transformers.Trainer` does to its configurations."""
+    """Return a model whose configurations `transformers.Trainer` has changed."""
     model = SimpleNamespace(config=LlamaConfig(**config), generation_config=GenerationConfig(**generation))
     tokenizer = tiny.make_tokenizer()
     for name, token in tokens.items():
@@ -30,7 +30,7 @@ def trained(config: dict, generation: dict, **tokens: str) -> SimpleNamespace:
 
 
 def test_tokens_that_the_tokenizer_lacks_stay() -> None:
-    """Qwen's checkpoints name a beginning, their tokenizers don't; Llama 3's have several ends."""
+    """Qwen's checkpoints name a BOS token and the tokenizers don't. Llama 3's have several EOS tokens."""
     ends = [7, END]
     checkpoint = {"bos_token_id": 3, "eos_token_id": ends, "pad_token_id": None}
     model = trained(checkpoint, checkpoint, pad_token="<end>")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 
 class Looking(GRPOTrainer):
-    """Keeps the groups of an evaluation."""
+    """A trainer that keeps the groups of an evaluation."""
 
     def generate(self, prompts):
         for group in super().generate(prompts):

@@ -18,14 +18,14 @@ from colograd.weights.copied import CopiedWeights
 
 
 class Unwilling(CopiedWeights):
-    """A way of publishing that fails when the engine is there."""
+    """A weight publisher that fails after the engine is built."""
 
     def __init__(self, *args: Any) -> None:
         raise RuntimeError("not these weights")
 
 
 class Failing(GRPOTrainer):
-    """Fails when everything is there."""
+    """A trainer that fails at the end of its construction."""
 
     def _make_sampler(self, *args: Any) -> Any:
         kept_alive.extend(weakref.ref(part) for part in (self, self.engine, self.engine.model, self.policy.model))
@@ -41,7 +41,7 @@ def build(model: Path, folder: Path, cls: type[GRPOTrainer] = GRPOTrainer, **cha
 
 @pytest.fixture
 def unsupported(tmp_path: Path) -> Path:
-    """A model whose head size transformers takes and vLLM's attention doesn't."""
+    """A model with a head size that transformers supports and vLLM's attention doesn't."""
     folder = tiny.make_model(tmp_path / "heads-of-16", layers=1)
     import transformers as hf
 
@@ -52,8 +52,8 @@ def unsupported(tmp_path: Path) -> Path:
 
 @pytest.mark.engine
 def test_bad_and_good_trainers_in_a_row(tiny_model, unsupported, tmp_path) -> None:
-    """Each fails at another place, and all exceptions are kept. Each good one trains after the next bad one has failed,
-    which mustn't have taken its groups of ranks along; the last is dropped without being closed."""
+    """Bad trainers fail at different places, and their exceptions are kept. A good trainer trains after each bad one,
+    so its process groups must have survived. The last trainer is dropped without `close`."""
     kept = []
     bad: list[tuple[str, Path, dict[str, Any]]] = [
         (
@@ -106,7 +106,7 @@ def test_workers_end_with_a_start_that_fails(tiny_model, tmp_path) -> None:
 
 def test_frames_of_an_error_and_its_causes_are_forgotten() -> None:
     class Large:
-        """What a weak reference may point to."""
+        """A type that supports weak references."""
 
     seen = []
 

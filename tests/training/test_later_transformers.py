@@ -1,4 +1,4 @@
-"""Methods that later versions of transformers call in another way."""
+"""Methods that later versions of transformers call with other arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from colograd.training.transformers_seam import SeamTrainer
 
 
 def test_a_rank_that_saves_nothing_returns() -> None:
-    """Since 5.24 `_save` is called on all ranks. This one would fail at anything that a save needs."""
+    """Since 5.24 `_save` is called on all ranks. This rank would fail at anything that a save needs."""
     seam: Any = SimpleNamespace(args=SimpleNamespace(should_save=False))
     SeamTrainer._save(seam, "nowhere")
 
@@ -32,7 +32,7 @@ def test_a_private_repository_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_some_layers_are_checkpointed_by_a_new_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Since 5.23 `gradient_checkpointing_enable` hands its arguments on, and names none of them."""
+    """Since 5.23 `gradient_checkpointing_enable` takes its arguments as `**kwargs`, without names."""
     monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", lambda self, kwargs=None, **others: None)
     model: Any = SimpleNamespace(supports_gradient_checkpointing=True)
     assert Policy(model, model, "", untouched=True, why_padded="").checkpointing == (0, 4, 2, 1)

@@ -1,4 +1,4 @@
-"""The loop tells callbacks what transformers' own loop would tell them, in its order."""
+"""Callbacks get the same events as from transformers' own loop, in the same order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WHEN = {
 
 
 class Events(TrainerCallback):
-    """Keeps each event with its step and the epoch, and what the callbacks' control asks for then."""
+    """Records each event with its step, its epoch, and the requests in the callbacks' control."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []

@@ -26,7 +26,7 @@ ADDRESSES = ("10.213.77.1", "10.213.77.2")
 
 
 class Node:
-    """A network namespace with one end of the link."""
+    """A node: a network namespace with one end of the link."""
 
     def __init__(self, index: int, tag: str) -> None:
         self.index, self.name, self.link = index, f"{tag}-{index}", f"{tag}v{index}"
@@ -37,7 +37,7 @@ class Node:
         return ["ip", "netns", "exec", self.name, *named]
 
     def kill(self) -> None:
-        """Whatever runs there: torchrun, and its ranks, which have sessions of their own."""
+        """Kill torchrun and its ranks, although ranks have sessions of their own."""
         found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
         for process in map(int, found.stdout.split()):
             with contextlib.suppress(ProcessLookupError):
@@ -50,7 +50,7 @@ class Node:
         of_two = ["--nnodes", "2", "--node-rank", str(self.index), "--nproc-per-node", "2"]
         launcher = launcher or [*of_two, "--master-addr", ADDRESSES[0], "--master-port", "29511"]
         environment = tiny.clean_environment() | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a node that comes back isn't told the address
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or a node that returns doesn't get the address
         return subprocess.Popen(
             self.command(sys.executable, "-m", "torch.distributed.run", *launcher, str(SCRIPTS / script), *arguments),
             stdout=log.open("wb"), stderr=subprocess.STDOUT, env=environment,
@@ -87,7 +87,7 @@ def nodes() -> Iterator[list[Node]]:
 
 
 class Launch:
-    """A script on both nodes."""
+    """A script that runs on both nodes."""
 
     def __init__(self, nodes: list[Node], folder: Path, script: str, arguments: list[list[str]]) -> None:
         folder.mkdir()
@@ -166,7 +166,7 @@ def test_two_nodes_train_and_save_and_go_on_after_one_of_them_was_killed(nodes, 
 def test_the_ranks_of_each_node_share_an_engine_or_rows(
     nodes: list[Node], tiny_model: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    """A policy in the layout of one engine per node, or rows cut over the node's ranks: the weights of one rank."""
+    """One engine per node, or rows divided over a node's ranks, leave the weights of one rank."""
     engine_ranks.run(tiny_model, tmp_path, 1, **engine_ranks.SETTINGS)
     given = [str(tiny_model), str(tmp_path), json.dumps(engine_ranks.SETTINGS | changes)]
     launch = Launch(nodes, tmp_path / "nodes", "same_rollouts.py", [given] * 2)
@@ -208,7 +208,7 @@ def test_elastic_run_loses_and_regains_a_node(nodes: list[Node], tiny_model: Pat
         return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
     def wait_until_scored(ranks: int, step: int) -> int:
-        """Wait until a round of so many ranks is scored after ``step``; return the newest step."""
+        """Wait until ``ranks`` ranks have scored a round after ``step``. Return the newest step."""
         end = time.monotonic() + 600
         while True:
             newest = max((line["step"] for line in lines() if line["ranks"] == ranks), default=-1)

@@ -1,4 +1,4 @@
-"""What a trainer is given, in the forms that TRL takes: models."""
+"""A trainer's arguments in all forms of TRL: models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_without_a_configuration_the_output_folder_has_the_model_s_name(tiny_mod
 
 
 def test_arguments_of_a_quantisation_that_nobody_asks_for_may_stay(tiny_model, tmp_path) -> None:
-    """TRL's example scripts always give them, and the dtype by its old name."""
+    """TRL's example scripts always pass these arguments, and the dtype by its old name."""
     asked = {"quantization_config": None, "device_map": None, "torch_dtype": "float32", "attn_implementation": None}
     policy = load_policy(tiny_model, None, tiny.config(tmp_path, model_init_kwargs=asked))
     assert str(policy.model.dtype) == "torch.float32"
@@ -59,7 +59,7 @@ def test_train_resumes_as_the_configuration_says(argument, setting, expected) ->
 
 
 def test_no_row_is_proved_on_a_gpu_s_host(tiny_model, tmp_path, monkeypatch) -> None:
-    """The policy is in host memory then, where forwards of a large model take minutes."""
+    """The policy is still in host memory then, where a large model's forward takes minutes."""
     monkeypatch.setattr(row_proof, "differences", lambda *row, **options: pytest.fail("a forward"))
     monkeypatch.setattr(GRPOConfig, "on_cpu", False)
     policy = load_policy(tiny_model, None, tiny.config(tmp_path))

@@ -113,7 +113,7 @@ def test_a_bfloat16_policy_with_its_split_master_stays_identical(tiny_model, tmp
 @pytest.mark.slow  # test_sharding.py has the bits of each way without an engine
 @pytest.mark.parametrize("sharding", ["optimizer", "gradients"])
 def test_sharding_changes_no_bit_of_a_run(two, tiny_model, tmp_path, sharding) -> None:
-    """Nor is anything published beside the optimizer's own exchange."""
+    """The optimizer gathers the weights, and no further bytes are published."""
     done = start(2, str(tiny_model), str(tmp_path / "run"), str(tmp_path), "float32", "exchange", sharding)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank, expected in zip(results(tmp_path, 2), two, strict=True):
@@ -125,7 +125,7 @@ def test_sharding_changes_no_bit_of_a_run(two, tiny_model, tmp_path, sharding) -
 
 @pytest.mark.slow  # test_fsdp.py has the bits without an engine
 def test_a_policy_in_rows_is_published_whole_and_trained_to_the_same_bits(two, tiny_model, tmp_path) -> None:
-    """Up to the second step: then the other run's reference follows its policy, which this one's can't."""
+    """Compared up to the second step, because the other run's reference then follows its policy, which FSDP can't."""
     done = start(2, str(tiny_model), str(tmp_path / "run"), str(tmp_path), "float32", "reference", "fsdp")
     assert done.returncode == 0, done.stderr[-3000:]
     for rank, expected in zip(results(tmp_path, 2), two, strict=True):
@@ -164,7 +164,7 @@ def test_a_policy_in_rows_goes_on_from_any_way_and_any_way_from_it(tiny_qwen, tm
     ("fault", "said"),
     [
         ("reward", "Rank 1 failed in the rollout: RewardError: .*the judge of rank 1 is out"),
-        # test_watchdog.py has ranks of which one makes no progress, test_trainer.py the limit that a run sets.
+        # test_watchdog.py tests ranks without progress, test_trainer.py the run's limit.
         pytest.param(
             "never",
             r"Rank 1 made no progress for 1\d s \(rank_timeout\) in reward function 'reward': it is in reward "
@@ -213,7 +213,7 @@ def test_a_failure_on_one_rank_ends_all_ranks_with_its_message(tiny_model, tmp_p
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
-@pytest.mark.slow  # test_reward_workers.py has it on one rank, test_reward_faults.py what abstains on two
+@pytest.mark.slow  # on one rank: test_reward_workers.py; abstentions on two ranks: test_reward_faults.py
 def test_a_reward_that_hangs_on_one_rank_abstains_there_and_the_run_goes_on(tiny_model, tmp_path) -> None:
     done = start(2, str(tiny_model), str(tmp_path / "run"), str(tmp_path), "float32", "hangs")
     assert done.returncode == 0, done.stderr[-3000:]

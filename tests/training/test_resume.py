@@ -27,7 +27,7 @@ def run(model: Path, run_dir: Path, record: Path, kill_at: str = "never") -> int
 
 
 def steps(record: Path) -> dict[int, dict]:
-    """step -> what was recorded of it, the last time it was taken."""
+    """Return each step's last record."""
     return {line["step"]: line for line in map(json.loads, record.read_text().splitlines())}
 
 

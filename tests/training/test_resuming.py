@@ -1,4 +1,4 @@
-"""Checkpoints that one precision wrote and another goes on from, and those of rounds, through the real trainer."""
+"""Checkpoints that are resumed in a different precision, and checkpoints within a round, through the real trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 
 class AtStart(TrainerCallback):
-    """Keeps copies of the parameters and the optimizer's state as the first step finds them."""
+    """A trainer that copies the parameters and the optimizer's state before the first step."""
 
     def __init__(self) -> None:
         self.kind: Any = None

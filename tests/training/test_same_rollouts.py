@@ -1,4 +1,4 @@
-"""TRL's trainer and ours on the same rollouts: the same prompts are asked for at each step, and whole runs (loss,
+"""TRL's trainer and ours on the same rollouts: both sample the same prompts at each step, and whole runs (loss,
 clipping, schedule, optimizer) leave the same weights. Losses and advantages alone: test_losses_trl, test_advantages.
 """
 
@@ -94,7 +94,7 @@ def run(kind: Any, config: Any, model: Path, made: Any = lambda trainer: trainer
     "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
 def test_the_same_rollouts_leave_the_same_weights(case, tiny_model, tmp_path, monkeypatch, closing) -> None:
-    """Norms, since AdamW moves a weight whose gradient is nothing but rounding by as much as any other."""
+    """Norms are compared, because AdamW moves a weight even if its gradient consists of rounding errors."""
     import trl
     from trl.trainer import grpo_trainer
 

@@ -1,4 +1,4 @@
-"""What a replaced stage returns is checked, and one error says what it must return."""
+"""A user's stage must return the right types, and one error names them."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_loss_is_a_differentiable_scalar_with_its_metrics() -> None:
             checked_loss(LossOutput(wrong, {}, {}, {}))
 
 
-# -- pass@k, whose estimate is a mean over all choices of k completions
+# -- pass@k: the estimate is a mean over all choices of k completions
 
 
 def test_pass_at_k_is_the_share_of_choices_with_a_pass() -> None:

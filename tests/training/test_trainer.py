@@ -24,7 +24,7 @@ pytestmark = pytest.mark.engine
 
 
 class Recorder(TrainerCallback):
-    """Calls ``look(trainer)`` after each optimizer step."""
+    """A callback that calls ``look(trainer)`` after each optimizer step."""
 
     def __init__(self, look) -> None:
         self.look, self.trainer = look, None
@@ -105,7 +105,7 @@ def test_a_run_logs_trls_metrics_and_its_phases_explain_the_step(tiny_model, tmp
 
 
 def test_tokens_through_the_model_are_prompts_once_and_completions(tiny_model, tmp_path, closing) -> None:
-    """Counted at the embedding: a group's prompt goes through once, and nothing is padded."""
+    """Tokens are counted at the embedding: a group's prompt once, the completions, and no padding."""
     counted, expected = [], []
 
     class Counting(GRPOTrainer):
@@ -254,7 +254,7 @@ def test_save_model_writes_what_transformers_and_vllm_load(tiny_model, tmp_path,
 
 @pytest.mark.slow  # test_failed_start.py has seven in a row
 def test_two_trainers_in_one_process_one_after_the_other(tiny_model, tmp_path, monkeypatch) -> None:
-    """Neither leaves rank variables, which programs that the script starts would inherit."""
+    """No trainer leaves rank variables behind. Programs that the script starts would inherit them."""
     rewards = []
     for name in (*process.RANK_VARIABLES, process.RANK_OF_ONE):
         monkeypatch.delenv(name, raising=False)
@@ -271,7 +271,7 @@ def test_two_trainers_in_one_process_one_after_the_other(tiny_model, tmp_path, m
 
 
 def test_a_trainer_can_train_twice_with_the_same_engine(tiny_model, tmp_path, closing) -> None:
-    """Steps are counted anew, yet the second run samples from what the first one learned. The watchdog has the run's
+    """Steps start at zero again, but the second run samples from the first run's weights. The watchdog has the run's
     limit, and knows whom it waits for."""
     seen: list[list[str]] = []
     watched: list[tuple[float | None, str]] = []
@@ -335,7 +335,7 @@ def test_a_nan_gradient_names_the_step_and_the_weights_stay(tiny_model, tmp_path
 
 
 def test_a_broken_reward_ends_the_run_with_its_name(tiny_model, tmp_path, closing) -> None:
-    """It raises, or returns what tests/rewards/test_reward_faults.py has more of."""
+    """It raises, or returns too many rewards. Further faults: tests/rewards/test_reward_faults.py."""
     ways = {
         r"'faulty'.*it raised ZeroDivisionError: division by zero": lambda n: 1 / 0,
         r"'faulty'.*it returned 5 rewards for 4 completions": lambda n: [0.0] * (n + 1),
@@ -377,7 +377,7 @@ def test_a_signal_writes_a_checkpoint_and_ends_the_run(tiny_model, tmp_path, clo
 
 
 def test_the_model_card_and_a_push_carry_what_was_saved(tiny_model, tmp_path, closing, monkeypatch) -> None:
-    """Only the order and content of calls to the Hub is faked."""
+    """Only the Hub is faked: the test sees the order and the content of calls."""
     import transformers.trainer as hf
 
     uploaded = {}
@@ -428,7 +428,7 @@ def test_a_finished_run_is_not_trained_further_by_resuming_it(tiny_model, tmp_pa
 def test_autocast_runs_the_forward_in_bfloat16_and_keeps_float32_weights(
     tiny_model, tmp_path, closing, monkeypatch
 ) -> None:
-    """The rows too are proved under it, when the policy is in its place."""
+    """Autocast also applies to the comparison of packed rows, when the policy is on its device."""
     seen, proved = [], []
 
     def prove(model, device, reference, asked):

@@ -1,4 +1,4 @@
-"""The user's code gets copies of the trainer's data, and changes nothing but them."""
+"""User code gets copies of the trainer's data, so its changes have no effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards in workers: every way a function can end, and that none of them holds up or ends what it shouldn't."""
+"""Rewards in workers: every end of a function, and that no end delays or stops anything else."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(scorer: Scorer, state: Any = None) -> list[list[float]]:
 
 
 def test_where_nothing_is_said_a_gpu_s_run_has_workers_for_functions_of_modules(scorer_of, monkeypatch) -> None:
-    """Closures, and whatever else may keep a state, stay; on a CPU all do."""
+    """Closures and callables with a state stay in the process. On a CPU all functions stay in the process."""
     monkeypatch.setattr(scoring_module.process, "cpu_threads", lambda: 3)
     seen: list[int] = []
 
@@ -187,7 +187,7 @@ def test_what_cannot_travel_stays_and_a_line_says_so(scorer_of) -> None:
 
 @pytest.mark.parametrize("stuck", [hanging, lambda **kwargs: time.sleep(60)])
 def test_a_function_that_hangs_in_this_process_ends_with_its_name(scorer_of, stuck, monkeypatch) -> None:
-    """An endless loop is interrupted; a call that can't be is left with the process (here: seen, and not done)."""
+    """An endless loop is interrupted. A call that can't be interrupted ends the process (faked: `os._exit`)."""
     left: list[int] = []
     monkeypatch.setattr("colograd.usercode.calls.GRACE", 0.5)
     monkeypatch.setattr("colograd.usercode.calls.os._exit", left.append)
@@ -217,7 +217,7 @@ def test_an_async_function_that_is_late_abstains(scorer_of) -> None:
 
 
 def test_a_call_that_nobody_needs_any_more_gives_its_worker_back(scorer_of) -> None:
-    """It may end by itself. Its worker is replaced where another call has waited for it."""
+    """An abandoned call may end by itself. Its worker is replaced if another call has waited for it."""
     scorer = scorer_of(process_id, when_told)
     quick, slow = scorer.rewards
     scorer.rewards = [quick]
@@ -262,7 +262,7 @@ def test_closing_leaves_no_process_even_of_a_function_that_never_returns(scorer_
 
 
 def stages_of(scorer: Scorer) -> Stages:
-    """Three groups without an engine, which leave in another order than their prompts'."""
+    """Stages with three groups and no engine. The groups leave in a different order than their prompts."""
     return Stages(
         generate=lambda prompts: (make_group(size, position) for position, size in ((2, 1), (0, 2), (1, 3))),
         begin_score=lambda groups: scorer.submit(groups, [texts(len(group.rollouts)) for group in groups]),

@@ -1,4 +1,4 @@
-"""A way of publishing that this one file adds from outside: weights in two shards, gathered block by block."""
+"""A user's weight publisher, written in this file: weights in two shards, gathered block by block."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def split(flat: torch.Tensor, parts: Sequence[Slice]) -> list[tuple[Slice, torch
 
 
 class GatheredWeights:
-    """As ZeRO-3, with both ranks in one process: the parameters of a block live in the halves of a flat tensor."""
+    """A policy as under ZeRO-3, with both ranks in one process: a block's parameters are halves of a flat tensor."""
 
     def __init__(self, policy: torch.nn.Module, engine: VLLMEngine, slices: Sequence[Slice]) -> None:
         self.engine = engine
@@ -71,14 +71,14 @@ class GatheredWeights:
 
 
 class Incomplete:
-    """Publishes, and can't tell what."""
+    """A publisher that doesn't report its parameters."""
 
     def publish(self, version: int) -> int:
         raise AssertionError
 
 
 class Watching(GRPOTrainer):
-    """Looks at the engine after each publish."""
+    """A publisher that looks at the engine after each publish."""
 
     def publish(self) -> None:
         super().publish()
@@ -154,7 +154,7 @@ def test_the_way_in_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_it_gets_whole_weights_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
-    """Not an adapter; and the memory plan counts a second copy."""
+    """Gathered weights don't serve an adapter, and the memory plan counts a second copy."""
     from colograd.policy.loading import load_policy
 
     config = tiny.config(tmp_path, weights=GATHERED)

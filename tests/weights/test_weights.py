@@ -1,4 +1,4 @@
-"""Publishing, with the real vLLM: whose memory the weights are in, what a publish moves, what is refused."""
+"""Publishing, with the real vLLM: where the weights are stored, the bytes that a publish copies, the refusals."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ SMOLLM2 = MODEL
 @pytest.mark.slow
 @pytest.mark.engine
 def test_smollm2_shares_every_parameter(tmp_path) -> None:
-    """The quickstart's model in float32, 20 steps: all 272 parameters in the engine's memory, 0 bytes moved, and the
-    saved folder says the same in transformers, in an engine of its own and in plain vLLM."""
+    """The quickstart's model in float32, 20 steps: all 272 parameters in the engine's memory, 0 bytes copied, and the
+    saved folder has equal log-probabilities in transformers, in a new engine and in plain vLLM."""
     trainer = build(str(SMOLLM2), tmp_path, max_steps=20, num_generations=2, prompts_per_step=2, learning_rate=1e-5)
     try:
         assert len(trainer.weights.shared) == 272 and not trainer.weights.copied
@@ -232,7 +232,7 @@ def test_another_dtype_is_copied_or_refused(tiny_model: Path, tmp_path, tried) -
 
 
 class TestProof:
-    """What would go unnoticed: an engine that samples from a private copy, a weight in the wrong place."""
+    """Faults that are hard to notice: an engine that samples from a private copy, a weight in the wrong place."""
 
     @pytest.fixture
     def engine(self, tiny_model: Path, tmp_path):
@@ -294,7 +294,7 @@ class TestProof:
         "family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2", "qwen3", "gemma3"))]
     )
     def test_proof_names_any_copied_parameter(self, family, tmp_path) -> None:
-        """Most are shown to be read all at once; of Gemma's norms, which multiply by 1 + weight, each by itself."""
+        """One pass shows that most parameters are read. Gemma's norms multiply by 1 + weight and need a pass each."""
         folder = tiny.make_model(tmp_path / "model", family, tied=family != "qwen2")
         policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         before = [parameter.detach().clone() for parameter in policy.parameters()]
@@ -319,7 +319,7 @@ class TestProof:
 
     @pytest.mark.engine
     def test_proof_detects_parameters_that_aren_t_read(self, engine, tiny_model: Path) -> None:
-        """Changes that cancel leave the output of such an engine as it was."""
+        """An engine with unread parameters gives the same output after changes that cancel each other."""
         policy = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
         slices = map_parameters(policy, engine.tensors)
         layer = [part for part in slices if ".layers.1." in part.name]
@@ -332,11 +332,11 @@ class TestProof:
                 with pytest.raises(RuntimeError, match=rf"doesn't depend on {len(gone)} of 20 parameters"):
                     proof.check_read(slices, policy, engine)
 
-    @pytest.mark.timeout(3000)  # 390 s alone, 790 s beside others
+    @pytest.mark.timeout(3000)  # 390 s by itself, 790 s in parallel
     @pytest.mark.slow
     @pytest.mark.engine
     def test_proof_detects_any_copied_parameter_of_smollm2(self, tmp_path, monkeypatch) -> None:
-        """In the quickstart's own bfloat16; the whole proof of one of each kind, which names it."""
+        """The check runs in the quickstart's bfloat16, and completely for one parameter of each kind."""
         policy = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.bfloat16)
         process.prepare_ranks()
         engine = VLLMEngine(str(SMOLLM2), tiny.config(tmp_path), torch.bfloat16, context=96, kv_bytes=2**25)

@@ -1,4 +1,4 @@
-"""Parameters that the engine holds as a function of the policy's, as Mamba's state matrix A = -exp(A_log)."""
+"""Engine parameters that are a function of the policy's parameters, such as Mamba's A = -exp(A_log)."""
 
 from __future__ import annotations
 

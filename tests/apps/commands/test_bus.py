@@ -1,4 +1,4 @@
-"""The bus's speed is measured; on a CPU it is that of a copy."""
+"""The bus's speed is measured. On a CPU a memory copy stands for the bus."""
 
 from __future__ import annotations
 

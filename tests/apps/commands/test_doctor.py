@@ -1,4 +1,4 @@
-"""`colograd doctor` on the tiny model, with the real engine: what it says, what it leaves alone, when it fails."""
+"""`colograd doctor` on the tiny model, with the real engine: report, unchanged environment, failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from colograd.apps import cli, doctor
 
 @pytest.fixture
 def recipe(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(HELPERS)  # whose modules the recipe names
+    monkeypatch.chdir(HELPERS)  # the recipe names modules of this folder
     settings = tiny.recipe(tiny_model, output_dir=str(tmp_path / "out"), resume_from_checkpoint="auto")
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(settings))
@@ -28,7 +28,7 @@ def recipe(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def lines(said: str) -> dict[str, str]:
-    """What stands before the first colon -> the line."""
+    """Map each line's text before the first colon to the line."""
     return {line.split(":")[0]: line for line in said.splitlines()}
 
 
@@ -54,7 +54,7 @@ def test_installation_is_checked_without_opening_gpus(missing, status, monkeypat
 
 
 def test_only_its_own_gpu_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking another one for its free memory would take some hundred megabytes of it."""
+    """The command must not open other ranks' GPUs, because a CUDA context takes some hundred megabytes of memory."""
     opened: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     found = SimpleNamespace(name="NVIDIA H100", total_memory=80 * 2**30)
@@ -74,7 +74,7 @@ def test_only_its_own_gpu_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.engine
 def test_a_good_recipe_is_well_and_nothing_is_written(recipe: Path) -> None:
-    """Through the command, as a user types it."""
+    """The doctor runs as a command line and reports a good recipe. Nothing is written."""
     done = launcher.run("colograd.apps.cli", "doctor", "--config", recipe, "--temperature", 0.9, cwd=HELPERS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = lines(done.stdout)

@@ -1,4 +1,4 @@
-"""`colograd export`: the model of a checkpoint, and nothing that goes on with a run."""
+"""`colograd export` writes the model of a checkpoint, without the files that only a resume needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEFT = (
 
 
 def checkpoint(model: Path, step: int = 3) -> Path:
-    """The saved model becomes one, by the files that a run adds."""
+    """Turn the saved model's folder into a checkpoint by adding a run's files."""
     folder = model.rename(model.with_name(f"checkpoint-{step}"))
     for name in LEFT:
         (folder / name).write_text("{}")
@@ -36,7 +36,7 @@ def checkpoint(model: Path, step: int = 3) -> Path:
 @pytest.mark.parametrize("of_the_run", [False, True])
 def test_a_checkpoint_s_model_is_copied_without_the_run_s_state(tmp_path: Path, of_the_run: bool) -> None:
     saved = checkpoint(tiny.make_model(tmp_path / "run" / "model"))
-    for name in ("_journal", "completions"):  # where no checkpoint was asked for, the run's folder has the model
+    for name in ("_journal", "completions"):  # the run's folder has these too
         (saved / name).mkdir()
     out = tmp_path / "exported"
     assert cli.main(["export", str(saved.parent if of_the_run else saved), str(out)]) == 0
@@ -52,7 +52,7 @@ def test_a_checkpoint_s_model_is_copied_without_the_run_s_state(tmp_path: Path, 
 
 
 def test_a_run_exports_the_model_that_it_saved(tmp_path: Path) -> None:
-    """As `colograd eval` takes it: with `load_best_model_at_end` its newest checkpoint is another model."""
+    """The export takes the run's saved model. With `load_best_model_at_end` the newest checkpoint is another model."""
     best = tiny.make_model(tmp_path / "run")
     (best / "trainer_state.json").write_text('{"global_step": 3}')
     newest = checkpoint(tiny.make_model(tmp_path / "other"))
@@ -88,7 +88,7 @@ def test_an_adapter_is_merged_into_its_base_without_chatter(tmp_path: Path, caps
 
 
 def test_push_names_the_hub_model_or_reason(tmp_path: Path, capsys, monkeypatch) -> None:
-    """Only the Hub's own calls are faked."""
+    """The test fakes only the Hub's calls."""
     saved = checkpoint(tiny.make_model(tmp_path / "model"))
     pushed: list[tuple[str, set[str]]] = []
 

@@ -1,4 +1,4 @@
-"""`colograd init`: what it writes trains, what it can't write is refused, and a mistyped command is recognised."""
+"""`colograd init`: the recipe trains, unusable models are refused, and a mistyped command gets a suggestion."""
 
 from __future__ import annotations
 

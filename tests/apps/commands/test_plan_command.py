@@ -38,7 +38,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(capsys: pytest.CaptureFixture[str], model: Path, *flags: str) -> tuple[str, dict[str, list[str]], str]:
-    """What comes before the table, its lines by their first word, and what comes after it."""
+    """Run `colograd plan` and return the text before the table, the rows by name, and the text after the table."""
     status = cli.main(["plan", "--model", str(model), *flags])
     said = capsys.readouterr()
     assert status in (0, 1), said.err
@@ -91,7 +91,7 @@ def test_one_gpu_plan_names_remedies(qwen: Path, capsys: pytest.CaptureFixture[s
 
 
 def ways_of(capsys: pytest.CaptureFixture[str], model: Path, *flags: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of one GPU's ways by what is on the host, and the sentence below them."""
+    """Rows of the table of host memory for one GPU, and the sentence below the table."""
     cli.main(["plan", "--model", str(model), "--gpus", "1", *flags])
     *lines, last = capsys.readouterr().out.split("\n\n")[3].strip().splitlines()
     return {name.strip(): cells for name, *cells in (line.rsplit(None, 9) for line in lines[1:])}, last
@@ -119,7 +119,7 @@ def test_the_host_lets_one_gpu_train_larger_models(
 
 
 def test_what_goes_over_the_bus_is_counted(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """64 completions of 4,096 tokens and 8 prompts of as many, in micro-batches of 16,384: 18 of them."""
+    """64 completions and 8 prompts of 4,096 tokens each make 18 micro-batches of 16,384 tokens."""
     ways, _ = ways_of(capsys, qwen, "--gpu-memory", "80", "--bus", "25")
     state, gradients = (count * large.PARAMETERS / GIB for count in (10, 4))
     inputs = 72 * 4096 * large.HIDDEN * 2 / GIB  # of a layer; two layers' don't come back
@@ -133,7 +133,7 @@ def test_what_goes_over_the_bus_is_counted(qwen: Path, capsys: pytest.CaptureFix
 
 
 def test_long_rows_of_an_8b_on_one_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """64k tokens in full on 141 GiB, and a QLoRA's 128k on 80."""
+    """64k tokens in full precision fit on 141 GiB, and 128k tokens of a QLoRA on 80 GiB."""
     LlamaConfig(**LLAMA_8B).save_pretrained(tmp_path)
     long = ("--context", "67584", "--completion", "65536", "--max-tokens", "67584")
     ways, _ = ways_of(capsys, tmp_path, "--gpu-memory", "141", *long)
@@ -222,7 +222,7 @@ def test_settings_without_larger_engines_get_no_such_remedy(tmp_path: Path) -> N
 
 
 def test_ranks_that_share_out_rows(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row of 32k tokens whose activations one GPU hasn't room for, beside the rest."""
+    """One GPU has no room for the activations of a row of 32k tokens; 8 ranks that share each row's tokens have."""
     flags = ("--gpus", "8", "--gpu-memory", "80", "--context", "32768", "--no-checkpointing")
     _, whole, none_fits = planned(capsys, qwen, *flags)
     before, shared, after = planned(capsys, qwen, *flags, "--sequence-parallel", "8", "--max-tokens", "32768")

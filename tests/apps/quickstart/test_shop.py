@@ -1,4 +1,4 @@
-"""The shop's agent with a model whose replies are written here: what it is asked, and its reward. No engine."""
+"""The shop agent with a scripted model: the requests that the model gets, and the agent's reward. No engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRICE, TOTAL = ("price", {"item": "lamp"}), ("calculator", {"expression": "20 * 
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, replies: list[Any]) -> tuple[float, list[list[Any]]]:
-    """The reward of a session with these replies, calls or texts, and the messages of each request."""
+    """Run a session with these replies (calls or texts). Returns the reward, and the messages of each request."""
     asked, left = [], iter(replies)
 
     def create(model: str, messages: list[Any], tools: list[Any]) -> Any:

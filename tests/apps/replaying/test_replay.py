@@ -28,7 +28,7 @@ STEP = re.compile(r"^replay: step (\d+): loss (\S+), grad_norm (\S+?); (.*)$", r
 
 
 def recipe(model: Path, folder: Path) -> dict[str, Any]:
-    """Rounds of two steps, the second of which trains later weights than those that sampled it."""
+    """A recipe with two optimizer steps per generation. The second step is off-policy."""
     return {
         "model_name_or_path": str(model),
         "dtype": "float32",
@@ -69,7 +69,7 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No test imports vLLM after the run, or builds an engine."""
+    """Fail if a test imports vLLM after the run or builds an engine."""
     request.getfixturevalue("run")
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.setitem(sys.modules, name, None)
@@ -107,7 +107,7 @@ def test_replayed_steps_are_equal_and_change_nothing(run: Path, capfd: Any, tmp_
     assert "2 of 2 step(s) came out bit for bit as recorded" in said and "step 3/6" not in said
     assert files(run) == before, "nothing is written there"
     assert "engine: none" in said and "KV cache" not in said and "weights of the engine" not in said
-    # ... and the profile holds the steps that were asked for, with their phases.
+    # ... and the profile covers exactly the requested steps, with their phases.
     events = json.loads((tmp_path / "replay-4-5" / "trace.json").read_text())["traceEvents"]
     names = [event["name"] for event in events]
     assert names.count("train") == 2 and "optimizer" in names and any("aten::" in name for name in names)
@@ -221,7 +221,7 @@ def test_torn_and_foreign_lines_of_figures_are_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_on_two_ranks(tiny_model: Path, tmp_path: Path) -> None:
-    """What two ranks recorded comes out bit for bit on two, and up to rounding on one."""
+    """A recording of two ranks replays bit for bit on two ranks, and up to rounding on one rank."""
     folder, path = tmp_path / "out", tmp_path / "recipe.yaml"
     path.write_text(json.dumps(recipe(tiny_model, folder) | {"max_steps": 4}))
     for command in (["train", "--config", str(path)], ["replay", str(folder), "--step", "3", "--to", "4"]):

@@ -1,4 +1,4 @@
-"""A run's report without a browser: what is read of a run's folder, what it survives, and how large a page becomes."""
+"""A run's report without a browser: which files of the run are read, which damage is survived, and the page's size."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_each_wrong_line_alone_is_survived(line: bytes, tmp_path: Path) -> None:
 
 
 class Elements(HTMLParser):
-    """The elements of a page, as a browser would take them."""
+    """Parser that collects a page's elements, as a browser would."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Elements(HTMLParser):
 
 
 def test_hostile_text_stays_data(tmp_path: Path) -> None:
-    """No text of a run is markup in the file: the elements are those of a harmless run."""
+    """No text of a run becomes markup: the page has the same elements as the page of a harmless run."""
 
     def elements(name: str, hostile: bool) -> list[tuple[str, dict[str, str | None]]]:
         folder = MadeUp(steps=3, hostile=hostile, alarms=True).write(tmp_path / name)
@@ -233,7 +233,7 @@ def test_the_vendored_library_is_the_packages_own() -> None:
 
 
 def test_an_old_run_has_its_curves(tmp_path: Path) -> None:
-    """From trainer_state.json alone, its own or its newest checkpoint's while it goes on."""
+    """Curves come from trainer_state.json, or from the newest checkpoint's while the run goes on."""
     history = [{"step": s, "reward": s / 9, "loss": math.nan, "epoch": 0.1} for s in range(1, 7)]
     history += [{"step": 6, "eval_reward": 0.5, "eval_runtime": 2.0}]
     for number in (4, 10, 9):

@@ -40,7 +40,7 @@ def chrome() -> Iterator[browser.Browser]:
 
 @pytest.fixture
 def page(chrome: browser.Browser) -> Iterator[browser.Browser]:
-    """The browser; afterwards nothing was on its console, and nothing had left the page."""
+    """A browser page. At its end the console must be empty, and no request may have left the page."""
     chrome.problems.clear()
     chrome.requests.clear()
     yield chrome
@@ -79,7 +79,7 @@ def colour(page: browser.Browser, selector: str, name: str) -> list[float]:
 
 
 def contrast(*colours: list[float]) -> float:
-    """As WCAG has it: from 1 to 21; text is readable from 4.5 on."""
+    """Contrast ratio by WCAG, from 1 to 21. Text is readable from 4.5 on."""
 
     def light(channels: list[float]) -> float:
         linear = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in channels]
@@ -280,7 +280,7 @@ def test_a_click_on_a_step_opens_it_everywhere(page: browser.Browser, one: str) 
 
 
 def test_a_band_stays_where_rewards_were(page: browser.Browser, one: str) -> None:
-    """The functions themselves: a canvas doesn't tell what is drawn on it."""
+    """The drawing functions are called, because a canvas doesn't show what is drawn on it."""
     page.open(one)
     source = (ASSETS / "overview.js").read_text().split("const range")[0]
     columns = {"reward": [0.25, 0.5], "reward_std": [0.4, 0.3], "rewards/right/mean": [0.9], "rewards/right/std": [0.3]}

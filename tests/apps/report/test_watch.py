@@ -1,4 +1,4 @@
-"""`colograd watch`: what is new arrives, nothing else can be asked for."""
+"""`colograd watch`: new entries of a run reach the page, and no other file can be requested."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_only_get_is_answered(server: Server, method: str) -> None:
 
 
 def test_requests_that_name_another_host_are_refused(server: Server, folder: Path) -> None:
-    """A stranger's page, whose name was made to point to this machine, names itself as the host."""
+    """DNS rebinding: a foreign page whose host name resolves to this machine sends its host name in the Host header."""
     MadeUp(steps=1).write(folder)
     for host in (
         "example.org",

@@ -1,4 +1,4 @@
-"""Settings of agents: what each value must be, and what a dataset of theirs has."""
+"""Settings of agents: the rule of each value, and the columns of an agent's dataset."""
 
 from __future__ import annotations
 

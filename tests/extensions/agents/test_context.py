@@ -15,7 +15,7 @@ from colograd.extensions.agents.tree import TokenTree
 
 
 def kept_whole(form: ChatFormat, wrote: list[int], reply: dict[str, Any]) -> list[int]:
-    """The sampled tokens that lie in a turn's content."""
+    """Sampled tokens inside a turn's content."""
     content, reasoning = reply["content"], reply.get("reasoning", "")
     if len(content) < DISTINCT:
         return []
@@ -34,7 +34,7 @@ def contains(ids: list[int], part: list[int]) -> bool:
 
 
 def a_session(model: Model, form: ChatFormat, figures: dict[str, int]) -> None:
-    """One program: turns with tools and reasoning, of which it may drop some, compact, branch and ask twice."""
+    """Simulate an agent's program with tools and reasoning. It may drop turns, compact, branch, repeat a request."""
     draw, session = model.draw, SessionContexts(form)
     arguments = {"tools": agent_cases.TOOLS} if model.family.most_calls else {}
     messages: list[dict[str, Any]] = [{"role": "user", "content": model.words(5)}]
@@ -44,7 +44,7 @@ def a_session(model: Model, form: ChatFormat, figures: dict[str, int]) -> None:
     for _ in range(draw.randint(2, 7)):
         try:
             context = session.context(messages, arguments)
-        except UnreadableMessages:  # as GPT-OSS's of calls whose answers are gone
+        except UnreadableMessages:  # GPT-OSS's template can't write calls without answers
             return
         figures["requests"] += 1
         ids = context.ids
@@ -55,7 +55,7 @@ def a_session(model: Model, form: ChatFormat, figures: dict[str, int]) -> None:
         for sent, reply, wrote in replies:
             if any(message is sent for message in messages):
                 kept = kept_whole(form, wrote, reply)
-                # A turn that said the same may be the one that a context goes on from: its ids were sampled there.
+                # The context may continue from a turn with equal messages, because that turn's ids were sampled too.
                 alike = [kept_whole(form, other, said) for own, said, other in replies if own == sent]
                 assert any(contains(ids, each) for each in alike), "what is kept of a turn has ids that were sampled"
                 figures["kept tokens"] += len(kept)
@@ -72,7 +72,7 @@ def a_session(model: Model, form: ChatFormat, figures: dict[str, int]) -> None:
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": model.words(3)})
         if not reply.get("tool_calls"):
             messages.append({"role": "user", "content": model.words(4)})
-            if draw.random() < 0.2:  # compacted: some of it, or none, is kept
+            if draw.random() < 0.2:  # the program compacts: one or two messages stay
                 messages = [*begun, *(messages[-2:] if draw.random() < 0.5 else messages[-1:])]
                 figures["compacted"] += 1
     tree = TokenTree(samples[0][0])

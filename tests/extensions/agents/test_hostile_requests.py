@@ -1,4 +1,4 @@
-"""Whatever a program or its model sends to the endpoint: a bad request is 400, anything else is answered."""
+"""Hostile requests to the endpoint from a program or its model: a bad request gets status 400, others are answered."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NESTED: Any = json.loads("[" * 200 + "]" * 200)
 
 
 class Written(WorkQueue):
-    """Answers each request with the same text."""
+    """A model that answers each request with the same text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(None)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Packages in which people write agents and environments, each with the real engine.
+"""Third-party packages for agents and environments, each with the real engine.
 
 They aren't part of the pinned environment: requirements/agents.txt has them, and each test is skipped without its own.
 """
@@ -29,7 +29,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def rollouts(trainer: Any, agent: Any, **settings: Any) -> list[Rollout]:
-    """Two sessions of an agent."""
+    """Run two sessions of an agent."""
     (group,) = agent_cases.run(trainer, agent, **settings)
     return list(group.rollouts)
 
@@ -53,7 +53,7 @@ def serving(app: Any) -> Iterator[str]:
 
 
 def calls_of(rollout: Rollout) -> int:
-    """Calls in a session that the endpoint has told its program."""
+    """Number of tool calls in the endpoint's replies to a session's program."""
     return sum(len(turn["reply"].get("tool_calls") or ()) for turn in rollout.columns["session"])
 
 
@@ -97,7 +97,7 @@ def test_an_environment_of_openenv_on_a_server(trainer: Any) -> None:
         letters: int = 0
 
     class Letters(Environment[Guess, Told, State]):
-        """Three guesses; the reward of each is its share of the letters a to m."""
+        """A game with three guesses. A guess's reward is its share of the letters a to m."""
 
         SUPPORTS_CONCURRENT_SESSIONS = True
 

@@ -1,4 +1,4 @@
-"""The user's program: what it may be, what it may return, and its end."""
+"""The user's program: its forms, its return values, and its end."""
 
 from __future__ import annotations
 

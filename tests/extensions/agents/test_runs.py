@@ -1,4 +1,4 @@
-"""Runs with an agent from their start to their end: killed and resumed, and on two ranks whose sessions fail."""
+"""Runs with an agent from their start to their end: killed and resumed, and two ranks with failing sessions."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def run(model: Path, folder: Path, ranks: int = 0, fails: bool = False, **settin
 
 @pytest.mark.slow
 def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(model: Path, tmp_path: Path) -> None:
-    """And finished sessions aren't run again. The sampler's log-probabilities, whose last bits depend on what else was
-    in the engine's batch, stay out of the loss; then equal answers make equal weights."""
+    """Finished sessions aren't run again. The loss ignores the sampler's log-probabilities, because their last bits
+    depend on the engine's batch. So equal completions make equal weights."""
     shape = {"num_generations": 8, "agent_sessions": 32, "resume_from_checkpoint": "auto", "journal": "keep"}
     shape["vllm_importance_sampling_correction"] = False
     killed, die_after = tmp_path / "killed", random.randint(13, 30)

@@ -1,4 +1,4 @@
-"""Sessions of agents against the real engine: what they are told, what is trained, and what becomes of faults."""
+"""Sessions of agents against the real engine: the requests, the trained tokens, and the effects of faults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from colograd.policy.packing import pack
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Two steps with an agent whose model is made to call its tool in every turn."""
+    """A trainer after two steps with an agent. The model is forced to call its tool in every turn."""
     trainer = agent_cases.trainer(tmp_path_factory.mktemp("run"))
     seen = tiny.remembered_groups(trainer)
     trainer.train()
@@ -182,7 +182,7 @@ def test_a_command_in_any_language_is_an_agent(trained: Any, tmp_path: Path) -> 
 
 
 def test_a_command_that_sigterm_ended_runs_again(trained: Any, tmp_path: Path) -> None:
-    """A scheduler sends it to all processes of a job, of which the trainer ends the round first."""
+    """A scheduler sends SIGTERM to all processes of a job, and the trainer finishes the generation first."""
     trainer, _ = trained
     again = tmp_path / "again"
     once = tmp_path / "once.sh"
@@ -308,7 +308,7 @@ def test_a_session_that_hangs_dies_floods_or_calls_late_disturbs_no_other(
     with pytest.raises(httpx.HTTPError):
         ask(*late[0], {"model": "m"})  # the endpoint is there for a generation only
     with pytest.raises(RuntimeError, match=r"agent 'faulty', prompt 2, session \d: it raised SystemExit"):
-        run(trainer, faulty, prompts=3)  # what hangs holds up nobody
+        run(trainer, faulty, prompts=3)  # a hanging agent blocks nobody
 
 
 def test_who_leaves_a_stream_frees_its_place(trained: Any) -> None:

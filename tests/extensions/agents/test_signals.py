@@ -82,6 +82,6 @@ def test_agents_commands_die_with_the_trainer(tmp_path: Path) -> None:
 
 
 def test_commands_get_the_usual_signals() -> None:
-    """Python ignores SIGPIPE, which an exec'd program would inherit."""
+    """Python ignores SIGPIPE, and a program started by exec would inherit this."""
     shell = CommandProgram(("sh", "-c", "grep SigIgn /proc/self/status | cut -f2 | sed 's/.*/\"&\"/'"), {}, {})
     assert int(shell.future.result(PATIENCE).value, 16) & 1 << (signal.SIGPIPE - 1) == 0

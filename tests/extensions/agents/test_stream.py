@@ -1,4 +1,4 @@
-"""What is streamed adds up to the message that isn't, whatever vLLM's parsers find in it."""
+"""Streamed events add up to the unstreamed message, whatever vLLM's parsers find in it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLING = Sampling(1, 80, 1.0, {})
 
 
 def added_up(events: Sequence[str], api: str) -> dict[str, Any]:
-    """The message that a client makes of events."""
+    """Build the message from events, as a client does."""
     found: dict[str, Any] = {"reasoning": "", "content": "", "calls": []}
     for event in events:
         data = event.split("data: ", 1)[1].strip()

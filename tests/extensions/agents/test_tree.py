@@ -1,4 +1,4 @@
-"""A session's tokens as a tree: each sampled token once, and what is trained is what separate rows would be."""
+"""A session's tokens as a tree: each sampled token appears once, and trained values equal separate rows'."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def test_turn_rewards_that_are_none_fail_the_session(given: Any) -> None:
 
 
 def a_tree(draw: random.Random, vocabulary: int, prompt: list[int]) -> tuple[Rollout, list[list[int]]]:
-    """A session of the shapes that agents have: turns, compactions into the prompt, branches, sub-agents. Returns what
-    was sampled, too."""
+    """Make a random session with the shapes of agents: turns, compactions into the prompt, branches, sub-agents.
+    Returns it with the sampled completions."""
     contexts, requests, wrote_all = [prompt], [], []
 
     def tokens(most: int) -> list[int]:

@@ -61,7 +61,7 @@ def test_an_answers_tokens_get_its_advantage_by_all_who_rewarded_it() -> None:
     rollouts = tuple(session(tokens, **own) for tokens, own in zip(ANSWERS, columns, strict=True))
     given = torch.tensor([10.0, 20.0, 30.0])
     found = with_turn_rewards(given, Group(rewarded.example, rollouts, 5), estimator, {"first": 1.0, "second": 2.0})
-    # The answers' rewards are 1, 2 * 1 and 2 * 4.5, whose mean is 4. What the program writes has the session's alone.
+    # The answers' rewards are 1, 2 * 1 and 2 * 4.5: mean 4. The program's tokens get the session's advantage.
     assert found.tolist() == [7, 7, 10, 8, 10, 25, 25, 25, 20, 30]
     assert torch.equal(with_turn_rewards(given, rewarded, estimator, {}), given)
 

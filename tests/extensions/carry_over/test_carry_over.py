@@ -33,7 +33,7 @@ STEPS, GROUPS = 6, 4
 
 
 class Observed(GRPOTrainer):
-    """Keeps the groups of each round, the weights that sampled it, and how many tokens vLLM sampled."""
+    """A trainer that records each round's groups, the weights that sampled them, and the number of tokens."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -183,7 +183,7 @@ def length(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
 def test_the_mean_reward_for_length_is_the_synchronous_runs_within_its_seeds_spread(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Whoever trains what is done first, and drops the rest, would be rewarded less."""
+    """A trainer that took the first completions and dropped the others would have lower rewards."""
     settings = tiny.CARRYING | {"max_steps": 40, "save_strategy": "no", "journal": "off", "learning_rate": 1e-3}
     means: dict[float | None, list[float]] = {}
     for share in (None, 0.75):
@@ -208,7 +208,7 @@ def test_the_mean_reward_for_length_is_the_synchronous_runs_within_its_seeds_spr
 
 
 def test_an_old_tokens_ratio_is_to_the_version_that_sampled_it(tiny_model: Path, tmp_path: Path) -> None:
-    """Three versions: two tokens of the first, two of the second, one of the third, which is trained."""
+    """Three versions: two tokens of the first, two of the second, and one of the third, which is being trained."""
     torch.manual_seed(1)
     models = [AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32) for _ in range(3)]
     for number, model in enumerate(models):
@@ -284,7 +284,7 @@ def test_what_is_in_flight_is_saved_and_shared_out_among_other_ranks(tmp_path: P
 
 
 def test_no_more_is_sampled_at_once_than_the_share_says() -> None:
-    """A resumed run may have more groups in flight than its own share or number of ranks gives."""
+    """A resumed run may have more groups in flight than its own share or number of ranks allows."""
     in_flight = InFlight(2, 3, max_age=2, completions=2, longest=9)
     prompts = [Prompt({"prompt": str(number)}, (1, number), number) for number in range(6)]
     begun = GroupInFlight(prompts[0], (PartialCompletion().extended(sampled(2, FinishReason.ABORT), 4),) * 2, 4)

@@ -1,4 +1,4 @@
-"""Prompts drawn by what was learnt of them: coverage, rest, shares, difficulty; the same on any number of ranks."""
+"""Prompts are drawn by their past rewards: coverage, rest, shares, difficulty; the same on any number of ranks."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 
 
 def runs(model: Path, folder: Path, ranks: int) -> list[list[dict[str, Any]]]:
-    """Of each rank: the whole run, and its second half again."""
+    """Run once, and again from the middle. Returns for each rank the complete run and the resumed half."""
     done = launcher.run(SCRIPTS / "curriculum_ranks.py", model, folder, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     size = max(ranks, 1)

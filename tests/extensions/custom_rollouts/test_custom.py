@@ -1,4 +1,4 @@
-"""Rollouts that a function writes: kinds of masks."""
+"""Rollouts written by a user's function, with each kind of mask."""
 
 from __future__ import annotations
 

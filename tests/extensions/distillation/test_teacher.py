@@ -1,5 +1,5 @@
-"""The teacher of on-policy distillation: what it says of the policy's rows, what that does to the loss, and which
-teachers are refused."""
+"""The teacher of on-policy distillation: its values for the policy's rows, their effect on the loss, and the refused
+teachers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(folder: Path, teacher: Any, **changes: Any) -> GRPOConfig:
-    """Without the sampler's correction: the rows of these tests were sampled by nobody."""
+    """A configuration without the sampler's correction, because the rows of these tests weren't sampled."""
     given = teacher if isinstance(teacher, dict) else str(teacher)
     settings = {"teacher_model_name_or_path": given, "vllm_importance_sampling_correction": False}
     return tiny.config(folder, **(settings | changes))
@@ -60,7 +60,7 @@ def policy_of(model: Any, folder: Path, peft_config: Any = None) -> Policy:
 
 
 def groups_of(policy: Policy) -> tuple[ScoredGroup, ...]:
-    """Without rewards, and so without advantages."""
+    """Groups without rewards and advantages."""
     found = row_proof._samples(lora.unwrap(policy.model))
     return tuple(dataclasses.replace(group, advantages=torch.zeros(2)) for group in found)
 
@@ -70,7 +70,7 @@ def rows_of(policy: Policy, budget: int = 1000) -> tuple[PackedRow, ...]:
 
 
 def plain_logits(model: Any, row: MicroBatch, temperature: float) -> torch.Tensor:
-    """(N, V) by transformers' own forward of each completion behind its prompt."""
+    """(N, V) logits by transformers' own forward of each completion after its prompt."""
     found = []
     for part in sequences(row):
         ids = torch.cat([part.prompt_ids, part.completion_ids])
@@ -158,7 +158,7 @@ def test_it_goes_with_its_completions_when_a_step_is_packed_again(tiny_model, tm
 
 
 def test_of_several_teachers_each_scores_the_prompts_that_name_it(tiny_model, tmp_path, large) -> None:
-    """In rows that have groups of both and of none, which the term leaves alone."""
+    """Rows have groups of both teachers and groups of none. The term ignores the latter."""
     policy, small = policy_of(tiny_model, tmp_path), tiny.make_model(tmp_path / "small", layers=1)
     config = made(tmp_path, {"big": str(large), "small": str(small)}, distillation_weight=0.5)
     check_teacher(policy, config)
@@ -217,7 +217,7 @@ LORA = {"r": 4, "target_modules": "all-linear"}
 
 
 def an_adapter(base: Path, folder: Path, **changes: Any) -> Path:
-    """One that was trained: other values than a new one's."""
+    """An adapter with random values, as if trained."""
     model = peft.get_peft_model(plain(base), peft.LoraConfig(**(LORA | changes)))
     torch.manual_seed(3)
     with torch.no_grad():
@@ -327,7 +327,7 @@ def jsd_of_trl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 def test_the_exact_divergence_and_its_gradient_are_trl_s(
     tiny_model, tmp_path, large, monkeypatch, tiles, offload
 ) -> None:
-    """Through the temperature, in tiles, of a teacher that sleeps meanwhile, for whose head nothing else is there."""
+    """The exact KL equals TRL's: in tiles, with a temperature, and with a copy of the offloaded teacher's head."""
     monkeypatch.setattr(policy_head, "tile_shape", lambda *_: tiles)
     policy = policy_of(tiny_model, tmp_path)
     config = made(tmp_path, large, temperature=0.7, distillation_kl="exact", distillation_weight=0.5)
@@ -335,7 +335,7 @@ def test_the_exact_divergence_and_its_gradient_are_trl_s(
     assert objective.needs == ("teacher_states",) and objective.every_group
     rows = fill({"teacher_states": teacher}, rows_of(policy, budget=20), 0.7)
     head = teacher.head
-    if offload:  # what it then has of the head
+    if offload:  # the head's remaining copy
         head = head.copied_to(CPU)
         teacher.model.get_output_embeddings().weight.zero_()
     forward = PolicyForward(policy.model, 0.7, steps=(TeacherStep(head),))
@@ -361,8 +361,8 @@ def test_the_exact_divergence_and_its_gradient_are_trl_s(
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("cap", [0.0, 4.0])
 def test_a_divergence_and_an_entropy_have_gradients_together(monkeypatch, cap, entropy_gradient) -> None:
-    """Of heads with a soft cap, a scale and biases, in float64; and a teacher's larger vocabulary counts as far as the
-    policy's goes."""
+    """Heads with a soft cap, a scale and biases, in float64. A larger teacher vocabulary is cut to the policy's
+    size."""
     monkeypatch.setattr(policy_head, "tile_shape", lambda *_: (3, 4))
     torch.manual_seed(0)
     kind = {"dtype": torch.float64}
@@ -394,7 +394,7 @@ def test_a_divergence_and_an_entropy_have_gradients_together(monkeypatch, cap, e
 def test_the_divergence_over_the_teacher_s_top_tokens_is_a_plain_computation_s(
     tiny_model, tmp_path, large, monkeypatch, tiles
 ) -> None:
-    """Where the rest counts as one, so that it is below the exact one, and near it if the rest is little."""
+    """All other tokens count as one token. The divergence is below the exact one, and close if they are rare."""
     monkeypatch.setattr(policy_head, "tile_shape", lambda *_: tiles)
     policy, k = policy_of(tiny_model, tmp_path), 40
     given = {"temperature": 0.7, "distillation_weight": 0.5}
@@ -434,7 +434,7 @@ def test_the_divergence_over_the_teacher_s_top_tokens_is_a_plain_computation_s(
 
 @pytest.mark.parametrize("cap", [0.0, 4.0])
 def test_top_tokens_that_the_policy_doesn_t_know_are_of_the_rest(monkeypatch, cap) -> None:
-    """Of a teacher whose vocabulary is larger, beside an entropy with a gradient, in float64."""
+    """The teacher has a larger vocabulary. An entropy term with a gradient is in the same loss. All is in float64."""
     monkeypatch.setattr(policy_head, "tile_shape", lambda *_: (3, 4))
     torch.manual_seed(0)
     kind = {"dtype": torch.float64}
@@ -490,7 +490,7 @@ def trained(
 
 
 def a_taught_model(folder: Path, layers: int = 4) -> Path:
-    """Layers that have learnt which class of eight a token's class is followed by, whatever the prompt."""
+    """A model that has learnt which class of eight follows a token's class, whatever the prompt."""
     path = tiny.make_model(folder, layers=layers, heads=4)
     model = plain(path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -508,8 +508,8 @@ def a_taught_model(folder: Path, layers: int = 4) -> Path:
 @pytest.mark.engine
 @pytest.mark.slow
 def test_distillation_closes_most_of_the_divergence(tiny_model, tmp_path, closing, capfd) -> None:
-    """From four layers into two, without a reward; a checkpoint of the middle goes on bit for bit, and an evaluation
-    says how far it is."""
+    """Distil four layers into two, without a reward. A middle checkpoint resumes bit for bit, and evaluation logs the
+    divergence."""
     teacher = a_taught_model(tmp_path / "teacher")
     settings = {
         "distillation_kl": "exact", "learning_rate": 1e-2, "max_completion_length": 32, "prompts_per_step": 8,
@@ -533,7 +533,7 @@ def test_distillation_closes_most_of_the_divergence(tiny_model, tmp_path, closin
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_run_learns_from_several_teachers(tiny_model, tmp_path, closing) -> None:
-    """Two sizes that were taught the same; a checkpoint of the middle goes on bit for bit."""
+    """Two teachers of different sizes learnt the same task. A middle checkpoint resumes bit for bit."""
     teachers = {f"of {layers}": str(a_taught_model(tmp_path / f"teacher-{layers}", layers)) for layers in (3, 4)}
     config = tiny.config(
         tmp_path / "run", teacher_model_name_or_path=teachers, learning_rate=1e-2, prompts_per_step=8, max_steps=40,

@@ -22,7 +22,7 @@ def config(**settings: Any) -> GRPOConfig:
 
 
 def one_completion(advantages: list[float]) -> MicroBatch:
-    """Its tokens' labels are their places."""
+    """A completion whose token labels are the tokens' indices."""
     many = len(advantages)
     rollout = Rollout((9,), range(many), torch.zeros(many), torch.ones(many).bool(), FinishReason.STOP, 0)
     group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.tensor(advantages))

@@ -37,7 +37,7 @@ def build(model: Path, folder: Path, blank: bool = False, **settings: Any) -> VL
 
 
 def generation(engine: VLLMEngine, sampling: Sampling = SAMPLING) -> tuple[list[Any], torch.Tensor, int]:
-    """All completions in order, their log-probabilities, and the engine's steps."""
+    """Generate, and return all completions in order, their log-probabilities, and the engine's steps."""
     steps = 0
 
     def count() -> None:
@@ -53,7 +53,7 @@ def generation(engine: VLLMEngine, sampling: Sampling = SAMPLING) -> tuple[list[
 
 @pytest.mark.engine
 def test_drafts_change_no_token_and_save_steps(tiny_model: Path, tmp_path: Path) -> None:
-    """Of vLLM's n-grams, at a temperature where completions repeat themselves, and at one where they don't."""
+    """vLLM's n-gram drafts, at a temperature with repetitive completions and at one without repetitions."""
     cold = Sampling(n=3, max_tokens=24, temperature=0.3, options={"top_p": 0.9})
     plain = build(tiny_model, tmp_path)
     expected = [generation(plain), generation(plain, cold)]
@@ -97,8 +97,8 @@ def eagle_head(folder: Path, model: Path) -> Path:
 @pytest.mark.slow  # the test above has drafts without a head
 @pytest.mark.engine
 def test_an_eagle_head_drafts_for_a_policy_that_moves(tiny_model: Path, tmp_path: Path) -> None:
-    """Runs with and without it sample the same tokens. Publishing leaves its own weights alone; it shares the policy's
-    embeddings and head. An engine that reads no weights of the policy reads the head's."""
+    """Runs with and without the head sample the same tokens. The head shares the policy's embeddings and output head,
+    and publishing leaves its own weights unchanged."""
     head = eagle_head(tmp_path / "head", tiny_model)
     drafts = {"speculative_config": {"method": "eagle", "model": str(head), "num_speculative_tokens": 2}}
     sampled = []
@@ -134,7 +134,7 @@ def test_drafts_leave_the_distribution_as_it_is(tiny_model: Path, tmp_path: Path
     groups = list(engine.generate(prompts, sampling, version=0, seed=11))
     counts = engine.take_counts()
     engine.close()
-    behind: dict[tuple[int, ...], list[int]] = {}  # what was read -> the tokens behind it
+    behind: dict[tuple[int, ...], list[int]] = {}  # prefix -> the tokens sampled after it
     for rollout in (rollout for group in groups for rollout in group.rollouts):
         read = (*rollout.input.ids, *rollout.completion_ids)
         for place in range(len(rollout.input.ids), len(read)):
@@ -181,7 +181,7 @@ def test_a_model_with_a_state_has_no_drafts_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_cuda_graphs_are_captured_for_steps_with_drafts() -> None:
-    """vLLM leaves multiples of a sequence's tokens with drafts, and none above the largest size that it is given."""
+    """vLLM captures only multiples of a sequence's tokens with drafts, up to the largest requested size."""
     assert graph_sizes(4, 4) == [1, 2, 4]
     assert graph_sizes(4, 4, 32, 8) == [8, 16, 24, 32]
     assert graph_sizes(20, 20, 64, 8) == [8, 16, 24, 32, 40, 48, 56, 64]

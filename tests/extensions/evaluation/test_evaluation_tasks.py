@@ -153,7 +153,7 @@ def test_intervals_are_over_questions(folder: Path) -> None:
 
 
 def test_model_written_code_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness's tasks find `CodeEval` under the name of the metric that they load."""
+    """The harness's tasks find `CodeEval` by the name of the metric that they load."""
     monkeypatch.setenv("HF_TOKEN", "secret")
     right = "import os\ndef add(a, b):\n    assert 'HF_TOKEN' not in os.environ\n    return a + b"
     shares, _ = CodeEval().compute(
@@ -203,7 +203,7 @@ def test_bad_input_is_one_line(arguments: list[str], said: str, capsys: pytest.C
 @pytest.mark.slow
 @pytest.mark.engine
 def test_two_ranks_take_tasks(tmp_path: Path) -> None:
-    """Samples and log-probabilities by each rank's engine; a group of the harness; then a resumed evaluation."""
+    """Each rank's engine samples and scores. The run has a group of tasks, and an evaluation is resumed."""
     model = tiny.make_model(tmp_path / "model", context=256)
     tasks = benchmark_cases.write(tmp_path)
     given = ["--include-path", tasks, "--json", tmp_path / "out.json", "--completions", tmp_path / "completions.jsonl"]
@@ -231,7 +231,7 @@ def test_two_ranks_take_tasks(tmp_path: Path) -> None:
 def test_scores_are_the_models_log_probabilities(
     tiny_model: Path, tmp_path: Path, closing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the policy in a run, next to transformers' own; the run's samples and steps go on as without it."""
+    """A run's task scores equal transformers' log-probabilities, and evaluation changes no sample or step."""
     from transformers import AutoModelForCausalLM
 
     from colograd.extensions.evaluation.engine.scoring import score

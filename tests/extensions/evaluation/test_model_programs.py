@@ -1,4 +1,4 @@
-"""Programs that a model wrote, and signals."""
+"""Programs written by a model, and signals to them."""
 
 from __future__ import annotations
 

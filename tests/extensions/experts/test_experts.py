@@ -1,5 +1,5 @@
-"""Mixtures of experts, with the real vLLM: whose memory their weights are in, that both sides compute the same,
-adapters on experts, and what is refused before anything is loaded."""
+"""Mixtures of experts, with the real vLLM: where their weights are stored, equal results of engine and trainer,
+adapters on experts, and refusals before anything is loaded."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def but_slowly(families: Iterable[str], quick: Sequence[str]) -> list[Any]:
-    """Parameters of a test: those that aren't ``quick`` are left to `pytest -m slow`."""
+    """Test parameters. Families outside ``quick`` run only in `pytest -m slow`."""
     return [family if family in quick else pytest.param(family, marks=pytest.mark.slow) for family in families]
 
 
@@ -63,8 +63,7 @@ def steps(trainer: GRPOTrainer) -> list[dict[str, float]]:
 
 
 def train_and_compare(trainer: GRPOTrainer) -> list[int]:
-    """The bytes of each publish, after which the engine had the policy's weights bit for bit. Sampler and trainer agree
-    about each step's tokens."""
+    """Train, compare engine and policy after each publish and in log-probabilities, return the published bytes."""
     publish, moved = trainer.weights.publish, []
 
     def publish_and_compare(version: int) -> int:
@@ -107,7 +106,7 @@ def test_a_mixture_is_trained_in_the_engines_memory_and_saved_as_it_sampled(
         rows = loaded(torch.tensor([probe])).logits[0, :-1].log_softmax(-1)
     theirs = rows.gather(1, torch.tensor(probe[1:])[:, None])[:, 0]
     torch.testing.assert_close(theirs, logprobs, rtol=0, atol=1e-4)
-    plain = plain_vllm.prompt_logprobs(tmp_path / "saved", probe, tmp_path)  # whose experts are in its own kernel
+    plain = plain_vllm.prompt_logprobs(tmp_path / "saved", probe, tmp_path)  # vLLM's own kernel for experts
     torch.testing.assert_close(plain, logprobs, rtol=0, atol=1e-4)
     tried(family, "packed", "shared", "saved")
     if apart:
@@ -115,8 +114,8 @@ def test_a_mixture_is_trained_in_the_engines_memory_and_saved_as_it_sampled(
 
 
 def as_saved(trainer: GRPOTrainer, folder: Path) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """What peft itself makes of a saved adapter, merged, and log-probabilities of the same tokens: the merged model's,
-    the engine's."""
+    """Return peft's merge of a saved adapter, and log-probabilities of the same tokens by the merged model and the
+    engine."""
     trainer.save_model(str(folder))
     merged = peft.AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).merge_and_unload()
     probe = torch.tensor(proof.probe_ids(trainer.engine, 40))
@@ -128,7 +127,7 @@ def as_saved(trainer: GRPOTrainer, folder: Path) -> tuple[Any, torch.Tensor, tor
 @pytest.mark.engine
 @pytest.mark.parametrize("family", but_slowly(ALL, ["mixtral"]))
 def test_an_adapter_on_experts_is_merged_on_its_way(family: str, models, tmp_path: Path, closing, tried) -> None:
-    """And trains: peft's own merge of what was saved is what the engine samples from."""
+    """An adapter on experts trains, and the engine's weights equal peft's merge of the saved adapter."""
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=ON_EXPERTS, task_type="CAUSAL_LM")
     trainer = closing(build(models[family], tmp_path, adapter, gradient_checkpointing=True, learning_rate=1e-2))
     assert isinstance(trainer.weights, MergedWeights)
@@ -159,7 +158,7 @@ def test_an_adapter_on_attention_is_merged_on_a_cpu_and_a_base_below_it_is_the_r
 
 
 def test_an_adapter_is_merged_where_vllm_permutes_experts_beside_slots(models, tmp_path, monkeypatch, capsys) -> None:
-    """On a B200, in one warning; on other GPUs, in older vLLM and for models without experts there are slots."""
+    """On a B200 experts' adapters are merged, with one warning. Other GPUs and older vLLM have adapter slots."""
     kernels = "vllm.model_executor.layers.fused_moe.experts.trtllm_lora_moe"
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
     args = tiny.config(tmp_path)
@@ -185,7 +184,7 @@ def test_an_adapter_is_merged_where_vllm_permutes_experts_beside_slots(models, t
 def test_a_quantised_mixture_below_an_adapter_is_what_the_engine_has(
     family: str, models, tmp_path: Path, closing, tried
 ) -> None:
-    """Its linear layers are quantised, its experts aren't."""
+    """The linear layers are quantised. The experts aren't."""
     pytest.importorskip("bitsandbytes")
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     asked = {"dtype": "float32", "quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
@@ -200,7 +199,7 @@ def test_a_quantised_mixture_below_an_adapter_is_what_the_engine_has(
 @pytest.mark.engine
 @pytest.mark.parametrize("family", but_slowly(ALL, ["mixtral"]))
 def test_a_resumed_mixture_goes_on_bit_for_bit(family: str, models, tmp_path: Path, tried) -> None:
-    """gpt-oss's experts have biases, whose gradients torch sums in any order, by several threads."""
+    """gpt-oss needs full_determinism: several threads sum the gradients of its experts' biases in any order."""
     found = []
     for resumes in (False, True):
         changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "full_determinism": family == "gpt_oss"}
@@ -216,7 +215,7 @@ def test_a_resumed_mixture_goes_on_bit_for_bit(family: str, models, tmp_path: Pa
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_was_saved_by_experts_is_read_into_one_parameter(family: str, models) -> None:
-    """Which transformers' Trainer doesn't do: it would leave a resumed run's experts as they were."""
+    """Weights are merged into one parameter. transformers' Trainer leaves a resumed run's experts unchanged."""
     saved = AutoModelForCausalLM.from_pretrained(models[family], dtype=torch.float32)
     model = AutoModelForCausalLM.from_config(saved.config, dtype=torch.bfloat16)
     assert load_renamed(model, models[family])
@@ -248,7 +247,7 @@ def test_two_ranks_train_a_mixture_to_the_same_weights_however_they_share(
 
 @pytest.fixture(scope="module")
 def two_whole(models, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    """Of a family, what two ranks with whole policies come to."""
+    """Final weights of two ranks without sharding, by family."""
     return functools.cache(lambda family: launcher.on_two_ranks(models[family], tmp_path_factory.mktemp("two"), "none"))
 
 
@@ -267,7 +266,7 @@ def test_experts_that_the_engine_packed_away_are_an_error_with_the_reason(models
 
 @pytest.mark.engine
 def test_mixture_is_built_beside_a_dense_model(models, tiny_model: Path, tmp_path: Path) -> None:
-    """vLLM makes its groups of ranks once per process, and a dense model's have none for experts."""
+    """vLLM creates process groups once per process, and a dense model's have none for experts."""
     from colograd.runtime import process
 
     process.prepare_ranks()
@@ -284,7 +283,7 @@ def test_mixture_is_built_beside_a_dense_model(models, tiny_model: Path, tmp_pat
 
 
 def test_a_kernel_with_a_layout_of_its_own_is_refused() -> None:
-    """Where policy and engine have other dtypes, equal values couldn't prove the layout."""
+    """If policy and engine have different dtypes, equal values can't prove the layout."""
     policy, engine = torch.nn.Module(), torch.nn.Module()
     for owner, name in ((policy, "gate_up_proj"), (engine, "w13_weight")):
         owner.mlp, owner.mlp.experts = torch.nn.Module(), torch.nn.Module()
@@ -309,7 +308,7 @@ def test_a_kernel_with_a_layout_of_its_own_is_refused() -> None:
     ids=["tensor parallel", "a size", "noise", "another family in parts"],
 )
 def test_what_a_mixture_cant_do_is_said_from_its_configuration_alone(model_config, ranks, said, tmp_path) -> None:
-    """There are no weights in the folder: it is a 47B model's configuration."""
+    """The folder has a 47B model's configuration and no weights."""
     model_config.save_pretrained(tmp_path)
     args = tiny.config(tmp_path / "run")
     args.vllm_tensor_parallel_size = ranks
@@ -337,7 +336,7 @@ def test_dropout_before_experts_is_refused_with_the_remedy(models, tmp_path: Pat
 @pytest.mark.parametrize("replay", [False, True], ids=["", "router replay"])
 @pytest.mark.parametrize("family", ALL)
 def test_a_mixture_learns(family: str, replay: bool, models, tmp_path: Path, closing, tried) -> None:
-    """From random weights to small letters, with the routers' load-balancing loss."""
+    """A random mixture learns to write small letters, with the routers' load-balancing loss."""
     changes = {
         "max_steps": 80, "learning_rate": 3e-3, "num_generations": 8, "prompts_per_step": 8, "router_replay": replay,
         "max_completion_length": 16, "lr_scheduler_type": "constant", "router_aux_loss_coef": None,

@@ -1,7 +1,7 @@
-"""Router replay: the experts that the engine chose are those of the trainer's forward, and ride with the rollouts.
+"""Router replay: the engine's choice of experts is used in the trainer's forward, and travels with the rollouts.
 
-That they are used is shown where trainer and engine disagree: with a router that was changed since, whose own choice is
-another one. That they are the engine's is shown in float32, where the trainer chooses the same.
+Tests of their use change the router after sampling, so the trainer prefers other experts. Tests of their origin run in
+float32, where the trainer chooses the same experts.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def row_with(model: Any, choose: Callable[..., torch.Tensor]) -> MicroBatch:
 
 
 def choices(model: Any, row: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-probabilities, and (T, L, K) the experts that the row's tokens went to."""
+    """Return log-probabilities, and the experts (T, L, K) that the row's tokens used."""
     found: list[torch.Tensor] = []
     blocks = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
     hooks = [block.register_forward_pre_hook(lambda _, args: found.append(args[1])) for block in blocks]
@@ -117,7 +117,7 @@ def replay_figures(model: Any, row: MicroBatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", [*MODELS, *OTHERS])
 def test_recorded_experts_are_used_whatever_the_router_prefers(family: str) -> None:
-    """And the router learns by its logits at those experts: its gradient is that of a finite difference."""
+    """The router learns from its logits at the recorded experts: its gradient equals a finite difference."""
     model = model_of(family)
     row = row_with(model, random_experts)
     logprobs, used = choices(model, row)
@@ -163,7 +163,7 @@ def test_its_own_choice_replayed_or_nothing_told_is_as_if_nothing_were_replayed(
 
 
 def test_checkpointed_layers_go_the_same_way_in_the_backward() -> None:
-    """Also where another row, or none, went through in between."""
+    """The recomputation uses a row's own experts, even if another row, or none, was processed in between."""
     found = []
     for checkpointing in (False, True):
         model = model_of("qwen3_moe").train()
@@ -231,7 +231,7 @@ def test_the_journal_keeps_them_and_without_them_not_a_byte_more(dtype: torch.dt
 
 
 def test_settings_name_it_where_it_is_on_alone(tmp_path: Path) -> None:
-    """So what was recorded before there was such a setting is taken, and what has experts isn't taken without."""
+    """Journals from before this setting are accepted, and journals with experts are refused without router replay."""
     assert "router_replay" not in settings_of(tiny.config(tmp_path), ["reward"])
     assert settings_of(tiny.config(tmp_path, router_replay=True), ["reward"])["router_replay"] is True
 
@@ -288,7 +288,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 class Counting(GRPOTrainer):
-    """Counts the prompts that are sampled."""
+    """A trainer that counts sampled prompts."""
 
     sampled = 0
 
@@ -307,7 +307,7 @@ def steps(trainer: GRPOTrainer) -> list[dict[str, float]]:
 
 
 def sampled(engine: Any, prompts: list[tuple[int, ...]], sampling: Sampling = PAIRS) -> list[Any]:
-    """The rollouts of each prompt."""
+    """Sample, and return the rollouts of each prompt."""
     asked = [Prompt({}, ids, position) for position, ids in enumerate(prompts)]
     groups = engine.generate(asked, sampling, version=0, seed=0)
     return [group.rollouts for group in sorted(groups, key=lambda group: group.position)]
@@ -344,7 +344,7 @@ SHARED = tuple(range(3, 70))  # two blocks of the prefix cache, and some
     "family", ["qwen3_moe", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt_oss", *FURTHER))]
 )
 def test_a_run_replays_what_its_engine_chose(family: str, models, tmp_path: Path, closing, tried) -> None:
-    """Cached prefixes, of the same prompt, another one and an earlier turn, and prompts that are read in pieces."""
+    """Cached prefixes (of the same prompt, another prompt and an earlier turn) and prompts that are read in pieces."""
     changes = {"max_steps": 2, "prompts_per_step": 2, "gradient_checkpointing": True}  # V2's kernels are slow on a CPU
     changes |= {"vllm_max_model_length": 200, "vllm_engine_kwargs": {"max_num_batched_tokens": 256}}
     trainer = closing(build(models(family), tmp_path, **changes))
@@ -383,7 +383,7 @@ def test_a_run_replays_what_its_engine_chose(family: str, models, tmp_path: Path
     "family", [pytest.param(f, marks=needs("torchvision")) if f == "qwen3_5_moe_text" else f for f in OTHERS]
 )
 def test_other_families_replay_what_their_engine_chose(family: str, tmp_path: Path, closing) -> None:
-    """Those with a state in bfloat16, the only dtype that vLLM's kernel of it has on a CPU."""
+    """Families with a recurrent state use bfloat16, the only dtype of vLLM's state kernel on a CPU."""
     rounded = family.startswith("qwen")
     changes = {"model_init_kwargs": {"dtype": "bfloat16"}, "optim": "adamw_torch"} if rounded else {}
     trainer = closing(build(decoder_families.make_model(tmp_path / "model", family), tmp_path / "run", **changes))
@@ -397,7 +397,7 @@ def test_other_families_replay_what_their_engine_chose(family: str, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.engine
 def test_an_adapter_replays_too(models, tmp_path: Path, closing) -> None:
-    """The reference has routers of its own."""
+    """The reference's routers choose their own experts."""
     import peft
 
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -413,7 +413,7 @@ def test_an_adapter_replays_too(models, tmp_path: Path, closing) -> None:
 @pytest.mark.slow  # the journal has them, as a test above shows
 @pytest.mark.engine
 def test_a_resumed_run_replays_what_was_recorded_bit_for_bit(models, tmp_path: Path) -> None:
-    """In bfloat16, where its own routers choose otherwise now and then."""
+    """The run is in bfloat16, where the trainer's routers sometimes prefer other experts."""
     found = []
     changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "model_init_kwargs": {"dtype": "bfloat16"}}
     for resumes in (False, True):

@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 
 def outputs(model: Any, budget: int, share_prompts: bool, coefficient: float) -> tuple[torch.Tensor, list[LossOutput]]:
-    """The step's loss, as the trainer divides it, and what the objective said of each micro-batch."""
+    """Return the step's loss, divided as in the trainer, and the objective's output for each micro-batch."""
     groups = make_groups()
     rows = plan_rows(groups, budget, False, CPU, share_prompts)
     plain = Objective.from_config(tiny.config("unused", vllm_importance_sampling_correction=False))
@@ -78,8 +78,8 @@ def padded_batch() -> dict[str, torch.Tensor]:
 
 
 def trl_loss(model: Any, coefficient: float) -> tuple[torch.Tensor, float]:
-    """The loss of TRL's trainer on these rows, and its metric ``aux_loss`` (0 without). Of the model's forward TRL
-    replaces the head alone; here it is asked with its own."""
+    """Loss of TRL's trainer on these rows, and its metric ``aux_loss`` (0 without). TRL patches the model's head; this
+    fake returns the same values from the unpatched model."""
 
     def fused(input_ids: torch.Tensor, labels: torch.Tensor, fused_lm_head: bool, **kwargs: Any) -> SimpleNamespace:
         output = model(input_ids=input_ids, **kwargs)
@@ -132,7 +132,7 @@ def test_the_loss_is_trls_on_the_same_rows(family: str, tried: Any) -> None:
 
 
 def test_it_is_a_mean_over_the_micro_batches_by_their_tokens() -> None:
-    """As in TRL, shares and probabilities are multiplied per micro-batch: so it depends on the cuts, a little."""
+    """As in TRL, each micro-batch multiplies shares and probabilities, so its size changes the loss slightly."""
     model = make(FAMILIES["qwen3_moe"]).eval()
     choose_rows(model)
     with torch.no_grad():

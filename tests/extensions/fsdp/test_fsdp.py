@@ -1,4 +1,4 @@
-"""FSDP2: the weights of one rank, in a share of its memory; and a failure on one rank is all ranks', wherever it is."""
+"""FSDP2 gives the weights of one rank, each rank holds a share, and a failure on one rank reaches all ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_alike(expected: torch.Tensor, found: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("case", ["plain", "checkpointing", "kept", "tied"])
 def test_steps_leave_the_weights_of_one_rank(one, several, folder, case) -> None:
-    """With activations recomputed in the backward, and with weights kept until then, too."""
+    """Activations may be recomputed, and gathered weights may stay until the backward."""
     check_alike(moved(folder, case, 1), moved(folder, case, len(several)))
     assert len({rank[name]["weights"] for rank in several for name in ("plain", "checkpointing", "kept")}) == 1
     assert several[0]["tied"]["weights"] != several[0]["plain"]["weights"]
@@ -68,7 +68,7 @@ def test_compiled_steps_leave_the_weights_of_one_rank(one, folder, tmp_path) -> 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_failure_on_one_rank_fails_all_in_step(several, fault) -> None:
-    """Though ranks exchange inside a forward and a backward. The step is then repeated, with the same bits."""
+    """A failure inside a forward or backward reaches all ranks. The repeated step has the same bits."""
     place, _, memory = fault.partition(" ")
     what = "training" if place == "backward" else "the forward"
     text = "a loss of one's own failed" if place == "before" else "a kernel failed"
@@ -85,7 +85,7 @@ def test_second_model_is_cut_with_equal_output(several) -> None:
 
 @needs("distillation")
 def test_teacher_of_another_size_is_cut(several) -> None:
-    """Its head stays whole on each rank."""
+    """A teacher's head stays whole on each rank."""
     assert max(rank["taught"] for rank in several) < 1e-5
 
 
@@ -106,7 +106,7 @@ def test_memory_is_a_share_and_a_few_blocks(one, several) -> None:
             assert share < found["peak"] <= 1.01 * share + 16 * max(found["block"], found["head"])
 
 
-# -- what can be cut
+# -- models that FSDP can split
 
 
 def llama(**changes: Any) -> Any:

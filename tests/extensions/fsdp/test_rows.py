@@ -1,4 +1,4 @@
-"""Rows of a cut parameter and their places in an engine, whole or shared by several ranks."""
+"""Slices of a sharded parameter, and their places in an engine's whole or split tensor."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ CHATS = [
 
 
 def trl_rewards(model: Any, tokenizer: Any, pairs: Any) -> list[float]:
-    """What TRL's own method gives, on a trainer that has no more than it reads."""
+    """Rewards by TRL's own method, on a bare trainer that has only the attributes that the method reads."""
     trl = pytest.importorskip("trl")
     from accelerate import Accelerator
 
@@ -87,7 +87,7 @@ def test_the_rewards_are_trl_s(config, monkeypatch, family: str, pairs: Any) -> 
 
 @pytest.mark.parametrize("padding", ["none", "end", "named"])
 def test_a_reward_is_the_model_s_for_the_text_alone(config, padding: str) -> None:
-    """Texts end in the end token, which may be the tokenizer's padding token, or the checkpoint's."""
+    """Texts end in the end token, even if it is the padding token of the tokenizer or of the checkpoint."""
     model, tokenizer = make_classifier(), tiny.make_tokenizer()
     tokenizer.pad_token = None if padding == "none" else tokenizer.eos_token
     model.config.pad_token_id = tokenizer.eos_token_id if padding == "named" else None
@@ -110,7 +110,7 @@ def test_a_folder_is_loaded_with_its_tokenizer_in_eval_mode(config, folder: Path
     (found,) = with_models(str(folder), None, config)
     assert isinstance(found, RewardModel) and not found.model.training and found.tokenizer.vocab_size
     model = hf.AutoModelForSequenceClassification.from_pretrained(folder)
-    (given,) = with_models([model.train()], None, config)  # its configuration says where it comes from
+    (given,) = with_models([model.train()], None, config)  # the tokenizer's folder comes from its configuration
     assert not given.model.training
     assert given(*zip(*PLAIN, strict=True)) == pytest.approx(found(*zip(*PLAIN, strict=True)))
     (reward,) = resolve_rewards([given], [0.5])
@@ -180,7 +180,7 @@ async def even(completions: list[str], **kwargs: Any) -> list[float | None]:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_rows_are_routed_by_none_between_functions_of_every_kind(config, workers: int) -> None:
-    """A sync function and an async one share the rows between them; a model has an opinion on each."""
+    """A sync function and an async function each judge some rows, and a model judges all."""
     (model,) = with_models(make_classifier(), tiny.make_tokenizer(), config)
     scorer = Scorer(resolve_rewards([odd, even, model], None), workers)
     try:

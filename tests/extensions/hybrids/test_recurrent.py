@@ -72,7 +72,7 @@ def test_a_prompt_goes_through_its_layers_once() -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "granitemoehybrid"])
 def test_a_checkpoint_computes_them_again_with_their_row(kind: str) -> None:
-    """Also in a copy, as the reference is; the row is another one by then."""
+    """Checkpointed layers are computed again with their own row, although a later row came; also in a copy."""
     plain, gradients = packed_model(kind), []
     checkpointed = copy.deepcopy(plain)
     checkpointed.gradient_checkpointing_enable()
@@ -131,7 +131,7 @@ def test_compiled_layers_leave_them_as_they_are() -> None:
 
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_turns_go_on_from_one_another(kind: str) -> None:
-    """A conversation's segments see all before them; the second turn has one token."""
+    """A segment of a conversation sees all segments before it. The second turn has one token."""
     model = packed_model(kind)
     layout = SegmentLayout((6, 1, 4, 3), ((), (0,), (0, 1), (0, 1)))
     ids = torch.arange(3, 17)[None]
@@ -157,7 +157,7 @@ def test_turns_go_on_from_one_another(kind: str) -> None:
     ],
 )
 def test_a_hybrid_learns(model_type: str, family: str, tmp_path: Any, closing: Any, tried: Any) -> None:
-    """From random weights to small letters, in packed rows. On a CPU vLLM has Gated DeltaNet in bfloat16 alone."""
+    """A random hybrid learns to write small letters in packed rows. vLLM's Gated DeltaNet on a CPU is bfloat16 only."""
     changes = {
         "max_steps": 80, "learning_rate": 3e-3, "num_generations": 8, "prompts_per_step": 8, "disable_dropout": True,
         "max_completion_length": 16, "lr_scheduler_type": "constant",

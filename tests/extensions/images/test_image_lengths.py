@@ -23,7 +23,7 @@ TILES = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(
 
 
 def tiled(tokenizer: Any) -> Any:
-    """Idefics3's processor as SmolVLM has it: an image is cut into tiles, and shown small beside them."""
+    """Idefics3's processor as in SmolVLM: an image becomes tiles and a small copy of the whole image."""
     import transformers as hf
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
@@ -41,7 +41,7 @@ def rules_of(
 
 
 def rows(count: int = 8) -> Dataset:
-    """Of different sizes, one and two images each, some without."""
+    """Rows with no, one or two images of different sizes."""
     found = [
         {
             "prompt": [{"role": "user", "content": "see " * (row % 3)}],
@@ -54,7 +54,7 @@ def rows(count: int = 8) -> Dataset:
 
 
 def counting(rules: PromptRules, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many images the processor gets, in the order of its calls."""
+    """Return a list that gets an entry for each row whose images are read."""
     seen: list[int] = []
     assert rules.reader is not None
     read = ImageReader.read
@@ -137,7 +137,7 @@ def test_it_is_told_how_far_a_long_dataset_is(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("family", "written"), [("idefics3", "<image>"), (GEMMA, "<start_of_image>")])
 def test_an_image_token_in_a_text_is_found_at_start_with_its_row(family: str, written: str) -> None:
-    """Also of a row whose number of tokens is like that of others, none of which is processed before training."""
+    """Images are processed when training starts. A surplus image token is an error at start, with the row's number."""
     rules = rules_of(tiny_images.PROCESSORS[family], family)
     assert rules.reader is not None
     row = {"prompt": [{"role": "user", "content": f"a {written} b"}], "images": [tiny_images.picture(1)]}

@@ -1,5 +1,5 @@
-"""Images: what a dataset's rows become, that each family's rows give the model's own probabilities packed and padded,
-and runs with the real vLLM, where torchvision is there."""
+"""Images: the rows of a dataset, each family's log-probabilities in packed and padded rows, and runs with the real
+vLLM, where torchvision is there."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_an_image_is_read_from_what_datasets_has(tmp_path: Path) -> None:
 
 
 def test_a_photograph_is_turned_as_its_camera_says(tmp_path: Path) -> None:
-    """By whichever column it comes: `datasets.Image` turns it, too."""
+    """A photograph is rotated by its EXIF data in every kind of column, because `datasets.Image` rotates it too."""
     turned, path = Image.Exif(), str(tmp_path / "p.jpg")
     turned[ExifTags.Base.Orientation] = 6  # a quarter
     tiny_images.picture(3, 40, 20).save(path, exif=turned)
@@ -195,7 +195,7 @@ def test_rows_with_images_give_the_models_own_probabilities(family: str) -> None
 
 @pytest.mark.parametrize("family", tiny_images.FAMILIES)
 def test_probabilities_are_those_of_trl(family: str, tried: Callable[..., None]) -> None:
-    """On the same sample, by TRL's own `_get_per_token_logps_and_entropies`."""
+    """Log-probabilities of the same sample by TRL's own `_get_per_token_logps_and_entropies` are equal."""
     import trl_oracle
     from trl.trainer.grpo_trainer import add_fused_lm_head
 
@@ -219,7 +219,7 @@ def test_probabilities_are_those_of_trl(family: str, tried: Callable[..., None])
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_tower_told_of_windows_sees_all_of_them_in_one_call(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Features and gradients are those of `sdpa`, window by window: the same bits where there is no flash."""
+    """One call over all windows equals a call of `sdpa` for each window, bit for bit without flash attention."""
     narrow = {"window_size": 28} if family == "qwen2_5_vl" else {}  # pixels: of one token
     model, _ = tiny_images.random_model(family, vision=narrow)
     seen, calls = tiny_images.made_up(model, family, 3).images, []
@@ -259,7 +259,7 @@ def test_towers_that_see_a_picture_at_once_keep_transformers_own(monkeypatch: py
 @pytest.mark.parametrize("checkpointing", [0, 1])
 @pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])
 def test_a_tower_s_activations_are_estimated(family: str, checkpointing: int) -> None:
-    """Roughly: its layers are counted as a decoder's."""
+    """The estimate is rough: the tower's layers are counted like a decoder's."""
     model, _ = tiny_images.random_model(family)
     tower, seen = Tower.of(model), tiny_images.made_up(model, family, 3).images
     assert tower is not None and tower.patches == 4 and tower.shape.layers == 2
@@ -344,7 +344,7 @@ def test_a_family_trains(
 
 
 def check_log(run: Path, steps: int, images: int) -> None:
-    """Each row of each step has its prompt's pictures, as `datasets` reads them."""
+    """Check that each row of each step has its prompt's pictures, as `datasets` reads them."""
     files = sorted(str(path) for path in (run / "completions").glob("completions_*.parquet"))
     rows = Dataset.from_parquet(files, cache_dir=str(run / "cache"))
     assert len(files) == steps and all(len(row["image"]) == len(row["image_size"]) == images for row in rows)
@@ -353,7 +353,7 @@ def check_log(run: Path, steps: int, images: int) -> None:
 
 
 def check_export(run: Path, folder: Path, adapted: Any, family: str) -> None:
-    """The exported model, tower and processor included, says what the adapted one does."""
+    """The exported model, with its tower and processor, has the log-probabilities of the adapted model."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     assert cli.main(["export", str(run), str(folder)]) == 0
@@ -434,7 +434,7 @@ def test_adapters_a_reference_and_an_evaluation(
 def test_two_ranks_train_to_the_same_weights(
     family: str, sharding: str, tmp_path: Path, tried: Callable[..., None]
 ) -> None:
-    """Though a rank's rows may have no images, and give the tower no gradient."""
+    """A rank's rows may have no images, so its tower gets no gradient. Both ranks still have equal weights."""
     model = tiny_images.make_model(tmp_path / "model", family)
     done = launcher.run(RANKS, str(model), str(tmp_path / "run"), str(tmp_path), "float32", "", sharding, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -451,7 +451,7 @@ def test_two_ranks_train_to_the_same_weights(
 def test_a_policy_in_rows_ends_with_the_bits_of_whole_ones(
     family: str, case: str, tmp_path: Path, tried: Callable[..., None]
 ) -> None:
-    """Of pictures in one of four prompts, so that in some steps a rank has none: its tower takes part all the same."""
+    """One of four prompts has pictures. The tower of a rank without pictures takes part in the step all the same."""
     from transformers import AutoModelForImageTextToText
 
     model, runs = tiny_images.make_model(tmp_path / "model", family), {}
@@ -476,7 +476,7 @@ def test_a_policy_in_rows_ends_with_the_bits_of_whole_ones(
 @pytest.mark.engine
 @pytest.mark.parametrize("family", ["gemma3_vl", "idefics3", *OTHERS])
 def test_a_policy_in_rows_goes_on_with_the_bits_of_a_run_in_one_go(family: str, tmp_path: Path) -> None:
-    """With activations computed twice; its checkpoint has the names that published ones have."""
+    """FSDP resumes with the bits of an uninterrupted run. Its checkpoint has the names of published ones."""
     model = tiny_images.make_model(tmp_path / "model", family)
 
     def final(folder: str, steps: int, sharding: str) -> bytes:
@@ -493,7 +493,7 @@ def test_a_policy_in_rows_goes_on_with_the_bits_of_a_run_in_one_go(family: str, 
 @pytest.mark.slow
 @pytest.mark.engine
 def test_a_tower_that_fails_on_one_rank_ends_both(tmp_path: Path) -> None:
-    """Though the other one waits for it in the middle of the tower's forward."""
+    """Both ranks end, although the healthy rank waits in the middle of the tower's forward."""
     model = tiny_images.make_model(tmp_path / "model", "idefics3")
     done = launcher.run(RANKS, str(model), str(tmp_path / "run"), str(tmp_path), "float32", "tower", "fsdp", ranks=2)
     assert done.returncode != 0
@@ -523,7 +523,7 @@ def test_a_frozen_tower_is_published_once(tmp_path: Path) -> None:
 
 
 def first_and_last(history: list[dict[str, Any]]) -> tuple[float, float]:
-    """The mean reward of a run's first five steps, and of its last."""
+    """Mean reward of a run's first five steps, and of its last five."""
     rewards = [entry["reward"] for entry in history if "reward" in entry]
     return sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
 

@@ -126,7 +126,7 @@ def test_a_mark_stands_in_the_place_of_each_picture(logged: Path, capsys: pytest
 
 
 def test_trackers_get_them_as_their_own_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As TRL sends them: a list of the tracker's images in each row of the column `image`."""
+    """Each row of the column `image` has a list of the tracker's images, as in TRL."""
     sent: list[Any] = []
     tracker = types.SimpleNamespace(
         run=object(),

@@ -1,5 +1,5 @@
-"""Quantised bases of vision-language models: towers, projectors and language models have one set of values in policy
-and engine, whichever are quantised, only the adapter moves, and what is saved says what was sampled."""
+"""Quantised bases of vision-language models: policy and engine have equal values of quantised and plain parts, only the
+adapter is trained, and saved models give the engine's log-probabilities."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ SETTINGS = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "b
 def test_a_family_trains_an_adapter_on_a_base_of_4_bits(
     family: str, tmp_path: Path, tried: Callable[..., None], closing: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Three steps, held to the base by a KL term: the tower's values and the rest are bit-equal after each publish,
-    which moves the adapter; a resumed run has the same bits; what is saved and exported says the same."""
+    """Three steps with a KL term. The base's values stay bit-equal in policy and engine, a publish copies the adapter
+    only, a resumed run has the same bits, and saved and exported models give equal log-probabilities."""
     model = tiny_images.make_model(tmp_path / "model", family, vision=WHOLE_BLOCKS)
     trainer = closing(build(model, tmp_path / "run", "NF4", **SETTINGS))
     packed = packed_weights(trainer.model)
@@ -114,7 +114,7 @@ def test_a_family_trains_an_adapter_on_a_base_of_4_bits(
 
 
 def check_values(trainer: Any) -> None:
-    """The engine's tower has what bitsandbytes dequantises, which isn't what the checkpoint has."""
+    """The engine's tower has the values that bitsandbytes dequantises, and they differ from the checkpoint's values."""
     whole = AutoModelForImageTextToText.from_pretrained(trainer.policy.path).state_dict()
     places = {part.name: part for part in trainer.weights.base.slices if part.packed is not None}
     for name in towers(places)[:4]:
@@ -124,10 +124,10 @@ def check_values(trainer: Any) -> None:
 
 
 def check_saved(trainer: Any, saved: Path, as_it_is: bool = True) -> None:
-    """With transformers and peft, as the card says: the engine's log-probabilities.
+    """Load as the model card shows, with transformers and peft, and compare log-probabilities with the engine's.
 
     Args:
-        as_it_is: bitsandbytes' own kernels for CPUs are asked, too, which without gradients round to bfloat16 on some.
+        as_it_is: compare bitsandbytes' CPU kernels too. Without gradients some of them round to bfloat16.
     """
     settings, dtype = quantized.beside(saved)
     card = (saved.parent / "README.md").read_text() if (saved.parent / "README.md").exists() else ""
@@ -147,8 +147,8 @@ def check_saved(trainer: Any, saved: Path, as_it_is: bool = True) -> None:
 
 
 def check_exported(trainer: Any, folder: Path, scratch: Path | None) -> None:
-    """Plain, with its processor, under the names of the checkpoint it came from: plain transformers and, given
-    ``scratch``, plain vLLM say what the engine does."""
+    """The export is a plain model with its processor and the base checkpoint's names. Its log-probabilities in
+    transformers and, given ``scratch``, in vLLM equal the engine's."""
     from safetensors import safe_open
 
     names = [{*safe_open(file / "model.safetensors", "pt").keys()} for file in (folder, Path(trainer.policy.path))]
@@ -211,7 +211,7 @@ def test_an_adapter_on_the_tower_too_is_merged_on_its_way(family: str, kind: str
 @pytest.mark.parametrize("family", ["idefics3", "gemma3_vl", *OTHERS])
 @pytest.mark.parametrize("skipped", [None, SKIPPED], ids=["all", "text"])
 def test_a_packed_checkpoint_is_trained(family: str, skipped: list[str] | None, tmp_path: Path, closing: Any) -> None:
-    """As people upload them, with or without the tower: vLLM reads none of the folder's weights, and gets all."""
+    """Packed checkpoints with or without a packed tower. vLLM gets all weights from the policy."""
     whole = tiny_images.make_model(tmp_path / "whole", family)
     settings = BitsAndBytesConfig(
         **KINDS["nested"], bnb_4bit_compute_dtype=torch.float32, llm_int8_skip_modules=skipped
@@ -266,7 +266,7 @@ def test_a_tower_that_holds_something_else_is_found_at_start(tmp_path: Path, clo
 
 
 def loaded(family: str, kind: str, folder: Path, targets: Any = TEXT) -> tuple[Any, Any]:
-    """A quantised model with an adapter, and what its configuration alone says of it."""
+    """Return a quantised model with an adapter, and the same model on the meta device, built from its configuration."""
     model, _ = tiny_images.random_model(family)
     model.save_pretrained(folder)
     arguments = quantized.load_arguments(KINDS[kind], torch.device("cpu"))
@@ -299,7 +299,7 @@ def test_the_plan_knows_what_is_quantised_before_anything_is_loaded(family: str,
 
 
 def test_blocks_that_go_on_in_the_next_row_are_dequantised_too(tmp_path: Path) -> None:
-    """As in towers of 4304 wide layers. bitsandbytes' kernel for CPUs takes other scales there: 0.2 to 0.4 off."""
+    """Blocks continue in the next row, as in towers of width 4304. bitsandbytes' CPU kernel is wrong there."""
     model = loaded("idefics3", "NF4", tmp_path)[0]
     whole = AutoModelForImageTextToText.from_pretrained(tmp_path)
     packed = packed_weights(model)

@@ -1,4 +1,4 @@
-"""Vision-language models of families whose images can't be trained on are trained on text, like text models."""
+"""Vision-language families without image training are trained on text, like text models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_its_text_is_trained_in_packed_rows_and_its_tower_is_frozen(family: str,
 
 
 def test_an_adapter_is_on_its_text_alone() -> None:
-    """Its tower has modules of the same names."""
+    """The adapter leaves the tower out, although the tower has modules of the same names."""
     seeing = seeing_families.make("mistral3")
     set_text_alone(seeing, has_images=False)
     model = wrap(seeing, LoraConfig(target_modules=["q_proj", "v_proj"]), 0)
@@ -46,7 +46,7 @@ def test_an_adapter_is_on_its_text_alone() -> None:
 @image_cases.needs("torchvision")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_trains_on_text(family: str, tmp_path: Path, closing: Callable[[Any], Any], tried: Any) -> None:
-    """Sampler and trainer agree, the tower stays as it was, and transformers loads what was saved."""
+    """Sampler and trainer agree, the vision tower is unchanged, and transformers loads the saved model."""
     folder = seeing_families.make_model(tmp_path / "model", family)
     bfloat16 = {"model_init_kwargs": {"dtype": "bfloat16"}, "optim": "adamw_torch"} if family == "qwen3_5" else {}
     config = tiny.config(tmp_path / "run", max_steps=2, max_completion_length=8, disable_dropout=True, **bfloat16)

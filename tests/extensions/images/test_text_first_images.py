@@ -1,6 +1,6 @@
-"""Images of families that are trained like text models where a run has none: Qwen3.5, whose layers carry a state (in
-bfloat16, the only dtype that vLLM's kernel has on a CPU), Mistral 3, whose pictures have rows of tokens, InternVL,
-whose pictures are cut into tiles, and Gemma 4, small, large and with experts."""
+"""Families that are trained like text models in runs without images. Qwen3.5's layers carry a state (in bfloat16, the
+only dtype of vLLM's kernel on a CPU), Mistral 3 writes a picture as rows of tokens, InternVL cuts pictures into tiles,
+and Gemma 4 comes small, large and with experts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BFLOAT16: dict[str, Any] = {"model_init_kwargs": {"dtype": "bfloat16"}, "optim":
 
 
 def suppress(folder: Path, tokens: list[int] | None) -> None:
-    """In generations, as published configurations of Gemma 4 have it: vLLM takes them out of the logits."""
+    """Suppress tokens in generations, as Gemma 4's published configurations do. vLLM removes them from the logits."""
     file = folder / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"suppress_tokens": tokens}))
 
@@ -50,8 +50,8 @@ def test_it_trains_resumes_and_is_saved(
     family: str, dtype: torch.dtype, most: float, tmp_path: Path, closing: Callable[[Any], Any], tried: Any,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Weights bit-equal after each publish, its tower's too; sampler and trainer as near as in text. Gemma 4 as saved
-    says the same in plain transformers and in plain vLLM."""
+    """Weights bit-equal after each publish, its tower's too; sampler and trainer as near as in text. A saved Gemma 4
+    has the same log-probabilities in plain transformers and in plain vLLM."""
     model = tiny_images.make_model(tmp_path / "model", family)
     if family.startswith("gemma4"):
         suppress(model, [*range(5, 25)])

@@ -1,4 +1,4 @@
-"""Pictures whose tokens see each other are read in one step of the engine, also beside other prompts that show them."""
+"""A picture whose tokens see each other is read in one step of the engine, even if other prompts show it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_part_of_a_prompt_ends_before_a_picture_or_behind_it() -> None:
 @pytest.mark.slow
 @pytest.mark.engine
 def test_a_picture_that_another_prompt_shows_is_not_cut(tmp_path: Path) -> None:
-    """The step's tokens end before, within and behind the second prompt's picture, whose features are there by then."""
+    """A step's tokens end before, within and behind the second prompt's picture, whose features are cached."""
     from colograd.runtime import process
 
     process.prepare_ranks()
@@ -56,7 +56,7 @@ def test_a_picture_that_another_prompt_shows_is_not_cut(tmp_path: Path) -> None:
 
 
 def logprobs(engine: VLLMEngine, asked: list[ModelInput]) -> list[torch.Tensor]:
-    """Of prompts that are read together, with nothing known of them before."""
+    """Log-probabilities of prompts that the engine reads together, without cached prefixes and features."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)

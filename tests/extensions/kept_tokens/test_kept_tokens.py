@@ -1,4 +1,4 @@
-"""Truncated sampling: the trainer's distributions are those over the tokens that the sampler had left."""
+"""Truncated sampling: the trainer's distribution covers the tokens that the sampler kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What accelerate's FSDP2 and DeepSpeed files, and `deepspeed`, ask for: a sharding strategy of our own."""
+"""Files of accelerate's FSDP2 and DeepSpeed, and the `deepspeed` command, choose one of our sharding strategies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAYS = {"ddp": "none", "fsdp2": "fsdp", "zero2": "gradients", "zero3": "fsdp"}
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    for name in (FSDP, DEEPSPEED, MEGATRON, KEPT):  # what the code under test writes is undone as well
+    for name in (FSDP, DEEPSPEED, MEGATRON, KEPT):  # undoes the tested code's writes
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     yield monkeypatch
@@ -40,7 +40,7 @@ def config(**changes: Any) -> GRPOConfig:
 
 
 def variables(path: Path) -> dict[str, str]:
-    """What `accelerate launch --config_file` sets for a file, by accelerate's own code."""
+    """Variables that `accelerate launch --config_file` sets for a file, by accelerate's own code."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     arguments = launch_command_parser().parse_args(["--config_file", str(path), "--num_processes", "2", "train.py"])

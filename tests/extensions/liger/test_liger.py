@@ -1,4 +1,4 @@
-"""Liger's kernels: what can't be had is one error; what they compute is compared; on a GPU they train packed rows."""
+"""Liger's kernels: a missing one is an error; their results equal the plain ones; on a GPU they train packed rows."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def make_model() -> Any:
 
 @pytest.fixture
 def patches(monkeypatch: pytest.MonkeyPatch):
-    """liger-kernel with a function for Llama models that notes what it is told, and may scale what the last norm says.
-    Its own needs a GPU."""
+    """Fake liger-kernel, because the real one needs a GPU. It records its arguments and may scale the last norm's
+    output."""
     told: list[dict[str, Any]] = []
     factor = [1.0]
 

@@ -1,4 +1,4 @@
-"""What is said of Liger's kernels in a configuration."""
+"""Settings of Liger's kernels in a configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def config(**changes: Any) -> GRPOConfig:
 
 
 def test_ligers_losses_have_no_part() -> None:
-    """Not where transformers applies the kernels, either."""
+    """Liger's losses aren't used, not even if transformers applies Liger's kernels."""
     made = config(use_liger_kernel=True, liger_kernel_config={"rope": False})
     assert made.liger_kernel_config == {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
 

@@ -1,4 +1,4 @@
-"""LoRA policies without an engine: what is adapted, what it amounts to, what is refused."""
+"""LoRA policies without an engine: the adapted layers, the adapter's effect, the refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def adapted(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A PeftModel whose adapter does something: B is zero at first."""
+    """A PeftModel with a random B, because a fresh adapter's B is zero and has no effect."""
     model = lora.wrap(load(folder, dtype), peft.LoraConfig(**({"r": 4, "target_modules": "all-linear"} | changes)), 0)
     return lora_cases.doing_something(model)
 
@@ -44,7 +44,7 @@ def test_packed_rows_of_an_adapted_model_equal_padded_ones(tiny_model, changes) 
 
 
 def test_reentrant_checkpoints_give_the_same_gradients(tiny_model, tmp_path) -> None:
-    """Nothing that enters the first layer asks for a gradient: without help the adapter would get none."""
+    """The first layer's input needs no gradient, so without help a reentrant checkpoint gives the adapter none."""
     found = []
     for reentrant in (False, True):
         args = tiny.config(
@@ -273,7 +273,7 @@ def test_a_bfloat16_policy_trains_its_adapter_in_float32(tiny_model, tmp_path) -
 
 
 def test_a_float32_adapter_keeps_a_bfloat16_layers_input_once_and_as_it_is(tiny_model) -> None:
-    """With the same bits. A copy of the model computes with weights of its own, and DoRA as peft does."""
+    """Results have the same bits. A copied model computes with its own weights, and DoRA computes as in peft."""
     model = adapted(tiny_model, torch.bfloat16).train()
     row_proof.choose_rows(model)
     theirs, before = (

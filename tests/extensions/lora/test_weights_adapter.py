@@ -1,4 +1,4 @@
-"""LoRA with the real engine: only the adapter moves, the base stays, what vLLM can't serve arrives merged."""
+"""LoRA with the real engine: only the adapter is sent, or a merge where vLLM can't serve the adapter."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def digest(tensors: Any) -> str:
 
 
 def base_bytes(trainer: Any) -> tuple[str, str]:
-    """Of the policy and of the engine."""
+    """Hashes of the frozen weights in the policy and of the engine's weights."""
     return digest(p for p in trainer.model.parameters() if not p.requires_grad), digest(
         trainer.engine.model.parameters()
     )
@@ -176,7 +176,7 @@ def test_resumed_run_ends_with_the_same_adapter(trained, tiny_model, tmp_path, t
 
 @pytest.fixture
 def probed(monkeypatch) -> list[str]:
-    """Names of the parameters that the engine is shown to read."""
+    """Names of the parameters that `check_read` proves to be read by the engine."""
     names: list[str] = []
     check_read = proof.check_read
 
@@ -235,7 +235,7 @@ def test_adapter_folder_resumes_in_bfloat16_without_vllm_lora(trained, tiny_mode
 
 
 def test_peft_model_with_some_projections_and_biases(tiny_qwen, tmp_path, tried) -> None:
-    """Only q and v of a fused qkv; B isn't zero at first; the slots hold A and the scaled B rounded once."""
+    """The adapter covers q and v of a fused qkv, with a nonzero B. Slots hold A and the scaled B, rounded once."""
     base = AutoModelForCausalLM.from_pretrained(tiny_qwen, dtype=torch.bfloat16)
     model = peft.get_peft_model(base, peft.LoraConfig(r=6, lora_alpha=7, use_rslora=True, rank_pattern={"v_proj": 9}))
     with torch.no_grad():

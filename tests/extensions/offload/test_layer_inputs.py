@@ -29,7 +29,7 @@ BUILD = {name: build for group in FAMILIES.values() for name, build in group.ite
 
 
 def gradients(kind: str, packed: bool, on_host: bool) -> list[torch.Tensor]:
-    """Of two passes over several rows of different lengths, the graphs of which are there at once in the second."""
+    """Gradients of two passes over rows of different lengths. In one pass all rows' graphs exist at once."""
     model = row_cases.make(BUILD[kind.removesuffix(" with an adapter")])
     if kind.endswith("adapter"):
         config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -62,7 +62,7 @@ def a_pass(inputs: LayerInputs, lengths: int, weights: list[torch.Tensor]) -> to
 
 
 def test_copies_overtake_none_and_places_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of different lengths one after another; one whose graph is dropped without a backward."""
+    """Rows of different lengths follow one another. One row's graph is dropped without a backward."""
     races, taken = Races(), []
     made = layer_inputs.host_empty
     monkeypatch.setattr(layer_inputs, "host_empty", lambda shape, *of: taken.append(shape.numel()) or made(shape, *of))
@@ -103,7 +103,7 @@ class Event:
 
 
 def test_a_few_inputs_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the forward and in the backward; the last layers' own don't move."""
+    """The last layers' inputs stay on the device, and only a few others are there in forward and backward."""
     copies: list[Any] = []
     usual = LayerInputs.copy
     monkeypatch.setattr(LayerInputs, "copy", lambda *given: copies.append(given[3]) or usual(*given))

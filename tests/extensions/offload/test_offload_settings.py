@@ -1,4 +1,4 @@
-"""Settings of what is kept on the host: their spellings, and what a launcher's file says of them."""
+"""Settings of offloading: their spellings, and a launcher file's value."""
 
 from __future__ import annotations
 

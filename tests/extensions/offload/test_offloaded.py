@@ -1,4 +1,4 @@
-"""Runs that keep in host memory what they can: they end with the weights of a run that keeps nothing there."""
+"""Runs that offload all they can to host memory: they end with the weights of a run that keeps nothing there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Counting(LayerInputs):
 
 
 class OutOfMemoryOnce(GRPOTrainer):
-    """Runs out of memory in its second step, when gradients are there already."""
+    """A trainer that runs out of memory in its second step, when gradients exist."""
 
     passes = 0
 
@@ -62,7 +62,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Layers' inputs that went to the host."""
+    """Layer inputs that were sent to the host."""
     sent: list[torch.Tensor] = []
     monkeypatch.setattr(layer_inputs, "inputs_on_host", lambda model, _: inputs_on_host(model, Counting(sent)))
     for module in (adamw, host_sums):
@@ -72,8 +72,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 def offloading(monkeypatch: pytest.MonkeyPatch, offloads: bool) -> dict[str, Any]:
-    """The fields of a run that offloads all it can, or nothing. On a CPU nothing is offloaded, so the run is told that
-    it isn't on one where it asks for that."""
+    """Fields of a run that offloads everything or nothing. A CPU run offloads nothing, so its properties are
+    patched."""
     for name in ("streams_optimizer", "offloads_gradients"):
         monkeypatch.setattr(GRPOConfig, name, property(lambda self: offloads))
     return OFFLOADS | {"optim": "adamw_split", "gradient_checkpointing": "offload" if offloads else True}
@@ -86,7 +86,7 @@ def offloading(monkeypatch: pytest.MonkeyPatch, offloads: bool) -> dict[str, Any
 def test_a_run_with_all_of_it_ends_with_the_same_weights(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: list[torch.Tensor]
 ) -> None:
-    """Clipped, with a reference, and with a step that is packed again after it ran out of memory."""
+    """Gradients are clipped, there is a reference, and a step is packed again after it ran out of memory."""
     family, init, lora = KINDS[kind]
     model = tiny.make_model(tmp_path / "model", family)
 
@@ -117,7 +117,7 @@ def test_a_run_with_all_of_it_ends_with_the_same_weights(
 def test_a_run_is_resumed_with_it_and_without_it(
     dtype: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: list[torch.Tensor]
 ) -> None:
-    """One step in each process: without, with and without again, and the other way round."""
+    """Each process takes one step. Offloading changes from process to process, in both orders."""
 
     def train(folder: str, turns: list[bool], each: int) -> dict[str, torch.Tensor]:
         for turn, offloads in enumerate(turns, start=1):

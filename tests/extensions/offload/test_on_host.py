@@ -1,5 +1,5 @@
-"""Sums of gradients in host memory: the bits of those on the device, by copies that overtake none, in memory that is
-used again, with what else can lie there. Several ranks: offloaded_ranks.py, test_sharding.py."""
+"""Sums of gradients in host memory have the same bits as on the device. Copies keep their order, memory is reused, and
+the optimizer's state may be there too. Tests with several ranks: offloaded_ranks.py, test_sharding.py."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ OTHERS = ((STREAM,), (ACTIVATIONS,), (STREAM, GRADIENTS))
 
 
 def trained(make: Callable[[], Any], *way: str) -> tuple[list[torch.Tensor], list[float]]:
-    """The weights after three steps of two or three rows, clipped in the second; the third is begun anew, and one
-    parameter has no gradient in it."""
+    """Return the weights after three steps of two or three rows. The second step is clipped. The third is restarted,
+    and one parameter has no gradient in it."""
     torch.manual_seed(0)
     model, on_host, streamed = make().train(), GRADIENTS in way, STREAM in way
     accumulate_in_float32(model.parameters())
@@ -128,7 +128,7 @@ def test_weights_have_the_same_bits(kind: Any, dtype: torch.dtype, ways: Any, fo
 
 
 def test_additions_keep_their_order_and_reuse_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three gradients, each added three times, two steps; all is on the host when the sums are asked for."""
+    """Three gradients are added three times in each of two steps. `settle` waits until all sums are on the host."""
     races = Races()
     monkeypatch.setattr(torch, "get_device_module", lambda device: races)
     shapes, draw = ((40, 50), (3000,), (7,)), torch.Generator().manual_seed(0)
@@ -182,7 +182,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_two_ranks_end_with_the_same_weights(tmp_path: Path) -> None:
-    """Each way and all, with each strategy, after one rank has run out of memory in a backward."""
+    """Each kind of offloading and all together, with each strategy, after one rank ran out of memory in a backward."""
     done = launcher.run(SCRIPTS / "offloaded_ranks.py", tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))

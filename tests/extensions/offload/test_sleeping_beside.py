@@ -1,4 +1,4 @@
-"""The optimizer's state on the host beside a KV cache that sleeps: their order, and equal weights."""
+"""The optimizer's state is on the host and the KV cache sleeps: order of the calls, and equal weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def step(model: torch.nn.Module, optimizer: Any) -> None:
 
 
 class Core:
-    """vLLM's LLMEngine, as far as sleeping goes; writes down what it is asked."""
+    """Fake of vLLM's LLMEngine with the methods of sleeping. It records its calls."""
 
     def __init__(self, calls: list[str], in_flight: int = 0) -> None:
         self.calls, self.in_flight, self.stays_asleep = calls, in_flight, False
@@ -102,7 +102,7 @@ def test_the_optimizer_leaves_before_the_cache_comes_and_returns_after_it_went(
 @pytest.mark.slow  # the tests above have the order
 @pytest.mark.engine
 def test_a_run_that_sleeps_and_offloads_trains_to_the_same_weights(tiny_model: Path, tmp_path: Path) -> None:
-    """As on a GPU, but for the worker's unmapping: vLLM's scheduler refuses what comes in the wrong order."""
+    """The order is as on a GPU, but nothing is unmapped. vLLM's scheduler refuses calls in a wrong order."""
     seen: list[tuple[str, bool, bool]] = []
 
     class Watched(GRPOTrainer):

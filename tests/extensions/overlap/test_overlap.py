@@ -76,7 +76,7 @@ def test_the_update_is_the_same_up_to_rounding(compared: Path) -> None:
 
 @pytest.mark.engine
 def test_a_replay_trains_the_same_micro_batches_to_the_same_bits(compared: Path) -> None:
-    """Without any overlap, as it samples nothing."""
+    """A replay doesn't overlap, because it samples nothing."""
     for rank in results(compared, "compare"):
         assert all(partition and partition[0] for partition in rank["overlapped"]["partition"])
     assert is_replayed(results(compared, "compare")[0])
@@ -140,7 +140,7 @@ def test_it_is_so_for(mode: str, ranks: int, tiny_model: Path, tmp_path: Path) -
 def test_where_nothing_may_be_trained_early_every_bit_is_as_without(
     mode: str, reason: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The same micro-batches, one after the other."""
+    """The micro-batches are the same, one after the other."""
     done = start(tiny_model, tmp_path, mode)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "overlap: nothing is trained before all ranks have sampled" in done.stdout and reason in done.stdout
@@ -187,7 +187,7 @@ def test_stages_of_ones_own_wait(stage: str) -> None:
 
 
 def test_a_recorded_partition_is_for_ranks_that_train_their_own_rows() -> None:
-    """A run without `sequence_parallel_size` may have recorded different rows for ranks that share them out now."""
+    """A run without `sequence_parallel_size` may have recorded rows that don't suit ranks that divide rows now."""
     (scored, *_), cpu = row_cases.make_groups(), torch.device("cpu")
     alone = PackingRules(100, False, False, True, False, False, 0.0, cpu)
     row, filler = ((scored.group.position, tuple(range(len(scored.group.rollouts)))),), ((NOBODY, (0,)),)

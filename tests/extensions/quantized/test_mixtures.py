@@ -18,7 +18,7 @@ from colograd import GRPOTrainer
 
 pytestmark = [pytest.mark.engine, needs("experts")]
 
-# Those whose routers' logits transformers returns.
+# Families with a load-balancing loss in transformers.
 BALANCED = ("afmoe", "flex_olmo", "mellum", "minimax_m2")
 
 
@@ -28,7 +28,7 @@ MIXTURES = (*BALANCED, "deepseek_v3", "glm4_moe_lite", "granitemoe", "hunyuan_v1
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", MIXTURES)
 def test_a_mixture_trains_an_adapter_on_a_base_of_4_bits(model_type: str, tmp_path: Path, closing: Any) -> None:
-    """With the load-balancing loss, or an error in a line where transformers has none."""
+    """The run has the load-balancing loss, or one clear error if transformers has none."""
     model = decoder_families.make_model(tmp_path / "model", model_type)
     base = {"dtype": "float32", "quantization_config": BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=torch.float32)}
 

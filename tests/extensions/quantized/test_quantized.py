@@ -1,5 +1,5 @@
-"""Quantised bases below an adapter (QLoRA): the engine has the very values that the policy computes with, only the
-adapter moves, and what can't be trained is refused before anything is loaded."""
+"""Quantised bases below an adapter (QLoRA): the engine computes with exactly the policy's values, only the adapter is
+trained, and untrainable settings are refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def at_start(trained) -> Any:
-    """The engine without the adapter, as it is when the base is proved."""
+    """Set the engine's adapter to zero, as when the base is compared."""
     for slot in trained.weights.slots:
         slot.destination.zero_()
     yield
@@ -168,7 +168,7 @@ def test_a_resumed_run_ends_with_the_same_bits(trained, tiny_model, tmp_path, cl
 @pytest.mark.engine
 @pytest.mark.parametrize("first", [1, 3], ids=["from the model", "from a checkpoint"])
 def test_recorded_steps_are_trained_again_bit_for_bit(first, trained, tiny_model, tmp_path, capfd) -> None:
-    """Without an engine: the base is quantised again to the same values."""
+    """Steps are replayed without an engine. The base is quantised again to the same values."""
     args = config(tmp_path, NF4, beta=0.1, journal="keep", report=False, **tiny.ONE_BY_ONE)
     given = {"train_dataset": tiny.prompts(), "peft_config": adapter(), "reward_funcs": tiny.vowels}
     again = Replayer(replay=Replay(Path(trained.args.output_dir), first, 3), model=str(tiny_model), args=args, **given)
@@ -223,7 +223,7 @@ def test_plain_vllm_says_the_same_of_an_exported_model(trained, tmp_path) -> Non
 
 @pytest.fixture(scope="module")
 def packed_checkpoint(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 whose folder has NF4 weights with nested scales, as people upload them."""
+    """A Qwen2 folder with NF4 weights and nested scales, like those on the Hub."""
     from transformers import BitsAndBytesConfig
 
     folder = tmp_path_factory.mktemp("packed") / "qwen2-bnb-4bit"
@@ -239,7 +239,7 @@ def packed_checkpoint(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory)
 def test_a_packed_checkpoint_is_trained_with_an_adapter_that_is_merged_on_its_way(
     packed_checkpoint, tmp_path, closing
 ) -> None:
-    """DoRA, biases and an untied head: vLLM reads none of the folder's weights, and gets all of them."""
+    """DoRA, biases and an untied head. vLLM skips the folder's weights and gets all weights from the policy."""
     trainer = closing(build(packed_checkpoint, tmp_path, None, adapter(use_dora=True)))
     assert trainer.policy.quantization.in_checkpoint and trainer.engine.blank
     assert isinstance(trainer.weights, MergedWeights)
@@ -250,7 +250,7 @@ def test_a_packed_checkpoint_is_trained_with_an_adapter_that_is_merged_on_its_wa
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ["nested", pytest.param("int8", marks=pytest.mark.slow)])
 def test_one_packed_base_serves_both_where_it_is_asked_for(kind, tiny_qwen, tmp_path, closing, tried) -> None:
-    """`weights: shared`: the engine has no linear weights of its own, and says the same to the last bits."""
+    """`weights: shared`: the engine computes with the policy's packed weights, and log-probabilities are equal."""
     trainer = closing(build(tiny_qwen, tmp_path, KINDS[kind], weights="shared"))
     mine = {id(weight.layer) for weight in packed_weights(trainer.model).values()}
     served = {id(weight.layer) for weight in trainer.engine.served.weights}
@@ -354,7 +354,7 @@ def test_a_packed_weight_amounts_to_what_the_layer_multiplies_with(kind, tiny_mo
 
 @pytest.mark.parametrize("kind", ["NF4", "int8"])
 def test_packed_rows_equal_padded_ones_also_with_layers_computed_twice(kind, tiny_model, tmp_path) -> None:
-    """And what is said without gradients is what is trained: on some CPUs bitsandbytes has another kernel for that."""
+    """Values with and without gradients are equal, although bitsandbytes has two kernels on some CPUs."""
     model = lora_cases.doing_something(policy_of(tiny_model, tmp_path, KINDS[kind], lora_dropout=0.0).model)
     assert row_proof.choose_rows(model) == ""
     packed = lora_cases.gradients(model, share_prompts=True)
@@ -375,7 +375,7 @@ def test_an_8_bit_layer_has_the_gradient_of_its_dequantised_weight(tiny_qwen, tm
 
 
 def test_the_adapter_and_what_isnt_quantised_keep_their_dtypes(tiny_model, tmp_path) -> None:
-    """Unlike TRL's, which rounds the adapter to bfloat16. Norms stay in the policy's dtype, as in TRL."""
+    """The adapter stays float32 (TRL rounds it to bfloat16). Norms stay in the policy's dtype, as in TRL."""
     model = policy_of(tiny_model, tmp_path, NF4, dtype="bfloat16").model
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert model.dtype == lora.unwrap(model).model.norm.weight.dtype == torch.bfloat16
@@ -412,7 +412,7 @@ def test_the_plan_s_command_takes_a_quantised_base(tiny_model, capsys) -> None:
     assert "on a quantised base of" in capsys.readouterr().out
 
 
-# -- what is asked for
+# -- settings
 
 
 def test_the_recipe_s_fields_are_those_of_trl() -> None:

@@ -19,7 +19,7 @@ from colograd.config import ModelConfig, ScriptArguments
 from colograd.extensions.recording.advisor import QUIET, RULES, Advisor, Alarm
 from colograd.extensions.recording.event_log import events_of
 
-# A step of a run in which all is well.
+# Metrics of a healthy step.
 WELL = {
     "reward": 0.5,
     "reward_std": 0.4,
@@ -59,7 +59,7 @@ SETTINGS = {
 
 
 def alarms(steps: Iterable[dict[str, Any]], rollouts: Any = (), evaluations: Any = ()) -> list[Alarm]:
-    """Those of a run whose steps differ from one that is well, as told."""
+    """Alarms of a run whose steps differ from a healthy step in the given metrics."""
     advisor, found = Advisor(SETTINGS), []
     evaluations = dict(evaluations)
     for rollout in rollouts:
@@ -306,7 +306,7 @@ def run(model: Path, folder: Path, reward: Any, caplog: pytest.LogCaptureFixture
 
 @contextlib.contextmanager
 def opened(report: Path) -> Iterator[list[str]]:
-    """The alarms at the top of the page that the training wrote, as a browser shows them."""
+    """The alarms at the top of the run's report page, as a browser shows them."""
     if browser.found() is None:
         pytest.skip("all but the page passed: there is no browser")
     with browser.Browser() as page:

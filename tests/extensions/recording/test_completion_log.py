@@ -1,4 +1,4 @@
-"""The completions log: what is in a file, that it is whole, what trackers get, and what `colograd show` prints."""
+"""The completions log: complete files with all columns, the trackers' tables, and the output of `colograd show`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_prompts_of_different_shapes_are_written_as_json(tmp_path: Path) -> None
 def test_what_is_shown_has_each_prompt_once_where_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A table per evaluation, and of training as often as it is printed."""
+    """Each evaluation has a table, and training has one as often as it prints."""
     sent: dict[str, list[int]] = {}
 
     def log(values: dict[str, Any], commit: bool) -> None:
@@ -160,7 +160,7 @@ def mutated(data: bytes, draw: random.Random) -> bytes:
 
 
 def test_a_damaged_file_is_one_clear_error(tmp_path: Path) -> None:
-    """In another process each, as a crash would be one's end; none takes memory that its file doesn't need."""
+    """Forked processes read the files, because a crash would end the test. Memory stays within the file's needs."""
     rows = [row(position, extra={"length": position}) for position in range(40)]
     path = write_log(tmp_path, rows, ["right", "short"], 1)
     good, told = path.read_bytes(), 0
@@ -177,7 +177,7 @@ def test_a_damaged_file_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def shown_elsewhere(run: Path) -> tuple[int, str, int]:
-    """The exit status of `colograd show` in a fork, what it said on standard error, and the bytes that it took."""
+    """Run `colograd show` in a fork. Returns its exit status, its standard error, and the bytes that it used."""
     reader, writer = os.pipe()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if not (child := os.fork()):
@@ -219,7 +219,7 @@ def test_a_hostile_file_is_shown_or_one_clear_error(tmp_path: Path, capsys, colu
 
 
 def test_a_small_file_that_unpacks_to_much_is_an_error(tmp_path: Path) -> None:
-    """One long text fifty thousand times, as the only entry of a dictionary."""
+    """A dictionary with one long text, used fifty thousand times."""
     path = write_log(tmp_path, [row(0)], ["right", "short"], 1)
     table = pq.read_table(path).take([0] * 50_000)
     bomb = pa.DictionaryArray.from_arrays(pa.array([0] * 50_000, pa.int32()), pa.array(["x" * 2**16]))
@@ -233,7 +233,7 @@ def test_a_small_file_that_unpacks_to_much_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 def test_a_run_logs_every_completion_of_every_step(tiny_model: Path, tmp_path: Path, capfd) -> None:
-    """Two steps a round: each file holds the completions that its own step trains on."""
+    """A generation has two steps. Each file holds the completions of its own step."""
     changes = {"log_completions": True, "steps_per_generation": 2, "log_completions_steps": 4}
     trainer = GRPOTrainer(str(tiny_model), tiny.vowels, tiny.config(tmp_path, **changes), tiny.prompts())
     try:
@@ -256,7 +256,7 @@ def test_a_run_logs_every_completion_of_every_step(tiny_model: Path, tmp_path: P
 
 
 def test_complete_files_go_to_the_hub_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """huggingface_hub's own scheduler, with a stand-in for the calls that need a connection."""
+    """The scheduler is huggingface_hub's own. Calls that need a connection are faked."""
     from huggingface_hub import _commit_scheduler
 
     sent: list[str] = []

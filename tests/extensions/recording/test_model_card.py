@@ -1,4 +1,4 @@
-"""The model card: what it says, what it links, and what it keeps to itself."""
+"""The model card: its contents, its links, and the private data that it leaves out."""
 
 from __future__ import annotations
 

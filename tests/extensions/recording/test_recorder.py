@@ -1,4 +1,4 @@
-"""What a run records for its report: what is in the two files, what it costs, and that it never stands in the way."""
+"""The record of a run for its report: both files' contents and cost. Errors in recording never stop a run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_json_cannot_say_becomes_its_text() -> None:
 
 
 def test_a_torn_line_is_left_alone_and_the_next_begins_anew(tmp_path: Path) -> None:
-    """A run that was killed in the middle of a line, and goes on."""
+    """The run was killed in the middle of a line and resumed."""
     record = EventLog(tmp_path, pytest.fail)
     record.event("start", step=0)
     record.close()
@@ -285,7 +285,7 @@ def test_what_is_recorded_of_a_step_is_bounded(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def recorded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Rounds of two steps, a group that is solved, an evaluation after step 2, in a folder with a hostile name."""
+    """A recorded run with rounds of two steps, a solved group, an evaluation, and a hostile folder name."""
     folder = tmp_path_factory.mktemp("run")
     changes = {"steps_per_generation": 2, "eval_strategy": "steps", "eval_steps": 2, "logging_steps": 4}
     config = tiny.config(folder, hub_token="hf_abcdefghijklmnopqrstu", **changes)
@@ -394,7 +394,7 @@ def test_samples_show_what_sampler_and_trainer_said_of_each_token(recorded: Any)
 
 @pytest.mark.engine
 def test_the_cost_of_a_record(recorded: Any) -> None:
-    """Of this run: bytes of a step, and what the hooks take of a micro-batch, of a step of the engine."""
+    """The record has at most 16 KiB a step. A look at the load takes 50 us, and a step of the engine 500 us."""
     size = sum(path.stat().st_size for name in (FOLDER, "_journal") for path in (recorded.folder / name).rglob("*.*"))
     assert size < 4 * 16_384
     lanes, load = Timeline(), Load(32, 0, 0.5)
@@ -432,7 +432,7 @@ def test_how_a_run_ends_is_told_also_where_it_fails_or_is_stopped(recorded: Any,
 
 
 class Reinforce(GRPOTrainer):
-    """With an objective of its own, of whose log-probabilities nobody hears."""
+    """A trainer with a user's `compute_loss` that doesn't report its log-probabilities."""
 
     def compute_loss(self, model: Any, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
         logprobs, _ = policy_logprobs(model, micro_batch, self.args.temperature)

@@ -1,4 +1,4 @@
-"""What trackers get beside numbers: with TensorBoard and, where it is installed, trackio on this machine alone."""
+"""Trackers get more than numbers: with TensorBoard and, where it is installed, trackio on this machine alone."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_tracker_that_is_not_installed_is_an_error_with_a_remedy(tmp_path: Pat
 def test_a_run_reports_to_trackers_of_this_machine_without_a_network(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also to trackio, as it is out of the box; histograms and alarms arrive."""
+    """A run reports to TensorBoard and to trackio with its default settings. Histograms and alarms arrive."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
     asked: list[Any] = []

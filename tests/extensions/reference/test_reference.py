@@ -1,4 +1,4 @@
-"""The reference policy: what it says, where it lives, how it follows, and that it survives a resume."""
+"""The reference policy: its values, its memory, its updates, and that it survives a resume."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def filled(reference: Any, rows: Any, temperature: float) -> tuple[PackedRow, ..
 
 @torch.no_grad()
 def plain(model: Path, row: MicroBatch, temperature: float) -> torch.Tensor:
-    """(N,) by transformers' own forward of each completion behind its prompt."""
+    """(N,) log-probabilities by transformers' own forward of each completion after its prompt."""
     own, found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), []
     for part in sequences(row):
         ids = torch.cat([part.prompt_ids, part.completion_ids])
@@ -73,7 +73,7 @@ def plain(model: Path, row: MicroBatch, temperature: float) -> torch.Tensor:
 
 
 def disturb(model: torch.nn.Module, seed: int = 1) -> None:
-    """What training does, in short."""
+    """Change all trainable weights at random, as training would."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -270,7 +270,7 @@ def test_they_go_with_their_completions_when_a_step_is_packed_again(tiny_model, 
 
 
 class Watching(GRPOTrainer):
-    """Keeps each step's rows, and what the policy says of them when it is trained on them."""
+    """Keeps each step's rows, with the policy's log-probabilities at the time of training."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.rows: dict[int, list[tuple[MicroBatch, torch.Tensor]]] = {}
@@ -303,7 +303,7 @@ def trainer_of(model: Path, folder: Path, peft_config: Any = None, **changes: An
 
 @pytest.mark.engine
 def test_every_step_is_held_to_the_checkpoint_that_the_run_started_from(tiny_model, tmp_path, closing, capfd) -> None:
-    """In rounds of several steps, at a temperature, with a policy in the engine's memory, and after memory ran out."""
+    """The run has rounds of several steps, a temperature, shared weights, and a step repeated after memory ran out."""
     trainer = closing(
         trainer_of(
             tiny_model, tmp_path, max_steps=4, steps_per_generation=2, temperature=0.8, learning_rate=1e-2,
@@ -322,7 +322,7 @@ def test_every_step_is_held_to_the_checkpoint_that_the_run_started_from(tiny_mod
         for row, policy in rows:
             torch.testing.assert_close(row.ref_logprobs, plain(tiny_model, row, 0.8), rtol=0, atol=1e-4)
             moved = (row.ref_logprobs - policy).abs().max()
-            # Rows that were packed again have other shapes than those that the reference saw.
+            # Tolerances allow for rows that were packed again: they have other shapes than the reference's rows.
             assert moved < 1e-5 if step == 1 else moved > 1e-3
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
     assert logs[0]["time/ref_logprobs"] > 0

@@ -1,4 +1,4 @@
-"""What would fit: the changes that an error names, each tried on the plan."""
+"""Remedies for a run that doesn't fit: the changes that an error names, each tried on the plan."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ GB = 10**9
 
 
 def test_of_a_lora_the_adapter_alone_is_trained(qwen: Path) -> None:
-    """And the estimate of an adapter that isn't there is what peft makes."""
+    """Only the adapter needs gradients and state. The estimate for a missing adapter is close to peft's sizes."""
     remedies = pytest.importorskip("colograd.extensions.remedies.changes")
     shape, sizes = large.sizes(qwen, 16)
     assert sizes.trained == remedies.adapter_elements(shape, 16) and sizes.elements == large.PARAMETERS + sizes.trained
@@ -97,7 +97,7 @@ def described(config: GRPOConfig, model: Any, length: int, sequences: int, token
 
 
 def planned(*args: Any, strategy: str = "none", **sizes: Any) -> MemoryPlan:
-    """The plan of a run in these numbers (`described`)."""
+    """Memory plan of a run described by these numbers."""
     run = described(*args, **sizes)
     return plan_or_raise(run, auto(run) if strategy == "auto" else strategy)
 
@@ -107,14 +107,14 @@ def llama(dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 class Cuda(GRPOConfig):
-    """A configuration as it would be on a GPU."""
+    """A configuration that believes it is on a GPU."""
 
     device = torch.device("cuda")  # type: ignore[assignment]
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counters of a GPU of 10 GiB, of which 9 are free and 0.5 hold this process's tensors."""
+    """Fake a GPU with 10 GiB: 9 GiB are free, and this process's tensors use 0.5 GiB."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9 * GIB, 10 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB // 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")

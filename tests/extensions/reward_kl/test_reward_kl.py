@@ -30,7 +30,7 @@ BETA = 0.3
     ],
 )
 def test_estimators_have_verls_values(name: str, values: list[float]) -> None:
-    """For log pi - log reference of 0.5, -0.5 and -5 nats."""
+    """The three estimators for log pi - log reference of 0.5, -0.5 and -5 nats."""
     assert ESTIMATORS[name](torch.tensor([0.5, -0.5, -5.0])).tolist() == pytest.approx(values, abs=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that share out the tokens of each row: what they compute, and the weights that are left, are one rank's."""
+"""Sequence parallelism: ranks that divide each row's tokens have the results and final weights of one rank."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ SOME = ("qwen3_moe", "gpt_oss", "six heads, three of keys", "trees", "lfm2", "qw
 )
 def test_divided_rows_have_whole_rows_gradients(tmp_path: Path, ranks: int, cases: tuple[str, ...]) -> None:
     """Windows, sinks, soft caps, experts with their load-balancing loss, adapters, trees; 3, 4 and 6 heads with 1, 2
-    and 3 of keys and values; short convolutions, Gated DeltaNet, Mamba-2; rows with fewer tokens than ranks. Float32,
-    whose rounding is about 1e-7."""
+    and 3 of keys and values; short convolutions, Gated DeltaNet, Mamba-2; rows with fewer tokens than ranks. Float32
+    rounds by about 1e-7."""
     done = launcher.run(SCRIPTS / "sequence_ranks.py", tmp_path, *cases, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads((tmp_path / f"rank{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
@@ -49,7 +49,7 @@ def test_divided_rows_have_whole_rows_gradients(tmp_path: Path, ranks: int, case
 
 
 def check_shared_rows_train_alike(model: Path, folder: Path, ranks: int, size: int, **changes: Any) -> list[dict]:
-    """``ranks`` of which ``size`` share out a row's tokens train as one rank does."""
+    """``ranks`` ranks, in teams of ``size`` that divide each row's tokens, train the same as one rank."""
     alone_only = ("sharding", "vllm_tensor_parallel_size")
     (alone,) = run(model, folder, 1, **SETTINGS | {k: v for k, v in changes.items() if k not in alone_only})
     found = run(model, folder, ranks, sequence_parallel_size=size, **SETTINGS | changes)
@@ -195,7 +195,7 @@ def test_models_with_undividable_rows_are_named_at_start() -> None:
     ],
 )
 def test_frequencies_that_the_last_position_chooses_are_refused(rope: dict[str, Any]) -> None:
-    """A rank that has the row's first tokens alone would choose others."""
+    """A rank that has only the row's first tokens would choose other frequencies."""
     import row_cases
 
     model = row_cases.PACKED["llama"]()

@@ -43,7 +43,7 @@ def take(prompts: Any, count: int) -> list[list[tuple[int, int]]]:
 
 
 def test_a_stream_gives_whole_rounds_and_begins_anew(tokenizer: Any) -> None:
-    """11 rows, rounds of two steps of two, each taken twice: what doesn't fill a round is left out, as with rows."""
+    """11 rows, rounds of two steps of two prompts, trained twice. Rows that don't fill a round are left out."""
     items = take(streamed(tokenizer, steps_per_generation=2, num_iterations=2), 10)
     first, second = [[(0, 0), (1, 1)], [(2, 2), (3, 3)]], [[(4, 4), (5, 5)], [(6, 6), (7, 7)]]
     assert items == [*first, *first, *second, *second, [(0, 8), (1, 9)], [(2, 10), (3, 11)]]

@@ -37,7 +37,7 @@ from colograd.weights import check_adapter_in_parts
 
 
 def check_in_parts(model: Path, folder: Path, ranks: int, size: int, sharding: str, **changes: Any) -> list[dict]:
-    """``ranks`` of which ``size`` share an engine train as one rank does."""
+    """``ranks`` ranks with engines over ``size`` ranks each train the same as one rank."""
     settings = SETTINGS | changes
     (alone,) = run(model, folder, 1, **settings)
     found = run(model, folder, ranks, vllm_tensor_parallel_size=size, sharding=sharding, **settings)
@@ -50,7 +50,7 @@ def check_in_parts(model: Path, folder: Path, ranks: int, size: int, sharding: s
         assert rank["shared"] == rank["parameters"] > 0, "every parameter is the engine's tensor"
         assert 0 < rank["parity"] < 1e-5 and "0 bytes per publish" in rank["weights"]
         assert all(log["sync/published_bytes"] == 0 for log in rank["logs"])
-        # Norms, and heads that several ranks have, are beside a rank's share; a vocabulary is cut at multiples of 64.
+        # A rank holds more than its share: norms, replicated heads, a vocabulary padded to multiples of 64.
         assert rank["policy"] < 4 * elements * (1 / size + 0.15)
         assert rank["state"] < 8 * elements * ((1 / ranks if "+" in sharding else 1 / size) + 0.15)
     return found
@@ -118,7 +118,7 @@ def test_adapter_is_cut_as_its_base(tmp_path: Path, ranks: int, size: int, shard
 @pytest.mark.slow
 @pytest.mark.engine
 def test_checkpoint_resumes_with_any_ranks_and_layout(tiny_model: Path, tmp_path: Path) -> None:
-    """Three steps on 4 ranks, of which 2 share an engine; three more on 2 that share one, and on 1; and back."""
+    """Three steps on 4 ranks (two engines of 2), three more on 2 ranks (one engine) and on 1 rank; and back."""
     run(tiny_model, tmp_path, 1, **SETTINGS)
     two = {"vllm_tensor_parallel_size": 2, **SETTINGS}
     run(tiny_model, tmp_path, 4, sharding="tensor+gradients", **two)
@@ -138,7 +138,7 @@ def test_checkpoint_resumes_with_any_ranks_and_layout(tiny_model: Path, tmp_path
 @pytest.mark.slow
 @pytest.mark.engine
 def test_checkpoint_resumes_with_another_engine_size(tmp_path: Path) -> None:
-    """Of one over 4 ranks with one over 2, whose heads and vocabulary are cut elsewhere."""
+    """Resume from an engine over 4 ranks with an engine over 2, which splits heads and vocabulary elsewhere."""
     model = tiny.make_model(tmp_path / "model", "qwen3", heads=4, keys=2)
     run(model, tmp_path, 1, **SETTINGS)
     run(model, tmp_path, 4, sharding="tensor", vllm_tensor_parallel_size=4, **SETTINGS)
@@ -295,7 +295,7 @@ def test_parts_of_weights_are_read_from_files(tmp_path: Path, monkeypatch: pytes
 
 
 def test_ranks_of_an_engine_train_the_same_groups() -> None:
-    """Engines of 2 ranks, whose first ones have the groups: the second's go to where there is less to do."""
+    """In an engine of 2 ranks the first rank samples all groups. Training moves groups to the engine with less work."""
     costs = [[5.0, 5.0, 1.0], [], [1.0], []]
     kept = share_out(costs, 2, ranks_per_row=2)
     assert kept == [[(0, 0), (0, 1), (0, 2)], [(2, 0)]]

@@ -1,4 +1,4 @@
-"""Engines of several ranks beside policies that each rank holds whole: the same rollouts leave the same weights."""
+"""Engines over several ranks next to complete policies on each rank: the same rollouts leave the same weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_alike(model: Path, folder: Path, engines: int, size: int, sharding: st
     moved = {name: value - before[name] for name, value in expected.items()}
     apart = {name: found[0][name] - value for name, value in expected.items()}
     assert norm(apart.values()) < 1e-4 * norm(moved.values())
-    for name in expected:  # AdamW moves a bias whose gradient is nothing but rounding by as much as any other
+    for name in expected:  # AdamW moves even a bias with a gradient of rounding errors
         assert moved[name].norm() > 0 and apart[name].norm() < 1e-3 * moved[name].norm(), name
         assert all(torch.equal(other[name], found[0][name]) for other in found), f"{name} differs between ranks"
     assert max(rank["parity"] for rank in ranks) < 1e-5 and min(rank["parity"] for rank in ranks) > 0
@@ -54,7 +54,7 @@ def check_alike(model: Path, folder: Path, engines: int, size: int, sharding: st
     return ranks
 
 
-@pytest.mark.slow  # test_tensor_layout.py has two ranks of one engine whose policy is in parts too
+@pytest.mark.slow  # test_tensor_layout.py splits the policy as well
 @pytest.mark.engine
 def test_two_ranks_of_one_engine_train_as_one_rank_does(tiny_model: Path, tmp_path: Path, tried: Any) -> None:
     """One key head that both have, a tied head, a vocabulary that is filled up: 160 rows and 98."""
@@ -106,7 +106,7 @@ def test_a_parameter_that_one_rank_has_a_copy_of_is_named_on_all(tiny_model: Pat
 def test_a_mixture_of_experts_in_parts_is_the_same(
     family: str, changes: dict[str, Any], tmp_path: Path, tried: Any
 ) -> None:
-    """Without its load-balancing loss, which is a product of means over what a rank trains."""
+    """The load-balancing loss is off, because it is a product of means over each rank's own tokens."""
     model = tiny.make_model(tmp_path / "model", family, tied=False)
     settings = {"router_aux_loss_coef": 0.0, **changes}
     (alone,) = run(model, tmp_path, 1, **{name: value for name, value in settings.items() if name != "sharding"})
@@ -121,7 +121,7 @@ def test_a_mixture_of_experts_in_parts_is_the_same(
 @pytest.mark.engine
 @pytest.mark.parametrize("family", ["gemma3_vl", "idefics3", *OTHERS])
 def test_a_model_that_sees_in_parts_samples_and_trains_the_same(family: str, tmp_path: Path, tried: Any) -> None:
-    """Its tower is split, too, whose biases of added outputs the first rank alone reads."""
+    """The vision tower is split too. Only the first rank adds the biases of outputs that are summed over ranks."""
     model = tiny_images.make_model(tmp_path / "model", family)
     (alone,) = run(model, tmp_path, 1, sampled=True)
     ranks = run(model, tmp_path, 2, sampled=True, **TWO)
@@ -131,7 +131,7 @@ def test_a_model_that_sees_in_parts_samples_and_trains_the_same(family: str, tmp
     for one, other in zip(alone["logs"], ranks[0]["logs"], strict=True):
         assert other["loss"] == pytest.approx(one["loss"], abs=1e-5) and other["reward"] == one["reward"]
     for name, value in expected.items():
-        most = 1e-2 if name.endswith("k_proj.bias") else 1e-4  # a tower's, on which no output depends
+        most = 1e-2 if name.endswith("k_proj.bias") else 1e-4  # outputs don't depend on the tower's key biases
         assert float((found[0][name] - value).norm()) < most * float(value.norm()), name
         assert torch.equal(found[1][name], found[0][name]), name
     assert ranks[0]["engine"] < 0.75 * alone["engine"]
@@ -200,7 +200,7 @@ def cuts(policy: Part, engine: Part, ranks: int) -> list[dict[str, Slice]]:
 
 
 def rows_of(part: Slice) -> tuple[int, int]:
-    """First row in the policy's parameter, and in the engine's tensor."""
+    """First row of each parameter in the policy and in the engine's tensor."""
     width = part.source.shape[1]
     return part.held.storage_offset() // width, part.destination.storage_offset() // width
 

@@ -1,4 +1,4 @@
-"""Conversations with tools: whose token is whose, and that no tool's timing changes what is sampled."""
+"""Conversations with tools: who wrote each token, and that a tool's timing doesn't change the sampled tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose context has room for calls in bytes."""
+    """A tiny model with a context that is long enough for calls spelled in bytes."""
     return tiny.make_model(tmp_path_factory.mktemp("models") / "talker", context=1024)
 
 
@@ -50,7 +50,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def pieces(rollout: Rollout) -> list[tuple[bool, list[int]]]:
-    """The completion cut where it changes hands: (whether the model wrote it, its tokens)."""
+    """Split the completion into runs of tokens with the same author: (whether the model wrote them, the tokens)."""
     found: list[tuple[bool, list[int]]] = []
     for token, sampled in zip(rollout.completion_ids, rollout.sampled.tolist(), strict=True):
         if not found or found[-1][0] != sampled:
@@ -63,12 +63,12 @@ def scored(group: Group) -> ScoredGroup:
     return ScoredGroup(group, torch.zeros(len(group.rollouts), 1), torch.ones(len(group.rollouts)))
 
 
-# -- a trainer with a tool, whose model is made to call it
+# -- a trainer with a tool that the model is forced to call
 
 
 @pytest.fixture(scope="module")
 def trained(talker: Path, template: str, tmp_path_factory: pytest.TempPathFactory):
-    """Two steps with real calls: every turn that the model writes is one."""
+    """A trainer after two steps with real calls: every turn of the model is a call."""
     folder, told = tmp_path_factory.mktemp("run"), []
 
     def reward(completions: list[Any], prompts: list[Any], **kwargs: Any) -> list[float]:
@@ -338,7 +338,7 @@ def test_a_turn_that_did_not_end_is_ended_before_the_answer(tokenizer: Any) -> N
     ],
 )
 def test_what_follows_a_turn_is_the_templates(end: str, between: str, turn_end: str, expected: str) -> None:
-    """In ChatML of base models the end token isn't the one that ends turns, and the model may write either."""
+    """In ChatML of base models the end token differs from the token that ends a turn. The model may write both."""
     tokenizer = tiny.make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<tool>", "<assistant>"]})
     tokenizer.chat_template = tiny.TOOL_TEMPLATE.replace("<end>", f"{end}{between}")

@@ -1,4 +1,4 @@
-"""Tools and environments: who runs them, and what a slow, failing or hanging one costs."""
+"""Tools and environments: which process runs them, and the cost of slow, failing and hanging tools."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from colograd.training.prompts import train_prompts_of
 
 
 def answers(box: Toolbox, *calls: ToolCall, row: dict[str, Any] | None = None) -> list[str]:
-    """What a fresh conversation is told."""
+    """Run calls in a fresh conversation and return the answers that the model reads."""
     session, beginning = box.open(row or {})
     if beginning is not None:
         settle(beginning)
@@ -132,7 +132,7 @@ def here(a: int, b: int) -> str:
 
 
 def test_a_tool_that_is_declared_to_need_the_main_thread_runs_there_from_the_first_call_on(workers: int) -> None:
-    """As one with a `signal.alarm` must: no other thread can have it."""
+    """A tool with `signal.alarm` needs the main thread and runs there from its first call on."""
     box = Toolbox([tool_cases.alarmed, here, tool_cases.add], None, workers, main_thread=["alarmed", "here"])
     main = threading.current_thread().name
     with warnings.catch_warnings():
@@ -297,7 +297,7 @@ def test_an_environment_that_is_declared_is_made_in_the_main_thread_and_keeps_it
 
 
 class Mixed:
-    """A connection, and a method that wants the main thread and hides why, as math-verify does."""
+    """An environment with a connection and a method that secretly needs the main thread, as in math-verify."""
 
     made: ClassVar[list[str]] = []
 
@@ -361,7 +361,7 @@ def test_a_method_that_the_model_does_not_see_raises_and_is_warned_of(method: st
 
 
 class Stalling(Counter):
-    """Never says what it is worth."""
+    """An environment whose `get_reward` never returns."""
 
     def get_reward(self) -> float:
         while True:
@@ -406,7 +406,7 @@ def test_a_factory_that_is_declared_has_the_main_thread_and_another_raises() -> 
 
 @pytest.mark.parametrize("named", ["ad", "waits", "count"])
 def test_a_name_that_can_not_have_the_main_thread_is_refused(named: str) -> None:
-    """There is nothing of that name, it is async, or it is a method of an environment."""
+    """The name is unknown, the tool is async, or the tool is a method of an environment."""
     tools = [tool_cases.add, tool_cases.waits]
     said = f"main_thread_tools has '{named}', but .*: name some of add, game, Counter, or leave it out"
     with pytest.raises(ValueError, match=said):
@@ -423,7 +423,7 @@ def test_a_factory_may_give_the_same_environment_again() -> None:
 
 
 class Table:
-    """Holds a database connection, which works in the thread that made it alone; as a browser does."""
+    """An environment whose database connection, like a browser, works only in the thread that opened it."""
 
     def __init__(self) -> None:
         self.database = sqlite3.connect(":memory:")
@@ -458,7 +458,7 @@ def test_all_that_an_environment_does_happens_in_one_thread() -> None:
 
 
 class Turns:
-    """Remembers in which order its methods ran."""
+    """An environment that records the order in which its methods ran."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -497,7 +497,7 @@ def test_an_async_tool_can_neither_end_nor_hold_up_the_loop() -> None:
 
 
 class Named:
-    """Says which columns it was given."""
+    """An environment that reports the columns it got."""
 
     def reset(self, **row: Any) -> str:
         return " ".join(sorted(row))

@@ -1,4 +1,4 @@
-"""What tools and environments add to a run."""
+"""The part of a run that tools and environments add."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def outcome(begun: Any) -> Any:
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_rows_of_environments_need_no_prompt(tiny_model, tmp_path, streamed) -> None:
-    """Only the environment's name, and what its reset takes; a stream doesn't know its columns."""
+    """A row needs only the environment's name and the arguments of `reset`. A stream doesn't know its columns."""
     rows = [{"environment": "counter", "start": n} for n in range(8)]
     dataset = IterableDataset.from_generator(lambda: iter(rows)) if streamed else Dataset.from_list(rows)
     config = tiny.config(tmp_path, shuffle_dataset=False)

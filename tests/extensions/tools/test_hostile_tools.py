@@ -1,4 +1,4 @@
-"""Whatever a model and its tools write: a turn without calls is text, and an answer that can't be shown is an error."""
+"""Hostile output of models and tools: a turn without calls is text, and an unprintable answer is an error."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_huge_answer_is_not_tokenised(tokenizer: Any, monkeypatch: pytest.Monk
 
 
 class Library:
-    """An environment whose episodes begin with all its books."""
+    """An environment with a first observation of 20 million characters."""
 
     def reset(self, **row: Any) -> str:
         return "x " * 10_000_000

@@ -1,4 +1,4 @@
-"""Environments are lent to no more conversations at once than TRL has, and come back when they are scored."""
+"""At most as many environments as in TRL are lent to conversations. They come back after scoring."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OneTurn:
 
 
 class Server(Counter):
-    """One of two servers; counts how many play at once."""
+    """An environment on one of two servers. It counts the episodes that run at once."""
 
     playing: set[str] = set()
     most = 0
@@ -99,7 +99,7 @@ def test_two_servers_serve_a_whole_round(kind: Any) -> None:
 
 
 def test_groups_that_nobody_scores_hang_nowhere() -> None:
-    """As where a subclass collects what `generate` yields."""
+    """Environments of unscored groups block nothing, e.g. if a subclass collects the groups of `generate`."""
     assert play(Server, limit=2, collects=True) == [[float(n)] * 2 for n in range(5)]
     assert Server.most == 10
 
@@ -136,7 +136,7 @@ def test_as_many_are_lent_as_trl_makes(changes: dict[str, Any], most: int) -> No
 
 
 def test_environments_come_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though an async reward function ends beside the next round's start."""
+    """Environments are returned once, even if an async reward function ends while the next round starts."""
     box = Toolbox(None, Counter)
     environments, taking, goes_on = box.environments, threading.Event(), threading.Event()
     lent = environments.lend(None)

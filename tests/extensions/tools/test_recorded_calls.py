@@ -33,7 +33,7 @@ def slow(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def test_calls_of_rewards_and_tools_are_told_with_their_times() -> None:
-    """Of a tool that there isn't, too; of what nobody watches, nothing."""
+    """Calls of missing tools are recorded too. Without a listener nothing is recorded."""
     lanes, scorer, tools = Timeline(), Scorer(resolve_rewards([slow], None)), Toolbox([add])
     group = scored(0, [0.0, 1.0], [2, 2]).group
     scorer.submit([group], [["a", "b"]]).result()

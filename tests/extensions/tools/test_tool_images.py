@@ -1,4 +1,4 @@
-"""Tools and environments of models that see: their pictures in rows, in the engine and in the journal."""
+"""Tools and environments with pictures: in training rows, in the engine and in the journal."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_an_image_token_that_a_tool_wrote_is_a_token_but_not_beside_a_picture(fo
 
 @image_cases.needs("torchvision")
 def test_the_template_of_qwen3_vl_writes_pictures_and_that_of_qwen2_5_vl_no_calls() -> None:
-    """Of TRL's copies."""
+    """Chat templates as shipped with TRL."""
     import trl
 
     model, processor = processor_of("qwen3_vl")
@@ -184,9 +184,9 @@ def test_a_placeholder_that_was_written_is_no_pictures_in_what_the_engine_gets()
 
 
 def answered(model: Any, family: str) -> list[ScoredGroup]:
-    """Groups whose completions have pictures among their tokens: of a prompt with one, and of one without. The first
-    completion has two answers with pictures; the second and the third have the first of these too, elsewhere, the
-    second behind an image token that the model wrote; the last has none."""
+    """Groups with pictures in their completions, for a prompt with a picture and a prompt without. The first completion
+    has two answers with pictures. The second and third have one of them, the second after an image token that the model
+    wrote. The last has none."""
     draw, found = torch.Generator().manual_seed(1), []
     for position, prompt in enumerate((tiny_images.made_up(model, family, 1, 1), ModelInput((3, 4, 5, 6)))):
         rollouts = []
@@ -234,7 +234,7 @@ def test_rows_with_pictures_in_answers_give_the_models_own_probabilities(family:
 
 
 def test_what_a_picture_shows_reaches_what_is_written_behind_it() -> None:
-    """Else all of the above would hold of rows without any."""
+    """A picture changes the tokens sampled after it. Otherwise the tests above would prove nothing."""
     model, _ = tiny_images.random_model("idefics3")
     groups = answered(model, "idefics3")[1:]
     before = image_cases.loss_and_gradients(model, groups, share=True)[0]
@@ -247,7 +247,7 @@ def test_what_a_picture_shows_reaches_what_is_written_behind_it() -> None:
 
 
 class EachTurnCalls(ToolFormat):
-    """Reads a call out of whatever a random model writes."""
+    """A tool format that reads any output of a random model as a call."""
 
     name = "look"
 
@@ -256,7 +256,7 @@ class EachTurnCalls(ToolFormat):
 
 
 def seeing_trainer(folder: Path, family: str, reward: Any, **changes: Any) -> GRPOTrainer:
-    """A trainer whose model calls in every turn."""
+    """A trainer with a model that is forced to call a tool in every turn."""
     config = tiny.config(
         folder / "run",
         **picture_tools.SETTINGS,
@@ -349,7 +349,7 @@ def test_the_journal_has_the_pictures(trained: Any) -> None:
 
 
 def written(trained: Any, box: Toolbox, name: str, tokens: int = 120, **options: Any) -> list[Group]:
-    """Groups of three conversations of each of three prompts, whose turns have a few tokens."""
+    """Sample three conversations for each of three prompts, with a few tokens in each turn."""
     trainer = trained[0]
     reader = ImageReader(trainer.policy.processor, trainer.policy.image_token)
     form = EachTurnCalls(trainer.policy.tokenizer, {}, reader)
@@ -368,7 +368,7 @@ def scored(group: Group) -> ScoredGroup:
 
 
 def difference(trainer: Any, groups: list[Group]) -> torch.Tensor:
-    """Between the sampler's and the trainer's log-probabilities, of what was sampled."""
+    """Differences between the sampler's and the trainer's log-probabilities of the sampled tokens."""
     (row,) = pack([scored(group) for group in groups], 10_000, False, torch.device("cpu"))
     with torch.no_grad():
         logprobs, _ = policy_logprobs(trainer.model, row, 1.0)
@@ -406,7 +406,7 @@ def test_an_environment_shows_pictures_in_the_prompt_and_in_answers(trained: Any
 
 @pytest.mark.engine
 def test_a_picture_behind_an_image_token_that_was_written_is_where_it_belongs(trained: Any) -> None:
-    """The engine's prompt log-probabilities are the trainer's, though vLLM takes any placeholder for a picture's."""
+    """The engine's prompt log-probabilities equal the trainer's, although vLLM sees a picture in any placeholder."""
     trainer = trained[0]
     (group,) = written(trained, Toolbox([look]), "look")[1:2]
     rollout, token = next(r for r in group.rollouts if r.riders), trainer.policy.image_token
@@ -439,7 +439,7 @@ def test_an_answer_without_room_is_left_out_whole(trained: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.engine
 def test_a_resumed_run_takes_pictures_from_the_journal(trained: Any, tmp_path: Path) -> None:
-    """It samples, calls and scores nothing, and ends with the same weights."""
+    """The resumed run samples, calls and scores nothing, and ends with the same weights."""
     first = trained[0]
     shutil.copytree(Path(first.args.output_dir) / store.FOLDER, tmp_path / "run" / store.FOLDER)
     shutil.copytree(Path(first.args.output_dir).parent / "model", tmp_path / "model")

@@ -1,4 +1,4 @@
-"""What TRL's users read off a trainer, and what they may have replaced in it."""
+"""TRL's attributes of a trainer, and TRL's methods that a subclass may override."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEVELS = ("INFO", "WARNING")
 
 
 class Bare(TRLNames):
-    """The names alone, on what a trainer would have."""
+    """TRL's names without a real trainer, on fakes of its attributes."""
 
     def __init__(self, args: Any, reference: Any = None) -> None:
         self.args, self.feature = args, SourceFeature()
@@ -55,7 +55,7 @@ def test_the_coefficient_of_the_entropy_is_the_present_one(tmp_path) -> None:
 
 @pytest.fixture(scope="module")
 def both(tiny_model, tmp_path_factory) -> Any:
-    """A trainer of TRL's, which generates with transformers, and ours of the same arguments."""
+    """TRL's trainer, which generates with transformers, and our trainer with the same arguments."""
     trl = pytest.importorskip("trl")
     folder = tmp_path_factory.mktemp("both")
     given: dict[str, Any] = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 8}
@@ -183,5 +183,5 @@ def test_every_method_of_trls_trainer_is_ours_too_or_refused() -> None:
     assert unaccounted <= INTERNAL, unaccounted - INTERNAL
 
 
-# Of TRL's methods, those that only make sense inside of it.
+# TRL's methods that have a meaning only inside TRL's trainer.
 INTERNAL = {"_log_completion_extra", "_log_metric", "_get_tool_suffix_ids"}

@@ -17,7 +17,7 @@ os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 
 
 class _Driver:
-    """All that is asked of it: modules of Gated DeltaNet look for the device's name when they are imported."""
+    """A stand-in for Triton's driver: modules of Gated DeltaNet look for the device's name when they are imported."""
 
     @staticmethod
     def is_active():
@@ -44,7 +44,7 @@ def _with_masks_of_numbers(interpreter):
 
 
 def _with_names_looked_up_once(interpreter):
-    """At each call the interpreter looks through all members of Triton's language: a sixth of its time."""
+    """Cache Triton's names, because a search of Triton's language at each call takes a sixth of the time."""
     names = {}
 
     def patch(package, builder, scope):
