@@ -54,7 +54,7 @@ def die() -> None:
 
 
 def await_death() -> None:
-    """Kill this process later, at the moment in KILL. A stop's time begins when the trainer's constructor handles signals."""
+    """Kill this process at the moment in KILL. A stop's time begins when the trainer's constructor handles signals."""
     if KILL is None or KILL["victim"] not in (RANK, -1) or ("signal" not in KILL and KILL["victim"] < 0 and RANK):
         return
     if "seconds" in KILL:
