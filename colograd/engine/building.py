@@ -244,7 +244,7 @@ def live_weights() -> contextlib.AbstractContextManager[None]:
     from vllm.model_executor.layers import utils
 
     def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
-        layer.cpu_linear = cpu_products.engine_linear
+        layer.cpu_linear = cpu_products.linear
 
     return replaced(utils, "dispatch_cpu_unquantized_gemm", keep)
 

@@ -196,7 +196,8 @@ def load_policy(
     if config.on_cpu:
         cpu_products.take_over(loaded)
     # Rows of a model for the GPU are checked later, after the move to the GPU, because forwards here run on the host.
-    why_padded = choose_rows(loaded) if config.on_cpu else expect_rows(loaded)
+    with cpu_products.constant_weights():
+        why_padded = choose_rows(loaded) if config.on_cpu else expect_rows(loaded)
     processors = (feature.processor(unwrap(loaded), path, tokenizer, config) for feature in features())
     processor = next((each for each in processors if each is not None), None)
     if processor is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):

@@ -55,20 +55,22 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         bias = None if bias is None else bias.bfloat16()
     if not x.dtype == weight.dtype == torch.bfloat16 or x.numel() < FEW_ROWS * x.shape[-1]:
         return F.linear(x, weight, bias)
+    if _copies is not None and not torch.is_grad_enabled():
+        return _product(x, _copy_of(weight), bias)
     found: torch.Tensor = _Linear.apply(x, weight, bias)
     return found
 
 
-_copies: dict[int, torch.Tensor] | None = None  # float32 copies by the weight's address; None: not in a generation
-_room = 0  # bytes that further copies may take
+_copies: dict[int, torch.Tensor] | None = None  # Float32 copies of weights by address. None: no weight is constant.
+_room = 0  # Bytes that further copies may take.
 
 
 @contextlib.contextmanager
 def constant_weights() -> Iterator[None]:
-    """Let `engine_linear` keep float32 copies of weights until the context ends. No weight may change within it.
+    """Let `linear` keep float32 copies of weights until the context ends. No weight may change within the context.
 
-    Decoding multiplies by each weight once per token, so the casts would take a quarter of its time. The copies take at
-    most a quarter of the memory that is available; further weights are cast each time.
+    Decoding multiplies by each weight once per token, so that casts would take a quarter of its time. The copies take
+    at most a quarter of the available memory. Weights without a copy are cast each time. The bits don't change.
     """
     global _copies, _room
     if not wanted():
@@ -81,21 +83,14 @@ def constant_weights() -> Iterator[None]:
         _copies = before
 
 
-def engine_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `linear` for the engine, with the same bits; see `constant_weights`."""
-    is_wide = x.dtype == weight.dtype == torch.bfloat16 and x.numel() >= FEW_ROWS * x.shape[-1]
-    if _copies is None or not is_wide or (copy := _copy_of(weight)) is None:
-        return linear(x, weight, bias)
-    return _product(x, copy, bias)
-
-
-def _copy_of(weight: torch.Tensor) -> torch.Tensor | None:
+def _copy_of(weight: torch.Tensor) -> torch.Tensor:
+    """Return a float32 copy of the weight if `constant_weights` has room for it. Otherwise return the weight."""
     global _room
     assert _copies is not None
     key = weight.data_ptr()
     if key not in _copies and (nbytes := 4 * weight.numel()) <= _room:
         _copies[key], _room = weight.detach().float(), _room - nbytes
-    return _copies.get(key)
+    return _copies.get(key, weight)
 
 
 def _parts(weight: torch.Tensor) -> Iterator[slice]:

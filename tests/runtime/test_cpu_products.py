@@ -75,18 +75,18 @@ def test_a_head_multiplies_in_float32(monkeypatch):
     assert product_dtype(weight, cpu, wide=False) == torch.bfloat16
 
 
-def test_engine_casts_a_weight_once_per_generation():
+def test_constant_weights_are_cast_once():
     layer, x, _ = given()
     x, rows = x.detach().flatten(0, 1), torch.randn(9, 12, dtype=torch.bfloat16)
     plain = [cpu_products.linear(each, layer.weight, layer.bias) for each in (x, rows)]
     with torch.no_grad(), cpu_products.constant_weights():
-        kept = [cpu_products.engine_linear(each, layer.weight, layer.bias) for each in (x, rows)]
+        kept = [cpu_products.linear(each, layer.weight, layer.bias) for each in (x, rows)]
         assert [copy.dtype for copy in cpu_products._copies.values()] == [torch.float32]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(kept, plain, strict=True))
     with torch.no_grad():
         layer.weight.mul_(2)
         with cpu_products.constant_weights():
-            changed = cpu_products.engine_linear(x, layer.weight, layer.bias)
+            changed = cpu_products.linear(x, layer.weight, layer.bias)
     assert torch.equal(changed, cpu_products.linear(x, layer.weight, layer.bias)) and not torch.equal(changed, kept[0])
 
 
@@ -94,6 +94,6 @@ def test_copies_leave_most_memory_free(monkeypatch):
     layer, x, _ = given()
     memory = types.SimpleNamespace(available=4 * 4 * layer.weight.numel() - 1)
     monkeypatch.setattr(cpu_products.psutil, "virtual_memory", lambda: memory)
-    with cpu_products.constant_weights():
-        cpu_products.engine_linear(x.detach(), layer.weight, layer.bias)
+    with torch.no_grad(), cpu_products.constant_weights():
+        cpu_products.linear(x.detach(), layer.weight, layer.bias)
         assert not cpu_products._copies

@@ -23,6 +23,7 @@ import torch
 from ...memory.shape import Shape
 from ...parallel.shards import parts_of
 from ...policy.lora import unwrap
+from ...runtime import cpu_products
 from ...runtime.sizes import num_experts
 
 # FLOP/s of dense bfloat16 products, from the makers' data sheets. A device's name must contain all words of an entry.
@@ -43,6 +44,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" and dtype == torch.bfloat16 else ""
     if name and (peak := peak_of(name)) is not None:
         return peak, f"{name}'s data sheet"
+    if device.type == "cpu" and dtype == torch.bfloat16 and cpu_products.wanted():
+        dtype = torch.float32  # Products of bfloat16 matrices run in float32 there.
     size = SIZES.get(device.type, 1024)
     return _measured(device, dtype, size), f"measured: a {str(dtype).removeprefix('torch.')} product of {size} x {size}"
 
