@@ -59,8 +59,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return found
 
 
-_copies: dict[int, torch.Tensor] | None = None  # float32 copies by the weight's address; None: not in a generation
-_room = 0  # bytes that further copies may take
+_copies: dict[int, torch.Tensor] | None = None  # float32 copies by weight address. None outside `constant_weights`.
+_room = 0  # Bytes that further copies may take.
 
 
 @contextlib.contextmanager
