@@ -28,11 +28,11 @@ from types import FrameType
 from typing import Any, NoReturn
 
 INTERRUPT = "Ctrl-C"
-REPEATED = 2.0  # seconds in which a launcher may send the scheduler's signal again
-RESERVE = 10.0  # seconds kept for the end of the run, if the deadline leaves twice as many
-MARGIN = 2.0  # seconds before the deadline at which the process ends by force, or a fifth of a short one
-TORCHRUN_GRACE = 30.0  # seconds between SIGTERM and SIGKILL of torchrun's ranks, if its variable isn't set
-TERMINATED = 143  # status of a process that SIGTERM ended, 128 + 15
+REPEATED = 2.0  # Seconds in which a launcher may send the scheduler's signal again.
+RESERVE = 10.0  # Seconds kept for the end of the run, if the deadline leaves twice as many.
+MARGIN = 2.0  # Seconds before the deadline at which the process ends by force. At most a fifth of the seconds left.
+TORCHRUN_GRACE = 30.0  # Seconds from SIGTERM to SIGKILL of torchrun's ranks, if its variable isn't set.
+TERMINATED = 143  # Exit status of a process that SIGTERM ended, 128 + 15.
 # A scheduler that restarts a job by its exit status, or counts status 0 as success, sets a variable with this prefix.
 SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "SKYPILOT_")
 
@@ -88,19 +88,19 @@ class StopSignal:
         status: exit status after a stop.
     """
 
-    save_seconds = 0.0  # seconds that the last checkpoint took
-    why = "as its time is over"  # why the process ended by force
+    save_seconds = 0.0  # Seconds that the last checkpoint took.
+    why = "as its time is over"  # Reason in the message of a process that ends by force.
 
     def __init__(
         self, speaks: bool = False, names: Collection[str] = ("SIGTERM",), stop_within: float | None = None,
         status: int = 0,
     ) -> None:  # fmt: skip
-        self.received = ""  # name of the first signal, of any rank after a step or with a deadline
-        self.is_cut = False  # whether the round must end now
+        self.received = ""  # Name of the first signal. After a step or with a deadline: of any rank.
+        self.is_cut = False  # Whether the round must end now.
         self.status = status
-        self.tell: Callable[[str, float], None] = lambda name, seconds: None  # sends the seconds left to other ranks
-        self.cut: Callable[[], None] = lambda: None  # is called in the thread when the round must end
-        self.leave: Callable[[], None] = lambda: None  # tells other ranks that this one may end
+        self.tell: Callable[[str, float], None] = lambda name, seconds: None  # Sends the seconds left to other ranks.
+        self.cut: Callable[[], None] = lambda: None  # Called in the thread when the round must end.
+        self.leave: Callable[[], None] = lambda: None  # Tells other ranks that this rank may end.
         self._speaks, self._stop_within = speaks, stop_within
         self._numbers = {getattr(signal, name): name for name in names} | {signal.SIGINT: INTERRUPT}
         self._previous: dict[int, Any] = {}
@@ -109,9 +109,9 @@ class StopSignal:
 
     def _reset(self) -> None:
         self.received, self.is_cut = "", False
-        self._noticed = False  # whether this process received a signal
-        self._first = self._cut_at = self._end_at = float("inf")  # of time.monotonic
-        self._socket: socket.socket | None = None  # the C handler writes each signal's number into it
+        self._noticed = False  # Whether this process received a signal.
+        self._first = self._cut_at = self._end_at = float("inf")  # Times by `time.monotonic`.
+        self._socket: socket.socket | None = None  # The C handler writes each signal's number into it.
 
     @classmethod
     def outside_training(cls, names: Collection[str], status: int, tell: Callable[[str, float], None]) -> StopSignal:

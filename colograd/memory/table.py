@@ -5,9 +5,8 @@ step. With `offload_gradients` or `offload_optimizer: stream`, only bytes in tra
 reference model or teacher that waits on the host runs before gradients exist, in the space planned for gradients.
 
 A KV cache that sleeps while the policy trains (`vllm_enable_sleep_mode`) shares its space with gradients and
-activations. Otherwise the KV cache is planned in addition to gradients and activations. Then a micro-batch may be
-trained between two engine steps (`overlap`), because an engine step at the end of sampling needs less memory than a
-micro-batch.
+activations. Otherwise the KV cache is planned in addition to gradients and activations. `overlap` doesn't change
+the plan, because a rank trains only after its own engine has stopped sampling.
 """
 
 from __future__ import annotations

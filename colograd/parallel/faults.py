@@ -293,12 +293,12 @@ class FailureDetector:
                 self._hub.broadcast(lost)
                 self._receive(lost)
             return
-        with contextlib.suppress(OSError):  # if rank 0 is gone, `_listen` detects its failure
+        with contextlib.suppress(OSError):  # If rank 0 is gone, `_listen` detects its failure.
             self._send(stage=watchdog.stage())
         if self._signs and self._since_sign.is_silent(self._signs, passed):
             lost = _silent(0, self._since_sign.seconds, self._last_stage)
-            self._signs = 0  # the failure of rank 0 is reported only once
-            with contextlib.suppress(OSError):  # a stopped rank 0 reads the message when its process continues
+            self._signs = 0  # Report the failure of rank 0 only once.
+            with contextlib.suppress(OSError):  # If rank 0 is suspended, it reads this message after it continues.
                 self._send(**asdict(lost))
             self._receive(lost)
 
@@ -406,7 +406,7 @@ class _Coordinator:
                 self._send(caller, stage=watchdog.stage())
                 if caller.signs and caller.silence.is_silent(caller.signs, passed):
                     lost.append(_silent(caller.rank, caller.silence.seconds, caller.stage))
-                    caller.signs = 0  # a rank's failure is reported only once
+                    caller.signs = 0  # Report a rank's failure only once.
         return lost
 
     def close(self) -> None:

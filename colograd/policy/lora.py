@@ -65,8 +65,8 @@ class AdaptedLayer:
         """Return the base weight plus the adapter's change as a new float32 tensor, in the base weight's layout."""
         if self.experts:
             base = self.module.get_param()
-            a = self.lora_a.float().view(self.experts, -1, self.lora_a.shape[1])  # (E, rank, in)
-            b = self.lora_b.float().view(len(self.lora_b), -1, self.experts).permute(2, 0, 1)  # (E, out, rank)
+            a = self.lora_a.float().view(self.experts, -1, self.lora_a.shape[1])  # [experts, rank, in]
+            b = self.lora_b.float().view(len(self.lora_b), -1, self.experts).permute(2, 0, 1)  # [experts, out, rank]
             delta = torch.bmm(b, a).mul_(self.scaling).view(-1, len(self.lora_b), self.lora_a.shape[1])
             if getattr(self.module.get_base_layer(), "is_transposed", False):
                 delta = delta.transpose(1, 2)

@@ -61,7 +61,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return found
 
 
-_copies: dict[int, torch.Tensor] | None = None  # Float32 copies of weights by address. None: no weight is constant.
+_copies: dict[int, torch.Tensor] | None = None  # float32 copies by weight address. None outside `constant_weights`.
 _room = 0  # Bytes that further copies may take.
 
 

@@ -42,7 +42,7 @@ class Traffic:
     """Bytes that a rank exchanged with other ranks, or copied into the engine, since the last `take`."""
 
     reduced: int = 0  # Bytes of gradients that ranks have summed.
-    gathered: int = 0  # Bytes of weights that ranks have gathered after optimizer steps.
+    gathered: int = 0  # Bytes of weights that ranks have gathered after optimizer steps, or in forwards and backwards.
     published: int = 0  # Bytes of weights that were copied into the engine.
 
     def take(self) -> dict[str, float]:
@@ -58,7 +58,7 @@ class ShardingStrategy(ABC):
 
     Create the strategy when the policy is in its final memory, and before the policy's optimizer. An optimizer step
     calls `backward` for each micro-batch, then `sum_gradients`, `divide_gradients`, `clip`, and the optimizer's `step`.
-    Afterwards every rank has the new weights.
+    Afterwards every rank has the new weights, or its part of them if the strategy divides the weights.
     """
 
     model: torch.nn.Module
@@ -87,7 +87,8 @@ class ShardingStrategy(ABC):
 
     @abstractmethod
     def share(self, optimizer: torch.optim.Optimizer) -> None:
-        """Leave only this rank's parts in the optimizer's groups, and gather the other ranks' parts after each step."""
+        """Leave only this rank's parts in the optimizer's groups. Gather weights after each step, unless a rank keeps
+        only its part of the weights."""
 
     def agree(self, what: str) -> AbstractContextManager[None]:
         """Return a context that raises an error of any rank on all ranks, if ranks communicate in `backward`."""
@@ -131,7 +132,8 @@ class ShardingStrategy(ABC):
 
     @abstractmethod
     def gather_weights(self) -> None:
-        """Copy the weights that each rank has updated to all ranks."""
+        """Copy the weights that each rank has updated to all other ranks. Do nothing if a rank keeps only its part of
+        the weights."""
 
     def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
         """Return whether `save_optimizer` can write the state of this optimizer."""

@@ -92,7 +92,7 @@ class SharedParts(ShardingStrategy):
 
     @abstractmethod
     def _after_step(self) -> None:
-        """Gather weights and drop gradients after the optimizer's step."""
+        """Drop gradients after the optimizer's step, and gather weights if every rank keeps all weights."""
 
     def share(self, optimizer: torch.optim.Optimizer) -> None:
         pieces = {piece.name: piece.part for piece in self.owned()}

@@ -499,8 +499,8 @@ class Checkpointer(TrainerCallback):
         if self._failures >= most:
             raise RuntimeError(
                 f"The run ends, because {self._failures} checkpoints in a row couldn't be written (step {step}: "
-                f"{error}; save_failures: {most}). All earlier checkpoints are complete. Free disk space, and resume "
-                "with `resume_from_checkpoint: auto`."
+                f"{error}; save_failures: {most}). All earlier checkpoints are complete. Remove the cause, e.g. free "
+                "disk space, and resume with `resume_from_checkpoint: auto`."
             )
         self.trainer.console.warn(
             f"checkpoints: checkpoint-{step} couldn't be written ({error}): training goes on without it "

@@ -300,7 +300,11 @@ def _means(values: Sequence[float | None], every: int) -> list[float | None]:
 
 
 def spread_out(steps: Iterable[int], first: Iterable[int] = ()) -> Iterator[int]:
-    """Yield the last step, the first, ``first``, then the others in an order that is evenly spread at any point."""
+    """Yield ``steps`` in an order for a page that may have room for only some of them.
+
+    The order begins with the last step, the first step, and the steps in ``first``. The others follow, so that the
+    steps yielded so far are always spread roughly evenly. Entries of ``first`` that aren't in ``steps`` are skipped.
+    """
     rest = sorted(set(steps))
     order = [step for step in [*rest[-1:], *rest[:1], *first] if step in rest]
     for power in range(max(len(rest) - 1, 1).bit_length(), -1, -1):

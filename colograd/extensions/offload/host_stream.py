@@ -22,9 +22,9 @@ ITEMSIZE = 10  # Largest number of bytes of optimizer state per element of a par
 
 
 class Job(NamedTuple):
-    kernel: Callable[[Sequence[torch.Tensor]], Any]  # Function of the device copies of `written` and then `read`.
-    written: Sequence[torch.Tensor] = ()  # Host tensors that get the device copies' values after the kernel.
-    read: Sequence[torch.Tensor] = ()  # Host tensors that stay unchanged.
+    kernel: Callable[[Sequence[torch.Tensor]], Any]  # Called with device copies of `written`, then of `read`.
+    written: Sequence[torch.Tensor] = ()  # Host tensors that the kernel changes. Their device copies are copied back.
+    read: Sequence[torch.Tensor] = ()  # Host tensors that the kernel only reads.
 
 
 def device_bytes(state: int) -> int:

@@ -67,7 +67,7 @@ class EventLog:
 
 
 def json_line(entry: Mapping[str, Any]) -> bytes:
-    """Encode an entry as a line of JSON in UTF-8. NaN becomes null. Values of types unknown to JSON become texts."""
+    """Encode an entry as a line of JSON in UTF-8. `plain` converts values that JSON lacks, e.g. NaN or an array."""
     form: dict[str, Any] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
     try:
         text = json.dumps(entry, **form)
@@ -77,7 +77,8 @@ def json_line(entry: Mapping[str, Any]) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value for JSON. NaN and infinities become None. Values of types unknown to JSON become texts."""
+    """Convert a value for JSON. NaN and infinities become None. Arrays, tensors, tuples and sets become lists. Values
+    of other types that JSON lacks become texts."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if value is None or isinstance(value, bool | int | str):
