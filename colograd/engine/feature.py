@@ -43,7 +43,7 @@ class BuiltEngine(Protocol):
 
     layout: RankLayout
     vocab_size: int  # Vocabulary size of the checkpoint.
-    served: ServedWeights  # The policy's quantised weights that the engine reads in place. A feature may set them.
+    served: ServedWeights  # The policy's quantised weights that the engine reads in place. A feature may set `served`.
 
     @property
     def core(self) -> Any:

@@ -12,9 +12,9 @@ from .tokens import bounded_exp, per_sequence_sum, sequence_mean_weights
 DIFFERENCE, RAW = "sampling/sampling_logp_difference", "sampling/raw_ratio"
 MASKED, TRUNCATED = "sampling/masked_share", "sampling/truncated_share"
 WEIGHT = "sampling/importance_sampling_ratio"
-MASKED_TOKENS = "sampling/masked_tokens_share"  # Share of tokens in completions that a mask of completions drops.
-SIGNED, SQUARE = "/signed", "/square"  # Suffixes of two moments that `/std` is computed from. They aren't logged.
-LARGEST = 30.0  # Bound in nats of log-ratios in metrics, so that a ratio's square fits into float32.
+MASKED_TOKENS = "sampling/masked_tokens_share"  # Share of tokens that are in masked completions.
+SIGNED, SQUARE = "/signed", "/square"  # Suffixes of unlogged metrics, from which `/std` is computed.
+LARGEST = 30.0  # Bound of log-ratios (nats) in metrics, so that a ratio's square fits into float32.
 
 
 @dataclass(frozen=True, slots=True)

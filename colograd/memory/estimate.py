@@ -60,16 +60,17 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
         return sizes.gradient_itemsize * (elements + elements // parts) if parts > 1 else 0
 
     if strategy == "fsdp":
-        # Each rank, or its host, has a part of every parameter, and gathers the largest block (layer, head or
-        # embedding). Measured: 13 to 15.5 bytes per element of a bfloat16 block (tests/extensions/fsdp/test_fsdp.py).
+        # Each rank has a shard of every parameter on its device or host. One block (layer, head or embedding) at a time
+        # is gathered on the device. The gathered block was measured to take 13 to 15.5 bytes per bfloat16 element. 16
+        # bytes are planned, the bound in tests/extensions/fsdp/test_fsdp.py.
         block = (GATHERED * sizes.itemsize + SUMMED * sizes.gradient_itemsize) * max(sizes.block, sizes.largest)
         exchange = block + (0 if run.reshard else sizes.itemsize * (sizes.elements - sizes.rest))
         if run.offloads_parts and on_gpu:
             return RankBytes(engine, 0, 0, 0, exchange)
         return RankBytes(engine, sizes.weights // ranks, sizes.gradients // ranks, state(ranks), exchange)
     if strategy in TENSOR:
-        # A T-th of the policy is in the engine's memory. Ranks with equal parts divide gradients or optimizer state. A
-        # LoRA adapter counts as whole, because each rank has one of its two matrices whole.
+        # The policy's shard is in the engine's memory. Ranks with the same shard divide gradients or optimizer state. A
+        # LoRA adapter counts as unsharded, because each rank has one of the adapter's two matrices unsharded.
         engines, shared_out = ranks // size, strategy.partition("+")[2]
         cut = 1 if 2 * sizes.trained < sizes.elements else size
         return RankBytes(

@@ -42,13 +42,13 @@ class MemoryPlan:
     kv_tokens: int = 0
     sleeps: bool = False  # Whether the KV cache is freed while the policy trains.
     offloads: bool = False  # Whether the optimizer's state is on the host while the engine samples.
-    streams: bool = False  # Whether the optimizer's state stays on the host. Its buffers on the device count.
+    streams: bool = False  # Whether the optimizer's state stays on the host. `optimizer` is then bytes in transfer.
     reference: int = 0  # Bytes of the reference model on the device. 0 without one, or if it waits on the host.
     teacher: int = 0  # Bytes of the teacher model on the device. 0 without one, or if it waits on the host.
     strategy: str = "none"  # Name of the sharding strategy.
     ranks: int = 1
     exchange: int = 0  # Bytes of gradients sent to other ranks, or of weights gathered from other ranks.
-    offloads_gradients: bool = False  # Whether gradients are moved to the host. Only gradients in transfer count.
+    offloads_gradients: bool = False  # Whether gradients move to the host. `gradients` is then bytes in transfer.
     remedies: str = ""  # Changes that would make the run fit. Empty if the run fits, or if no changes were tried.
 
     @property

@@ -152,8 +152,8 @@ class Head:
 
 
 def product_dtype(weight: torch.Tensor, device: torch.device, wide: bool) -> torch.dtype:
-    """Return the dtype of a head's matrix products: autocast's dtype if autocast is on, else the weight's dtype. A CPU
-    without bfloat16 instructions uses float32 instead of bfloat16."""
+    """Return the dtype of a head's matrix products: autocast's dtype if autocast is on, else the weight's dtype. With
+    ``wide``, autocast is ignored. A CPU without bfloat16 instructions uses float32 instead of bfloat16."""
     found = (None if wide else attention.autocast_dtype(device)) or weight.dtype
     slow = device.type == "cpu" and found == torch.bfloat16 and cpu_products.wanted()
     return torch.float32 if slow else found
@@ -238,12 +238,13 @@ def label_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Gradient of entropy and KL divergence with respect to a tile's logits: p (slope log p - constant - logq)."""
+    """Gradient of entropy and KL divergence with respect to a tile's logits (n labels, c columns):
+    p (slope log p - constant - logq), p = softmax. In some columns, `more` is added."""
 
-    slope: torch.Tensor  # Factor of log p, (n,), for n labels.
-    constant: torch.Tensor  # Summand per label, (n,).
-    logq: torch.Tensor | None = None  # Log-probabilities of the teacher's distribution, (n, c), for c columns.
-    more: tuple[torch.Tensor, torch.Tensor] | None = None  # Column indices (n, K), and summands (n, K) for the columns.
+    slope: torch.Tensor  # Factor of log p for each label, (n,).
+    constant: torch.Tensor  # Number that is subtracted for each label, (n,).
+    logq: torch.Tensor | None = None  # The teacher's log-probabilities times the KL divergence's gradient, (n, c).
+    more: tuple[torch.Tensor, torch.Tensor] | None = None  # Column indices (n, K), and values to add there, (n, K).
 
     @classmethod
     def of_entropy(cls, gradient: torch.Tensor, entropy: torch.Tensor) -> Spread:

@@ -38,7 +38,7 @@ class Call:
 
     queries: Places
     keys: Places
-    causal: bool  # Whether attention is causal, with the last query at the last key. False: nothing is masked.
+    causal: bool  # Whether attention is causal, with the last query at the last key. False means no mask.
     window: int | None = None  # Number of keys that a query attends to, including the key at its position.
     # `sequences`, for a kernel of many sequences (flash): start indices of the sequences' queries and of their keys,
     # (N + 1,) each, with the end as last entry; then the maximum numbers of queries and of keys in a sequence.
@@ -208,17 +208,18 @@ def _tokens(layout: SegmentLayout, *segments: int) -> slice:
 
 @functools.lru_cache(maxsize=16)
 def calls_one_by_one(layout: SegmentLayout) -> tuple[Call, ...]:
-    """Return the calls for a kernel that takes one sequence at a time (CPU): a call for all segments' attention to
-    their own keys, then a call per earlier segment that others attend to (`blocks`)."""
+    """Return the calls for the CPU's kernel, which computes a call's sequences one by one. In the first call each
+    segment attends to its own keys. In each further call, neighbouring segments attend to one earlier segment
+    (`blocks`)."""
     return Call(None, None, True, lengths=layout.lengths), *itertools.chain(*blocks(layout))
 
 
 @functools.lru_cache(maxsize=16)
 def calls_at_once(layout: SegmentLayout, window: int | None, device: torch.device) -> tuple[Call, ...]:
-    """Return the calls for a kernel that takes many sequences (flash): a call for all segments' attention to their own
-    keys, then a call per depth of `blocks`. With a ``window`` there is a single call, because the query's position
-    decides how many keys of an earlier segment are in the window. Each segment then gets a copy of the earlier keys in
-    the window of its first query."""
+    """Return the calls for flash attention, which takes many sequences at once. In the first call each segment attends
+    to its own keys. Then there is a call per depth of `blocks`. With a ``window`` there is a single call, because the
+    query's position decides how many keys of an earlier segment are in the window. Each segment then gets a copy of
+    the earlier keys in the window of its first query."""
     own = [_tokens(layout, segment) for segment in range(len(layout.lengths))]
     if window is None:
         calls = [Call(None, None, True, None, _sequences(own, own))]

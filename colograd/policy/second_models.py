@@ -59,14 +59,14 @@ class Kind(NamedTuple):
     make: Callable[[GRPOConfig, Policy], SecondModel]  # Constructor, called when the policy is on its device.
     nbytes: Callable[[GRPOConfig, Policy], int]  # Number of bytes that the model takes on the policy's device.
     # `read` computes the values of a row from: the second model, the model that `present()` yields, the row, the
-    # temperature, and the model's name if several models have this kind (else "").
+    # temperature, and the model's name if the run has several models of this kind (else "").
     read: Callable[[SecondModel, Any, PackedRow, float, str], torch.Tensor] = own_logprobs
     # `configs` returns {name: configuration} for the models of this kind, with the name "" for a single model.
     configs: Callable[[GRPOConfig], Mapping[str, GRPOConfig]] = lambda config: {"": config}
 
 
 OF = " of "  # Separator between a row's field and a model's name in a key of `SecondModels`: "teacher_top of math".
-SecondModels = dict[str, SecondModel]  # Maps a row's field, plus `OF` and a name if several models fill it, to a model.
+SecondModels = dict[str, SecondModel]  # Maps "ref_logprobs" or "teacher_top of math" to the model that computes it.
 
 
 def kinds() -> dict[str, Kind]:
@@ -75,8 +75,8 @@ def kinds() -> dict[str, Kind]:
 
 
 def second_models(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> SecondModels:
-    """Make the reference and teacher models that compute the row's values named in ``needs``. The keys of the result
-    are these names, plus a model's name if several models compute them."""
+    """Make the reference and teacher models that compute the values named in ``needs``. The keys of the result are
+    these names, e.g. "teacher_top", or "teacher_top of math" with several teachers."""
     found = {key: kind.make(each, policy) for key, kind, each in _of_run(needs, config)}
     for second in found.values():
         present = {type(step) for step in steps_of(unwrap(second.model))}

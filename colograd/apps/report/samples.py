@@ -22,7 +22,7 @@ from ...rollout.record_file import positions as record_positions
 from ...runtime.sizes import THUMBNAIL_BYTES, THUMBNAILS
 from .untrusted import Tail, entries, items, mapping, number, open_inside, parse, plain, text, whole
 
-SAMPLES = "_report/samples.jsonl"  # Older versions of Colograd write this file.
+SAMPLES = "_report/samples.jsonl"  # Older versions of Colograd wrote this file.
 STORE = "_journal"
 STORED = ("rank-00000.shown", "rank-00000.records")  # Files of the main process, in ascending precedence.
 LONGEST = 200_000  # Maximum characters of a completion or a prompt.
@@ -111,8 +111,8 @@ class Samples:
 
     def _recorded(self, step: int) -> Iterator[dict[str, Any]]:
         for name in sorted(self.stored.get(step, ()), reverse=True):
-            if (stored := open_inside(self.folder, name)) is not None:  # A checkpoint may have deleted the file.
-                with stored, contextlib.suppress(Exception):  # An untrusted file can raise many kinds of errors.
+            if (stored := open_inside(self.folder, name)) is not None:  # Saving a checkpoint deletes old files.
+                with stored, contextlib.suppress(Exception):  # Reading an untrusted file can raise any error.
                     yield from filter(None, map(_recorded, shown(stored, step)))
         lines = self.lines.get(step)
         if not lines or (file := open_inside(self.folder, SAMPLES)) is None:
@@ -127,7 +127,7 @@ class Samples:
     def _logged(self, step: int) -> Iterator[dict[str, Any]]:
         for purpose, name in sorted(self.files.get(step, {}).items()):
             if (file := open_inside(self.folder, f"{FOLDER}/{name}")) is not None:
-                with file, contextlib.suppress(Exception):  # A bad parquet file raises many kinds of errors.
+                with file, contextlib.suppress(Exception):  # Reading a bad parquet file can raise any error.
                     yield from _rows(file, "train" if purpose == "completions" else text(purpose, 100))
 
 

@@ -112,7 +112,7 @@ class Curriculum:
 
 
 def read_curriculum(config: GRPOConfig) -> Curriculum | None:
-    """Parse the setting `curriculum`, a mapping or JSON. Return None if the setting is empty: no curriculum."""
+    """Parse the setting `curriculum`, a mapping or JSON. Return None if the setting is None: no curriculum."""
     text = config.curriculum
     settings = json.loads(text) if isinstance(text, str) else text
     if settings is None:

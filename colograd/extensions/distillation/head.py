@@ -31,7 +31,7 @@ from ...policy.logprobs import Compute, ForwardStep, Pass, calls
 
 @dataclass(frozen=True, slots=True)
 class TeacherHead:
-    """Head of a teacher model. It computes the teacher's logits of the policy's tokens, without further tokens."""
+    """A teacher's output head. It computes no logits for tokens that only the teacher's vocabulary has."""
 
     weight: torch.Tensor  # Weight of the head without gradient, (V, hidden).
     bias: torch.Tensor | None
@@ -113,7 +113,7 @@ class TeacherLogits:
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Return the divergence's gradient for a tile's logits, added to a gradient ``first`` of another value."""
+        """Return ``first`` (the entropy's gradient, or None) plus the divergence's gradient for a tile's logits."""
         divergence, of_teacher = saved
         logq = self.tile(*place).sub_(of_teacher[:, None]).mul_(gradient[:, None])
         slope, constant = gradient, gradient * divergence
@@ -158,9 +158,9 @@ class TeacherTop:
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Return the divergence's gradient for a tile's logits, added to a gradient ``first`` of another value. For a
-        token of probability p the gradient is p (gap - KL). For a top token the gap is log p - log q, with the
-        teacher's probability q. All tokens outside the top K share one gap, of their total probabilities."""
+        """Return ``first`` (the entropy's gradient, or None) plus the divergence's gradient for a tile's logits. For a
+        token of probability p the divergence's gradient is p (gap - KL). For a top token the gap is log p - log q, with
+        the teacher's probability q. All tokens outside the top K share one gap, of their total probabilities."""
         divergence, of_teacher = saved
         own, of_rest = of_teacher[:, :-1], of_teacher[:, -1]
         slope, constant = torch.zeros_like(gradient), gradient * (divergence - of_rest)

@@ -22,7 +22,7 @@ DIVERGENCES = {"exact": "teacher_states", "top_k": "teacher_top"}  # Micro-batch
 
 @dataclass(frozen=True, slots=True)
 class AdvantageTerm(LossTerm):
-    """Term of `distillation_kl: sampled`: log teacher - log pi_old of each token is added to the token's advantage."""
+    """Term of `distillation_kl: sampled`: add weight * (log teacher - log pi_old) of each token to its advantage."""
 
     weight: float
 

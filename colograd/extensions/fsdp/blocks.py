@@ -161,7 +161,8 @@ def cut(
 
 
 def whole_parameters(block: Any) -> list[torch.nn.Parameter]:
-    """Return a block's unsharded parameters. Only a forward and backward give them memory. A collective."""
+    """Return a block's unsharded parameters, which FSDP allocates only during the block's forward and backward. A
+    collective call: all ranks take part."""
     block.unshard()
     whole = [parameter for parameter in block.parameters() if not isinstance(parameter, DTensor)]
     block.reshard()

@@ -102,7 +102,7 @@ def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]
 
 
 def events_of(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Return a run's events in order, without the events of steps that a resumed run repeated."""
+    """Return a run's events in order. A resumed run's events replace earlier events of the steps after its start."""
     found: list[dict[str, Any]] = []
     with contextlib.suppress(OSError), open(Path(run_dir) / FOLDER / EVENTS, "rb") as file:
         for line in file:
