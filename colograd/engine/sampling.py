@@ -146,13 +146,14 @@ def finish_reason_of(name: str) -> FinishReason:
 
 
 class LengthHistory:
-    """Mean completion length of each prompt in tokens, from the last time it was sampled.
+    """Mean completion length of each prompt in tokens, from the prompt's last sampling.
 
     If not all prompts fit into the engine at once, prompts with long completions start first, because a long completion
     that starts last is decoded alone at the end. Starting the longest first is the longest-processing-time rule of list
-    scheduling (Graham 1969, https://doi.org/10.1137/0117039). Each request has a seed, so the order changes rollouts
-    only by the rounding of kernels in other batches (none on a CPU). A checkpoint holds the lengths, so that a resumed
-    run has the batches of an uninterrupted run.
+    scheduling (Graham 1969, https://doi.org/10.1137/0117039). Each request has its own seed, so random numbers
+    don't depend on the order. On a GPU the order may still change rollouts, because a kernel's rounding depends on the
+    other requests in its batch. A checkpoint contains the lengths, so that a resumed run starts prompts in the same
+    order as an uninterrupted run.
     """
 
     def __init__(self) -> None:

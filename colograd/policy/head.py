@@ -42,7 +42,7 @@ class Candidates(Protocol):
 
 
 class HeadPart(Protocol):
-    """One rank's shard of a head: the entries ``start`` ... ``stop`` of a vocabulary of ``size`` entries."""
+    """One rank's shard of a head: the token ids from ``start`` to ``stop`` (exclusive), of ``size`` ids in total."""
 
     start: int
     stop: int
@@ -171,7 +171,7 @@ def logit_transform(model: Any) -> dict[str, Any]:
 def cast(
     weight: torch.Tensor, bias: torch.Tensor | None, vocabulary: slice, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the entries ``vocabulary`` of a head's weight and bias, converted to ``dtype``."""
+    """Return a head's weight and bias for the token ids in the slice ``vocabulary``, converted to ``dtype``."""
     return weight[vocabulary].to(dtype), None if bias is None else bias[vocabulary].to(dtype)
 
 
@@ -181,14 +181,14 @@ def parts(total: int, size: int) -> Iterator[slice]:
 
 
 def vocabulary_size(model: Any) -> int:
-    """Return the number of entries of the model's input embedding. If ranks hold shards, the shards are summed."""
+    """Return the number of token ids in the model's input embedding. If ranks hold shards, all shards count."""
     table = model.get_input_embeddings()
     own: HeadPart | None = getattr(table, "vocabulary", None)
     return int(table.weight.shape[0]) if own is None else own.size
 
 
 def tile_shape(labels: int, vocabulary: int, device: torch.device) -> tuple[int, int]:
-    """Return the number of rows (labels) and of columns (vocabulary entries) of a tile of logits."""
+    """Return the number of rows (labels) and of columns (token ids) of a tile of logits."""
     rows = max(1, min(labels, TILE_ROWS))
     columns = TILE_ELEMENTS.get(device.type, 2**24) // rows
     if device.type != "cpu":

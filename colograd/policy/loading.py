@@ -61,8 +61,8 @@ class Policy:
 
     @property
     def checkpointing(self) -> tuple[int, ...]:
-        """Possible intervals n of activation checkpointing, least recomputation first. With n every n-th layer computes
-        its activations twice. 0 means no checkpointing."""
+        """Possible intervals n of activation checkpointing, least recomputation first. With the interval n, every
+        n-th layer computes its activations twice. 0 means no checkpointing."""
         model = unwrap(self.model)
         if not model.supports_gradient_checkpointing:
             return (0,)
@@ -77,7 +77,7 @@ class Policy:
 
     @property
     def rows(self) -> int:
-        """Number of entries of the model's input embedding."""
+        """Number of token ids in the model's input embedding, including padding ids that no token has."""
         return vocabulary_size(unwrap(self.model))
 
     @property

@@ -71,7 +71,7 @@ class SeamTrainer(Trainer):
         self.checkpoint_config = CheckpointConfig(kwargs["model"], self.policy.tokenizer)
         super().__init__(**kwargs)
         self.checkpoint_config.restore()
-        self.model_accepts_loss_kwargs = True  # Transformers must not divide the loss by its token count.
+        self.model_accepts_loss_kwargs = True  # Transformers must not scale the loss, which is already normalised.
         # Don't wrap the model in DDP, because the sharding strategy sums gradients over ranks once per step.
         self.accelerator.prepare_model = lambda model, **kwargs: model
         self.facts: dict[str, Any] = {}  # recipe, command and dataset for the model card and the rollout log
@@ -317,7 +317,7 @@ class SeamTrainer(Trainer):
         """Raise a ValueError if a checkpoint's files lack parameters of the model."""
         state = self.model.state_dict()
         absent = {*load_result.missing_keys} - {*(self.model._keys_to_ignore_on_save or ())}
-        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # of tied tensors, a file has one
+        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # a file has one of several tied tensors
         if lacking := sorted(name for name in absent & state.keys() if state[name].data_ptr() not in loaded):
             raise ValueError(
                 f"The checkpoint lacks parameters of the policy ({len(lacking)}: {', '.join(lacking[:3])}). It belongs "

@@ -36,10 +36,12 @@ def calculator(expression: str) -> str:
 
 
 def products(size: int = 2048, seed: int = 0, examples: int = 2) -> Dataset:
-    """Make products of two numbers from 11 to 99. Without the calculator the untrained model never gets one right.
+    """Make questions for the product of two numbers from 11 to 99. Without the calculator the untrained model answers
+    none of them correctly.
 
     Args:
-        examples: solved products before each question, with tool calls. With two the model calls in half of its tries.
+        examples: number of solved products, with tool calls, before each question. With 2 examples the untrained model
+            calls the tool in half of its completions.
     """
     from datasets import Dataset
 

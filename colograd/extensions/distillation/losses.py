@@ -17,7 +17,8 @@ from ...policy.logprobs import ForwardStep
 from .head import TeacherStep, TopTokens
 from .teacher import UNTAUGHT
 
-DIVERGENCES = {"exact": "teacher_states", "top_k": "teacher_top"}  # Micro-batch field that a `distillation_kl` reads.
+# Value of the setting `distillation_kl` -> micro-batch field with the teacher's values for the loss term.
+DIVERGENCES = {"exact": "teacher_states", "top_k": "teacher_top"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ from .judging import code_runs_apart
 from .specs import YAML, TaskSpec, check_harness
 
 GENERATE, SCORE, ROLLING = "generate_until", "loglikelihood", "loglikelihood_rolling"
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first set one counts
+# Names that a task may use for the limit of a completion. The first name that is set counts.
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 NO_SAMPLING = ("until", "do_sample", "temperature", "num_beams", *LENGTHS)
 DEFAULT_TOKENS = 256  # The harness's maximum length of a completion if a task sets none.
 FEWSHOT_SEED = 1234  # The harness's default seed for choosing few-shot examples.
@@ -78,7 +79,7 @@ class LoadedTask:
     task: Any  # task object of lm_eval
     questions: tuple[Question, ...]
     n: int | None
-    cut: int  # number of prompts with a beginning that was cut off
+    cut: int  # number of prompts whose beginning was cut off
 
     @property
     def sampling(self) -> Sampling | None:
@@ -263,7 +264,8 @@ def _encoder(tokenizer: Any) -> Any:
 
 
 def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tuple[Request, bool]:
-    """Return a request as token ids, and whether its beginning was cut off. The harness also cuts long requests."""
+    """Return a task's request as token ids, and whether its beginning was cut off. Like the harness's own models, this
+    function cuts the beginning of a request that exceeds the context."""
     kind, arguments = instance.request_type, tuple(instance.args)
     if kind == GENERATE:
         sampling = _sampling(name, arguments[1], n, rules)

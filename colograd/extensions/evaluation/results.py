@@ -155,7 +155,7 @@ class SuiteResult:
 
         gathered = {}
         for each in tasks:
-            raw = {  # for each metric: numbers are averaged per question
+            raw = {  # the values of each metric, with numbers averaged per question
                 key: [sum(v) / len(v) for v in values] if _are_numbers(values) else [*itertools.chain(*values)]
                 for key, values in each.values().items()
             }

@@ -85,12 +85,17 @@ class RowStep(ForwardStep):
 @dataclass(frozen=True, eq=False)
 class RowPart:
     """Division of a packed row's tokens and labels (target tokens) among ranks, from this rank's point of view.
-    Example: a row of 7 tokens on 2 ranks. Label i belongs to the rank of the token at logit_positions[i]:
 
-        tokens           4 3
-        logit_positions  1 2 | 1 3 4 5
-        own              0 1   2 3        on the first rank; labels is (4, 2)
-                                   4 5    on the second
+    Label i belongs to the rank of the token at ``logit_positions[i]``, because that token predicts the label.
+
+    Example: a prompt of 2 tokens with completions of 2 and 3 tokens (separated by ``|``), on 2 ranks. The first rank
+    has the row's tokens 0 to 3, and the second rank has tokens 4 to 6:
+
+        tokens           (4, 3)
+        logit_positions  1 2 | 1 4 5
+        labels           (3, 2)
+        own              0 1   2          on the first rank
+                                 3 4      on the second rank
     """
 
     group: RankGroup
@@ -98,7 +103,8 @@ class RowPart:
     labels: tuple[int, ...]  # Number of labels of each rank.
     own: torch.Tensor  # Indices of this rank's n labels among the row's N labels, (n,).
     own_on_host: torch.Tensor  # The tensor `own` in host memory, (n,).
-    places: torch.Tensor  # Index of each label in the all-gathered labels, (N,). Each rank is padded to the largest.
+    # Index of each label in the all-gathered labels, (N,). The gather pads every rank's labels to the same number.
+    places: torch.Tensor
     fillers: int = 0  # Number of padding tokens that `cut` has added at the row's end.
 
     @classmethod

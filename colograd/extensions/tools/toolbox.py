@@ -102,7 +102,8 @@ class Toolbox:
         self._told_of: set[tuple[str, str]] = set()  # (kind of failure, tool) pairs that were warned about
         self.environments = Environments(self._factories, frozenset(self._main_thread), self._advice, most_environments)
         classes = dict.fromkeys(type(environment.instance) for environment in self.environments.first.values())
-        self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]  # with get_reward
+        # Classes of environments that have a method `get_reward`. Each class becomes a reward function.
+        self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]
         shared = [_schema(name, function) for name, function in self._tools.items()]
         self._schemas: dict[str | None, list[dict[str, Any]]] = {None: shared}
         for key, environment in self.environments.first.items():
@@ -272,7 +273,7 @@ class Toolbox:
 
 
 def environment_reward(of: Any, tools: Toolbox) -> Callable[..., Any]:
-    """Return a reward function: ``get_reward()`` of environments of the class ``of``, None for other environments."""
+    """Return a reward function: ``get_reward()`` of environments of class ``of``, and None for other environments."""
 
     def own(environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
         return tools.environments.rewards([e if type(e) is of else None for e in environments])
