@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import random
@@ -152,9 +153,34 @@ def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, rank
             enter(plain_collectives())
         if on_cpu and has_adapter:
             enter(one_adapter())
+        enter(nothing_for_servers())
         if sleeps:
             enter(weights_stay())
         enter(rank_variables_of(device))
+        yield
+
+
+@contextlib.contextmanager
+def nothing_for_servers() -> Iterator[None]:
+    """Skip two steps of vLLM's construction in this context: a chat rendered to warm up, and repeated collections.
+
+    Rendering loads the tokenizer again, but requests have token ids. vLLM collects garbage three times before it
+    freezes the heap. The last collection includes the first two, and each takes a fraction of a second.
+    """
+    from vllm.renderers.base import BaseRenderer
+    from vllm.v1.engine import core
+
+    def freeze() -> None:
+        gc.collect()
+        gc.freeze()
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, ours in (
+            (core, "freeze_gc_heap", freeze),
+            (BaseRenderer, "render_chat", lambda *args, **kwargs: None),
+        ):
+            if hasattr(owner, name):  # missing in some versions
+                stack.enter_context(replaced(owner, name, ours))
         yield
 
 
