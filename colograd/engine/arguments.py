@@ -36,14 +36,15 @@ def engine_kwargs(
     model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int, sequences: int = 0,
     trained: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the arguments of `vllm.LLM`. ``vllm_engine_kwargs`` may override arguments that aren't in RESERVED.
+    """Return the arguments of `vllm.LLM`. ``vllm_engine_kwargs`` may override all arguments except `enable_sleep_mode`
+    and those in RESERVED.
 
     Args:
         sequences: maximum number of sequences in one generation, in training or evaluation. 0 means unknown.
         trained: maximum number of sequences in one generation of training. 0 means the value of ``sequences``.
 
     Raises:
-        ValueError: ``vllm_engine_kwargs`` sets an argument that only the trainer may set.
+        ValueError: ``vllm_engine_kwargs`` sets an argument that it may not override.
     """
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     for name in RESERVED:

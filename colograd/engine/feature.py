@@ -81,7 +81,8 @@ class EngineFeature:
         return sampled
 
     def scored(self, prompt: ModelInput, output: Any) -> None:
-        """Check vLLM's ``output`` of `Engine.prompt_logprobs`, and keep nothing, because the weights may change."""
+        """Check vLLM's ``output`` for a ``prompt`` of `Engine.prompt_logprobs`. Drop all cached data that depend on the
+        weights, because the weights may change before the next call."""
 
     def take_counts(self) -> dict[str, float]:
         """Return the feature's counts by metric name. Each call sets the counts to 0."""

@@ -63,9 +63,11 @@ def _set_cache(run: RunDescription, plan: MemoryPlan) -> int:
 
 
 def auto(run: RunDescription) -> str:
-    """Return the least sharded strategy that leaves room for an ample KV cache and a micro-batch of the run's tokens
-    (or `PLANNED_TOKENS`). If no strategy does, return the one that leaves most room. On a CPU only the known parts
-    (weights, gradients, optimizer, KV cache) must fit."""
+    """Return the least sharded strategy that fits. If none fits, return the strategy that leaves most room.
+
+    If the plan chooses the KV cache's size, an ample cache and the largest of ``run.longest_rows`` must fit. Otherwise,
+    e.g. on a CPU, only the known parts (weights, gradients, optimizer, KV cache) must fit.
+    """
     if run.devices.ranks == 1:
         return run.strategies[0]
     for strategy in run.strategies:
@@ -77,8 +79,12 @@ def auto(run: RunDescription) -> str:
 
 
 def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int]) -> int:
-    """Return the first number n of ``able`` with which checkpointing every n-th layer (0: no layer) leaves room for an
-    ample KV cache and a micro-batch of the run's tokens or `BUSY_TOKENS`. If no number does, return the last one."""
+    """Return the first number n of ``able`` with which the run fits if every n-th layer is checkpointed (0: no layer).
+
+    A micro-batch has ``run.tokens`` tokens. If that is 0, it has `BUSY_TOKENS` per rank, or holds the longest sequence
+    if that needs more. The KV cache must have an ample size, or the size that the user set. If no number fits, or if
+    the size that the user set is unknown, return the last number.
+    """
     tokens = run.tokens or max(BUSY_TOKENS * run.ranks_per_sequence, run.length)
 
     for every in able:
@@ -107,8 +113,8 @@ def too_large(run: RunDescription, plan: MemoryPlan) -> str:
     else:
         problem = (
             f"The KV cache of one full sequence takes {gib(need.least)} GiB, but {gib(max(plan.room, 0))} of "
-            f"{gib(plan.total)} GiB are left beside the rest: at least one must fit"
+            f"{gib(plan.total)} GiB are left for the cache: at least one must fit"
         )
-    hint = ". Should this be estimated too high, vllm_gpu_memory_utilization overrules it"
+    hint = ". If the estimate is too high, set vllm_gpu_memory_utilization, which overrules it"
     overrule = hint if _known_fits(run, plan) else ""
     return "\n".join([f"{problem}; {plan.remedies}{overrule}.", *plan.lines()])

@@ -98,7 +98,7 @@ class MemoryPlan:
         return sampling if self.sleeps else min(sampling, empty.remains("training"))
 
     def takes(self, need: CacheNeed) -> bool:
-        """Return whether training fits, and whether a KV cache of one full sequence fits."""
+        """Return whether training fits, and whether a KV cache of ``need.least`` bytes fits."""
         empty = dataclasses.replace(self, kv_bytes=0)
         return self.room >= need.least and empty.remains("training") >= 0
 

@@ -59,7 +59,8 @@ class HeadPart(Protocol):
 
 
 class OtherSums(Protocol):
-    """Running sums for the KL divergence from a teacher's distribution, updated with each tile of logits."""
+    """Running sums for the KL divergence from a teacher's distribution. `gaps` and `add` read each tile of the policy's
+    logits. `result` returns the divergence, and values for its gradient."""
 
     def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor | None: ...
     def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None: ...

@@ -55,7 +55,7 @@ def choose_rows(model: Any, device: torch.device | None = None, why: str = "", a
         The reason why rows must be padded. Empty means that rows are packed.
 
     Raises:
-        ValueError: on padded rows, too, log-probabilities differ from the model's.
+        ValueError: the check fails on padded rows as well.
     """
     device, model = device or model.device, unwrap(model)
     own, name = _own_attention(model), type(model).__name__
@@ -68,7 +68,7 @@ def choose_rows(model: Any, device: torch.device | None = None, why: str = "", a
                 if error:
                     why = f"{name}'s packed log-probabilities differ by {error:.2g} nats from its own on {device}"
                 elif lost := of_masks - applied:
-                    why = f"{name} doesn't tell its attention of the window of {lost.pop()} tokens"
+                    why = f"{name} doesn't pass the window of {lost.pop()} tokens to its attention"
                 else:
                     return ""
             except (NotCompiled, torch.OutOfMemoryError):
@@ -158,8 +158,8 @@ def _own_attention(model: Any) -> str:
 
 
 def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
-    """Make groups for the check of rows: two groups with made-up tokens, and a group for each prompt in ``given``. A
-    group has two completions. A prompt with images gets a third completion that repeats the prompt and its images."""
+    """Make groups for the check of rows: two with made-up prompts, and one for each prompt in ``given``. A group has
+    two made-up completions. If its prompt has images, a third completion consists of the prompt's tokens and images."""
     vocabulary = vocabulary_size(model)
     groups: list[ScoredGroup] = []
     token = 11

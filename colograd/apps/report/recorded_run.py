@@ -1,7 +1,7 @@
 """A run's folder as plain data: its recorded events, or without events the history in `trainer_state.json`.
 
 `RecordedRun.refresh` reads only new lines. It counts changes, so that `colograd watch` can send a page only the changes
-since the page's last one. Memory grows with the number of steps, not of completions.
+since the page's last request. Memory grows with the number of steps, not of completions.
 """
 
 from __future__ import annotations

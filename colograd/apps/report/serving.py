@@ -27,7 +27,7 @@ from .recorded_run import RecordedRun
 
 STEP_BYTES = 8_000_000  # Approximate maximum bytes of a step's completions as JSON.
 PORT = 8765
-LOOK_SECONDS = 1.0  # Seconds between two reads of the files, for any number of open pages.
+LOOK_SECONDS = 1.0  # Minimum seconds between two reads of the files, however many pages are open.
 REQUEST_SECONDS = 20  # Maximum seconds until a request has arrived.
 _NUMBER = re.compile(r"[0-9]{1,15}")
 
@@ -62,7 +62,8 @@ def watch(argv: Sequence[str] | None = None) -> int:
 
 
 class Server(ThreadingHTTPServer):
-    """HTTP server of a run's live pages. It reads the files once for all pages. The run's folder may not exist yet."""
+    """HTTP server of a run's live page. It reads the run's files at most once per `LOOK_SECONDS`, however many browsers
+    have opened the page. The run's folder may not exist yet."""
 
     daemon_threads = True
     allow_reuse_address = True

@@ -1,8 +1,11 @@
 """Reverse KL divergence KL(policy || teacher) per label (target token), computed one vocabulary tile at a time.
 
-With `distillation_kl: exact` the divergence is computed from the teacher's logits, with `top_k` from the teacher's most
-probable tokens. The policy's head calls an object with three steps: running sums over tiles of the policy's logits
-(`sums`, `gaps`, `add`), the divergence from the sums (`result`), and its gradient for a tile's logits (`spread`).
+`TeacherLogits` computes the divergence from the teacher's logits (`distillation_kl: exact`). `TeacherTop` computes it
+from the teacher's most probable tokens (`top_k`). The policy's head calls these methods of one of the two classes:
+
+    forward     `sums` begins the running sums, `gaps` and `add` read a tile of the policy's logits, `result` returns
+                the divergence
+    backward    `spread` returns the divergence's gradient for a tile of logits
 """
 
 from __future__ import annotations

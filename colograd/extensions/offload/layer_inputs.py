@@ -1,7 +1,7 @@
 """Inputs of checkpointed layers in host memory (`gradient_checkpointing: offload`).
 
 A checkpointed layer saves only its input, and is computed again in the backward. Here the input is copied to
-page-locked host memory while the next layers run. The input is copied back during the backward of the layer behind. So
+page-locked host memory while the next layers run. The input is copied back during the backward of the next layer. So
 the device holds the inputs of a few layers. Gradients are equal bit for bit with `gradient_checkpointing: true`.
 """
 
@@ -96,7 +96,7 @@ class LayerInputs:
 
 
 class _Input:
-    """Input of one checkpointed layer. It is on the device, on the host, or on a copy between the two."""
+    """Input of one checkpointed layer. It is on the device, on the host, or on both during a copy."""
 
     def __init__(self, owner: LayerInputs, tensor: torch.Tensor, before: Callable[[], _Input | None]) -> None:
         self.owner, self.shape, self.dtype = owner, tensor.shape, tensor.dtype

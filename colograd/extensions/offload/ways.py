@@ -71,12 +71,14 @@ def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
 
 def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
     """Count the bytes that a step moves over the bus to the GPU and to the host, in micro-batches of ``tokens``.
-    Gradients go to the host in each micro-batch. From the second micro-batch on, the gradient sums first come to the
-    GPU. The sums come twice more, for the norm and for the optimizer. Each layer's input goes to the host and comes
-    back, except that the last layers' inputs don't come back."""
+
+    A streamed optimizer state comes to the GPU and goes back once. Gradients go to the host in each micro-batch. From
+    the second micro-batch on, the gradient sums first come to the GPU. The sums come twice more, for the norm and for
+    the optimizer. Each layer's input goes to the host. All inputs except those of the last `KEPT` layers come back.
+    """
     sizes, lengths = run.sizes, run.lengths
     whole = run.sequences * lengths.completion + -(-run.sequences // lengths.group) * lengths.prompt
-    own = max(1, -(-tokens // run.ranks_per_sequence))  # Number of this rank's tokens of each row.
+    own = max(1, -(-tokens // run.ranks_per_sequence))  # Tokens of a micro-batch on this rank.
     passes, to_gpu, to_host = max(1, -(-whole // own)), 0, 0
     if run.streams:
         to_gpu, to_host = sizes.optimizer, sizes.optimizer
