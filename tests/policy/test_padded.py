@@ -38,7 +38,7 @@ PADDED: dict[str, tuple[Callable[[], Any], str]] = {
                 **SHAPE, num_experts=4, use_sliding_window=True, sliding_window=20, max_window_layers=1
             )
         ),
-        "doesn't tell its attention of the window of 20 tokens",
+        "doesn't pass the window of 20 tokens to its attention",
     ),
 }  # fmt: skip
 # Of docs/models.md's families.
