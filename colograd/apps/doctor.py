@@ -7,7 +7,8 @@ with vLLM, scores and prints them, and compares two pairs of log-probabilities: 
 the trainer's, from packed rows, with the model's own forward of each sequence. The exit status is 0 if all checks
 pass, 1 if a check failed, 2 for bad input.
 
-Without arguments it checks only the packages, and a compiler if there is a GPU. A training can run: no GPU is opened.
+Without arguments it checks only the packages, and a compiler if there is a GPU. It opens no GPU, so a training
+may run at the same time.
 """
 
 from __future__ import annotations
@@ -205,9 +206,10 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     )
     if len(to_own):  # `to_own` is empty if every row has image tokens: the model's own forward would need the images.
         kind = "padded" if trainer.policy.why_padded else "packed"
-        remedy = "Report the model and the versions above: its rows don't give its own probabilities."
+        remedy = "Report the model and the versions above: the trainer's rows don't give the model's own probabilities."
         yield _near(f"{kind} rows/the model's own forward", to_own, limit, remedy)
-    source = trainer.sampler.source  # A rollout source other than vLLM calls tools or user code.
+    # If the run has its own rollout source (tools, an agent, ...), check rewards on completions of that source.
+    source = trainer.sampler.source
     if groups := groups if source is trainer.engine else sample(trainer, source):
         yield check_rewards(trainer, groups)
 

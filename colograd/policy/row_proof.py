@@ -66,7 +66,7 @@ def choose_rows(model: Any, device: torch.device | None = None, why: str = "", a
                 with attention.watch_windows() as (of_masks, applied):
                     error = _difference(model, own, device, asked, share_prompts=True)
                 if error:
-                    why = f"{name}'s packed log-probabilities differ by {error:.2g} nats from its own on {device}"
+                    why = f"{name}'s packed log-probabilities differ by {error:.2g} nats from the model's on {device}"
                 elif lost := of_masks - applied:
                     why = f"{name} doesn't pass the window of {lost.pop()} tokens to its attention"
                 else:

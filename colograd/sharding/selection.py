@@ -32,7 +32,7 @@ def strategy_of(config: GRPOConfig) -> type[ShardingStrategy]:
 
 
 def check_sharding(config: GRPOConfig, optimizer: Any) -> None:
-    """Raise a ValueError for the user's optimizer with sharding, because its state may be of whole parameters."""
+    """Raise a ValueError if the user's optimizer is combined with sharding. Its state may need whole parameters."""
     if optimizer is not None and config.sharding != "none":
         raise ValueError(
             f"sharding is {config.sharding!r}, which can't use the optimizer passed to the trainer "

@@ -65,7 +65,8 @@ class ShardingStrategy(ABC):
     traffic: Traffic = field(default_factory=Traffic)
 
     name: ClassVar[str]  # Value of the setting `sharding` that selects the strategy.
-    meets_in_backward: ClassVar[bool] = False  # Whether ranks communicate in backwards, so that all need equally many.
+    # Whether ranks communicate in backwards. Every rank must then run the same number of backwards.
+    meets_in_backward: ClassVar[bool] = False
     parts: int = 1  # Number of parts that the optimizer's state is divided into.
 
     @property
@@ -102,7 +103,7 @@ class ShardingStrategy(ABC):
         loss.backward()
 
     def failed(self, error: BaseException) -> None:  # noqa: B027 (most strategies have no waiting ranks)
-        """Handle an error of this rank before its backward, because other ranks wait in the backward's collectives."""
+        """Handle an error that this rank had before the backward. Other ranks wait in the backward's collectives."""
 
     @abstractmethod
     def sum_gradients(self) -> None:
@@ -114,7 +115,7 @@ class ShardingStrategy(ABC):
 
     @torch.no_grad()
     def divide_gradients(self, denominator: float) -> None:
-        """Divide the summed gradient. The denominator comes last, because it may be unknown when backwards start."""
+        """Divide the summed gradient. The denominator may be unknown when the first backward runs."""
         if gradients := list(self.gradients()):
             torch._foreach_div_(gradients, denominator)
 
@@ -164,7 +165,7 @@ class ShardingStrategy(ABC):
 
 
 def drop_graph(loss: torch.Tensor, error: BaseException) -> None:
-    """Free the activations of a failed backward, because collectives that other ranks wait in need memory."""
+    """Free the activations of a failed backward. Other ranks wait in collectives, and the collectives need memory."""
     loss.detach_()  # frees the graph although callers refer to the loss
     forget_frames(error)
     if loss.is_cuda:

@@ -238,7 +238,7 @@ class SharedGradients(SharedOptimizer):
         except BaseException as error:
             drop_graph(loss, error)
             self.failed(error)
-            self.model.zero_grad(set_to_none=True)  # the remaining collectives need memory
+            self.model.zero_grad(set_to_none=True)  # free memory for the backward's remaining collectives
             raise
         finally:
             while self._next < len(self.buckets):

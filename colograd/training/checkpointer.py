@@ -428,7 +428,7 @@ class Checkpointer(TrainerCallback):
         return self._host_files.put if self._in_background else save_file
 
     def weight_places(self) -> Mapping[str, torch.Tensor]:
-        """Return the last save's host buffers for the weights, by name. Filling these saves `write_tensors` a copy."""
+        """Return the last save's host buffers by weight name. `write_tensors` doesn't copy weights in these buffers."""
         return self._host_files.places(SAFE_WEIGHTS_NAME) if self._in_background else {}
 
     def saving_model(self) -> contextlib.AbstractContextManager[None]:
@@ -436,7 +436,7 @@ class Checkpointer(TrainerCallback):
         return saving_model(self.trainer.model, self._host_files.put if self._in_background else None)
 
     def save_optimizer(self, folder: str, usual: Callable[[], None]) -> None:
-        """Write optimizer and schedule: each rank its shard, or with transformers' ``usual`` if nothing is sharded."""
+        """Write optimizer and schedule. Each rank writes its shard. Without shards, transformers' ``usual`` writes."""
         leads = self.args.should_save
         if not self.trainer.sharding.save_optimizer(self.optimizer, Path(folder), leads, self.write_tensors):
             usual()
@@ -451,7 +451,7 @@ class Checkpointer(TrainerCallback):
             states: `Writer.state` of each rank, if the ranks have exchanged these states already.
 
         Returns:
-            True if the checkpoint is written, or if there is none in the background. False if it failed or isn't ready.
+            True if the checkpoint is written, or if no save is in the background. False if the save failed or runs.
 
         Raises:
             RuntimeError: as many checkpoints in a row as `save_failures` couldn't be written.
@@ -508,8 +508,8 @@ class Checkpointer(TrainerCallback):
         )
 
     def load_weights(self, checkpoint: str, usual: Callable[[], None]) -> None:
-        """Load the model's weights from a checkpoint. ``usual`` is transformers' function, used where it suffices: it
-        can't load shards, vision-language models and experts.
+        """Load the model's weights from a checkpoint. ``usual`` is transformers' function, which can't load
+        shards, vision-language models and experts.
 
         Raises:
             ValueError: the weights can't be read, or belong to a different model.

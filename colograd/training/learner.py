@@ -175,7 +175,7 @@ class Learner:
         return with_step_entropy(step, self.objective, self.entropy.applied, entropies, timed)
 
     def row_loss(self, differentiable: bool = True) -> Callable[[MicroBatch], LossOutput]:
-        """Return the function that computes a micro-batch's loss. If a subclass overrides it, its result is checked."""
+        """Return the function that computes a micro-batch's loss. The output of a user's `compute_loss` is checked."""
         compute_loss = functools.partial(self.hooks.compute_loss, self.model)
         if "compute_loss" not in self.hooks.replaced:
             return compute_loss
@@ -216,7 +216,7 @@ class Learner:
         self.free_gradients()
         self.rules, steps = token_budget.back_off(self.rules, steps, reason, among)
         self.events.console.warn(
-            f"memory: step {self.hooks.state.global_step + 1} ran out of it and is repeated; micro-batches have at "
+            f"memory: step {self.hooks.state.global_step + 1} ran out of memory and is repeated; micro-batches have at "
             f"most {self.rules.max_tokens:,} tokens from here on"
         )
         return steps

@@ -49,7 +49,7 @@ def check_smaller_rows_where_memory_lacks_alike(model: Path, folder: Path, **cha
     """Two ranks run out of memory at the same place of a forward, repeat the step, and end as one rank does."""
     done = start("same_rollouts.py", 2, model, folder, json.dumps(SETTINGS | changes), "alike")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "ran out of it and is repeated" in done.stdout
+    assert "ran out of memory and is repeated" in done.stdout
     run(model, folder, 1, **SETTINGS)
     check_ends_alike(model, folder, 2)
 

@@ -290,7 +290,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated_with_the_same_result(
     capfd.readouterr()
     found = train(tiny_model, tmp_path / "large", 100, max_tokens_per_microbatch=100_000, **changes)
     said = [line for line in capfd.readouterr().out.splitlines() if "memory: step" in line]
-    assert said and all("step 1 ran out of it and is repeated" in line for line in said), (
+    assert said and all("step 1 ran out of memory and is repeated" in line for line in said), (
         "later steps are small at once"
     )
     assert max(expected["rows"]) <= 90 and max(found["rows"]) > 100

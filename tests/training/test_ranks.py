@@ -230,7 +230,7 @@ def test_a_rank_that_runs_out_of_memory_makes_all_repeat_the_step_with_the_same_
 ) -> None:
     done = start(2, str(tiny_model), str(tmp_path / "run"), str(tmp_path), "float32", "memory", sharding)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "memory: step 1 ran out of it and is repeated" in done.stdout
+    assert "memory: step 1 ran out of memory and is repeated" in done.stdout
     first, second = results(tmp_path, 2)
     assert [s["weights"] for s in first["seen"]] == [s["weights"] for s in second["seen"]]
     assert first["losses"] == pytest.approx(two[0]["losses"], abs=1e-5)

@@ -93,7 +93,7 @@ class RoundEnd(NamedTuple):
 
 
 class InFlight:
-    """The groups in flight of a rank, which it carries from one round of sampling to the next.
+    """Groups in flight that a rank carries from one round of sampling to the next.
 
     Args:
         takes: number of groups that a round trains.

@@ -1,3 +1,3 @@
-"""Completions that a function or a class of the user's writes (`rollout_func`)."""
+"""Setting `rollout_func`: a function or a class from the user's code generates the completions."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {"source": "source:UserFeature"}

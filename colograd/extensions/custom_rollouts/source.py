@@ -27,7 +27,7 @@ NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 
 
 class UserFeature(SourceFeature):
-    """Lets a user's function or class write the completions (setting ``rollout_func``)."""
+    """Lets a user's function or class generate the completions (setting ``rollout_func``)."""
 
     adds_columns = True
 

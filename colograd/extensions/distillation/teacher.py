@@ -233,12 +233,12 @@ def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
     others = [token for token, index in ours.items() if theirs.get(token) != index]
     if others:
         first = min(others, key=ours.__getitem__)
-        there = "and isn't among" if first not in theirs else f"and is number {theirs[first]} of"
+        there = "and isn't among" if first not in theirs else f"and id {theirs[first]} among"
         raise ValueError(
-            f"The teacher {source.name!r} has another tokenizer: of the policy's {len(ours):,} tokens {len(others):,} "
-            f"have another number in the teacher's, such as {first!r}, which is number {ours[first]} of the policy's, "
-            f"{there} the teacher's {len(theirs):,}. A teacher scores the policy's token ids: choose a teacher of the "
-            "same family."
+            f"The teacher {source.name!r} has another tokenizer. Of the policy's {len(ours):,} tokens, {len(others):,} "
+            f"have another id in the teacher's tokenizer. For example, {first!r} has id {ours[first]} in the policy's, "
+            f"{there} the teacher's {len(theirs):,} tokens. A teacher scores the policy's token ids: choose a teacher "
+            "of the same family."
         )
 
 

@@ -202,7 +202,7 @@ def _questions(name: str, task: Any, spec: TaskSpec, rules: Rules) -> LoadedTask
     generates, has_template = task.OUTPUT_TYPE == GENERATE, bool(getattr(rules.tokenizer, "chat_template", None))
     repeats = int(task.get_config("repeats") or 1)
     if spec.n is not None and (not generates or repeats > 1):
-        why = f"takes {repeats} of its own" if generates else "is scored by log-probabilities"
+        why = f"sets {repeats} repeats" if generates else "is scored by log-probabilities"
         raise ValueError(
             f"{name}@{spec.n} asks for {spec.n} completions per question, but the task {why}: write {name}."
         )

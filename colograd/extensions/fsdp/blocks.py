@@ -180,7 +180,7 @@ def ends(model: Any) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
 
 
 def check_blocks(model: torch.nn.Module, decoder: Sequence[torch.nn.Module]) -> None:
-    """Raise a ValueError if `fully_shard` can't shard the model. Its own errors come later, or on some ranks only."""
+    """Raise a ValueError if `fully_shard` can't shard the model. FSDP's errors come later, or on some ranks only."""
     remedy = "Set sharding: gradients, which cuts only gradients and optimizer state."
     for name, parameter in model.named_parameters():
         if not parameter.dim():

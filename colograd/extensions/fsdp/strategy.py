@@ -66,7 +66,7 @@ class FullySharded(SharedParts):
                 parameter.grad_dtype = self._gradients  # A tied embedding adds up two gradients in one backward.
         self.cuts = cuts_of(model)
         self._pieces: dict[str, Owned] = {}
-        # The root block contains all parameters. It comes first, so that the other blocks overwrite it as the owner.
+        # The block of each parameter. The root block has all parameters. It comes first: other blocks replace it.
         owner = {id(p): block for block in self.blocks.all() for p in block.parameters()}
         self._sizes: dict[Any, int] = dict.fromkeys(self.blocks.all(), 0)  # Gradient elements per block, with padding.
         for one in self.cuts:

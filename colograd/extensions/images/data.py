@@ -189,8 +189,8 @@ class ImageReader:
             if all(processed(row) == found[row] for row in probes):
                 return found
         rules.tell(
-            f"{rules.name}: images: the processor can't tell numbers of tokens by images' sizes, so each row is "
-            "processed"
+            f"{rules.name}: images: the processor can't compute numbers of tokens from images' sizes, so each row "
+            "is processed"
         )
         return [processed(row) for row in _marked(range(len(rows)), len(rows), rules)]
 

@@ -1,4 +1,4 @@
-"""Reads the sharding that accelerate's FSDP2 files and DeepSpeed's configurations request.
+"""Reads the requested sharding from accelerate's FSDP2 files and DeepSpeed's configurations.
 
 Accelerate's wrapping and DeepSpeed don't run. A requested stage of ZeRO becomes one of Colograd's sharding
 strategies, which keep the policy's weights where the engine reads them.

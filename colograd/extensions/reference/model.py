@@ -94,8 +94,8 @@ class FrozenCopy(FrozenModel):
 
 
 class _OfAdapter:
-    """Base class of references that run the policy's model without its adapter's training. No checkpoint has a file of
-    such a reference, because the next start makes an equal reference."""
+    """Base class of references that run the policy's model with the adapter disabled, or with the adapter's
+    initial values. Checkpoints have no file of the reference, because the next start makes an equal reference."""
 
     of_policy = True
 

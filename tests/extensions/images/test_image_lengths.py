@@ -87,7 +87,7 @@ def test_where_sizes_don_t_tell_each_row_is_processed(wrong: Any, monkeypatch: p
     count = ImageReader.count
     monkeypatch.setattr(ImageReader, "count", lambda *given: wrong(count(*given)))
     assert rules.reader.lengths(dataset, rules) == expected
-    assert "train: images: the processor can't tell" in told[0]
+    assert "train: images: the processor can't compute" in told[0]
 
 
 def test_long_rows_are_dropped_and_the_others_read_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

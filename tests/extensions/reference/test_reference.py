@@ -316,7 +316,7 @@ def test_every_step_is_held_to_the_checkpoint_that_the_run_started_from(tiny_mod
     assert not shared & {p.untyped_storage().data_ptr() for p in trainer.ref_model.parameters()}
     trainer.dies_above = 150
     trainer.train()
-    assert "ran out of it and is repeated" in capfd.readouterr().out
+    assert "ran out of memory and is repeated" in capfd.readouterr().out
     assert trainer.rows.keys() == {1, 2, 3, 4}
     for step, rows in trainer.rows.items():
         for row, policy in rows:

@@ -168,7 +168,7 @@ def test_what_fails_on_one_rank_of_an_engine_ends_both(tiny_model: Path, tmp_pat
 def test_a_rank_of_an_engine_without_memory_makes_both_pack_smaller_rows(tiny_model: Path, tmp_path: Path) -> None:
     done = start("same_rollouts.py", 2, tiny_model, tmp_path, json.dumps(TWO), "memory")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "ran out of it and is repeated" in done.stdout
+    assert "ran out of memory and is repeated" in done.stdout
     (alone,) = run(tiny_model, tmp_path, 1)
     losses = [[entry["loss"] for entry in rank["logs"]] for rank in (alone, results(tmp_path, 2)[0])]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
