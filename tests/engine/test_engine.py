@@ -382,7 +382,7 @@ def test_a_history_of_lengths_is_saved_by_rank_and_new_prompts_count_as_the_mean
 
 
 def test_sampling_with_weights_of_another_version_raises(engine, config, prompts) -> None:
-    with pytest.raises(StaleWeights, match=r"weights of step 0, but the trainer is at step 1: publish first"):
+    with pytest.raises(StaleWeights, match=r"weights of step 0, but the trainer is at step 1: call `publish`"):
         next(engine.generate(prompts, Sampling(2, 4, 1.0, {}), version=1, seed=0))
 
 
