@@ -98,7 +98,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         options.profile = Path(f"replay-{options.step}-{options.to}")
     if options.profile is not None and options.profile.resolve().is_relative_to(options.run.resolve()):
         raise ValueError(
-            f"--profile is {str(options.profile)!r}, but nothing is written into the run's folder: choose another."
+            f"--profile is {str(options.profile)!r}, but nothing is written into the run's folder: name a folder "
+            "outside the run's folder."
         )
     return options, flags
 

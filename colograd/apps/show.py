@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if options.step not in (None, *steps):
         raise ValueError(
-            f"step {options.step} isn't in the log of {options.run}, which has {_ranges(steps)}: choose one of them."
+            f"step {options.step} isn't in the log of {options.run}, which has {_ranges(steps)}: choose one of these "
+            "steps."
         )
     if options.step is not None:
         steps = [options.step]
@@ -59,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     which = f"step{'s' * (len(steps) > 1)} {_ranges(steps)}"
     if not found:
         raise ValueError(
-            f"none of the {total} completions of {which} fits: choose another step, text or group (there are "
-            f"{_ranges(sorted(groups))})."
+            f"none of the {total} completions of {which} matches --group and --grep: choose another step or text, or "
+            f"one of the groups {_ranges(sorted(groups))}."
         )
     names = list(dict.fromkeys(name for _, rewards in found for name in rewards))
     rows = [replace(row, rewards=tuple(rewards.get(name, math.nan) for name in names)) for row, rewards in found]

@@ -1,4 +1,4 @@
-"""Callbacks after each engine step, with the load that vLLM's scheduler reports. Not all versions report one."""
+"""Callbacks after each engine step, with the load of vLLM's scheduler. Some versions of vLLM don't expose the load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Load(NamedTuple):
 class Preemptions:
     """Count of preemptions: vLLM drops a sequence's KV cache for lack of memory, and computes it again later."""
 
-    number: int | None = None  # None means that this version of vLLM doesn't expose preemptions
+    number: int | None = None  # None means that this version of vLLM doesn't expose preemptions.
 
 
 def load_of(core: Any) -> Load | None:
@@ -53,7 +53,7 @@ def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Preemptions]:
         try:
             yield preemptions
         finally:
-            vars(scheduler).pop("_preempt_request", None)  # removes `counted`, so that the class's method is called
+            vars(scheduler).pop("_preempt_request", None)  # Delete the wrapper that hides the class's method.
 
 
 def stepping(engine: Any, tell: Callable[[int], None]) -> contextlib.AbstractContextManager[None]:

@@ -90,7 +90,7 @@ class RunDescription:
     overruled: bool = False  # Whether the user sets the engine's fraction of the device's memory.
     share: float = 0.0  # The engine's fraction of the device's memory that the user set. 0 means unknown.
     strategies: tuple[str, ...] = STRATEGIES  # Sharding strategies that the run may use.
-    # Strategies that engines of more ranks would allow, by ranks per engine, in ascending order.
+    # Sharding strategies that the run could use with more ranks per engine, by ranks per engine in ascending order.
     larger_engines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     samples: bool = True  # Whether the run has an engine.
     ranks_per_sequence: int = 1  # Ranks that divide a row's tokens (sequence parallelism).
@@ -218,13 +218,14 @@ def _strategies(settings: Any, model: Any, devices: Devices, per_engine: int) ->
 
 
 def _larger_engines(settings: Any, model: Any, devices: Devices) -> dict[int, tuple[str, ...]]:
-    """Return the sharding strategies that larger engines allow, by ranks per engine. Empty with a LoRA adapter."""
+    """Return the sharding strategies that the run could use with more ranks per engine, by number of ranks per engine.
+    The result is empty with a LoRA adapter, with speculative decoding, and if `weights` isn't auto."""
     if is_adapted(model) or settings.weights != "auto" or getattr(settings, "checks_drafts", False):
         return {}
     found = {}
     for ranks in ENGINE_SIZES:
         if ranks > settings.vllm_tensor_parallel_size:
-            # Sizes that vLLM can't split, or that the configuration lacks, are errors. Then nothing is proposed.
+            # If the model can't be split over so many ranks, or lacks sizes, the checks raise. Then skip the number.
             with contextlib.suppress(ValueError, TypeError, AttributeError):
                 check_parts(model.config, ranks, ranks)
                 check_planned(model.config, ranks)

@@ -114,7 +114,7 @@ class Lengths:
 
     prompt: int
     completion: int
-    group: int  # completions that share a prompt in a row; 1 if rows are padded, not packed
+    group: int  # Completions that share a prompt in a packed row. 1 if rows are padded.
 
     def copied_keys(self, shape: Shape, tokens: int, itemsize: int, device: str) -> CopiedKeys:
         """Compute the copies of keys that attention makes in a row of ``tokens``. No copies are made if attention reads

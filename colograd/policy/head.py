@@ -1,8 +1,8 @@
 """Head of a language model: log-probability and entropy of each label, without storing the logits of a whole row.
 
 Only one tile of logits (some labels x some of the vocabulary) exists at a time. The forward keeps a running maximum and
-sum per label (an online softmax, arXiv 1805.02867), and the backward computes every tile a second time. So memory
-doesn't depend on the vocabulary's size, and grows by two numbers per label.
+sums per label (an online softmax, arXiv 1805.02867), and the backward computes every tile a second time. So memory
+doesn't depend on the vocabulary's size, and grows by a few numbers per label.
 
 On a GPU a Triton kernel (`head_kernels`) reads a tile once after the matrix product. On other devices torch code in
 this file computes the same result in several passes over the tile.
@@ -54,8 +54,8 @@ class HeadPart(Protocol):
     def combine(
         self, maximum: torch.Tensor, sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Combine the ranks' maxima and sums (label's logit, moment, total) over their vocabulary shards into the
-        maximum and sums over the whole vocabulary."""
+        """Combine the ranks' statistics of their vocabulary shards into the statistics of the whole vocabulary.
+        ``maximum`` m is the largest logit x. ``sums``: label's logit, sum of e^(x - m) (x - m), sum of e^(x - m)."""
 
 
 class OtherSums(Protocol):
@@ -360,8 +360,8 @@ def _add_tile(
     running: torch.Tensor,
     sums: OtherSums | None,
 ) -> None:
-    """Update the ``running`` statistics (4, n) of n labels (logit, moment, total, maximum) by a tile of `Head.logits`.
-    The tile is overwritten."""
+    """Update the ``running`` statistics (4, n) of n labels by a tile of `Head.logits`, and overwrite the tile. With the
+    maximum m of the logits x so far: the label's logit, the sum of e^(x - m) (x - m), the sum of e^(x - m), and m."""
     label_logit, moment, total, maximum = running.unbind()
     tile = head.hide_(head.finish_(head.cap_(tile) if head.softcap else tile), row, vocabulary)
     place = _Place.of(labels, row, vocabulary)

@@ -33,7 +33,8 @@ class Tile:
     capped: bool
 
     def add_to(self, running: torch.Tensor) -> None:
-        """Update the running statistics of the n labels, (4, n) float32: label's logit, moment, total, maximum."""
+        """Update the running statistics of the n labels by this tile, (4, n) float32. With maximum m of the logits x so
+        far: the label's logit, the sum of e^(x - m) (x - m), the sum of e^(x - m), and m."""
         self._launch(_add_tile, (len(self.product),), running, running.stride(0))
 
     def gradient(self, of_rows: Sequence[torch.Tensor | None], chain: float, dtype: torch.dtype) -> torch.Tensor:

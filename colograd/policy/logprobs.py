@@ -54,7 +54,7 @@ Compute = Callable[[Pass], tuple[torch.Tensor, ...]]
 class ForwardStep:
     """An extension's wrapper around a model's forward of packed rows. A subclass overrides the methods it needs."""
 
-    of_rows = False  # Whether the rows' data needs the step, so that reference and teacher models get the step, too.
+    of_rows = False  # Whether reference and teacher models need this step as well, because of data in the rows.
 
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
         """Wrap the whole forward: call ``inner(row)`` and return its tensors. The model's forward hooks run outside."""

@@ -41,7 +41,7 @@ class PackingRules:
     max_tokens: int  # Token budget of a micro-batch.
     mask_truncated: bool  # Whether truncated completions are left out of the loss.
     skip_without_signal: bool  # Whether groups with only zero advantages are left out.
-    share_prompts: bool  # Whether a group's completions share one copy of the prompt. False: rows will be padded.
+    share_prompts: bool  # Whether a group's completions share one copy of the prompt. False means that rows are padded.
     balance_ranks: bool  # Whether groups move between ranks to balance the ranks' cost.
     equal_counts: bool  # Whether all ranks need equal numbers of micro-batches, because they run forwards in step.
     pair_cost: float  # Cost of one query-key pair of attention, as a number of tokens.
@@ -159,7 +159,7 @@ def plan_rows(
         parts += [PackedGroup(ids[cut], rollouts[cut], advantages[cut], scored.group.example) for cut in cuts]
     rows: list[list[PackedGroup]] = []
     room: list[int] = []
-    widths: list[int] = []  # Number of tokens of the longest `PackedGroup` in each row, the width if rows are padded.
+    widths: list[int] = []  # Width of each row if rows are padded: number of tokens of the row's longest sequence.
     for size, part in sorted(((part.num_tokens, part) for part in parts), key=lambda sized: -sized[0]):
         for index, free in enumerate(room):
             needs = size if share_prompts else widths[index]

@@ -1,7 +1,8 @@
 """Sample and score the prompts of a round (all prompts sampled with one set of weights).
 
-A group is scored as soon as its last completion ends, while vLLM decodes other groups. `dynamic.round_of` chooses the
-run's round object at start: `PlainRound`, `DynamicRound`, or an extension's class.
+A group is scored as soon as its last completion ends, while vLLM decodes other groups. With `reward_call: all` the
+groups are scored together after sampling. `dynamic.round_of` chooses the run's round object at start: `PlainRound`,
+`DynamicRound`, or an extension's class.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class PlainRound:
     Extensions derive classes that sample otherwise. An extension's hook ``round`` is a function that takes the trainer
     and returns such an object, or None if the extension isn't in use."""
 
-    longest_first = True  # whether vLLM gets the prompts with the longest expected completions first
+    longest_first = True  # Whether vLLM gets the prompts with the longest expected completions first.
 
     def __init__(self, times: PhaseTimes, one_call: bool = False) -> None:
         self.times, self.one_call = times, one_call

@@ -18,8 +18,8 @@ from ..parallel.shards import Shard
 
 # PARTS: names of an expert's matrices in saved files, in the order in which a parameter of the model stacks them.
 PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-MOST_ELEMENTS = 2**24  # Maximum elements to read at once if a rank reads whole rows, and keeps some columns.
-BLOCKS = (".mlp.", ".block_sparse_moe.")  # Name of a mixture's block in transformers, and in some checkpoints.
+MOST_ELEMENTS = 2**24  # Maximum elements per read if a rank reads whole rows to keep some columns.
+BLOCKS = (".mlp.", ".block_sparse_moe.")  # Two names of an MoE block: in transformers, and in some checkpoints.
 
 
 class WeightFiles:
@@ -120,7 +120,8 @@ class WeightFiles:
 
 
 def saved_names(model: Any) -> dict[str, str]:
-    """Return saved names by the parameter's name, for parameters that transformers saves whole, but renames."""
+    """Return the name in saved files of each parameter that transformers renames, by the parameter's name. Parameters
+    that transformers saves in several parts are left out."""
     names = dict[str, str]()
     for name, _ in model.named_parameters(remove_duplicate=False):
         try:

@@ -129,10 +129,11 @@ def check_read(
 
     Args:
         every: the slices of all parameters of the policy; default: ``slices``.
-        tower_prompt: a prompt with images, for the parameters of the vision tower.
+        tower_prompt: a prompt with images, to check the vision tower. None means that the tower isn't checked.
 
     Returns:
-        The slices that neither the engine's nor the policy's output depends on.
+        The slices without effect on the engine's output, and the slices of a tower that isn't checked. The slices have
+        no effect on the policy's output, either, except biases that only the engine's first rank adds.
 
     Raises:
         RuntimeError: the policy's output depends on a parameter, but the engine's output doesn't.

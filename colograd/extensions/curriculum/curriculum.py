@@ -55,7 +55,7 @@ class CurriculumState:
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from the record in a checkpoint's ``state``. An empty ``state`` begins a new record."""
-        self.rounds = int(state.get("rounds", 0))  # number of rounds before the present round
+        self.rounds = int(state.get("rounds", 0))  # Number of rounds before the present round.
         if state and state.get("rows") != self.rows:
             raise ValueError(
                 f"The checkpoint's curriculum has {state.get('rows', 'an unknown number of')} prompts, but the "
@@ -107,7 +107,7 @@ class CurriculumState:
         self.rounds = number
         step, count = number * self._round_length, self.round_size
         ties = self._ties(number)
-        turn = np.lexsort((ties, self.drawn))  # all rows, the least often drawn rows first
+        turn = np.lexsort((ties, self.drawn))  # All rows. The rows with the fewest draws come first.
         until, shut = self.settings.difficulty_until, np.zeros(self.rows, dtype=bool)
         if self._difficulty is not None and until is not None:
             shut = self._difficulty > until.at(step)
@@ -122,9 +122,9 @@ class CurriculumState:
 
         for pool, wanted in self._quotas(able, step, count, number):
             take(turn[able[turn] & pool[turn]], wanted)
-        take(turn[able[turn]], count - len(chosen))  # fill the round up if a pool had too few rows
+        take(turn[able[turn]], count - len(chosen))  # Fill the round up if a pool had too few rows.
         by_rest = np.lexsort((ties, self.last))
-        take(by_rest[~shut[by_rest]], count - len(chosen))  # if needed, resting rows, the longest at rest first
+        take(by_rest[~shut[by_rest]], count - len(chosen))  # Fill up with the rows drawn longest ago.
         if self._difficulty is not None:
             by_difficulty = np.lexsort((ties, self._difficulty))
             take(by_difficulty, count - len(chosen))
@@ -155,7 +155,7 @@ class CurriculumState:
         if shares is None:
             return
         labels = self._pools
-        if labels is None:  # the level of each row's pass rate as a pool; -1 if the level has no share
+        if labels is None:  # A row's pool is the level of its pass rate, or -1 if the level has no share.
             with np.errstate(invalid="ignore"):
                 conditions = [np.isnan(self.rate), self.rate <= HARD, self.rate < EASY]
             level = np.select(conditions, [LEVELS.index(name) for name in LEVELS[:3]], 3)
@@ -194,7 +194,7 @@ class CurriculumOrder(StepOrder):
 
 
 def pass_rates(trainer: Any) -> Tally | None:
-    """Return a function that adds a round's pass rates of all ranks to the curriculum, or None. It is a collective."""
+    """Return a collective function that records all ranks' pass rates of a round, or None without a curriculum."""
     if trainer.args.curriculum is None:
         return None
 

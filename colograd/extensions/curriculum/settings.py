@@ -12,7 +12,8 @@ from typing import Any
 
 from ...config import GRPOConfig
 
-LEVELS = ("new", "hard", "medium", "easy")  # names of the pools by the last pass rate, used if `column` isn't set
+# If `column` isn't set, each prompt is in one of these pools by its last pass rate ("new" without a pass rate).
+LEVELS = ("new", "hard", "medium", "easy")
 EXAMPLE = "{solved_at: 1.0, revisit_after: 2}"
 
 
@@ -20,7 +21,7 @@ EXAMPLE = "{solved_at: 1.0, revisit_after: 2}"
 class Schedule:
     """A number that depends on the optimizer step: linear between the given points, constant before and after them."""
 
-    points: tuple[tuple[int, float], ...]  # (optimizer step, number) pairs, ascending by step
+    points: tuple[tuple[int, float], ...]  # Pairs (optimizer step, number), ascending by step.
 
     @classmethod
     def of(cls, value: Any, name: str) -> Schedule:
@@ -55,10 +56,10 @@ class Curriculum:
     """The settings of a curriculum, from the mapping in `GRPOConfig.curriculum`."""
 
     pass_threshold: float = 1.0  # Lowest weighted reward of a completion that counts as passed.
-    solved_at: float | None = 1.0  # Lowest pass rate of a solved prompt. None: no prompt counts as solved.
-    revisit_after: float = 1.0  # Epochs that a solved prompt isn't drawn after its last draw.
-    column: str | None = None  # Dataset column with each prompt's pool. None: pools by pass rate.
-    shares: Mapping[str, Schedule] | None = None  # Shares of a round's prompts, by pool.
+    solved_at: float | None = 1.0  # Lowest pass rate of a solved prompt. None means that no prompt counts as solved.
+    revisit_after: float = 1.0  # Epochs after a solved prompt's last draw in which the prompt isn't drawn.
+    column: str | None = None  # Dataset column with each prompt's pool. None means pools by pass rate (`LEVELS`).
+    shares: Mapping[str, Schedule] | None = None  # For each pool: its share of a round's prompts.
     difficulty: str | None = None  # Dataset column with each prompt's difficulty, a number.
     difficulty_until: Schedule | None = None  # Highest difficulty that is drawn, by optimizer step.
 
@@ -112,7 +113,7 @@ class Curriculum:
 
 
 def read_curriculum(config: GRPOConfig) -> Curriculum | None:
-    """Parse the setting `curriculum`, a mapping or JSON. Return None if the setting is None: no curriculum."""
+    """Parse the setting `curriculum`, a mapping or JSON. Return None if the setting is None."""
     text = config.curriculum
     settings = json.loads(text) if isinstance(text, str) else text
     if settings is None:

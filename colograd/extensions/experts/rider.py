@@ -47,7 +47,7 @@ class RoutedExperts(Rider):
 
     @classmethod
     def shared(cls, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-        """Give all rollouts of a group the first rollout's experts of the prompt, which a packed row contains once."""
+        """Give all rollouts of a group one tensor of the prompt's experts, because a packed row has the prompt once."""
         first = rollouts[0].get(cls)
         if first is None:
             return rollouts

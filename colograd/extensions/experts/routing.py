@@ -1,6 +1,6 @@
 """Routing statistics of a mixture of experts for one packed row: how the row's tokens are spread over the experts.
 
-A prompt that a packed row contains once counts once per completion, as if each sequence had a separate row.
+A packed row contains a prompt once for G completions. The prompt's tokens count G times, as in G separate rows.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def routing_of(
 
 
 def token_weights(micro_batch: MicroBatch) -> torch.Tensor:
-    """Return for each token the number of the row's sequences that contain it, (T,) float32. 0 for dummy rows."""
+    """Return for each token of a row the number of sequences that contain the token, (T,) float32. 0 in dummy rows."""
     layout = micro_batch.layout
     counts = [0] * len(layout.lengths)
     within = {segment for seen in layout.attends_to for segment in seen}

@@ -17,8 +17,8 @@ from ...policy.towers import HEARS, has_tower, hears, reads_text_alone, sees
 from .inputs import keep_inputs_as_they_are
 
 LARGEST_RANK = 512  # Largest rank of an adapter that vLLM can serve.
-# Values of `init_lora_weights` that leave the base's weights unchanged. (`pissa`, `olora`, `loftq` and others change
-# them.)
+# Values of `init_lora_weights` that leave the base's weights unchanged. Other values (`pissa`, `olora`, `loftq`) change
+# the base's weights.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
 # Fields of peft's LoraConfig that change a layer's formula from y = W x + scaling * B A x, so they are rejected.
 UNSUPPORTED = (
@@ -105,8 +105,8 @@ def check_lora_config(peft_config: Any) -> None:
     start = peft_config.init_lora_weights
     if start not in PLAIN_STARTS:
         raise ValueError(
-            f"init_lora_weights is {start!r}, which changes the base's weights too, so that the saved adapter wouldn't "
-            f"fit the base's checkpoint: choose one of {', '.join(str(s) for s in PLAIN_STARTS)}."
+            f"init_lora_weights is {start!r}, which changes the base's weights, so that the saved adapter wouldn't fit "
+            f"the base's checkpoint: set init_lora_weights to one of {', '.join(str(s) for s in PLAIN_STARTS)}."
         )
     for name in UNSUPPORTED:
         if getattr(peft_config, name, None):

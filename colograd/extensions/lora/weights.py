@@ -1,9 +1,9 @@
 """Weight sync `adapter` for LoRA: the base is copied into the engine once, and each publish writes the adapter only.
 
 The adapter goes into vLLM's LoRA slots. For each layer that may be adapted vLLM has zeroed tensors for A (slots, 1,
-rank, in) and B (slots, 1, out, rank), a pair per part of a fused layer (q, k and v). vLLM adds x A' B' to the layer's
-output. The scaling is multiplied into B. The destinations are checked with an adapter of random numbers that vLLM loads
-from a folder.
+rank, in) and B (slots, 1, out, rank), a pair per part of a fused layer (q, k and v). vLLM adds x A^T B^T to the layer's
+output. The engine's B is the policy's B times the LoRA scaling. The destinations are checked with an adapter of random
+numbers that vLLM loads from a folder.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Slot:
     """A tensor (A or B) of the policy's adapter, and where the tensor goes in the engine."""
 
     layer: str  # Name of the adapted layer.
-    kind: str  # Either lora_A or lora_B.
+    kind: str  # Kind of the matrix: lora_A or lora_B.
     source: torch.Tensor  # The policy's parameter, (rank, in) for A or (out, rank) for B.
-    scaling: float  # Factor between the policy's and the engine's values. It is 1 for A.
+    scaling: float  # Engine's values divided by the policy's values: the LoRA scaling for B, 1 for A.
     holder: LoRALayer  # vLLM's layer with the LoRA slots.
     part: int  # Index of the adapted layer among the parts of a fused vLLM layer.
-    shard: Shard | None = None  # Which part of A or B this rank's parameter is. None means the whole matrix.
+    shard: Shard | None = None  # Part of A or B that this rank's parameter is. None means the whole matrix.
 
     @property
     def stack(self) -> torch.Tensor:

@@ -36,7 +36,7 @@ class Seen(NamedTuple):
 
 @dataclass(slots=True)
 class History:
-    """The metrics that a run has logged so far, oldest first."""
+    """Metrics that a run has logged, oldest first: all metrics of the last `KEPT` steps, and rewards of all steps."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)  # settings of the run by name
     steps: deque[tuple[int, Mapping[str, float]]] = field(default_factory=lambda: deque(maxlen=KEPT))

@@ -38,7 +38,7 @@ class CompletionLog:
         self._spare = Spare(warn)
         self.config, self.names, self.images = config, list(reward_names), images and config.log_multimodal
         self.trackers = Trackers(config.report_to or ()) if trackers is None else trackers
-        self._texts: dict[int, list[bytes]] = {}  # decoded texts by the group's position, deleted after logging
+        self._texts: dict[int, list[bytes]] = {}  # Decoded texts by group position, deleted after logging.
         self._uploads: Any = None
         if config.log_completions_hub_repo is not None and config.layout.is_main:
             from huggingface_hub import CommitScheduler
@@ -56,7 +56,7 @@ class CompletionLog:
     def add(
         self, steps: Sequence[Sequence[ScoredGroup]], decode: Callable[[Group], list[str]], state: TrainerState
     ) -> None:
-        """Log the completions of steps on all ranks: a collective. ``decode`` returns texts that `keep` didn't get."""
+        """Log the completions of steps. A collective. ``decode`` decodes the groups whose texts `keep` didn't store."""
         config = self.config
         every = config.log_completions_steps or max(int(state.logging_steps), 1)
         for step, groups in enumerate(steps, start=state.global_step + 1):
@@ -77,7 +77,7 @@ class CompletionLog:
         name: str,
         reward_names: Sequence[str] | None = None,
     ) -> None:
-        """Log an evaluation's completions on all ranks: a collective. ``reward_names`` defaults to the run's names."""
+        """Log an evaluation's completions. A collective. ``reward_names`` defaults to names of the run's rewards."""
         names, step = self.names if reward_names is None else reward_names, state.global_step
         rows = [dataclasses.replace(row, advantage=math.nan) for row in self._rows(groups, decode, step)]
         self._texts.clear()

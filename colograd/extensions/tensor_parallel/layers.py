@@ -46,8 +46,8 @@ class VocabularyPart:
     def combine(
         self, maximum: torch.Tensor, sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Combine the maximum logits and sums of all ranks' vocabulary parts into the whole vocabulary's maximum and
-        sums. ``maximum`` is this rank's largest logit per label. ``sums`` are as in `HeadPart.combine`."""
+        """Combine the ranks' statistics of their vocabulary shards into the statistics of the whole vocabulary.
+        ``maximum`` m is the largest logit x. ``sums``: label's logit, sum of e^(x - m) (x - m), sum of e^(x - m)."""
         label_logit, moment, total = sums
         largest = self.group.max_(maximum.clone())
         fall = maximum - largest

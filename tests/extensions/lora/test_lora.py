@@ -177,8 +177,8 @@ REFUSED = {
     "a start that edits the base": (
         lambda f: adapted(f, init_lora_weights="olora"),
         "'olora'",
-        "another base",
-        "choose one of True",
+        "changes the base's weights",
+        "set init_lora_weights to one of True",
     ),
     "a bias of the adapter": (lambda f: adapted(f, lora_bias=True), "lora_bias", "can't be published", "remove it"),
     "no such layer": (lambda f: adapted(f, target_modules=["wq"]), "wq", "can't adapt", "Set lora_target_modules"),
