@@ -146,7 +146,8 @@ class StopSignal:
         # Python's handlers wait for the end of a call of C, such as a collective. The thread doesn't.
         self._previous_descriptor = signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
         _installed.append(self)
-        threading.Thread(target=self._watch, args=(ours,), name="colograd-stop", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, args=(ours,), name="colograd-stop", daemon=True)
+        self._thread.start()
         self._previous = {number: signal.signal(number, self._notice) for number in self._numbers}
 
     def remove(self) -> None:
@@ -194,6 +195,8 @@ class StopSignal:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+            if threading.current_thread() is not self._thread:
+                self._thread.join(1.0)  # It ends at once, because its socket has no other end.
 
     def stop(self, name: str, seconds: float) -> None:
         """Stop this rank within so many seconds. Another rank got the signal. Callable in any thread."""

@@ -182,13 +182,14 @@ def test_signal_outside_of_training_ends_all_ranks() -> None:
 
 
 def test_handlers_of_two_trainers_end_in_any_order() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+    before, descriptor = signal.getsignal(signal.SIGTERM), signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(descriptor)
     first, second = (StopSignal.outside_training(["SIGTERM"], 143, lambda *_: None) for _ in range(2))
     first.remove()
     assert signal.getsignal(signal.SIGTERM) == second._notice
     second.remove()
     assert signal.getsignal(signal.SIGTERM) == before
-    assert signal.set_wakeup_fd(-1) == -1
+    assert signal.set_wakeup_fd(descriptor) == descriptor
 
 
 ENDING_PROGRAM = """

@@ -84,7 +84,7 @@ def test_models_of_missing_extensions_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=said) as raised:
         check_installed(Wanted(model_config, settings_of(tmp_path, **options), None, True, False))
-    assert "is missing: restore that folder, or choose another model." in str(raised.value)
+    assert "is missing: restore that folder, or choose a different model." in str(raised.value)
 
 
 def test_plain_model_needs_no_extension(without_extensions: None, tmp_path: Path) -> None:

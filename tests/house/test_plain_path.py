@@ -7,7 +7,7 @@ import pytest
 from paths import SCRIPTS
 
 MOST = {"frames": 63, "files": 23, "lines": 4450}
-MOST_OPTION_LINES = 0.024  # share of these files' lines
+MOST_OPTION_LINES = 0.03  # share of these files' lines
 
 
 @pytest.mark.engine

@@ -454,7 +454,7 @@ def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
     parameters = make_parameters(torch.float32)
     other = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     take_steps(parameters, other, range(1))
-    with pytest.raises(ValueError, match=r"has momentum_buffer, but adamw_split needs .*: resume with the optim that"):
+    with pytest.raises(ValueError, match=r"\(momentum_buffer\) lacks values that .* needs: .* Resume with the `optim`"):
         AdamWSplit(make_parameters()).load_state_dict(other.state_dict())
 
 

@@ -210,7 +210,7 @@ def test_what_is_wrong_is_a_clear_http_error_and_no_sessions_end(trained: Any) -
         ({**fine, "logit_bias": {"3": 4.0}}, 400, "logit_bias"),
         ({**fine, "messages": []}, 400, "messages is empty"),
         ({**fine, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-         400, "sessions are texts"),
+         400, "only text is supported"),
         ({**fine, "messages": 3}, 400, "messages"),
         ({**fine, "n": 100}, 429, "agent_parallel"),
         ({**fine, "echo": True}, 400, "echo"),

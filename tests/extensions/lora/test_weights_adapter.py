@@ -120,7 +120,7 @@ def test_unpublished_adapter_is_named_and_never_sampled(trained) -> None:
         with torch.no_grad():
             layer.lora_b.add_(0.01)
         assert trained.weights.differing() == [f"{layer.name}.lora_B"]
-        with pytest.raises(StaleWeights, match="publish first"):
+        with pytest.raises(StaleWeights, match="call `publish`"):
             next(trained.engine.generate([trained.train_prompts[0, 0]], Sampling(2, 4, 1.0, {}), version=4, seed=0))
     finally:
         with torch.no_grad():

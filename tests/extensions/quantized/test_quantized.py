@@ -491,11 +491,11 @@ def test_what_a_quantised_base_cant_do_is_said_with_the_remedy(tiny_model, tmp_p
     cases: list[tuple[str, Any, Any, str]] = [
         (packed, config(tmp_path), None, r"quantised to 4 bits.*use_peft: true"),
         (str(tiny_model), config(tmp_path, INT8), None, r"quantised to 8 bits.*use_peft: true"),
-        (packed, config(tmp_path, INT8), adapter(), r"quantised to int8, but .* NF4 already: remove"),
+        (packed, config(tmp_path, INT8), adapter(), r"requests int8, but .* NF4 already: remove"),
         (str(tiny_model), config(tmp_path, {"quant_method": "gptq", "bits": 4}), adapter(), r"quant_method 'gptq'"),
-        (str(tiny_model), config(tmp_path, {**NF4, **INT8}), adapter(), r"4 and 8 bits.*one of them"),
-        (str(tiny_model), config(tmp_path, {**INT8, "llm_int8_has_fp16_weight": True}), adapter(), "remove it"),
-        (str(tiny_model), config(tmp_path, NF4, torch_compile=True), adapter(), r"torch_compile is true.*remove it"),
+        (str(tiny_model), config(tmp_path, {**NF4, **INT8}), adapter(), r"4 and 8 bits.*set either"),
+        (str(tiny_model), config(tmp_path, {**INT8, "llm_int8_has_fp16_weight": True}), adapter(), "remove llm_int8"),
+        (str(tiny_model), config(tmp_path, NF4, torch_compile=True), adapter(), r"torch_compile is true.*remove torch_compile"),
     ]
     for model, args, lora_config, said in cases:
         with pytest.raises(ValueError, match=said):
