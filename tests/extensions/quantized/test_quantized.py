@@ -495,7 +495,12 @@ def test_what_a_quantised_base_cant_do_is_said_with_the_remedy(tiny_model, tmp_p
         (str(tiny_model), config(tmp_path, {"quant_method": "gptq", "bits": 4}), adapter(), r"quant_method 'gptq'"),
         (str(tiny_model), config(tmp_path, {**NF4, **INT8}), adapter(), r"4 and 8 bits.*set either"),
         (str(tiny_model), config(tmp_path, {**INT8, "llm_int8_has_fp16_weight": True}), adapter(), "remove llm_int8"),
-        (str(tiny_model), config(tmp_path, NF4, torch_compile=True), adapter(), r"torch_compile is true.*remove torch_compile"),
+        (
+            str(tiny_model),
+            config(tmp_path, NF4, torch_compile=True),
+            adapter(),
+            r"torch_compile is true.*remove torch_compile",
+        ),
     ]
     for model, args, lora_config, said in cases:
         with pytest.raises(ValueError, match=said):
