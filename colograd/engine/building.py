@@ -167,8 +167,12 @@ def nothing_for_servers() -> Iterator[None]:
     Rendering loads the tokenizer again, but requests have token ids. vLLM collects garbage three times before it
     freezes the heap. The last collection includes the first two, and each takes a fraction of a second.
     """
-    from vllm.renderers.base import BaseRenderer
     from vllm.v1.engine import core
+
+    try:
+        from vllm.renderers.base import BaseRenderer
+    except ImportError:  # a version without renderers
+        BaseRenderer = None
 
     def freeze() -> None:
         gc.collect()
