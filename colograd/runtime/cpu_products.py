@@ -61,7 +61,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return found
 
 
-_copies: dict[int, torch.Tensor] | None = None  # float32 copies by weight address. None outside `constant_weights`.
+# Parameters and their float32 copies by the parameter's id. None outside `constant_weights`.
+_copies: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
 _room = 0  # Bytes that further copies may take.
 
 
@@ -84,13 +85,17 @@ def constant_weights() -> Iterator[None]:
 
 
 def _copy_of(weight: torch.Tensor) -> torch.Tensor:
-    """Return a float32 copy of the weight if `constant_weights` has room for it. Otherwise return the weight."""
+    """Return a float32 copy of a parameter if `constant_weights` has room for it. Otherwise return the weight.
+
+    Other tensors, such as a dequantised or autocast weight, are temporary: the next one may have the same address.
+    """
     global _room
     assert _copies is not None
-    key = weight.data_ptr()
-    if key not in _copies and (nbytes := 4 * weight.numel()) <= _room:
-        _copies[key], _room = weight.detach().float(), _room - nbytes
-    return _copies.get(key, weight)
+    if not isinstance(weight, torch.nn.Parameter):
+        return weight
+    if id(weight) not in _copies and (nbytes := 4 * weight.numel()) <= _room:
+        _copies[id(weight)], _room = (weight, weight.detach().float()), _room - nbytes
+    return _copies.get(id(weight), (weight, weight))[1]
 
 
 def _parts(weight: torch.Tensor) -> Iterator[slice]:

@@ -81,7 +81,7 @@ def test_constant_weights_are_cast_once():
     plain = [cpu_products.linear(each, layer.weight, layer.bias) for each in (x, rows)]
     with torch.no_grad(), cpu_products.constant_weights():
         kept = [cpu_products.linear(each, layer.weight, layer.bias) for each in (x, rows)]
-        assert [copy.dtype for copy in cpu_products._copies.values()] == [torch.float32]
+        assert [copy.dtype for _, copy in cpu_products._copies.values()] == [torch.float32]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(kept, plain, strict=True))
     with torch.no_grad():
         layer.weight.mul_(2)
@@ -97,3 +97,13 @@ def test_copies_leave_most_memory_free(monkeypatch):
     with torch.no_grad(), cpu_products.constant_weights():
         cpu_products.linear(x.detach(), layer.weight, layer.bias)
         assert not cpu_products._copies
+
+
+def test_temporary_weights_are_never_kept():
+    """Dequantised weights of one layer after the other may have the same address."""
+    _, x, _ = given()
+    x, place = x.detach(), torch.empty(23, 12, dtype=torch.bfloat16)
+    with torch.no_grad(), cpu_products.constant_weights():
+        for factor in range(1, 5):
+            product = cpu_products.linear(x, place.fill_(factor))
+            torch.testing.assert_close(product, (factor * x.float().sum(-1, keepdim=True)).expand(2, 5, 23).bfloat16())
