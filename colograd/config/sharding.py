@@ -28,8 +28,10 @@ class ShardingKnobs(TrainingArguments):
         "ZeRO-2), `tensor` (with `vllm_tensor_parallel_size`: each rank trains the tensors that its engine's rank"
         " samples with; `tensor+optimizer` and `tensor+gradients` divide the rest among engines), `fsdp` (weights"
         " too, FSDP2), or `auto`: the first that leaves room for the planned KV cache. Accelerate and DeepSpeed "
-        "files select the same. See docs/guide/several-gpus.md.",
+        "files select the same. Or the import path of your own `ShardingStrategy`, package.module:Class. See "
+        "docs/guide/several-gpus.md.",
         one_of=("none", "optimizer", "gradients", *TENSOR, "fsdp", "auto"),
+        or_path=True,
         note=" in this version",
         extension={**dict.fromkeys(TENSOR, "tensor_parallel"), "fsdp": "fsdp"},
     )

@@ -80,7 +80,9 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
             optimizer=state(engines * cut if shared_out else cut),
             exchange=buckets(engines, cut) if shared_out else 0,
         )
-    # Float32 gradients of embedding and head are counted in the activations.
+    # Float32 gradients of embedding and head are counted in the activations. A strategy of the user's is planned like
+    # none, which needs most.
+    divided = strategy in ("optimizer", "gradients")
     parts, on_way = ranks if strategy == "gradients" else 1, 0
     gradients = sizes.gradients // parts
     if run.offloads_gradients and on_gpu:
@@ -90,8 +92,8 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
         engine,
         policy=sizes.packed if run.shared and size == 1 else sizes.weights,
         gradients=gradients,
-        optimizer=state(1 if strategy == "none" else ranks),
-        exchange=0 if strategy == "none" else buckets(ranks),
+        optimizer=state(ranks if divided else 1),
+        exchange=buckets(ranks) if divided else 0,
         on_way=on_way,
     )
 

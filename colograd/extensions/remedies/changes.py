@@ -47,7 +47,7 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
     if run.tokens > run.length and fit(tokens=run.length):
         yield f"max_tokens_per_microbatch: {run.length}"
     if ranks > 1:
-        more_sharded = ORDER[ORDER.index(strategy) + 1 :]
+        more_sharded = ORDER[ORDER.index(strategy) + 1 if strategy in ORDER else 0 :]
         if other := next((other for other in more_sharded if other in run.strategies and fit(other)), ""):
             yield f"sharding: {other} over the {ranks} ranks"
         parts = run.ranks_per_engine if strategy in TENSOR else 1
