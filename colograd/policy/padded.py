@@ -53,27 +53,26 @@ def rows_of(layout: SegmentLayout) -> PaddedRows:
 class PaddedInputs:
     """Padded rows of a packed row as tensors on the device: B sequences of at most L tokens."""
 
-    rows: PaddedRows
-    tokens: torch.Tensor  # Copy of `PaddedRows.tokens`, (B, L) int64.
+    rows: PaddedRows  # The rows' indices, on the device.
     mask: torch.Tensor  # Attention mask, (B, L) bool, False for padding.
-    places: torch.Tensor  # Copy of `PaddedRows.places`, (T,) int64.
     ids: torch.Tensor  # Token ids, (B, L) int64. Padding has id 0.
 
     @classmethod
     def of(cls, batch: MicroBatch) -> PaddedInputs:
-        rows, device = rows_of(batch.layout), batch.input_ids.device
-        tokens, lengths = to_device_async(rows.tokens, device), to_device_async(rows.lengths, device)
-        mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
-        return cls(rows, tokens, mask, to_device_async(rows.places, device), batch.input_ids[0][tokens] * mask)
+        host, device = rows_of(batch.layout), batch.input_ids.device
+        moved = (to_device_async(tensor, device) for tensor in (host.tokens, host.lengths, host.places))
+        rows = PaddedRows(*moved, host.chains)
+        mask = torch.arange(rows.tokens.shape[1], device=device) < rows.lengths[:, None]
+        return cls(rows, mask, batch.input_ids[0][rows.tokens] * mask)
 
     def of_tokens(self, values: torch.Tensor, padding: float) -> torch.Tensor:
         """Convert values (T, ...) of a packed row's tokens to padded order, (B * L, ...), filled with ``padding``."""
         mask = self.mask.view(*self.mask.shape, *[1] * (values.dim() - 1))
-        return values[self.tokens].masked_fill(~mask, padding).flatten(0, 1)
+        return values[self.rows.tokens].masked_fill(~mask, padding).flatten(0, 1)
 
     def packed(self, states: torch.Tensor) -> torch.Tensor:
-        """Convert hidden states (B, L, hidden) of padded rows to the packed row's order, (1, T, hidden)."""
-        return states.flatten(0, 1).index_select(0, self.places)[None]
+        """Convert values (B, L, ...) of padded rows to the packed row's order, (1, T, ...)."""
+        return states.flatten(0, 1).index_select(0, self.rows.places)[None]
 
 
 def hidden_states(
@@ -96,10 +95,9 @@ def hidden_states(
         "return_dict": True,
         **more,
     }
-    kind: Any = type(body)
-    accepted = inspect.signature(kind.forward).parameters
+    accepted = inspect.signature(type(body).forward).parameters
     output = body(**{name: value for name, value in inputs.items() if name in accepted or name in more})
     for name, values in of_layers.items():
         layers = getattr(output, name, None) or ()
-        values += [each.flatten(0, -2).index_select(0, rows.places) for each in layers]
+        values += [each.flatten(0, -2).index_select(0, rows.rows.places) for each in layers]
     return rows.packed(output.last_hidden_state)
