@@ -148,22 +148,18 @@ def _gradients(
     """Run the backward of a call's kernel. Return the gradients of its ``inputs`` (queries, keys, values). ``rows`` has
     three tensors for the call's queries: the output's gradient, the output, and the log-sum-exp."""
     if call.sequences is None:
-        kernel, mask, dtype = (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
-            call.mask,
-            rows[0].dtype,
-        )
+        kernel, dtype = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, rows[0].dtype
         exact = torch.float32 if slow(rows[0]) else dtype
-        options = {"attn_mask": None if mask is None else mask.to(exact), "scale": scale}
+        cpu_options = {"attn_mask": None if call.mask is None else call.mask.to(exact), "scale": scale}
         found = []
-        for *row, lse in _one_by_one(call, rows[0], *inputs, *rows[1:]):
-            gradients = kernel(*(x.to(exact) for x in row), lse, 0.0, call.causal, **options)
+        for *each, lse in _one_by_one(call, rows[0], *inputs, *rows[1:]):
+            gradients = kernel(*(x.to(exact) for x in each), lse, 0.0, call.causal, **cpu_options)
             found.append(tuple(x.to(dtype) for x in gradients))
         return _joined(found)
     (gradient, out, whole), (causal, window) = rows, _window(call)
-    row, none = (gradient, *inputs, out, whole.t().contiguous()), out.new_zeros(2, dtype=torch.uint64)
-    options = 0.0, causal, none, none  # Kernel arguments: dropout 0, causal flag, two unused tensors.
-    return tuple(kernels()[1](*row, *call.sequences, *options, scale=scale, **window))
+    none = out.new_zeros(2, dtype=torch.uint64)  # Stands for the dropout's random state.
+    row = gradient, *inputs, out, whole.t().contiguous(), *call.sequences, 0.0, causal, none, none
+    return tuple(kernels()[1](*row, scale=scale, **window))
 
 
 def slow(query: torch.Tensor) -> bool:

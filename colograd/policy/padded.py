@@ -60,8 +60,8 @@ class PaddedInputs:
     @classmethod
     def of(cls, batch: MicroBatch) -> PaddedInputs:
         host, device = rows_of(batch.layout), batch.input_ids.device
-        moved = (to_device_async(tensor, device) for tensor in (host.tokens, host.lengths, host.places))
-        rows = PaddedRows(*moved, host.chains)
+        tokens, lengths, places = (to_device_async(x, device) for x in (host.tokens, host.lengths, host.places))
+        rows = PaddedRows(tokens, lengths, places, host.chains)
         mask = torch.arange(rows.tokens.shape[1], device=device) < rows.lengths[:, None]
         return cls(rows, mask, batch.input_ids[0][rows.tokens] * mask)
 

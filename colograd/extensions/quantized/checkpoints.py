@@ -49,18 +49,6 @@ def beside(folder: str | Path) -> tuple[dict[str, Any], torch.dtype] | None:
     return dict(said["quantization_config"]), dtype
 
 
-def check_fits(quantization: Quantization | None, folder: str | Path) -> None:
-    """Raise a ValueError if the adapter in a folder was trained on a base with another quantisation than the run's."""
-    noted = beside(folder)
-    then = "without quantisation" if noted is None else f"quantised to {name_of(noted[0])}"
-    now = "without quantisation" if quantization is None else f"quantised to {quantization.name}"
-    if then != now:
-        raise ValueError(
-            f"{str(folder)!r} has an adapter that was trained on a base {then}, but this run's base is {now}: set "
-            "load_in_4bit or load_in_8bit as in the run that trained the adapter."
-        )
-
-
 def name_of(settings: Mapping[str, Any]) -> str:
     return str(settings.get("bnb_4bit_quant_type", "fp4")).upper() if is_4bit(settings) else "int8"
 
@@ -207,7 +195,14 @@ class Quantized(ModelFeature):
         model.quantization = Quantization(saved_in(model.config) or {}, saved_in(on_disk) is not None)
 
     def check_adapter(self, policy: Policy, folder: str) -> None:
-        check_fits(policy.quantization, folder)
+        noted, own = beside(folder), policy.quantization
+        then = "without quantisation" if noted is None else f"quantised to {name_of(noted[0])}"
+        now = "without quantisation" if own is None else f"quantised to {own.name}"
+        if then != now:
+            raise ValueError(
+                f"{folder!r} has an adapter that was trained on a base {then}, but this run's base is {now}: set "
+                "load_in_4bit or load_in_8bit as in the run that trained the adapter."
+            )
 
     def notes(self, policy: Policy, config: GRPOConfig) -> Iterator[str]:
         if policy.quantization is not None:
