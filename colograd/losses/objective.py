@@ -171,11 +171,7 @@ class Objective:
                 f"return one value for each of the {len(logprobs)} tokens."
             )
         if self.off_policy_threshold is not None:
-            # The off-policy mask leaves out tokens with a negative advantage in a completion with a mean of
-            # log sampler - log pi above the threshold.
-            drift = known(batch.sampler_logprobs - logprobs.detach(), batch.loss_mask) * sequence_mean_weights(batch)
-            mean = per_sequence_sum(drift, batch)[batch.sequence]
-            per_token = per_token * ((batch.advantages >= 0) | (mean <= self.off_policy_threshold)).to(logprobs.dtype)
+            per_token = per_token * self._on_policy(logprobs.detach(), batch)
         chosen = batch.loss_mask
         if self.top_entropy_quantile < 1:
             # With `top_entropy_quantile` below 1 only the tokens of highest entropy are trained.
@@ -203,6 +199,13 @@ class Objective:
                 loss = loss + of_row
             sums = sums | term.observe(old, batch, values)
         return LossOutput(loss, sums, minima, maxima)
+
+    def _on_policy(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Return the off-policy mask (N,). It is 0 for tokens with a negative advantage in a completion with a mean of
+        log sampler - log pi above `off_policy_threshold`, else 1."""
+        drift = known(batch.sampler_logprobs - logprobs, batch.loss_mask) * sequence_mean_weights(batch)
+        mean = per_sequence_sum(drift, batch)[batch.sequence]
+        return ((batch.advantages >= 0) | (mean <= self.off_policy_threshold)).to(logprobs.dtype)
 
     def _kl(self, tokens: Tokens) -> torch.Tensor:
         """Compute the differentiable estimator k3 (N,) of KL(pi, reference), http://joschu.net/blog/kl-approx.html.

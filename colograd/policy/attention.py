@@ -214,6 +214,8 @@ def _segment_attention(
         scores = queries @ k.mT * (queries.shape[-1] ** -0.5 if scaling is None else scaling)
         scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
         outputs.append(F.dropout(scores.softmax(-1, dtype=torch.float32).to(v.dtype), dropout) @ v)
+    if runs:
+        return torch.cat(outputs, dim=2).transpose(1, 2)
     # The memory layout equals that of `MergedAttention`, so that compiled layers need only one graph.
     return torch.cat([part.transpose(1, 2) for part in outputs], dim=1)
 

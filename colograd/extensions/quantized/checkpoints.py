@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig
 
 from ...config import GRPOConfig
 from ...policy.packed_weights import packed_weights
-from ...policy.supported import BASE_QUANTIZATION, ModelFeature, Wanted
+from ...policy.supported import BASE_QUANTIZATION, ModelFeature, Wanted, read_config
 from .layers import is_4bit, settle
 
 if TYPE_CHECKING:
@@ -189,10 +188,8 @@ class Quantized(ModelFeature):
         if not packed_weights(model):
             return
         settle(model)
-        given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
-        trust = given.get("trust_remote_code", config.trust_remote_code)
-        on_disk = AutoConfig.from_pretrained(path, revision=given.get("revision"), trust_remote_code=trust)
-        model.quantization = Quantization(saved_in(model.config) or {}, saved_in(on_disk) is not None)
+        on_disk = saved_in(read_config(path, config))
+        model.quantization = Quantization(saved_in(model.config) or {}, on_disk is not None)
 
     def check_adapter(self, policy: Policy, folder: str) -> None:
         noted, own = beside(folder), policy.quantization
