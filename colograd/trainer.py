@@ -29,8 +29,8 @@ from .losses.objective import Objective
 from .parallel import faults, watchdog
 from .parallel.faults import ends_together
 from .parallel.ranks import gather
-from .policy.frozen import FrozenModel
-from .policy.logprobs import PolicyForward, label_values
+from .policy.logprobs import PolicyForward
+from .policy.second_models import FrozenModel
 from .reporting.events import Events
 from .rewards import weighted_sum
 from .rollout.dynamic import round_of
@@ -242,7 +242,7 @@ class GRPOTrainer(TrainerBase):
         """Compute a micro-batch's metrics and loss. The loss is a sum over tokens, not yet divided by a denominator."""
         entropy_gradient = self.loss.entropy_bonus and micro_batch.step_constants.coefficient != 0
         forward = PolicyForward(model, self.args.temperature, entropy_gradient, self.learner.forward_steps)
-        (logprobs, entropy), values = forward.run(label_values, micro_batch)
+        logprobs, entropy, values = forward(micro_batch)
         self.recorder.keep(micro_batch, logprobs)
         return self.loss(logprobs, entropy, micro_batch, values)
 

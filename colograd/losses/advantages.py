@@ -113,11 +113,6 @@ def step_std(scores: Sequence[torch.Tensor]) -> float:
     return float(group_std(torch.tensor([x for part in gather(own) for x in part], dtype=torch.float64))) + STD_EPSILON
 
 
-def divided(group: ScoredGroup, std: float) -> ScoredGroup:
-    """Return the group with its advantages (one per completion, or one per token) divided by ``std``."""
-    return dataclasses.replace(group, advantages=group.advantages / std)
-
-
 def scale_over_steps(steps: Sequence[SampledStep], estimator: AdvantageEstimator) -> list[SampledStep]:
     """Divide each step's advantages by the step's `step_std`, if the run's settings require that. A collective. A group
     in ``sampled`` that no step trains is divided by the `step_std` of the step that lists the group."""
@@ -128,7 +123,8 @@ def scale_over_steps(steps: Sequence[SampledStep], estimator: AdvantageEstimator
     of_group = {group.group.position: std for step, std in zip(steps, stds, strict=True) for group in step.kept}
 
     def scaled(groups: Sequence[ScoredGroup], std: float) -> tuple[ScoredGroup, ...]:
-        return tuple(divided(group, of_group.get(group.group.position, std)) for group in groups)
+        stds = [of_group.get(group.group.position, std) for group in groups]
+        return tuple(dataclasses.replace(g, advantages=g.advantages / s) for g, s in zip(groups, stds, strict=True))
 
     return [
         dataclasses.replace(step, kept=scaled(step.kept, std), sampled=scaled(step.sampled, std))

@@ -1,19 +1,23 @@
-"""The importance weights that correct the difference between the engine's and the trainer's probabilities."""
+"""The difference between the engine's and the trainer's probabilities: importance weights that correct it, its metrics,
+and advice if the correction almost removes completions."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from ..batch import MicroBatch
-from .tokens import bounded_exp, per_sequence_sum, sequence_mean_weights
+from ..config import GRPOConfig
+from .tokens import Extremes, Means, Tokens, bounded_exp, per_sequence_sum, sequence_mean_weights, summed
 
 DIFFERENCE, RAW = "sampling/sampling_logp_difference", "sampling/raw_ratio"
 MASKED, TRUNCATED = "sampling/masked_share", "sampling/truncated_share"
 WEIGHT = "sampling/importance_sampling_ratio"
 MASKED_TOKENS = "sampling/masked_tokens_share"  # Share of tokens that are in masked completions.
 SIGNED, SQUARE = "/signed", "/square"  # Suffixes of unlogged metrics, from which `/std` is computed.
+HALF = 0.5  # Mean importance weight of completions; `mismatch_advice` warns below this value.
 LARGEST = 30.0  # Bound of log-ratios (nats) in metrics, so that a ratio's square fits into float32.
 
 
@@ -71,3 +75,54 @@ def log_ratio_of(difference: torch.Tensor, mode: str, batch: MicroBatch) -> torc
     elif not mode.startswith("sequence"):
         return difference
     return per_sequence_sum(difference, batch)[batch.sequence]
+
+
+def sampling_metrics(
+    tokens: Tokens, correction: SamplerCorrection | None, difference: torch.Tensor, to_sampler: torch.Tensor
+) -> tuple[Means, Extremes, Extremes]:
+    """Compute TRL's metrics of sampler against trainer. Completions without a token in the loss don't count.
+    ``difference`` (N,) is the trainer's log-probabilities minus the sampler's; 0 where the sampler gave none.
+    ``to_sampler`` (N,) is the result of `log_ratio_of`."""
+    mask, mode = tokens.batch.loss_mask, "" if correction is None else correction.mode
+    weights = sequence_mean_weights(tokens.batch) if mode.startswith(("sequence", "geometric")) else mask
+    ratio, counted = to_sampler.clamp(-LARGEST, LARGEST).exp(), mask > 0
+    sums: Means = {
+        f"{DIFFERENCE}{SIGNED}": summed(difference, mask),
+        f"{DIFFERENCE}{SQUARE}": summed(difference.square(), mask),
+        f"{RAW}/mean": summed(ratio, weights),
+        f"{RAW}{SQUARE}": summed(ratio.square(), weights),
+    }
+    minima = {f"{RAW}/min": ratio.where(counted, torch.inf).min()}
+    maxima = {f"{RAW}/max": ratio.where(counted, -torch.inf).max()}
+    if correction is not None and tokens.correction is not None:
+        outside = correction.outside(ratio).to(ratio.dtype)
+        sums[MASKED if mode.endswith("mask") else TRUNCATED] = summed(outside, weights)
+        if mode in ("sequence_mask", "geometric_mask"):
+            sums[MASKED_TOKENS] = summed(outside, mask)
+        sums[f"{WEIGHT}/mean"] = summed(tokens.correction, weights)
+        minima[f"{WEIGHT}/min"] = tokens.correction.where(counted, torch.inf).min()
+        maxima[f"{WEIGHT}/max"] = tokens.correction.where(counted, -torch.inf).max()
+    return sums, minima, maxima
+
+
+def finish_mismatch(metrics: dict[str, float]) -> None:
+    """Replace the first and second moments in ``metrics`` (reduced over ranks) by standard deviations ``.../std``."""
+    for name, mean in ((DIFFERENCE, metrics.pop(f"{DIFFERENCE}{SIGNED}", None)), (RAW, metrics.get(f"{RAW}/mean"))):
+        square = metrics.pop(f"{name}{SQUARE}", None)
+        if square is not None and mean is not None:
+            metrics[f"{name}/std"] = math.sqrt(max(square - mean * mean, 0.0))
+
+
+def mismatch_advice(config: GRPOConfig, metrics: dict[str, float]) -> str:
+    """Return a warning if the sampler correction's mean weight of completions is below 0.5 in a step, else ""."""
+    mode, weight = config.vllm_importance_sampling_mode, metrics.get(f"{WEIGHT}/mean", 1.0)
+    if not mode.startswith("sequence") or weight >= HALF:
+        return ""
+    closer = "bring the two closer (cast_lm_head_to_fp32: true; dtype: float32 with bf16: false)"
+    if config.carry_over is not None:
+        closer = "raise carry_over, as tokens of older weights differ more"
+    return (
+        f"sampler: its log-probabilities and the trainer's differ by {metrics.get(f'{DIFFERENCE}/std', 0.0):.3f} nats "
+        f"(a token's standard deviation), so with vllm_importance_sampling_mode: {mode} completions weigh {weight:.2f} "
+        f"on average, and long ones less: set token_truncate, or {closer}"
+    )

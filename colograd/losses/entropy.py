@@ -23,12 +23,9 @@ from .objective import BONUS_ENTROPY, Objective, top_threshold
 
 
 def with_step_entropy(
-    step: StepBatch,
-    objective: Objective,
-    coefficient: float,
-    entropies: Callable[[MicroBatch], torch.Tensor],
+    step: StepBatch, objective: Objective, coefficient: float, entropies: Callable[[MicroBatch], torch.Tensor],
     timed: AbstractContextManager[None] | None = None,
-) -> StepBatch:
+) -> StepBatch:  # fmt: skip
     """Return the step with `StepConstants` on its rows: step-wide values that the loss's terms need. A collective. A
     top-entropy quantile needs the entropies of all tokens before the first loss. So if the step has several
     micro-batches, ``entropies`` runs an additional forward of every micro-batch, timed by ``timed``."""
@@ -43,8 +40,7 @@ def with_step_entropy(
         threshold = top_threshold(everywhere, objective.top_entropy_quantile)
         tokens = float(max((everywhere >= threshold).sum(), 1))
     constants = StepConstants(coefficient, objective.loss.denominator(step), threshold, tokens)
-    rows = tuple(dataclasses.replace(row, step_constants=constants) for row in step.rows)
-    step = dataclasses.replace(step, rows=rows)
+    step = dataclasses.replace(step, rows=tuple(dataclasses.replace(r, step_constants=constants) for r in step.rows))
     for term in objective.terms:
         step = term.with_constants(step)
     return step
@@ -59,10 +55,7 @@ class EntropyController(TrainerCallback):
 
     def __init__(self, config: GRPOConfig) -> None:
         self.config = config
-        self._start()
-
-    def _start(self) -> None:
-        self.coefficient, self.last_entropy = float(self.config.entropy_coef), math.inf
+        self.coefficient, self.last_entropy = float(config.entropy_coef), math.inf
 
     @property
     def applied(self) -> float:
@@ -92,7 +85,7 @@ class EntropyController(TrainerCallback):
             metrics["entropy_coef"] = self.coefficient
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._start()
+        self.coefficient, self.last_entropy = float(self.config.entropy_coef), math.inf
         stored = state.stateful_callbacks.get(type(self).__name__)
         if stored is not None and self.config.use_adaptive_entropy:
             self.coefficient, self.last_entropy = stored["coefficient"], stored["last_entropy"]

@@ -10,24 +10,12 @@ from typing import Any
 
 import torch
 
-from ..batch import LossOutput, MicroBatch
+from ..batch import LossOutput, MicroBatch, StepBatch
 from ..config import GRPOConfig
+from ..policy.logprobs import ForwardStep
 from ..runtime import registry
-from .correction import (
-    DIFFERENCE,
-    LARGEST,
-    MASKED,
-    MASKED_TOKENS,
-    RAW,
-    SIGNED,
-    SQUARE,
-    TRUNCATED,
-    WEIGHT,
-    SamplerCorrection,
-    known,
-    log_ratio_of,
-)
-from .terms import LossTerm
+from .advantages import AdvantageEstimator
+from .correction import DIFFERENCE, SamplerCorrection, known, log_ratio_of, sampling_metrics
 from .token_losses import LOSSES, find_loss
 from .tokens import (
     MOST_LOG_RATIO,
@@ -44,6 +32,58 @@ from .tokens import (
 
 QUANTILE_LIMIT = 2**24  # Number of elements above which torch.quantile fails.
 BONUS_ENTROPY = "entropy/bonus"  # Metric, not logged: mean entropy of the tokens that have the entropy bonus.
+
+
+class LossTerm:
+    """A term that an extension adds to the loss. A subclass overrides the methods that its term needs. The extension
+    lists a function (configuration, policy) -> `LossTerm` or None under "loss_term" in its `HOOKS`."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the row's values that a reference or teacher model must compute for this term."""
+        return ()
+
+    @property
+    def every_group(self) -> bool:
+        """Whether the term has a gradient in a group with equal rewards, so that such groups must be trained."""
+        return False
+
+    @property
+    def waits(self) -> str:
+        """The reason why no group may be trained before its whole step is sampled. Empty means no reason."""
+        return ""
+
+    def steps(self, second_models: Mapping[str, Any]) -> tuple[ForwardStep, ...]:
+        """Return the `ForwardStep`s, wrappers of the policy's forward, that compute values for this term."""
+        return ()
+
+    def with_scores(self, step: StepBatch, estimator: AdvantageEstimator) -> StepBatch:
+        """Return the step with changed advantages. Called when reference and teacher models have filled the rows."""
+        return step
+
+    def with_constants(self, step: StepBatch) -> StepBatch:
+        """Return the step with values of the whole step, which this term needs, on all its rows. A collective."""
+        return step
+
+    def before(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
+        """Return the micro-batch with changes for its loss. ``old`` are the old policy's log-probabilities (N,)."""
+        return batch
+
+    def of_tokens(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Return values (N,) to add to the tokens' losses before they are averaged. ``values`` come from `steps`."""
+        return None
+
+    def of_row(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Return a () tensor to add to the micro-batch's loss, after the sum over tokens."""
+        return None
+
+    def observe(self, old: torch.Tensor, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> Means:
+        """Return the term's metrics of a micro-batch as name -> (sum, count)."""
+        return {}
+
+    def in_loss(self, metrics: Mapping[str, float]) -> float:
+        """Return this term's share of a step's loss, computed from the metrics. `policy_loss` leaves that share out."""
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +104,12 @@ class Objective:
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Objective:
         """Build the objective from the run's settings. Raises ValueError if `loss_type` names no loss."""
-        correction = None
-        if config.vllm_importance_sampling_correction:
-            bounds = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
-            correction = SamplerCorrection(config.vllm_importance_sampling_mode, *bounds)
+        bounds = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+        correction = SamplerCorrection(config.vllm_importance_sampling_mode, *bounds)
         return cls(
             loss=find_loss(config.loss_type).from_config(config),
             level=config.importance_sampling_level,
-            correction=correction,
+            correction=correction if config.vllm_importance_sampling_correction else None,
             off_policy_threshold=config.off_policy_mask_threshold,
             top_entropy_quantile=config.top_entropy_quantile,
             beta=config.beta,
@@ -109,12 +147,9 @@ class Objective:
         return sum(term.in_loss(metrics) for term in self.terms)
 
     def __call__(
-        self,
-        logprobs: torch.Tensor,
-        entropy: torch.Tensor,
-        batch: MicroBatch,
+        self, logprobs: torch.Tensor, entropy: torch.Tensor, batch: MicroBatch,
         values: Mapping[str, torch.Tensor] | None = None,
-    ) -> LossOutput:
+    ) -> LossOutput:  # fmt: skip
         """Compute the loss of one micro-batch from the policy's log-probabilities (N,) and entropies (N,), in nats. If
         the batch has no old log-probabilities (on-policy), ``logprobs`` are used, detached."""
         values = {} if values is None else values
@@ -148,9 +183,7 @@ class Objective:
             per_token = per_token * chosen
         if tokens.correction is not None and not self.loss.corrects:
             per_token = per_token * tokens.correction
-        kl = None
-        if self.beta != 0:
-            kl = self._kl(tokens)
+        if (kl := self._kl(tokens) if self.beta != 0 else None) is not None:
             per_token = per_token + self.beta * kl
         for term in self.terms:
             if (of_tokens := term.of_tokens(batch, values)) is not None:
@@ -190,22 +223,11 @@ class Objective:
 
     @torch.no_grad()
     def _observe(
-        self,
-        tokens: Tokens,
-        entropy: torch.Tensor,
-        old: torch.Tensor,
-        difference: torch.Tensor,
-        to_sampler: torch.Tensor,
-        kl: torch.Tensor | None,
-        chosen: torch.Tensor,
-    ) -> tuple[Means, Extremes, Extremes]:
-        """Compute TRL's metrics of a micro-batch: sums with counts, minima, maxima. Completions without a token in the
-        loss don't count.
-
-        Args:
-            difference: (N,) the trainer's log-probabilities minus the sampler's; 0 where the sampler gave none.
-            to_sampler: (N,) ``difference``, or the sum or mean of ``difference`` over each completion (`log_ratio_of`).
-        """
+        self, tokens: Tokens, entropy: torch.Tensor, old: torch.Tensor, difference: torch.Tensor,
+        to_sampler: torch.Tensor, kl: torch.Tensor | None, chosen: torch.Tensor,
+    ) -> tuple[Means, Extremes, Extremes]:  # fmt: skip
+        """Compute TRL's metrics of a micro-batch: sums with counts, minima, maxima. ``difference`` and ``to_sampler``
+        are explained in `sampling_metrics`."""
         batch, mask = tokens.batch, tokens.batch.loss_mask
         apart = (old - batch.sampler_logprobs).abs()
         scored = mask * ~apart.isnan()
@@ -220,24 +242,9 @@ class Objective:
         if not batch.in_loss:
             return sums, {}, {}
         of_loss, minima, maxima = self.loss.observe(tokens)
-        mode = "" if self.correction is None else self.correction.mode
-        weights = sequence_mean_weights(batch) if mode.startswith(("sequence", "geometric")) else mask
-        ratio, counted = to_sampler.clamp(-LARGEST, LARGEST).exp(), mask > 0
-        sums[f"{DIFFERENCE}{SIGNED}"] = summed(difference, mask)
-        sums[f"{DIFFERENCE}{SQUARE}"] = summed(difference.square(), mask)
-        sums[f"{RAW}/mean"] = summed(ratio, weights)
-        sums[f"{RAW}{SQUARE}"] = summed(ratio.square(), weights)
-        minima = {**minima, f"{RAW}/min": ratio.where(counted, torch.inf).min()}
-        maxima = {**maxima, f"{RAW}/max": ratio.where(counted, -torch.inf).max(), f"{DIFFERENCE}/max": apart.max()}
-        if self.correction is not None and tokens.correction is not None:
-            outside = self.correction.outside(ratio).to(ratio.dtype)
-            sums[MASKED if mode.endswith("mask") else TRUNCATED] = summed(outside, weights)
-            if mode in ("sequence_mask", "geometric_mask"):
-                sums[MASKED_TOKENS] = summed(outside, mask)
-            sums[f"{WEIGHT}/mean"] = summed(tokens.correction, weights)
-            minima[f"{WEIGHT}/min"] = tokens.correction.where(counted, torch.inf).min()
-            maxima[f"{WEIGHT}/max"] = tokens.correction.where(counted, -torch.inf).max()
-        return sums | of_loss, minima, maxima
+        of_sampling, least, most = sampling_metrics(tokens, self.correction, difference, to_sampler)
+        maxima = {**maxima, **most, f"{DIFFERENCE}/max": apart.max()}
+        return sums | of_sampling | of_loss, {**minima, **least}, maxima
 
 
 def top_threshold(entropies: torch.Tensor, share: float) -> float:

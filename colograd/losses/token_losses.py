@@ -81,11 +81,8 @@ class GMPOLoss(OverCompletions):
     epsilon_high: float
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
-        clipped = torch.where(
-            tokens.advantages > 0,
-            tokens.log_ratio.clamp(max=self.epsilon_high),
-            tokens.log_ratio.clamp(min=-self.epsilon),
-        )
+        above, below = tokens.log_ratio.clamp(max=self.epsilon_high), tokens.log_ratio.clamp(min=-self.epsilon)
+        clipped = torch.where(tokens.advantages > 0, above, below)
         return -bounded_exp(completion_mean(clipped, tokens.batch)) * tokens.advantages
 
     def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:

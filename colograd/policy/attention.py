@@ -24,7 +24,7 @@ import bisect
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -33,39 +33,16 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..batch import SegmentLayout
-from . import cpu_attention
-from .merged_attention import Call, MergedAttention, calls_at_once, calls_one_by_one
+from .merged_attention import Call, MergedAttention, calls_at_once, calls_one_by_one, slow
 from .sending import to_device_async
 
 NAME = "colograd_packed"
 TOWER_NAME = "colograd_flash_tower"  # "flash" in the name makes transformers pass all windows in one call.
 
 
-class RowPart(Protocol):
-    """One rank's share of the tokens of a row, if several ranks compute a row together (sequence parallel)."""
-
-    def to_heads(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """All-to-all over the ranks: from all heads of this rank's tokens (1, heads, own tokens, D) to all tokens of
-        this rank's heads (1, own heads, T, D)."""
-
-    def to_tokens(self, output: torch.Tensor, heads: int) -> torch.Tensor:
-        """All-to-all over the ranks: from all tokens of this rank's heads (1, T, own heads, D) to all ``heads`` of this
-        rank's tokens (1, own tokens, heads, D)."""
-
-    def to_all_tokens(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """All-to-all over the ranks: from all heads of this rank's tokens (1, own tokens, heads, D) to all tokens of
-        this rank's heads (1, T, own heads, D)."""
-
-    def own_heads(self, of_heads: torch.Tensor) -> torch.Tensor:
-        """Return the entries of this rank's heads from a tensor (H, ...) with an entry per head."""
-
-    def own_weights(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Return the entries of this rank's tokens from weights (T,) of all tokens of the row."""
-
-    def sum(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Add a sum over this rank's tokens to the sums of the row's other ranks. Return the sum over all tokens."""
+# One rank's share of the tokens of a row, if several ranks compute a row together: the `RowPart` of extension
+# `sequence_parallel`. Its methods exchange all heads of this rank's tokens for all tokens of this rank's heads.
+RowPart: TypeAlias = Any
 
 
 def packed_attention(
@@ -97,7 +74,15 @@ def packed_attention(
     scaling, dropout = options.pop("scaling", None), options.pop("dropout", 0.0)
     if layout is None:
         if s_aux is not None:
-            return _plain_attention(query, key, value, attention_mask, scaling, dropout, s_aux), None
+            # transformers' `sdpa` ignores sinks. It passes no mask if a causal mask is enough.
+            size, scaling = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
+            mask = attention_mask
+            if mask is None:
+                mask = _causal_mask(query.shape[2], key.shape[2], None, query.device)
+            query, key, value = _with_sinks(query, key, value, s_aux, scaling)
+            key, value = _heads_for_masks(query, key, value)
+            mask = F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0)
+            return _fused(query, key, value, mask, dropout, scaling)[..., :size].transpose(1, 2), None
         for name in ("sliding_window", "softcap", "both_ways", "both_ways_in_window"):
             options.pop(name, None)
         options |= {"scaling": scaling, "dropout": dropout}
@@ -138,7 +123,7 @@ def packed_attention(
     else:
         output = _segment_attention(*row, layout, (scaling, dropout, softcap), sliding_window)
     if both_ways:
-        again = _seen_both_ways(*row, layout, both_ways, (scaling, dropout, sliding_window))
+        again = _segment_attention(*row, layout, (scaling, dropout, None), sliding_window, runs=both_ways)
         places = torch.cat([torch.arange(first, end) for first, end in both_ways])
         output = output.index_copy(1, to_device_async(places, output.device), again)
     return output, None
@@ -177,26 +162,16 @@ def _with_sinks(
     return query, torch.cat([key, of_sinks], dim=2), value
 
 
-def _plain_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None,
-    dropout: float, sinks: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """Compute attention with sinks, (B, T, H, D), for rows that aren't packed. transformers' `sdpa` ignores sinks."""
-    size, scaling = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
-    if mask is None:  # transformers passes no mask if a causal mask is enough.
-        mask = _causal_mask(query.shape[2], key.shape[2], None, query.device)
-    query, key, value = _with_sinks(query, key, value, sinks, scaling)
-    key, value = _heads_for_masks(query, key, value)
-    mask = F.pad(mask, (0, 1), value=True if mask.dtype == torch.bool else 0.0)
-    return _fused(query, key, value, mask, dropout, scaling)[..., :size].transpose(1, 2)
-
-
 def _fused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float,
     scaling: float | None, causal: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    if dropout == 0.0 and cpu_attention.slow(query) and query.shape[-1] == value.shape[-1]:
-        return cpu_attention.attention(query, key, value, mask, causal, scaling)
+    if dropout == 0.0 and slow(query) and query.shape[-1] == value.shape[-1] and len(query) == 1:
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+        row = (x[0].transpose(0, 1) for x in (query, key, value))
+        found: torch.Tensor = MergedAttention.apply(*row, None, (Call(None, None, causal, mask=mask),), scaling)
+        return found.transpose(0, 1)[None]
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -206,21 +181,30 @@ def _fused(
 def _segment_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout,
     options: tuple[float | None, float, float | None], window: int | None, sink: bool = False,
+    runs: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:  # fmt: skip
     """Compute the attention of a packed row, (1, T, H, D), by one call per segment on copies of the segment's keys.
-    With ``sink`` the last key is a sink that all tokens attend to. ``options`` are scaling, dropout and soft cap."""
+    With ``sink`` the last key is a sink that all tokens attend to. ``options`` are scaling, dropout and soft cap. With
+    ``runs`` (first, last + 1) compute only the attention of these image tokens, (1, tokens of all runs, H, D). They
+    attend to everything before the end of their run."""
     scaling, dropout, softcap = options
     key, value = _heads_for_masks(query, key, value)
-    lengths = (*layout.lengths, 1) if sink else layout.lengths
-    keys, values = key.split(lengths, dim=2), value.split(lengths, dim=2)
-    first = (len(layout.lengths),) if sink else ()
+    starts, total = layout.starts, layout.num_tokens
+    segments = [slice(start, start + length) for start, length in zip(starts, layout.lengths, strict=True)]
+    first = [slice(total, total + 1)] if sink else []
+    owners = [bisect.bisect_right(starts, start) - 1 for start, _ in runs] if runs else range(len(segments))
     outputs = []
-    for index, queries in enumerate(query.split(layout.lengths, dim=2)):
-        seen = (*first, *layout.attends_to[index], index)
-        k = torch.cat([keys[s] for s in seen], dim=2) if len(seen) > 1 else keys[index]
-        v = torch.cat([values[s] for s in seen], dim=2) if len(seen) > 1 else values[index]
-        square = softcap is None and len(seen) == 1 and (window is None or k.shape[2] <= window)
-        mask = None if square else _causal_mask(queries.shape[2], k.shape[2], window, query.device, sink)
+    for index, owner in enumerate(owners):
+        own = slice(*runs[index]) if runs else segments[owner]
+        seen = [*first, *(segments[s] for s in layout.attends_to[owner]), slice(starts[owner], own.stop)]
+        queries, *of_parts = query[:, :, own], *([x[:, :, part] for part in seen] for x in (key, value))
+        k, v = (torch.cat(parts, dim=2) if runs or len(parts) > 1 else parts[0] for parts in of_parts)
+        covered = window is None or k.shape[2] <= window
+        square = not runs and softcap is None and len(seen) == 1 and covered
+        if square or (runs and covered):
+            mask = None
+        else:
+            mask = _causal_mask(queries.shape[2], k.shape[2], window, query.device, sink, causal=not runs)
         if softcap is None or mask is None:
             outputs.append(_fused(queries, k, v, mask, dropout, scaling, square))
             continue
@@ -230,6 +214,8 @@ def _segment_attention(
         scores = queries @ k.mT * (queries.shape[-1] ** -0.5 if scaling is None else scaling)
         scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
         outputs.append(F.dropout(scores.softmax(-1, dtype=torch.float32).to(v.dtype), dropout) @ v)
+    if runs:
+        return torch.cat(outputs, dim=2).transpose(1, 2)
     # The memory layout equals that of `MergedAttention`, so that compiled layers need only one graph.
     return torch.cat([part.transpose(1, 2) for part in outputs], dim=1)
 
@@ -243,59 +229,37 @@ def _heads_for_masks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
 
 
-def _seen_both_ways(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, runs: Sequence[tuple[int, int]],
-    options: tuple[float | None, float, int | None],
-) -> torch.Tensor:  # fmt: skip
-    """Compute the attention of image tokens, (1, tokens of all ``runs``, H, D). A token of a run (first, last + 1)
-    attends to everything before the run's end. ``options`` are scaling, dropout and window."""
-    scaling, dropout, window = options
-    key, value = _heads_for_masks(query, key, value)
-    starts, again = layout.starts, []
-    for first, end in runs:
-        segment = bisect.bisect_right(starts, first) - 1
-        seen = [slice(starts[s], starts[s] + layout.lengths[s]) for s in layout.attends_to[segment]]
-        keys, values = (
-            torch.cat([x[:, :, part] for part in (*seen, slice(starts[segment], end))], dim=2) for x in (key, value)
-        )
-        count, mask = keys.shape[2], None
-        if window is not None and count > window:
-            places = torch.arange(count, device=query.device)
-            mask = places[first - end :, None] - places[None, :] < window
-        again.append(_fused(query[:, :, first:end], keys, values, mask, dropout, scaling))
-    return torch.cat(again, dim=2).transpose(1, 2)
-
-
-def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool = False) -> torch.Tensor:
+def _causal_mask(
+    queries: int, keys: int, window: int | None, device: torch.device, sink: bool = False, causal: bool = True
+) -> torch.Tensor:
     """Return a causal mask (queries, keys) bool, with the last query at the last key. With ``sink`` all queries
-    attend to the first key. Small masks are cached, because shapes repeat in every layer. Large masks aren't cached,
-    because 256 of them would take gigabytes."""
+    attend to the first key. Without ``causal`` the mask is only the window's. Small masks are cached, because shapes
+    repeat in every layer. Large masks aren't cached, because 256 of them would take gigabytes."""
     make = _make_mask if queries * keys <= 2**20 else _make_mask.__wrapped__
-    return make(queries, keys, window, device, sink)
+    return make(queries, keys, window, device, sink, causal)
 
 
 @functools.lru_cache(maxsize=256)
-def _make_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool) -> torch.Tensor:
+def _make_mask(
+    queries: int, keys: int, window: int | None, device: torch.device, sink: bool, causal: bool
+) -> torch.Tensor:
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
-    mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    mask = (distance >= 0) if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        mask &= distance < window
     if sink:
         mask[:, 0] = True
     return mask
 
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
-FLASH_CAPABILITY = (8, 0)  # Lowest compute capability (Ampere) with flash attention.
-FLASH_HEAD = 256  # Largest head size of flash attention.
 
 
 def _flash_takes(query: torch.Tensor) -> bool:
-    return (
-        query.is_cuda
-        and query.dtype in FLASH_DTYPES
-        and query.shape[-1] <= FLASH_HEAD
-        and query.shape[-1] % HEAD_STEP == 0
-        and _capability(query.device) >= FLASH_CAPABILITY
-    )
+    """Return whether torch's flash attention takes the tensor: 16 bits, heads of at most 256, Ampere or newer."""
+    size = query.shape[-1]
+    fits = query.is_cuda and query.dtype in FLASH_DTYPES and size <= 256 and size % HEAD_STEP == 0
+    return fits and _capability(query.device) >= (8, 0)
 
 
 _capability = functools.cache(torch.cuda.get_device_capability)
@@ -304,8 +268,9 @@ _capability = functools.cache(torch.cuda.get_device_capability)
 # A CPU attends to the keys of prompts without a copy if prompts have at least 128 tokens on average. Keys of shorter
 # prompts are copied to each completion, because that is faster (docs/measurements.md).
 IN_PLACE_FROM = 128
-
 _in_place_from = IN_PLACE_FROM
+_packed_rows = False
+_watching: tuple[set[int], set[int]] | None = None  # The two sets of window sizes that `watch_windows` fills.
 
 
 @contextmanager
@@ -338,7 +303,7 @@ def _merged_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, calls: tuple[Call, ...], scaling: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Run ``calls`` of fused kernels on a packed row, and merge the results into the row's attention (1, T, H, D)."""
+    """Run ``calls`` of fused kernels on a row, and merge the results into the row's attention (1, T, H, D)."""
     size = value.shape[-1]
     value = F.pad(value, (0, query.shape[-1] - size))  # Latent attention has keys that are larger than values.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # Query, key, value: (T, heads, D).
@@ -365,13 +330,10 @@ def tower_attention(
     for name in ("cu_seq_lens_k", "max_length_k"):
         options.pop(name, None)
     query, key, value = _in_one_dtype(query, key, value)
-    fits = query.shape[-1] % HEAD_STEP == 0 and dropout == 0.0 and _flash_takes(query)
-    if cu_seq_lens_q is not None and max_length_q is not None and fits:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # Query, key, value: (T, H, D).
-        scale, longest = scaling if scaling is not None else q.shape[-1] ** -0.5, int(max_length_q)
+    if cu_seq_lens_q is not None and max_length_q is not None and dropout == 0.0 and _flash_takes(query):
+        longest = int(max_length_q)
         call = Call(None, None, False, None, (cu_seq_lens_q, cu_seq_lens_q, longest, longest))
-        found: torch.Tensor = MergedAttention.apply(q, k, v, None, (call,), scale)
-        return found.unsqueeze(0), None
+        return _merged_attention(query, key, value, (call,), scaling), None
     # Without flash attention (for example in float32), `sdpa` is called once per window, as in transformers. On a GPU
     # the host must wait for the windows' lengths.
     lengths = [query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
@@ -391,16 +353,10 @@ def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Ten
     return None
 
 
-_packed_rows = False
-
-
 def packed_rows() -> AbstractContextManager[None]:
     """Return a context where `_mask` makes no masks. transformers makes masks before layers receive the layout, so a
     mask can't depend on the layout."""
     return _with(_packed_rows=True)
-
-
-_watching: tuple[set[int], set[int]] | None = None  # The two sets of window sizes that `watch_windows` fills.
 
 
 @contextmanager

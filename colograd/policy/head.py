@@ -10,10 +10,10 @@ this file computes the same result in several passes over the tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -34,48 +34,12 @@ TILE_ROWS = 8192
 TILE_COLUMNS = 64
 
 
-class Candidates(Protocol):
-    """The tokens that the sampler could choose for each label (e.g. with top-k). The softmax is over these tokens."""
-
-    def hidden(self, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Return (n, c) bool for n labels and c tokens of the vocabulary, True where the token isn't a candidate."""
-
-
-class HeadPart(Protocol):
-    """One rank's shard of a head: the token ids from ``start`` to ``stop`` (exclusive), of ``size`` ids in total."""
-
-    start: int
-    stop: int
-    size: int
-
-    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return ``hidden`` unchanged in the forward. The backward sums its gradient over the ranks."""
-
-    def combine(
-        self, maximum: torch.Tensor, sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Combine the ranks' statistics of their vocabulary shards into the statistics of the whole vocabulary.
-        ``maximum`` m is the largest logit x. ``sums``: label's logit, sum of e^(x - m) (x - m), sum of e^(x - m)."""
-
-
-class OtherSums(Protocol):
-    """Running sums for the KL divergence from a teacher's distribution. `gaps` and `add` read each tile of the policy's
-    logits. `result` returns the divergence, and values for its gradient."""
-
-    def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor | None: ...
-    def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None: ...
-    def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-class OtherDistribution(Protocol):
-    """A teacher's distribution for each label, for the differentiable KL divergence (N,) of the policy from it."""
-
-    def sums(self, like: torch.Tensor) -> OtherSums: ...
-
-    def spread(
-        self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
-    ) -> Spread:
-        """Return ``first`` (the entropy's gradient, or None) plus the KL divergence's gradient for a tile."""
+# The tokens that the sampler could choose for each label (e.g. with top-k), as in `kept_tokens/rider.py`. Its method
+# ``hidden(row, vocabulary)`` returns (n, c) bool for n labels and c token ids, True where an id isn't a candidate.
+Candidates: TypeAlias = Any
+# A teacher's distribution for each label, for the differentiable KL divergence (N,) of the policy from it, as in
+# `distillation/head.py`.
+OtherDistribution: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +51,9 @@ class Head:
     softcap: float  # Limit of tanh soft-capping. 0 means no soft-capping.
     dtype: torch.dtype  # Dtype of the matrix products.
     wide: bool = False  # Whether products return float32 (or float64) logits, see `cast_lm_head_to_fp32`.
-    part: HeadPart | None = None  # This rank's shard of the head's weight. None means the whole weight.
+    part: Any = None  # This rank's shard of the head's weight (`VocabularyPart`). None means the whole weight.
     candidates: Candidates | None = None  # Tokens that the softmax is over. None means the whole vocabulary.
+    low: ClassVar[float] = HIDDEN
 
     @classmethod
     def of(cls, model: Any, temperature: float, device: torch.device, candidates: Candidates | None = None) -> Head:
@@ -108,13 +73,6 @@ class Head:
         """Derivative of the final logits with respect to hidden @ weight.T, without the soft cap's factor."""
         return self.scale / self.temperature
 
-    @property
-    def transform(self) -> dict[str, Any]:
-        """Arguments of `head_kernels.Tile` that define how a kernel converts matrix products to logits."""
-        cap = self.softcap or 1.0
-        capped = bool(self.softcap)
-        return {"low": HIDDEN, "before": self.scale / cap, "behind": cap / self.temperature, "capped": capped}
-
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute scale * hidden @ weight.T + bias for one tile (rows, columns), before soft cap and temperature. The
         result is a new tensor that the caller may overwrite."""
@@ -132,24 +90,24 @@ class Head:
         wide_bias = None if bias is None else bias.to(self.exact)
         return torch.nn.functional.linear(hidden.to(self.exact), weight.to(self.exact), wide_bias)
 
-    def cap_(self, tile: torch.Tensor) -> torch.Tensor:
-        """Compute tanh(tile / softcap) in place. The derivative of the soft cap is 1 minus the square of the result."""
-        return tile.div_(self.softcap).tanh_()
-
-    def finish_(self, tile: torch.Tensor) -> torch.Tensor:
-        """Convert the result of `cap_` (without soft cap: of `logits`) to the logits used for sampling, in place."""
-        factor = (self.softcap or 1.0) / self.temperature
-        return tile if factor == 1.0 else tile.mul_(factor)
+    def finish_(self, tile: torch.Tensor, row: slice, vocabulary: slice, keep_cap: bool = False) -> torch.Tensor | None:
+        """Convert a tile of `logits` to the logits used for sampling, in place: apply soft cap and temperature, and set
+        the logits of tokens that the sampler couldn't choose to `HIDDEN`. With ``keep_cap`` return tanh(tile /
+        softcap), or None without a soft cap. The derivative of the soft cap is 1 minus the square of that."""
+        capped = None
+        if self.softcap:
+            tile.div_(self.softcap).tanh_()
+            capped = tile.clone() if keep_cap else None
+        if (factor := (self.softcap or 1.0) / self.temperature) != 1.0:
+            tile.mul_(factor)
+        if (hidden := self.hidden(row, vocabulary)) is not None:
+            tile.masked_fill_(hidden, HIDDEN)
+        return capped
 
     def hidden(self, row: slice, vocabulary: slice) -> torch.Tensor | None:
         """Return (n, c) bool for n labels and c tokens, True where the sampler couldn't choose the token. None means
         that the sampler could choose any token."""
         return None if self.candidates is None else self.candidates.hidden(row, vocabulary)
-
-    def hide_(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Set the logits of tokens that the sampler couldn't choose to `HIDDEN`, in place in a tile of final logits."""
-        hidden = self.hidden(row, vocabulary)
-        return tile if hidden is None else tile.masked_fill_(hidden, HIDDEN)
 
 
 def product_dtype(weight: torch.Tensor, device: torch.device, wide: bool) -> torch.dtype:
@@ -184,8 +142,8 @@ def parts(total: int, size: int) -> Iterator[slice]:
 def vocabulary_size(model: Any) -> int:
     """Return the number of token ids in the model's input embedding. If ranks hold shards, all shards count."""
     table = model.get_input_embeddings()
-    own: HeadPart | None = getattr(table, "vocabulary", None)
-    return int(table.weight.shape[0]) if own is None else own.size
+    own = getattr(table, "vocabulary", None)
+    return int(table.weight.shape[0] if own is None else own.size)
 
 
 def tile_shape(labels: int, vocabulary: int, device: torch.device) -> tuple[int, int]:
@@ -200,9 +158,8 @@ def tile_shape(labels: int, vocabulary: int, device: torch.device) -> tuple[int,
 def kernels_for(states: torch.Tensor, head: Head, other: OtherDistribution | None) -> ModuleType | None:
     """Return the module `head_kernels`, or None if torch code must be used: without a GPU or Triton, in float64, and
     for a KL divergence from a teacher's distribution."""
-    if not states.is_cuda or torch.version.cuda is None or head.exact != torch.float32 or other is not None:
-        return None
-    if not has_triton():
+    on_cuda = states.is_cuda and torch.version.cuda is not None
+    if not on_cuda or head.exact != torch.float32 or other is not None or not has_triton():
         return None
     from . import head_kernels
 
@@ -210,14 +167,9 @@ def kernels_for(states: torch.Tensor, head: Head, other: OtherDistribution | Non
 
 
 def label_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    head: Head,
-    entropy_gradient: bool = False,
-    other: OtherDistribution | None = None,
-) -> tuple[torch.Tensor, ...]:
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, head: Head,
+    entropy_gradient: bool = False, other: OtherDistribution | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Compute each label's log-probability, entropy and, with ``other``, reverse KL divergence KL(policy || other).
 
     The results are (N,) float32 in nats (float64 for float64 weights). The entropy is differentiable only with
@@ -247,10 +199,6 @@ class Spread:
     logq: torch.Tensor | None = None  # The teacher's log-probabilities times the KL divergence's gradient, (n, c).
     more: tuple[torch.Tensor, torch.Tensor] | None = None  # Column indices (n, K), and values to add there, (n, K).
 
-    @classmethod
-    def of_entropy(cls, gradient: torch.Tensor, entropy: torch.Tensor) -> Spread:
-        return cls(-gradient, gradient * entropy)
-
 
 class _LabelLogprobs(torch.autograd.Function):
     """Autograd function from hidden states and the head's weight to log softmax(logits)[label], the entropy and the KL
@@ -258,15 +206,9 @@ class _LabelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        head: Head,
-        entropy_gradient: bool,
-        other: OtherDistribution | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
+        head: Head, entropy_gradient: bool, other: OtherDistribution | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
         states = hidden.to(head.dtype)
         rows, columns = tile_shape(len(labels), len(weight), hidden.device)
         running = states.new_zeros((4, len(labels)), dtype=head.exact)
@@ -280,11 +222,12 @@ class _LabelLogprobs(torch.autograd.Function):
             for row in parts(len(labels), rows):
                 if kernels is None:
                     tile = head.logits(states[row], part, part_bias)
-                    _add_tile(head, tile, labels, row, vocabulary, running[:, row], sums)
+                    head.finish_(tile, row, vocabulary)
+                    _add_tile(tile, labels, (row, vocabulary), running[:, row], sums)
                 else:
                     tile = head.product(states[row], part, part_bias)
-                    at = labels[row], vocabulary.start, head.hidden(row, vocabulary)
-                    kernels.Tile(tile, *at, **head.transform).add_to(running[:, row])
+                    place = labels[row], vocabulary.start, head.hidden(row, vocabulary)
+                    kernels.add_tile(head, tile, place, running[:, row])
         if head.part is not None:
             maximum, (label_logit, moment, total) = head.part.combine(maximum, (label_logit, moment, total))
         normaliser = maximum + total.log()
@@ -306,14 +249,13 @@ class _LabelLogprobs(torch.autograd.Function):
         onehot - p, d H / d logit = -p (log p + H) and d KL / d logit = p (log p - log q - KL)."""
         hidden, weight, bias, labels, normaliser, entropy, divergence, of_other = ctx.saved_tensors
         head: Head = ctx.head
-        other: OtherDistribution | None = ctx.other
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         states = hidden.to(head.dtype)
         rows, columns = tile_shape(len(labels), len(weight), hidden.device)
         d_hidden = torch.zeros_like(hidden, dtype=head.exact) if needs_hidden else None
         d_weight = torch.empty_like(weight, dtype=_gradient_dtype(weight)) if needs_weight else None
         d_bias = torch.empty_like(bias, dtype=_gradient_dtype(bias)) if needs_bias else None
-        kernels = kernels_for(states, head, other)
+        kernels = kernels_for(states, head, ctx.other)
         gradient, of_entropy = gradient.contiguous(), of_entropy.contiguous()
         dtype = head.exact if needs_bias else head.dtype  # A bias's gradient needs unrounded numbers.
         with torch.autocast(hidden.device.type, enabled=False):
@@ -323,20 +265,22 @@ class _LabelLogprobs(torch.autograd.Function):
                 of_weight: torch.Tensor | None = None
                 of_bias: torch.Tensor | None = None
                 for row in parts(len(labels), rows):
+                    own_entropy = None if entropy is None else entropy[row]
                     if kernels is None:
-                        place = _Place.of(labels, row, vocabulary, head)
-                        spread = None if entropy is None else Spread.of_entropy(of_entropy[row], entropy[row])
-                        if other is not None and of_divergence is not None:
+                        spread = None
+                        if own_entropy is not None:
+                            spread = Spread(-of_entropy[row], of_entropy[row] * own_entropy)
+                        if ctx.other is not None and of_divergence is not None:
                             saved = divergence[row], of_other[row]
-                            spread = other.spread(spread, (row, vocabulary), of_divergence[row], saved)
+                            spread = ctx.other.spread(spread, (row, vocabulary), of_divergence[row], saved)
                         tile = head.logits(states[row], part, part_bias)
-                        _turn_to_gradient(head, tile, place, normaliser[row], gradient[row], spread)
+                        of_row = labels[row], normaliser[row], gradient[row]
+                        _turn_to_gradient(head, tile, of_row, (row, vocabulary), spread)
                     else:
                         tile = head.product(states[row], part, part_bias)
-                        at = labels[row], vocabulary.start, head.hidden(row, vocabulary)
-                        of_row = [normaliser[row], gradient[row], of_entropy[row]]
-                        of_row.append(None if entropy is None else entropy[row])
-                        tile = kernels.Tile(tile, *at, **head.transform).gradient(of_row, head.chain, dtype)
+                        place = labels[row], vocabulary.start, head.hidden(row, vocabulary)
+                        values = normaliser[row], gradient[row], of_entropy[row], own_entropy
+                        tile = kernels.gradient(head, tile, place, values, dtype)
                     if d_bias is not None:
                         of_bias = _plus(of_bias, tile.sum(dim=0), head.exact)
                     tile = tile.to(head.dtype)
@@ -352,21 +296,14 @@ class _LabelLogprobs(torch.autograd.Function):
 
 
 def _add_tile(
-    head: Head,
-    tile: torch.Tensor,
-    labels: torch.Tensor,
-    row: slice,
-    vocabulary: slice,
-    running: torch.Tensor,
-    sums: OtherSums | None,
+    tile: torch.Tensor, labels: torch.Tensor, place: tuple[slice, slice], running: torch.Tensor, sums: Any
 ) -> None:
-    """Update the ``running`` statistics (4, n) of n labels by a tile of `Head.logits`, and overwrite the tile. With the
+    """Update the ``running`` statistics (4, n) of n labels by a tile of final logits, and overwrite the tile. With the
     maximum m of the logits x so far: the label's logit, the sum of e^(x - m) (x - m), the sum of e^(x - m), and m."""
     label_logit, moment, total, maximum = running.unbind()
-    tile = head.hide_(head.finish_(head.cap_(tile) if head.softcap else tile), row, vocabulary)
-    place = _Place.of(labels, row, vocabulary)
-    gaps = None if sums is None else sums.gaps(tile, row, vocabulary)
-    label_logit += tile.gather(1, place.index).squeeze(1).where(place.inside, 0.0)
+    index, inside = _columns(labels[place[0]], place[1])
+    gaps = None if sums is None else sums.gaps(tile, *place)
+    label_logit += tile.gather(1, index).squeeze(1).where(inside, 0.0)
     # The sums of e^(x - max) and e^(x - max) (x - max) are rescaled to the new maximum, then the tile is added.
     largest = torch.maximum(maximum, tile.amax(dim=1))
     fall = maximum - largest
@@ -378,30 +315,20 @@ def _add_tile(
     power = tile.exp()
     total += power.sum(dim=1)
     moment += torch.linalg.vecdot(power, tile)
-    if sums is not None and gaps is not None:
-        sums.add(row, decay, power, gaps)
+    if gaps is not None:
+        sums.add(place[0], decay, power, gaps)
 
 
 def _turn_to_gradient(
-    head: Head,
-    tile: torch.Tensor,
-    place: _Place,
-    normaliser: torch.Tensor,
-    gradient: torch.Tensor,
-    spread: Spread | None,
+    head: Head, tile: torch.Tensor, of_row: tuple[torch.Tensor, ...], place: tuple[slice, slice], spread: Spread | None
 ) -> None:
-    """Replace a tile of `Head.logits` by the gradient of the head's matrix product, in place.
-
-    Args:
-        gradient: (n,) gradient of the log-probabilities.
-        spread: gradient of entropy and KL divergence. None means that neither has a gradient.
-    """
-    chain = head.chain
+    """Replace a tile of `Head.logits` by the gradient of the head's matrix product, in place. ``of_row`` has the tile's
+    labels, their normalisers, and the gradient of their log-probabilities, (n,) each. ``spread`` is the gradient of
+    entropy and KL divergence. None means that neither has a gradient."""
+    labels, normaliser, gradient = of_row
+    chain, (index, inside) = head.chain, _columns(labels, place[1])
     gradient = gradient * chain
-    capped = head.cap_(tile).clone() if head.softcap else None
-    head.finish_(tile)
-    if place.hidden is not None:
-        tile.masked_fill_(place.hidden, HIDDEN)
+    capped = head.finish_(tile, *place, keep_cap=True)
     tile.sub_(normaliser[:, None])
     if spread is None:
         tile.exp_().mul_(-gradient[:, None])
@@ -412,33 +339,23 @@ def _turn_to_gradient(
             tile.sub_(spread.logq, alpha=chain)
         tile.mul_(power)
         del power
-    if spread is not None and spread.more is not None:
-        tile.scatter_add_(1, spread.more[0], spread.more[1] * chain)
-    tile.scatter_add_(1, place.index, gradient.where(place.inside, 0.0)[:, None])
+        if spread.more is not None:
+            tile.scatter_add_(1, spread.more[0], spread.more[1] * chain)
+    tile.scatter_add_(1, index, gradient.where(inside, 0.0)[:, None])
     if capped is not None:
         tile.addcmul_(tile, capped.square_(), value=-1.0)
+
+
+def _columns(labels: torch.Tensor, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the column of each label in a tile of logits, (n, 1) int64, 0 if the label isn't in the tile, and whether
+    the label is in the tile, (n,) bool."""
+    inside = (labels >= vocabulary.start) & (labels < vocabulary.stop)
+    return (labels - vocabulary.start).where(inside, 0)[:, None], inside
 
 
 def _plus(total: torch.Tensor | None, term: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Add ``term`` to ``total`` in ``dtype``. If ``total`` is None, return ``term`` itself, to save memory."""
     return term if total is None else total.to(dtype).add_(term)
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Positions of n labels in a tile of logits (n, c), a slice of the vocabulary."""
-
-    index: torch.Tensor  # Column of each label, (n, 1) int64; 0 if the label isn't in this tile.
-    inside: torch.Tensor  # Whether the label is in this tile, (n,) bool.
-    hidden: torch.Tensor | None = None  # Mask (n, c) bool, True for tokens that the sampler couldn't choose.
-
-    @classmethod
-    def of(cls, labels: torch.Tensor, row: slice, vocabulary: slice, head: Head | None = None) -> _Place:
-        """Find the column of each label in a tile of logits. With a ``head``, also make the mask ``hidden``."""
-        own = labels[row]
-        inside = (own >= vocabulary.start) & (own < vocabulary.stop)
-        hidden = None if head is None else head.hidden(row, vocabulary)
-        return cls((own - vocabulary.start).where(inside, 0)[:, None], inside, hidden)
 
 
 def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:

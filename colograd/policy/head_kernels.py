@@ -7,8 +7,7 @@ torch code, for devices other than GPUs, for float64 and for a KL divergence fro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -16,50 +15,41 @@ import triton.language as tl
 
 BLOCK = 2048  # Number of columns that a Triton program reads at a time.
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
+# The place of a tile (n labels x c tokens): labels, (n,) int64; token id of the first column; mask (n, c) bool, True
+# where the sampler couldn't choose the token, or None. Arguments ``head`` in this file are a `head.Head`.
+Place: TypeAlias = tuple[torch.Tensor, int, torch.Tensor | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A tile (n labels x c tokens) of the product of hidden states and head weight. The logits are behind * tanh(before
-    * product) if ``capped``, else behind * before * product."""
+def add_tile(head: Any, product: torch.Tensor, place: Place, running: torch.Tensor) -> None:
+    """Update the running statistics of n labels by a tile of `Head.product`, (4, n) float32. With maximum m of the
+    logits x so far: the label's logit, the sum of e^(x - m) (x - m), the sum of e^(x - m), and m."""
+    _launch(_add_tile, (len(product),), head, product, place, running, running.stride(0))
 
-    product: torch.Tensor  # Product of hidden states and weight, (n, c), contiguous.
-    labels: torch.Tensor  # Labels, (n,) int64.
-    first: int  # Token id of the tile's first column.
-    hidden: torch.Tensor | None  # Mask (n, c) bool, True where the logit is replaced by `low`.
-    low: float
-    before: float
-    behind: float
-    capped: bool
 
-    def add_to(self, running: torch.Tensor) -> None:
-        """Update the running statistics of the n labels by this tile, (4, n) float32. With maximum m of the logits x so
-        far: the label's logit, the sum of e^(x - m) (x - m), the sum of e^(x - m), and m."""
-        self._launch(_add_tile, (len(self.product),), running, running.stride(0))
+def gradient(
+    head: Any, product: torch.Tensor, place: Place, of_rows: Sequence[torch.Tensor | None], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the gradient of a tile of `Head.product` in ``dtype``. If ``product`` has this dtype, it is overwritten.
+    ``of_rows`` has normaliser, gradient of the log-probability, gradient of the entropy, and entropy, (n,) float32
+    each. If the entropy is None, the entropy's gradient isn't read."""
+    result = product if product.dtype == dtype else torch.empty_like(product, dtype=dtype)
+    grid = len(result), triton.cdiv(result.shape[1], BLOCK)
+    _launch(_turn_to_gradient, grid, head, product, place, *of_rows, result, head.chain)
+    return result
 
-    def gradient(self, of_rows: Sequence[torch.Tensor | None], chain: float, dtype: torch.dtype) -> torch.Tensor:
-        """Return the gradient of ``product`` in ``dtype``. If ``product`` has this dtype, it is overwritten.
 
-        Args:
-            of_rows: normaliser, gradient of the log-probability, gradient of the entropy, and entropy, (n,) float32
-                each. If the entropy is None, the entropy's gradient isn't read.
-            chain: derivative of the logits with respect to ``product``, without the soft cap's factor.
-        """
-        result = self.product if self.product.dtype == dtype else torch.empty_like(self.product, dtype=dtype)
-        grid = len(result), triton.cdiv(result.shape[1], BLOCK)
-        self._launch(_turn_to_gradient, grid, *of_rows, result, chain)
-        return result
-
-    def _launch(self, kernel: Any, grid: tuple[int, ...], *others: Any) -> None:
-        """Start a kernel on the GPU that holds the tile, even if the thread's current device is a different GPU."""
-        assert self.product.is_contiguous()
-        hidden = None if self.hidden is None else self.hidden.contiguous()
-        columns = self.product.shape[1]
-        transform = {"low": self.low, "before": self.before, "behind": self.behind, "CAPPED": self.capped}
-        with torch.cuda.device_of(self.product):
-            kernel[grid](
-                self.product, columns, self.labels, self.first, hidden, *others, **transform, BLOCK=BLOCK, **OPTIONS
-            )
+def _launch(kernel: Any, grid: tuple[int, ...], head: Any, product: torch.Tensor, place: Place, *others: Any) -> None:
+    """Start a kernel on the GPU that holds the tile, even if the thread's current device is a different GPU. The logits
+    are behind * tanh(before * product) with a soft cap, else behind * before * product."""
+    assert product.is_contiguous()
+    labels, first, hidden = place
+    cap, capped = head.softcap or 1.0, bool(head.softcap)
+    transform = {"before": head.scale / cap, "behind": cap / head.temperature, "CAPPED": capped}
+    with torch.cuda.device_of(product):
+        hidden = None if hidden is None else hidden.contiguous()
+        kernel[grid](
+            product, product.shape[1], labels, first, hidden, *others, low=head.low, **transform, BLOCK=BLOCK, **OPTIONS
+        )
 
 
 @triton.jit
@@ -76,19 +66,9 @@ def _logits(tile, hidden, place, inside, low, before, behind, CAPPED: tl.constex
 
 @triton.jit(do_not_specialize=["first", "stride"])
 def _add_tile(  # type: ignore[no-untyped-def]
-    tile,
-    columns,
-    labels,
-    first,
-    hidden,
-    running,
-    stride,
-    low,
-    before,
-    behind,
-    CAPPED: tl.constexpr,
+    tile, columns, labels, first, hidden, running, stride, low, before, behind, CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0)
     tile += row * columns
     if hidden is not None:

@@ -105,19 +105,14 @@ class PolicyForward:
     entropy_gradient: bool = False
     steps: tuple[ForwardStep, ...] = ()  # Steps of loss terms, which wrap the steps installed on the model.
 
-    def __call__(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Return log-probabilities (N,), entropies (N,), and the values that `ForwardStep`s have computed, by name."""
-        (logprobs, entropy), values = self.run(label_values, micro_batch)
-        return logprobs, entropy, values
-
-    def run(self, last: Compute, micro_batch: MicroBatch) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-        """Run a forward with ``last`` as its innermost function (e.g. `label_values`). Return the tensors of ``last``,
-        and the values that `ForwardStep`s have computed, by name."""
+    def __call__(self, micro_batch: MicroBatch, last: Compute | None = None) -> tuple[Any, ...]:
+        """Run a forward with ``last`` as its innermost function, by default `label_values`. Return the tensors of
+        ``last``, i.e. log-probabilities (N,) and entropies (N,), and the values of `ForwardStep`s by name, a dict."""
         watchdog.progress()  # The forward of each row resets the timer of `rank_timeout`.
         names: list[str] = []
 
         def compute(batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-            model, run = unwrap(self.model), last
+            model, run = unwrap(self.model), last or label_values
             for step in (*steps_of(model), *self.steps):
                 run = functools.partial(step.around, run)
             row = Pass(model, batch, self.temperature, self.entropy_gradient)
@@ -128,7 +123,7 @@ class PolicyForward:
         with calls(self.model, compute), getattr(self.model, "around_forward", nullcontext)():
             results: tuple[torch.Tensor, ...] = self.model(micro_batch)
         first = len(results) - len(names)
-        return results[:first], dict(zip(names, results[first:], strict=True))
+        return *results[:first], dict(zip(names, results[first:], strict=True))
 
 
 def policy_logprobs(

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..batch import SegmentLayout
-from . import cpu_attention
+from ..runtime import cpu_products
 from .sending import to_device_async
 
 Places: TypeAlias = slice | torch.Tensor | None  # Indices of tokens in a row. None means all tokens.
@@ -44,6 +44,7 @@ class Call:
     # (N + 1,) each, with the end as last entry; then the maximum numbers of queries and of keys in a sequence.
     sequences: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
     lengths: tuple[int, ...] = ()  # `lengths`, for CPU kernels: tokens of each sequence. Empty means one sequence.
+    mask: torch.Tensor | None = None  # For CPU kernels: a tensor that is added to the scores of one sequence.
 
 
 class MergedAttention(torch.autograd.Function):
@@ -53,7 +54,7 @@ class MergedAttention(torch.autograd.Function):
         query: (T, heads, D). Keys and values: (T, key-value heads, D).
         sinks: (heads,) logits of an additional key of value 0 that every token attends to. None means no sinks.
         calls: kernel calls. The first call must have every query exactly once.
-        scale: factor of the scores (query x key).
+        scale: factor of the scores (query x key). None means 1 / sqrt(D).
 
     Returns:
         The attention's output, (T, heads, D).
@@ -62,7 +63,7 @@ class MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None,
-        calls: Sequence[Call], scale: float,
+        calls: Sequence[Call], scale: float | None,
     ) -> torch.Tensor:  # fmt: skip
         out, whole = _attend(calls[0], _taken(calls[0], query, key, value), scale)
         for call in calls[1:]:
@@ -83,7 +84,16 @@ class MergedAttention(torch.autograd.Function):
             rows = tuple(_at(x, call.queries) for x in (gradient, out, whole))
             added = _gradients(call, _taken(call, query, key, value), rows, ctx.scale)
             places = call.queries, call.keys, call.keys
-            totals = [_sum(*each) for each in zip(totals, (query, key, value), places, added, strict=True)]
+            for index, (like, at, found) in enumerate(zip((query, key, value), places, added, strict=True)):
+                if at is None:  # The call has all tokens of the row, and is the only one without places.
+                    totals[index] = found
+                    continue
+                total = totals[index]
+                total = totals[index] = torch.zeros_like(like) if total is None else total
+                if isinstance(at, torch.Tensor):
+                    total.index_add_(0, at, found)
+                else:
+                    total[at] += found
         to_sinks = None
         if sinks is not None:
             seen = (out * gradient).sum(-1, dtype=torch.float32)
@@ -117,44 +127,45 @@ def _merge(
         whole.index_copy_(0, places, together)
 
 
-def _sum(total: torch.Tensor | None, like: torch.Tensor, places: Places, found: torch.Tensor) -> torch.Tensor:
-    """Add one call's gradient ``found`` to ``total``, the gradient of all queries, keys or values of the row."""
-    if places is None:
-        assert total is None
-        return found
-    total = torch.zeros_like(like) if total is None else total
-    if isinstance(places, torch.Tensor):
-        return total.index_add_(0, places, found)
-    total[places] += found
-    return total
-
-
 # -- Calls of the fused kernels. Tensors are (tokens, heads, D).
 
 
-def _attend(call: Call, inputs: tuple[torch.Tensor, ...], scale: float) -> tuple[torch.Tensor, ...]:
+def _attend(call: Call, inputs: tuple[torch.Tensor, ...], scale: float | None) -> tuple[torch.Tensor, ...]:
     """Run a call's kernel on its queries, keys and values. Return the output (Q, heads, D) and the log-sum-exp of the
     scores (Q, heads), float32."""
     if call.sequences is None:
-        each = _one_by_one(call, *inputs)
-        return _joined(cpu_attention.attend(q, k, v, call.causal, scale) for q, k, v in each)
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        options = {"attn_mask": call.mask, "scale": scale}
+        return _joined(kernel(*row, 0.0, call.causal, **options) for row in _one_by_one(call, *inputs))
     causal, window = _window(call)
     out, lse, *_ = kernels()[0](*inputs, *call.sequences, 0.0, causal, False, scale=scale, **window)
     return out, lse.t()
 
 
 def _gradients(
-    call: Call, inputs: tuple[torch.Tensor, ...], rows: tuple[torch.Tensor, ...], scale: float
+    call: Call, inputs: tuple[torch.Tensor, ...], rows: tuple[torch.Tensor, ...], scale: float | None
 ) -> tuple[torch.Tensor, ...]:
     """Run the backward of a call's kernel. Return the gradients of its ``inputs`` (queries, keys, values). ``rows`` has
     three tensors for the call's queries: the output's gradient, the output, and the log-sum-exp."""
     if call.sequences is None:
-        each = _one_by_one(call, rows[0], *inputs, *rows[1:])
-        return _joined(cpu_attention.gradients(of[0], of[1:4], of[4:], call.causal, scale) for of in each)
+        kernel, dtype = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, rows[0].dtype
+        exact = torch.float32 if slow(rows[0]) else dtype
+        cpu_options = {"attn_mask": None if call.mask is None else call.mask.to(exact), "scale": scale}
+        found = []
+        for *each, lse in _one_by_one(call, rows[0], *inputs, *rows[1:]):
+            gradients = kernel(*(x.to(exact) for x in each), lse, 0.0, call.causal, **cpu_options)
+            found.append(tuple(x.to(dtype) for x in gradients))
+        return _joined(found)
     (gradient, out, whole), (causal, window) = rows, _window(call)
-    row, none = (gradient, *inputs, out, whole.t().contiguous()), out.new_zeros(2, dtype=torch.uint64)
-    options = 0.0, causal, none, none  # Kernel arguments: dropout 0, causal flag, two unused tensors.
-    return tuple(kernels()[1](*row, *call.sequences, *options, scale=scale, **window))
+    none = out.new_zeros(2, dtype=torch.uint64)  # Stands for the dropout's random state.
+    row = gradient, *inputs, out, whole.t().contiguous(), *call.sequences, 0.0, causal, none, none
+    return tuple(kernels()[1](*row, scale=scale, **window))
+
+
+def slow(query: torch.Tensor) -> bool:
+    """Return whether the attention backward computes in float32: for bfloat16 on a CPU without such instructions, where
+    torch's backward is up to seven times as slow in bfloat16 (`tests/benchmarks/attention.py`), but not its forward."""
+    return query.is_cpu and query.dtype == torch.bfloat16 and cpu_products.wanted()
 
 
 def _one_by_one(call: Call, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -222,46 +233,36 @@ def calls_at_once(layout: SegmentLayout, window: int | None, device: torch.devic
     the earlier keys in the window of its first query."""
     own = [_tokens(layout, segment) for segment in range(len(layout.lengths))]
     if window is None:
-        calls = [Call(None, None, True, None, _sequences(own, own))]
+        calls = [Call(None, None, True, None, _sequences(own, own, device))]
         for depth in blocks(layout):
             queries, keys = ([getattr(call, name) for call in depth] for name in ("queries", "keys"))
-            calls.append(Call(_places(queries), _places(keys), False, None, _sequences(queries, keys)))
-    else:
-        index: list[torch.Tensor] = []
-        joined, at = [], 0
-        for tokens, seen in zip(own, layout.attends_to, strict=True):
-            earlier = torch.cat([_arange(_tokens(layout, s)) for s in seen] or [torch.arange(0)])
-            index += [earlier[max(0, len(earlier) - window + 1) :], _arange(tokens)]
-            joined.append(slice(at, at + len(index[-2]) + len(index[-1])))
-            at = joined[-1].stop
-        all_keys = torch.cat(index) if any(layout.attends_to) else None
-        calls = [Call(None, all_keys, True, window, _sequences(own, joined))]
-    # The tensors of all calls go to the device in one transfer.
-    host = [
-        part for call in calls for part in (call.queries, call.keys, *(call.sequences or ()))
-        if isinstance(part, torch.Tensor)
-    ]  # fmt: skip
-    sent = iter(to_device_async(torch.cat(host), device).split([len(part) for part in host]))
-    on_device = []
-    for call in calls:
-        places = [next(sent) if isinstance(x, torch.Tensor) else x for x in (call.queries, call.keys)]
-        assert call.sequences is not None
-        starts = (next(sent).to(torch.int32), next(sent).to(torch.int32), *call.sequences[2:])
-        on_device.append(Call(places[0], places[1], call.causal, call.window, starts))
-    return tuple(on_device)
+            sequences = _sequences(queries, keys, device)
+            calls.append(Call(_places(queries, device), _places(keys, device), False, None, sequences))
+        return tuple(calls)
+    index: list[torch.Tensor] = []
+    joined, at = [], 0
+    for tokens, seen in zip(own, layout.attends_to, strict=True):
+        earlier = torch.cat([_arange(_tokens(layout, s)) for s in seen] or [torch.arange(0)])
+        index += [earlier[max(0, len(earlier) - window + 1) :], _arange(tokens)]
+        joined.append(slice(at, at + len(index[-2]) + len(index[-1])))
+        at = joined[-1].stop
+    all_keys = to_device_async(torch.cat(index), device) if any(layout.attends_to) else None
+    return (Call(None, all_keys, True, window, _sequences(own, joined, device)),)
 
 
-def _places(parts: Sequence[slice]) -> slice | torch.Tensor:
+def _places(parts: Sequence[slice], device: torch.device) -> slice | torch.Tensor:
     if all(one.stop == next_one.start for one, next_one in itertools.pairwise(parts)):
         return slice(parts[0].start, parts[-1].stop)
-    return torch.cat([_arange(part) for part in parts])
+    return to_device_async(torch.cat([_arange(part) for part in parts]), device)
 
 
 def _arange(part: slice) -> torch.Tensor:
     return torch.arange(part.start, part.stop)
 
 
-def _sequences(queries: Sequence[slice], keys: Sequence[slice]) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def _sequences(
+    queries: Sequence[slice], keys: Sequence[slice], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     lengths = [[part.stop - part.start for part in parts] for parts in (queries, keys)]
-    starts = [torch.tensor((0, *each)).cumsum(0) for each in lengths]
-    return starts[0], starts[1], max(lengths[0]), max(lengths[1])
+    starts = [torch.tensor((0, *each)).cumsum(0, dtype=torch.int32) for each in lengths]
+    return to_device_async(starts[0], device), to_device_async(starts[1], device), max(lengths[0]), max(lengths[1])

@@ -80,19 +80,12 @@ def dummy(device: torch.device, groups: Sequence[tuple[int, Sequence[int]]] = ((
     parts = []
     for prompt, completions in groups:
         dummy_prompt = ModelInput((0,) * prompt)
-        rollouts = tuple(
-            Rollout(
-                dummy_prompt,
-                array("i", [0]) * n,
-                torch.zeros(n),
-                torch.zeros(n, dtype=torch.bool),
-                FinishReason.ABORT,
-                0,
-            )
-            for n in completions
-        )
-        ids = tuple(RolloutId(NOBODY, index) for index in range(len(rollouts)))
-        parts.append(PackedGroup(ids, rollouts, (torch.zeros(()),) * len(rollouts)))
+        rollouts = []
+        for n in completions:
+            ids, sampled = array("i", [0]) * n, torch.zeros(n, dtype=torch.bool)
+            rollouts.append(Rollout(dummy_prompt, ids, torch.zeros(n), sampled, FinishReason.ABORT, 0))
+        identities = tuple(RolloutId(NOBODY, index) for index in range(len(rollouts)))
+        parts.append(PackedGroup(identities, tuple(rollouts), (torch.zeros(()),) * len(rollouts)))
     return PackedRow(tuple(parts), False, device)
 
 
@@ -146,8 +139,7 @@ def plan_rows(
     padded size."""
     parts: list[PackedGroup] = []
     for scored in groups:
-        rollouts, advantages, position = scored.group.rollouts, advantages_of(scored), scored.group.position
-        ids = tuple(RolloutId(position, index) for index in range(len(rollouts)))
+        rollouts, advantages, ids = scored.group.rollouts, advantages_of(scored), scored.group.rollout_ids
         starts, tokens = [0], len(rollouts[0].input)
         for index, rollout in enumerate(rollouts):
             over = not share_prompts or tokens + len(rollout.completion_ids) > budget
@@ -195,12 +187,9 @@ def collate(row: PackedRow) -> MicroBatch:
     """Make the `MicroBatch` of a row: all tokens one after the other, in tensors on the row's device. Token t of a
     completion is predicted at token t-1, and token 0 at the prompt's last token. In a tree the first token of a branch
     is predicted at the last token of its parent branch."""
-    segments: list[torch.Tensor] = []
-    position_ids: list[torch.Tensor] = []
+    segments, position_ids, logit_positions, labels = (list[torch.Tensor]() for _ in range(4))
     attends_to: list[tuple[int, ...]] = []
     media: dict[int, tuple[Media, ...]] = {}
-    logit_positions: list[torch.Tensor] = []
-    labels: list[torch.Tensor] = []
     at = 0  # Number of the row's tokens laid out so far.
 
     def add(ids: torch.Tensor, before: _End) -> _End:
@@ -231,34 +220,34 @@ def collate(row: PackedRow) -> MicroBatch:
                 before = ends[branch.prompt] if branch.after is None else tree[branch.after]
                 logit_positions += [torch.tensor([before.place]), torch.arange(at, at + len(ids) - 1)]
                 tree.append(add(ids, before))
-    positions = torch.cat(logit_positions)
     rollouts = [rollout for part in row.parts for rollout in part.rollouts]
     by_sequence = (advantage for part in row.parts for advantage in part.advantages)
     advantages = [advantage.expand(len(ids)) for advantage, ids in zip(by_sequence, labels, strict=True)]
-    sequence = [torch.full((len(ids),), index) for index, ids in enumerate(labels)]
     in_loss = torch.cat([loss_tokens(rollout, row.mask_truncated) for rollout in rollouts])
     riders = [kind.of_row(row) for kind in dict.fromkeys(type(r) for rollout in rollouts for r in rollout.riders)]
-    device = row.device
+    host: dict[str, Any] = {
+        "input_ids": torch.cat(segments)[None],
+        "position_ids": torch.cat(position_ids)[None],
+        "logit_positions": torch.cat(logit_positions),
+        "labels": torch.cat(labels),
+        "loss_mask": in_loss.float(),
+        "sequence": torch.cat([torch.full((len(ids),), index) for index, ids in enumerate(labels)]),
+        "sampler_logprobs": torch.cat([rollout.sampler_logprobs for rollout in rollouts]),
+        "advantages": torch.cat(advantages).float(),
+    }
     micro_batch = MicroBatch(
-        input_ids=to_device_async(torch.cat(segments)[None], device),
-        position_ids=to_device_async(torch.cat(position_ids)[None], device),
+        **{name: to_device_async(tensor, row.device) for name, tensor in host.items()},
         layout=SegmentLayout(tuple(map(len, segments)), tuple(attends_to)),
-        logit_positions=to_device_async(positions, device),
-        labels=to_device_async(torch.cat(labels), device),
-        loss_mask=to_device_async(in_loss.float(), device),
-        sequence=to_device_async(torch.cat(sequence), device),
-        sampler_logprobs=to_device_async(torch.cat([rollout.sampler_logprobs for rollout in rollouts]), device),
-        advantages=to_device_async(torch.cat(advantages).float(), device),
         old_logprobs=row.old_logprobs,
         ref_logprobs=row.ref_logprobs,
-        scores={name: to_device_async(values, device) for name, values in row.scores.items()},
-        rollouts=tuple(identity for part in row.parts for identity in part.ids),
+        scores={name: to_device_async(values, row.device) for name, values in row.scores.items()},
+        rollouts=row.rollouts,
         in_loss=bool(in_loss.any()),
         completion_lengths=tuple(map(len, labels)),
         step_constants=row.step_constants,
         media=media or None,
         riders=tuple(rider for rider in riders if rider is not None),
-        host_positions=positions,
+        host_positions=host["logit_positions"],
     )
     for rider in micro_batch.riders:
         micro_batch = rider.applied(micro_batch)

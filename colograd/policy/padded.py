@@ -32,9 +32,24 @@ class PaddedRows:
     places: torch.Tensor  # Index in the flattened padded rows (B * L) of each packed token, (T,) int64: its first copy.
     chains: tuple[tuple[int, ...], ...] = ()  # Indices of the segments of each sequence, [B].
 
+    @property
+    def mask(self) -> torch.Tensor:
+        """Attention mask, (B, L) bool, False for padding."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
 
-def rows_of(layout: SegmentLayout) -> PaddedRows:
-    """Return the padded rows of a packed row's `SegmentLayout`: a row for each segment that no other attends to."""
+    def of_tokens(self, values: torch.Tensor, padding: float = 0) -> torch.Tensor:
+        """Convert values (T, ...) of a packed row's tokens to padded order, (B, L, ...), filled with ``padding``."""
+        mask = self.mask.view(*self.tokens.shape, *[1] * (values.dim() - 1))
+        return values[self.tokens].masked_fill(~mask, padding)
+
+    def packed(self, values: torch.Tensor) -> torch.Tensor:
+        """Convert values (B, L, ...) of padded rows to the packed row's order, (1, T, ...)."""
+        return values.flatten(0, 1).index_select(0, self.places)[None]
+
+
+def rows_of(layout: SegmentLayout, device: torch.device | None = None) -> PaddedRows:
+    """Return the padded rows of a packed row's `SegmentLayout`: a row for each segment that no other attends to. The
+    tensors are on ``device``. None means the host."""
     starts = layout.starts
     ends = set(range(len(layout.lengths))) - {s for seen in layout.attends_to for s in seen}
     chains = [(*layout.attends_to[end], end) for end in sorted(ends)]
@@ -46,34 +61,9 @@ def rows_of(layout: SegmentLayout) -> PaddedRows:
             assert layout.attends_to[segment] == chain[:at], f"segment {segment} sees another past in {chain}"
         new = places[row] < 0
         places[row[new]] = index * tokens.shape[1] + torch.arange(len(row))[new]
-    return PaddedRows(tokens, torch.tensor([len(row) for row in rows]), places, tuple(chains))
-
-
-@dataclass(frozen=True, slots=True)
-class PaddedInputs:
-    """Padded rows of a packed row as tensors on the device: B sequences of at most L tokens."""
-
-    rows: PaddedRows
-    tokens: torch.Tensor  # Copy of `PaddedRows.tokens`, (B, L) int64.
-    mask: torch.Tensor  # Attention mask, (B, L) bool, False for padding.
-    places: torch.Tensor  # Copy of `PaddedRows.places`, (T,) int64.
-    ids: torch.Tensor  # Token ids, (B, L) int64. Padding has id 0.
-
-    @classmethod
-    def of(cls, batch: MicroBatch) -> PaddedInputs:
-        rows, device = rows_of(batch.layout), batch.input_ids.device
-        tokens, lengths = to_device_async(rows.tokens, device), to_device_async(rows.lengths, device)
-        mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
-        return cls(rows, tokens, mask, to_device_async(rows.places, device), batch.input_ids[0][tokens] * mask)
-
-    def of_tokens(self, values: torch.Tensor, padding: float) -> torch.Tensor:
-        """Convert values (T, ...) of a packed row's tokens to padded order, (B * L, ...), filled with ``padding``."""
-        mask = self.mask.view(*self.mask.shape, *[1] * (values.dim() - 1))
-        return values[self.tokens].masked_fill(~mask, padding).flatten(0, 1)
-
-    def packed(self, states: torch.Tensor) -> torch.Tensor:
-        """Convert hidden states (B, L, hidden) of padded rows to the packed row's order, (1, T, hidden)."""
-        return states.flatten(0, 1).index_select(0, self.places)[None]
+    lengths, device = torch.tensor([len(row) for row in rows]), device or places.device
+    moved = [to_device_async(tensor, device) for tensor in (tokens, lengths, places)]
+    return PaddedRows(moved[0], moved[1], moved[2], tuple(chains))
 
 
 def hidden_states(
@@ -87,19 +77,17 @@ def hidden_states(
         of_layers: names of outputs of ``body`` that exist per layer, e.g. router logits, each with an empty list. The
             list is filled with a tensor (T, ...) per layer. A prompt's values come from its first completion's row.
     """
-    rows = PaddedInputs.of(batch)
+    rows = rows_of(batch.layout, batch.input_ids.device)
     inputs: dict[str, Any] = {
-        "input_ids": rows.ids,
+        "input_ids": rows.of_tokens(batch.input_ids[0]),
         "attention_mask": rows.mask.long(),
-        "position_ids": torch.arange(rows.ids.shape[1], device=rows.ids.device).expand_as(rows.ids),
+        "position_ids": torch.arange(rows.tokens.shape[1], device=rows.tokens.device).expand_as(rows.tokens),
         "use_cache": False,
         "return_dict": True,
         **more,
     }
-    kind: Any = type(body)
-    accepted = inspect.signature(kind.forward).parameters
+    accepted = inspect.signature(type(body).forward).parameters
     output = body(**{name: value for name, value in inputs.items() if name in accepted or name in more})
     for name, values in of_layers.items():
-        layers = getattr(output, name, None) or ()
-        values += [each.flatten(0, -2).index_select(0, rows.places) for each in layers]
+        values += [each.flatten(0, -2).index_select(0, rows.places) for each in getattr(output, name, None) or ()]
     return rows.packed(output.last_hidden_state)

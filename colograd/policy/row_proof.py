@@ -29,8 +29,7 @@ from .packing import PackedSequence, pack, sequences
 PACKABLE = {"full_attention", "sliding_attention"}
 # Largest allowed mean difference of log-probabilities in nats. Rounding errors are far smaller, and the effect of a
 # wrong context is far larger.
-TOLERANCE = {torch.float32: 1e-3}
-TOLERANCE_16_BIT = 0.1
+TOLERANCE, TOLERANCE_16_BIT = {torch.float32: 1e-3}, 0.1
 
 
 class RowSupport(NamedTuple):
@@ -61,29 +60,28 @@ def choose_rows(model: Any, device: torch.device | None = None, why: str = "", a
     own, name = _own_attention(model), type(model).__name__
     why = expect_rows(model, why)
     with evaluation_mode(model):
-        if not why:
+        for packed in (False,) if why else (True, False):
             try:
                 with attention.watch_windows() as (of_masks, applied):
-                    error = _difference(model, own, device, asked, share_prompts=True)
-                if error:
-                    why = f"{name}'s packed log-probabilities differ by {error:.2g} nats from the model's on {device}"
-                elif lost := of_masks - applied:
-                    why = f"{name} doesn't pass the window of {lost.pop()} tokens to its attention"
-                else:
-                    return ""
+                    error = _difference(model, own, device, asked, share_prompts=packed)
             except (NotCompiled, torch.OutOfMemoryError):
                 raise
-            except (TypeError, ValueError, RuntimeError) as refusal:
-                why = f"{name}: {str(refusal).splitlines()[0]}"
-            set_attention(model, own)
-        try:
-            error = _difference(model, own, device, asked, share_prompts=False)
-            said = f"log-probabilities from its hidden states differ by {error:.2g} nats from its own logits"
-            fault = said if error else ""
-        except torch.OutOfMemoryError:
-            raise
-        except (AttributeError, TypeError, ValueError, RuntimeError) as refusal:
-            fault = str(refusal).splitlines()[0]
+            except (AttributeError, TypeError, ValueError, RuntimeError) as refusal:
+                fault = str(refusal).splitlines()[0]
+                fault = f"{name}: {fault}" if packed else fault
+            else:
+                fault, lost = "", of_masks - applied
+                if error and packed:
+                    fault = f"{name}'s packed log-probabilities differ by {error:.2g} nats from the model's on {device}"
+                elif error:
+                    fault = f"log-probabilities from its hidden states differ by {error:.2g} nats from its own logits"
+                elif packed and lost:
+                    fault = f"{name} doesn't pass the window of {lost.pop()} tokens to its attention"
+            if packed and not fault:
+                return ""
+            if packed:
+                why = fault
+                set_attention(model, own)
     if fault:
         raise ValueError(
             f"{name} can't be trained ({fault}): choose a different model, such as Llama, Qwen, Gemma or SmolLM."
@@ -152,9 +150,8 @@ def _own_attention(model: Any) -> str:
     config, current = model.config.get_text_config(), model.config._attn_implementation
     if getattr(config, "attn_logit_softcapping", None):
         return "eager"  # transformers' `sdpa` ignores the soft cap.
-    if current not in (None, attention.NAME):
-        return str(current)
-    return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    usual = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+    return usual if current in (None, attention.NAME) else str(current)
 
 
 def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:

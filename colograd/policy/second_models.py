@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors.torch import save_file
+from transformers import TrainerCallback
 
 from ..batch import MicroBatch, PackedRow, StepBatch
 from ..config import GRPOConfig
@@ -39,6 +40,63 @@ class SecondModel(Protocol):
     def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None: ...
 
     def load(self, checkpoint: str | Path) -> None: ...
+
+
+class FrozenModel:
+    """A model besides the policy, in evaluation mode and without gradients, for example the reference model.
+
+    Args:
+        model: the model, on ``device``, or in host memory with ``offload``.
+        device: the device that runs the model.
+        offload: whether the weights stay in host memory between uses.
+    """
+
+    of_policy = True  # Whether the model has the policy's architecture, and takes rows in the same form as the policy.
+
+    def __init__(self, model: torch.nn.Module, device: torch.device, offload: bool) -> None:
+        self.model: Any = model
+        self.device, self.offload = device, offload
+
+    @contextmanager
+    def present(self) -> Iterator[torch.nn.Module]:
+        """Yield the model with its weights on the device. Offloaded weights are copied to the device in the context."""
+        # Copies and kernels run on one stream, so a kernel starts after the copies of its weights.
+        moved = (
+            (parameter, torch.empty_like(parameter, device=self.device).copy_(parameter, non_blocking=True))
+            for parameter in self.model.parameters()
+        )
+        with torch.no_grad(), values_in_place(moved if self.offload else ()):
+            yield self.model
+
+    def callback(self, policy: torch.nn.Module) -> TrainerCallback | None:
+        """Return a callback that updates this model during the policy's training. None means that it stays constant."""
+        return None
+
+    def where(self) -> str:
+        """Return a text for a log line about where the model's weights are stored, and their size in MiB."""
+        nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
+        place = "in host memory between uses" if self.offload else "beside it"
+        return f"{place} ({nbytes / 2**20:,.0f} MiB)"
+
+
+@contextmanager
+def values_in_place(values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> Iterator[None]:
+    """Set the ``data`` of parameters to given tensors inside the context, then restore the parameters' tensors."""
+    own: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+    try:
+        for parameter, value in values:
+            own.append((parameter, parameter.data))
+            parameter.data = value
+        yield
+    finally:
+        for parameter, value in own:
+            parameter.data = value
+
+
+def offloads(config: GRPOConfig, asked: bool) -> bool:
+    """Return whether a frozen model's weights are stored in host memory between uses: if ``asked``, but never for a run
+    on the CPU, where the weights would be in memory twice."""
+    return asked and not config.on_cpu
 
 
 def prepared(row: PackedRow) -> MicroBatch:
@@ -77,11 +135,12 @@ def kinds() -> dict[str, Kind]:
 def second_models(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> SecondModels:
     """Make the reference and teacher models that compute the values named in ``needs``. The keys of the result are
     these names, e.g. "teacher_top", or "teacher_top of math" with several teachers."""
-    found = {key: kind.make(each, policy) for key, kind, each in _of_run(needs, config)}
-    for second in found.values():
+    found, of_rows = {}, [step for step in steps_of(unwrap(policy.model)) if step.of_rows]
+    for key, kind, each in _of_run(needs, config):
+        second = found[key] = kind.make(each, policy)
         present = {type(step) for step in steps_of(unwrap(second.model))}
-        for step in steps_of(unwrap(policy.model)):
-            if step.of_rows and type(step) not in present:
+        for step in of_rows:
+            if type(step) not in present:
                 install(second.model, step)
     return found
 

@@ -1,8 +1,10 @@
-"""Asynchronous copies of small tensors from host memory to the device."""
+"""Copies of small tensors from host memory to the device, and differentiable sums over tensor-parallel ranks."""
 
 from __future__ import annotations
 
 import torch
+
+from ..parallel.shards import RankGroup
 
 
 def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -11,3 +13,21 @@ def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and tensor.is_cpu:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def enter(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """Return ``tensor``, which is equal on all ranks of ``group``. The backward sums the gradient over the ranks,
+    because each rank computes with a shard of the weights."""
+    if not tensor.requires_grad:
+        return tensor
+    entered = tensor.view_as(tensor)
+    if entered.requires_grad:  # Under `torch.no_grad` no hook can be registered.
+        entered.register_hook(lambda gradient: group.sum_(gradient.clone(memory_format=torch.contiguous_format)))
+    return entered
+
+
+def leave(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """Return the sum of the tensors of all ranks of ``group``. The backward passes the gradient on unchanged."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    group.sum_(total.detach())
+    return total

@@ -40,14 +40,15 @@ def check_installed(wanted: Wanted) -> None:
     model_config, given = wanted.model_config, dict(wanted.config.model_init_kwargs or {})  # type: ignore[arg-type]
     if model_config is None:
         return
-    kind, in_run = model_config.model_type, wanted.has_images or model_config.model_type not in TEXT_FIRST
-    asked = any(given.get(name) for name in ("quantization_config", "load_in_4bit", "load_in_8bit"))
-    packed = asked or getattr(model_config, "quantization_config", None) is not None
-    beside = wanted.name is not None and Path(wanted.name, BASE_QUANTIZATION).is_file()
+    kind = model_config.model_type
+    quantized = any(given.get(name) for name in ("quantization_config", "load_in_4bit", "load_in_8bit"))
+    quantized = quantized or getattr(model_config, "quantization_config", None) is not None
+    quantized = quantized or (wanted.name is not None and Path(wanted.name, BASE_QUANTIZATION).is_file())
+    in_run = takes_images(model_config) and (wanted.has_images or kind not in TEXT_FIRST)
     for extension, is_one, words in (
         ("experts", num_experts(model_config), "a mixture of experts"),
-        ("images", takes_images(model_config) and in_run, "a model that reads images"),
-        ("quantized", packed or beside, "on a quantised base"),
+        ("images", in_run, "a model that reads images"),
+        ("quantized", quantized, "on a quantised base"),
     ):
         if is_one:
             registry.require(extension, f"{kind}, {words},", "choose a different model")
@@ -104,8 +105,18 @@ def features() -> tuple[ModelFeature, ...]:
 def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has_images: bool = False) -> None:
     """Raise a ValueError if ``model`` (a name or an object) can't be trained with the run's settings. ``peft_config``
     is the configuration of a new adapter. None means that no adapter is added."""
-    by_name, model_config = isinstance(model, str | os.PathLike), _configuration(model, config)
-    has_adapter = peft_config is not None or (adapter_folder(str(model)) is not None if by_name else is_adapted(model))
+    by_name = isinstance(model, str | os.PathLike)
+    if by_name:
+        given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
+        saved = adapter_folder(str(model))
+        path, has_adapter = str((saved or {}).get("base_model_name_or_path") or model), saved is not None
+        check_model_name(path, revision=given.get("revision"))
+        model_config = read_config(path, config)
+        if model_config is not None and "router_jitter_noise" in given:
+            model_config.router_jitter_noise = given["router_jitter_noise"]
+    else:
+        model_config, has_adapter = getattr(unwrap(model), "config", None), is_adapted(model)
+    has_adapter = has_adapter or peft_config is not None
     wanted = Wanted(model_config, config, str(model) if by_name else None, has_adapter, has_images)
     check_installed(wanted)
     for feature in features():
@@ -146,19 +157,6 @@ def why_rows_stay_whole(model: Any, why_padded: str) -> str:
     if why_padded:
         return f"rows of {type(inner).__name__} are padded ({why_padded})"
     return next(filter(None, (feature.why_rows_stay_whole(inner) for feature in features())), "")
-
-
-def _configuration(model: Any, config: GRPOConfig) -> Any:
-    """Return the transformers configuration of a model, or of the base of an adapter. None: it can't be read."""
-    if not isinstance(model, str | os.PathLike):
-        return getattr(unwrap(model), "config", None)
-    given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
-    path = str((adapter_folder(str(model)) or {}).get("base_model_name_or_path") or model)
-    check_model_name(path, revision=given.get("revision"))
-    model_config = read_config(path, config)
-    if model_config is not None and "router_jitter_noise" in given:
-        model_config.router_jitter_noise = given["router_jitter_noise"]
-    return model_config
 
 
 def read_config(path: str, config: GRPOConfig) -> Any:

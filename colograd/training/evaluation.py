@@ -12,7 +12,7 @@ import torch
 
 from ..batch import SampledStep
 from ..data import PromptDataset
-from ..losses.mismatch import finish_mismatch
+from ..losses.correction import finish_mismatch
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.logprobs import evaluation_mode
 from ..policy.second_models import with_second_logprobs

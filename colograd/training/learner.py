@@ -13,8 +13,8 @@ import torch
 
 from ..batch import LossOutput, MicroBatch, PackedRow, StepBatch, StepConstants
 from ..config import GRPOConfig
+from ..losses.correction import finish_mismatch, mismatch_advice
 from ..losses.entropy import EntropyController, with_step_entropy
-from ..losses.mismatch import finish_mismatch, mismatch_advice
 from ..losses.objective import Objective
 from ..memory import token_budget
 from ..memory.policy_sizes import optimizer_bytes

@@ -33,7 +33,7 @@ from figures import machine, table, write  # noqa: E402
 from phases import versions  # noqa: E402
 
 from colograd.batch import SegmentLayout  # noqa: E402
-from colograd.policy import attention, cpu_attention  # noqa: E402
+from colograd.policy import attention, merged_attention  # noqa: E402
 from colograd.policy.merged_attention import calls_at_once, calls_one_by_one  # noqa: E402
 
 ALLOWED = {"float32": 1e-4, "bfloat16": 0.05}  # relative difference of outputs and gradients
@@ -90,7 +90,7 @@ def once(attend: Attention, row: Sequence[torch.Tensor], gradient: torch.Tensor,
     started = clock(gradient.device)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = attend(*inputs, layout)
-    with mock.patch.object(cpu_attention, "slow", lambda _: False) if attend is torchs_backward else nullcontext():
+    with mock.patch.object(merged_attention, "slow", lambda _: False) if attend is torchs_backward else nullcontext():
         output.backward(gradient)
     seconds = clock(gradient.device) - started
     kept.pop(output.untyped_storage().data_ptr(), None)  # which the next layer keeps anyway
@@ -108,7 +108,7 @@ def cell(dtype: str, prompt: int, completion: int, group: int, options: argparse
         for heads in (queries, keys, keys)
     ]
     gradient = torch.randn(1, layout.num_tokens, queries, size, generator=made).to(device, row[0].dtype)
-    ways = [copied, in_place, *([torchs_backward] if cpu_attention.slow(gradient) else [])]
+    ways = [copied, in_place, *([torchs_backward] if merged_attention.slow(gradient) else [])]
     turns = [[once(attend, row, gradient, layout) for attend in ways] for _ in range(options.trials + 1)]
     one, other, *_ = turns[0]
     pairs = itertools.chain.from_iterable(zip(one[2], found[2], strict=True) for found in turns[0][1:])

@@ -44,7 +44,7 @@ from phases import versions  # noqa: E402
 from side_by_side import make_prompts  # noqa: E402
 
 from colograd.extensions.recording.utilisation import Matrices, Work, peak_of  # noqa: E402
-from colograd.policy import attention, cpu_attention  # noqa: E402
+from colograd.policy import attention, merged_attention  # noqa: E402
 from colograd.policy.merged_attention import calls_at_once  # noqa: E402
 
 DIFFERENCE = "sampling/sampling_logp_difference"
@@ -211,7 +211,7 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
 
     kind: Any = GRPOTrainer if options.sampled else Replayer
 
-    own, own_slow, steps = attention._calls, cpu_attention.slow, itertools.count()
+    own, own_slow, steps = attention._calls, merged_attention.slow, itertools.count()
 
     def copying(query: Any, value: Any, layout: Any, window: int | None) -> Any:
         return calls_at_once(layout, window or EVERYTHING, query.device) if query.is_cuda else ()
@@ -224,7 +224,7 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             copies = options.copied_keys == "always" or (options.copied_keys == "turns" and next(steps) % 2 == 1)
             attention._calls = copying if copies else own
-            cpu_attention.slow = (lambda _: False) if copies and options.torch_backward else own_slow
+            merged_attention.slow = (lambda _: False) if copies and options.torch_backward else own_slow
             if options.copied_keys == "turns":
                 attention._in_place_from = 0
             watch.begin_training(inputs.rows, copies)

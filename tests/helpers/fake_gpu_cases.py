@@ -36,7 +36,7 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 from colograd.batch import PackedRow, StepBatch
 from colograd.checkpoint.host_files import HostFiles
 from colograd.extensions.experts.losses import RoutingStep
-from colograd.extensions.lora.inputs import keep_inputs_as_they_are
+from colograd.extensions.lora.adapters import keep_inputs_as_they_are
 from colograd.extensions.offload import host_sums
 from colograd.extensions.offload.adamw import HostAdamW
 from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host

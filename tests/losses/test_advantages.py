@@ -15,7 +15,6 @@ import torch
 from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout, SampledStep, ScoredGroup
 from colograd.losses.advantages import (
     AdvantageEstimator,
-    divided,
     group_advantages,
     group_std,
     scale_over_steps,
@@ -258,16 +257,6 @@ def scored(position: int, rewards: torch.Tensor, advantages: torch.Tensor) -> Sc
         for _ in range(len(rewards))
     )
     return ScoredGroup(Group({"prompt": ""}, rollouts, position), rewards, advantages, Logged({}, {}))
-
-
-@pytest.mark.parametrize("per_token", [False, True])
-def test_scaling_keeps_advantage_kind_and_groups(per_token: bool) -> None:
-    rewards = torch.tensor([[1.0], [3.0]])
-    for advantages in (torch.zeros(4 if per_token else 2), torch.arange(4.0 if per_token else 2.0)):
-        group = scored(0, rewards, advantages)
-        found = divided(group, 4.0)
-        torch.testing.assert_close(found.advantages, advantages / 4.0)
-        assert has_signal(found) == has_signal(group) and found.rewards is rewards
 
 
 class Made:

@@ -19,8 +19,9 @@ from colograd.losses.correction import (
     TRUNCATED,
     WEIGHT,
     SamplerCorrection,
+    finish_mismatch,
+    mismatch_advice,
 )
-from colograd.losses.mismatch import finish_mismatch, mismatch_advice
 from colograd.policy.logprobs import FLOAT32_PRODUCTS
 from colograd.policy.packing import collate
 from colograd.reporting.metrics import Metrics

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from colograd.policy import cpu_attention
+from colograd.policy import attention, merged_attention
 from colograd.runtime import cpu_products
 
 KEYS = 20
@@ -25,8 +25,8 @@ def test_gradients_are_those_of_float32_rounded_once(kind: str, monkeypatch: pyt
     if kind == "window":
         distance = torch.arange(KEYS)[:, None] - torch.arange(KEYS)
         mask = (distance >= 0) & (distance < 3)
-    assert cpu_attention.slow(rows[0]) and not cpu_attention.slow(rows[0].float())
-    found = cpu_attention.attention(*rows, mask, causal, 0.3)
+    assert merged_attention.slow(rows[0]) and not merged_attention.slow(rows[0].float())
+    found = attention._fused(*rows, mask, 0.0, 0.3, causal)
     gradient = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     given = torch.autograd.grad(found, rows, gradient)
 
@@ -43,6 +43,6 @@ def test_what_the_backward_keeps_is_in_the_row_s_dtype(monkeypatch: pytest.Monke
     monkeypatch.setattr(cpu_products, "wanted", lambda: True)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        cpu_attention.attention(*inputs(KEYS), None, True, None)
+        attention._fused(*inputs(KEYS), None, 0.0, None, True)
     assert sorted(str(x.dtype) for x in kept) == ["torch.bfloat16"] * 4 + ["torch.float32"]
-    assert next(x for x in kept if x.dtype == torch.float32).shape == (1, 6, KEYS), "the log-sum-exps"
+    assert next(x for x in kept if x.dtype == torch.float32).shape == (KEYS, 6), "the log-sum-exps"

@@ -225,7 +225,7 @@ def taught(model: Any, way: ShardingStrategy) -> float:
         if policy is model:
             way.share_frozen(teacher)
         with torch.no_grad():
-            (states,), _ = PolicyForward(teacher, 1.0).run(label_states, row)
+            states, _ = PolicyForward(teacher, 1.0)(row, label_states)
             seen = dataclasses.replace(row, scores={"teacher_states": states})
             said = policy_logprobs(teacher, row, 1.0)[0]
             forward = PolicyForward(policy, 1.0, steps=(TeacherStep(head),))

@@ -86,8 +86,8 @@ class TeacherLogits:
         candidates."""
         part, bias = cast(self.weight, self.bias, vocabulary, self.head.dtype)
         tile = self.head.logits(self.states[row], part, bias)
-        tile = self.head.finish_(self.head.cap_(tile) if self.head.softcap else tile)
-        return self.head.hide_(tile, row, vocabulary)
+        self.head.finish_(tile, row, vocabulary)
+        return tile
 
     def sums(self, like: torch.Tensor) -> TeacherLogits:
         self.gap, self.total = torch.zeros_like(like), torch.zeros_like(like)

@@ -11,7 +11,7 @@ import torch
 
 from ...batch import MicroBatch
 from ...config import GRPOConfig
-from ...losses.terms import LossTerm
+from ...losses.objective import LossTerm
 from ...losses.tokens import Means
 from ...policy.logprobs import ForwardStep
 from .head import TeacherStep, TopTokens

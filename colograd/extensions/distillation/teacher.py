@@ -26,14 +26,13 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ...batch import TEACHER, PackedRow
 from ...config import GRPOConfig
-from ...policy.frozen import FrozenModel, offloads, values_in_place
 from ...policy.loading import Policy, from_name
 from ...policy.logprobs import PolicyForward, evaluation_mode, products_in_float32
 from ...policy.lora import adapter_folder, unwrap
 from ...policy.outline import outline, to_pack
 from ...policy.packed_weights import packed_weights
 from ...policy.row_proof import choose_rows
-from ...policy.second_models import Kind, own_logprobs, prepared
+from ...policy.second_models import FrozenModel, Kind, offloads, own_logprobs, prepared, values_in_place
 from ...policy.supported import Wanted, check_installed, features
 from ...runtime import cpu_products, registry
 from .head import TeacherHead, label_states, label_top_tokens
@@ -330,12 +329,12 @@ Read = Callable[[Any, Any, PackedRow, float], torch.Tensor]  # Function like `Ki
 
 def _states(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:
     """Compute the teacher's last hidden states for a row's target tokens, on the host, because they are large."""
-    (states,), _ = PolicyForward(model, temperature).run(label_states, prepared(row))
+    states, _ = PolicyForward(model, temperature)(prepared(row), label_states)
     return states.cpu()
 
 
 def _top(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:
-    (found,), _ = PolicyForward(model, temperature).run(functools.partial(label_top_tokens, second.top), prepared(row))
+    found, _ = PolicyForward(model, temperature)(prepared(row), functools.partial(label_top_tokens, second.top))
     return found.cpu()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ...batch import MicroBatch, StepBatch
 from ...config import GRPOConfig
-from ...losses.terms import LossTerm
+from ...losses.objective import LossTerm
 from ...losses.tokens import Means
 from ...parallel.ranks import gather
 from ...policy.logprobs import Compute, ForwardStep, Pass

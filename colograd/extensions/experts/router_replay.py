@@ -21,7 +21,7 @@ from ...policy import attention
 from ...policy.layers import decoder_layers
 from ...policy.logprobs import Compute, ForwardStep, Pass, install
 from ...policy.lora import unwrap
-from ...policy.padded import PaddedInputs
+from ...policy.padded import rows_of
 from .rider import UNKNOWN, RowExperts
 
 ROUTED = "routed_experts"  # Name of a layer's keyword argument with the experts of its tokens.
@@ -107,7 +107,9 @@ class ReplayStep(ForwardStep):
     def states(self, inner: Callable[[Pass], torch.Tensor], row: Pass) -> torch.Tensor:
         if (routed := experts_of(row.batch)) is not None:
             packed = row.model.config._attn_implementation == attention.NAME
-            row.inputs[ROUTED] = routed if packed else PaddedInputs.of(row.batch).of_tokens(routed, UNKNOWN)
+            if not packed:
+                routed = rows_of(row.batch.layout, routed.device).of_tokens(routed, UNKNOWN).flatten(0, 1)
+            row.inputs[ROUTED] = routed
         return inner(row)
 
 

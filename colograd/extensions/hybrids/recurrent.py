@@ -87,14 +87,14 @@ def _forward(own: Any, cache: str, mixer: Any, /, hidden_states: torch.Tensor, *
 
     def run(mixer: Any, inputs: torch.Tensor) -> torch.Tensor:
         """Run the recurrent layer's original forward over all tokens of a packed row, (1, T, C)."""
-        plan, states, outputs = _plan(layout, inputs.device), dict[int, _States](), []
-        for batch in plan.batches:
+        (batches, places), states, outputs = _plan(layout, inputs.device), dict[int, _States](), []
+        for batch in batches:
             tokens = inputs[0].index_select(0, batch.tokens).unflatten(0, (len(batch.segments), -1))
             carried = _States([states[parent] for parent in batch.parents])
             outputs.append(own(mixer, tokens, **{cache: carried}).flatten(0, 1))
             if batch.is_parent:
                 states[batch.segments[0]] = carried
-        return torch.cat(outputs).index_select(0, plan.places)[None]
+        return torch.cat(outputs).index_select(0, places)[None]
 
     return run(mixer, hidden_states) if row_part is None else row_part.mix(mixer, hidden_states, run)
 
@@ -149,17 +149,9 @@ class _States:
         return states
 
 
-class _Run(NamedTuple):
-    """Segments of a packed row that go through a recurrent layer as one sequence, e.g. a prompt, or a completion."""
-
-    segments: tuple[int, ...]  # Indices of the segments in the row. Only the outputs of the last segment are used.
-    parent: int  # Index of the segment that ends with the starting state. -1 means no starting state.
-    length: int  # Number of tokens of all segments.
-
-
 class _Batch(NamedTuple):
-    """Sequences (`_Run`) that go through a recurrent layer as one batch of B, padded to L tokens. A prompt with
-    completions is a batch of one, because padding would change the state at the prompt's end."""
+    """Sequences (prompts or completions) that go through a recurrent layer as one batch of B, padded to L tokens. A
+    prompt with completions is a batch of one, because padding would change the state at the prompt's end."""
 
     segments: tuple[int, ...]  # Index of the last segment of each sequence.
     parents: tuple[int, ...]  # Index of the parent segment of each sequence. Empty if no sequence has a parent.
@@ -167,49 +159,47 @@ class _Batch(NamedTuple):
     tokens: torch.Tensor  # Index in the packed row of each token of the batch, (B * L,). Padding has any index.
 
 
-class _Plan:
-    """The batches that a recurrent layer computes for a packed row, prompts before their completions. ``places`` has
-    each token's index in the concatenated outputs of the batches."""
+@functools.lru_cache(maxsize=16)
+def _plan(layout: SegmentLayout, device: torch.device) -> tuple[list[_Batch], torch.Tensor]:
+    """Return the batches that a recurrent layer computes for a packed row, prompts before their completions, and each
+    token's index in the concatenated outputs of the batches."""
+    # A sequence has: indices of its segments, of which only the last segment's outputs are used; index of the segment
+    # that ends with the starting state, -1 for no starting state; number of tokens.
+    lengths, sequences = layout.lengths, list[tuple[tuple[int, ...], int, int]]()
+    for segment, seen in enumerate(layout.attends_to):
+        for at, earlier in enumerate(seen):
+            assert layout.attends_to[earlier] == seen[:at], f"segment {segment} goes on from several ones"
+        # Kernels for one token have no gradient. So the sequences behind a segment of one token compute it again.
+        kept = len(seen)
+        while kept > 1 and lengths[seen[kept - 1]] == 1:
+            kept -= 1
+        own = (*seen[kept:], segment)
+        sequences.append((own, seen[kept - 1] if kept else -1, sum(lengths[each] for each in own)))
+    parents = {parent for _, parent, _ in sequences} - {-1}
+    groups = [[sequences[segment]] for segment in sorted(parents)]
+    ends = (sequence for segment, sequence in enumerate(sequences) if segment not in parents)
+    for sequence in sorted(ends, key=lambda sequence: (sequence[1] < 0, -sequence[2])):
+        longest = groups[-1][0] if groups else sequence
+        alike = (sequence[1] < 0) == (longest[1] < 0) and longest[0][-1] not in parents
+        if groups and alike and sequence[2] >= SHORTEST * longest[2]:
+            groups[-1].append(sequence)
+        else:
+            groups.append([sequence])
+    batches, first = list[_Batch](), 0
+    places = torch.empty(layout.num_tokens, dtype=torch.int64)
+    for group in groups:
+        begun = tuple(parent for _, parent, _ in group if parent >= 0)
+        # A batch that starts from a state has two tokens or more: for one token layers would change the state.
+        padded, tokens = max([2 if begun else 1, *(length for _, _, length in group)]), []
+        for segments, _, length in group:
+            of_segments = [layout.starts[s] + torch.arange(lengths[s]) for s in segments]
+            tokens.append(F.pad(torch.cat(of_segments), (0, padded - length)))
+            places[of_segments[-1]] = first + length - lengths[segments[-1]] + torch.arange(lengths[segments[-1]])
+            first += padded
+        last = tuple(segments[-1] for segments, _, _ in group)
+        batches.append(_Batch(last, begun, last[0] in parents, to_device_async(torch.cat(tokens), device)))
+    return batches, to_device_async(places, device)
 
-    def __init__(self, layout: SegmentLayout, device: torch.device) -> None:
-        lengths, runs = layout.lengths, list[_Run]()
-        for segment, seen in enumerate(layout.attends_to):
-            for at, earlier in enumerate(seen):
-                assert layout.attends_to[earlier] == seen[:at], f"segment {segment} goes on from several ones"
-            # Kernels for one token have no gradient. So the sequences behind a segment of one token compute it again.
-            kept = len(seen)
-            while kept > 1 and lengths[seen[kept - 1]] == 1:
-                kept -= 1
-            own = (*seen[kept:], segment)
-            runs.append(_Run(own, seen[kept - 1] if kept else -1, sum(lengths[each] for each in own)))
-        parents = {run.parent for run in runs} - {-1}
-        batches = [[runs[segment]] for segment in sorted(parents)]
-        ends = (run for segment, run in enumerate(runs) if segment not in parents)
-        for run in sorted(ends, key=lambda run: (run.parent < 0, -run.length)):
-            longest = batches[-1][0] if batches else run
-            alike = (run.parent < 0) == (longest.parent < 0) and longest.segments[-1] not in parents
-            if batches and alike and run.length >= SHORTEST * longest.length:
-                batches[-1].append(run)
-            else:
-                batches.append([run])
-        self.batches, first = [], 0
-        places = torch.empty(layout.num_tokens, dtype=torch.int64)
-        for batch in batches:
-            begun = tuple(run.parent for run in batch if run.parent >= 0)
-            # A batch that starts from a state has two tokens or more: for one token layers would change the state.
-            length, tokens = max([2 if begun else 1, *(run.length for run in batch)]), []
-            for run in batch:
-                of_segments = [layout.starts[s] + torch.arange(lengths[s]) for s in run.segments]
-                tokens.append(F.pad(torch.cat(of_segments), (0, length - run.length)))
-                behind = first + run.length - lengths[run.segments[-1]]
-                places[of_segments[-1]] = behind + torch.arange(lengths[run.segments[-1]])
-                first += length
-            ends_of = tuple(run.segments[-1] for run in batch)
-            at = to_device_async(torch.cat(tokens), device)
-            self.batches.append(_Batch(ends_of, begun, ends_of[0] in parents, at))
-        self.places = to_device_async(places, device)
 
-
-_plan = functools.lru_cache(maxsize=16)(_Plan)
 # Packed rows work for these layer types after `make_segmented`. The set is empty for models without recurrent layers.
 ROWS = RowSupport(lambda model: WITH_A_STATE if any(mixers_of(model)) else frozenset(), make_segmented)

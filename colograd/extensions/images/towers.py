@@ -19,7 +19,7 @@ from ...batch import MicroBatch
 from ...policy import attention
 from ...policy.logprobs import ForwardStep, Pass, run_body
 from ...policy.packing import PackedSequence
-from ...policy.padded import PaddedInputs
+from ...policy.padded import rows_of
 from ...policy.sending import to_device_async
 from ...policy.towers import has_tower, in_tower, keep_gradients_out, reads_text_alone, takes_images, tower_layers
 from .rider import PER_TOKEN, Images
@@ -296,8 +296,9 @@ class ImageStep(ForwardStep):
         if model.config._attn_implementation == attention.NAME:
             with attention.packed_rows():
                 return packed_hidden_states(model, batch)
-        rows = PaddedInputs.of(batch)
-        return rows.packed(padded_hidden_states(model, batch, rows.ids, rows.mask, rows.rows.chains))
+        rows = rows_of(batch.layout, batch.input_ids.device)
+        ids = rows.of_tokens(batch.input_ids[0])
+        return rows.packed(padded_hidden_states(model, batch, ids, rows.mask, rows.chains))
 
     def attention(self, model: Any, name: str) -> str | dict[str, str]:
         """Return the attention implementation of the language model and of the vision tower, from the language model's

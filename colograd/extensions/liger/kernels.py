@@ -25,7 +25,13 @@ from ...policy.supported import ModelFeature, Wanted
 
 class Liger(ModelFeature):
     def check(self, wanted: Wanted) -> None:
-        check_liger(wanted.config)
+        if wanted.config.use_liger_kernel and wanted.config.on_cpu:
+            raise ValueError(
+                "use_liger_kernel is true, but Liger's Triton kernels need a GPU, and the policy trains on the CPU: "
+                "set use_liger_kernel: false."
+            )
+        if wanted.config.use_liger_kernel:
+            _kernels()
 
 
 def liger_of(config: GRPOConfig) -> Callable[[Any, Sequence[Any]], Callable[[], None]] | None:
@@ -33,17 +39,6 @@ def liger_of(config: GRPOConfig) -> Callable[[Any, Sequence[Any]], Callable[[], 
     if not config.use_liger_kernel:
         return None
     return lambda model, also: apply_liger(model, config.device, config.liger_kernel_config, also)
-
-
-def check_liger(config: GRPOConfig) -> None:
-    if not config.use_liger_kernel:
-        return
-    if config.on_cpu:
-        raise ValueError(
-            "use_liger_kernel is true, but Liger's Triton kernels need a GPU, and the policy trains on the CPU: set "
-            "use_liger_kernel: false."
-        )
-    _kernels()
 
 
 def _kernels() -> dict[str, Callable[..., None]]:
@@ -57,15 +52,9 @@ def _kernels() -> dict[str, Callable[..., None]]:
 
 
 def apply_liger(model: Any, device: torch.device, given: Any, also: Sequence[Any] = ()) -> Callable[[], None]:
-    """Put Liger's kernels into a model (for a PeftModel: into its base) that computes on ``device``.
-
-    Args:
-        given: arguments of liger-kernel's patch function, such as `{rope: false}`.
-        also: further models of the run that get Liger's kernels.
-
-    Returns:
-        A function that restores the names in the architecture's Python module, so that later models run without Liger.
-    """
+    """Put Liger's kernels into a model (for a PeftModel: into its base) that computes on ``device``, and into the
+    models ``also``. ``given`` are arguments of liger-kernel's patch function, such as `{rope: false}`. Return a
+    function that restores the names in the architecture's Python module, so that later models run without Liger."""
     model = unwrap(model)
     kind = model.config.model_type
     if (patch := _kernels().get(kind)) is None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import os
 import re
+import types
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from ...config import GRPOConfig
+from ...policy.attention import autocast_dtype
 from ...policy.loading import from_name
 from ...policy.lora import AdaptedLayer, Adapter, adapted_layers, base_name, trained_copies, unwrap
 from ...policy.towers import HEARS, has_tower, hears, reads_text_alone, sees
-from .inputs import keep_inputs_as_they_are
 
 LARGEST_RANK = 512  # Largest rank of an adapter that vLLM can serve.
 # Values of `init_lora_weights` that leave the base's weights unchanged. Other values (`pissa`, `olora`, `loftq`) change
@@ -84,11 +86,6 @@ def _left_out(model: Any, peft_config: Any) -> list[str]:
     return found
 
 
-def taken_adapter(model: Any) -> Adapter:
-    keep_inputs_as_they_are(model)
-    return describe_adapter(model)
-
-
 def check_lora_config(peft_config: Any) -> None:
     """Raise a ValueError unless a peft configuration is a LoRA without changes to the base's weights."""
     import peft
@@ -113,7 +110,9 @@ def check_lora_config(peft_config: Any) -> None:
             raise ValueError(f"Field {name} of the LoRA configuration can't be published to vLLM: remove it.")
 
 
-def describe_adapter(model: Any) -> Adapter:
+def take_adapter(model: Any) -> Adapter:
+    """Describe a PeftModel's adapter, and make it save uncast inputs. Raise a ValueError if it can't be trained."""
+    keep_inputs_as_they_are(model)
     if len(model.active_adapters) != 1 or len(model.peft_config) != 1:
         raise ValueError(
             f"A run trains exactly one adapter, but the PeftModel has {', '.join(model.peft_config)} "
@@ -202,3 +201,48 @@ def from_adapter(
     model = peft.PeftModel.from_pretrained(loaded, folder, is_trainable=True)
     has_tokenizer = os.path.isfile(os.path.join(folder, "tokenizer_config.json"))
     return model, base, folder if has_tokenizer else base
+
+
+# peft casts a layer's input to the adapter's dtype before the product with A. Autograd then saves a float32 copy of the
+# input for each of queries, keys and values of a bfloat16 layer. Here the product saves the uncast input, which the
+# three layers share, and casts the input again for A's gradient. The numbers don't change.
+
+
+def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
+    """Make each LoRA on a linear layer save its uncast input. With dropout or DoRA peft needs the cast input."""
+    for layer in model.modules():
+        inputs: Any = getattr(layer, "lora_A", None)
+        if not inputs or getattr(layer, "lora_variant", None) or not hasattr(layer, "cast_input_dtype_enabled"):
+            continue
+        dropouts = (d for d in layer.lora_dropout.values() if not isinstance(d, torch.nn.Identity))
+        drops = any(getattr(dropout, "p", 1.0) > 0 for dropout in dropouts)
+        if all(type(a) is torch.nn.Linear for a in inputs.values()) and not drops:
+            layer.cast_input_dtype_enabled = False
+            for a in inputs.values():
+                # Set a bound method, because a copy of the model then gets a method that is bound to the copy.
+                a.forward = types.MethodType(_product, a)
+
+
+def _product(a: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """Compute the product A x of a LoRA, (..., rank), in A's dtype or autocast's dtype."""
+    if x.dtype == a.weight.dtype or a.bias is not None or autocast_dtype(x.device) is not None:
+        return F.linear(x.to(a.weight.dtype), a.weight, a.bias)
+    found: torch.Tensor = _CastProduct.apply(x, a.weight)
+    return found
+
+
+class _CastProduct(torch.autograd.Function):
+    """Product W x with x cast to W's dtype. The backward casts the saved x again for the gradient of W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.to(weight.dtype), weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        to_x = (gradient @ weight).to(x.dtype) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return to_x, None
+        return to_x, gradient.flatten(0, -2).t() @ x.flatten(0, -2).to(weight.dtype)

@@ -48,10 +48,17 @@ class Slot:
         rows, columns = self.source.shape
         return self.stack[0, 0, :rows, :columns]
 
+    @property
+    def fits(self) -> bool:
+        """Whether the policy's matrix has a rank of at most the slot's, and the slot's other size."""
+        stack, (rows, columns) = self.stack.shape, self.source.shape
+        if self.kind == "lora_A":
+            return stack[-1] == columns and stack[-2] >= rows
+        return stack[-2] == rows and stack[-1] >= columns
+
     def equal(self) -> bool:
         """Return whether the engine's values equal the policy's scaled and rounded values bit for bit."""
-        expected = self.source.detach() * self.scaling
-        return torch.equal(self.destination, expected.to(self.stack.dtype))
+        return torch.equal(self.destination, (self.source.detach() * self.scaling).to(self.stack.dtype))
 
 
 class AdapterWeights(PlannedSync):
@@ -68,8 +75,6 @@ class AdapterWeights(PlannedSync):
         self.slots, self.base = list(slots), base
         self.rank = max(slot.source.shape[0] for slot in slots if slot.kind == "lora_A")
         self._has_base = False
-        self._sources = [slot.source.detach() for slot in slots]
-        self._scalings = [slot.scaling for slot in slots]
         self._destinations = [slot.destination for slot in slots]
         prove_slots(self.slots, self.rank, engine)
         super().__init__(policy, engine)  # Records the addresses of tensors, so the call comes after `prove_slots`.
@@ -112,7 +117,8 @@ class AdapterWeights(PlannedSync):
 
     @torch.no_grad()
     def _write_adapter(self) -> None:
-        torch._foreach_copy_(self._destinations, torch._foreach_mul(self._sources, self._scalings))
+        sources, scalings = [slot.source.detach() for slot in self.slots], [slot.scaling for slot in self.slots]
+        torch._foreach_copy_(self._destinations, torch._foreach_mul(sources, scalings))
 
     def _stack_pointers(self) -> list[int]:
         return [slot.stack.data_ptr() for slot in self.slots]
@@ -135,19 +141,12 @@ def map_adapter(policy: torch.nn.Module, engine: Engine, shards: Mapping[int, Sh
         shard_a, shard_b = ((shards or {}).get(id(tensor)) for tensor in (layer.lora_a, layer.lora_b))
         a = Slot(layer.name, "lora_A", layer.lora_a, 1.0, holder, part, shard_a)
         pair = [a, Slot(layer.name, "lora_B", layer.lora_b, layer.scaling, holder, part, shard_b)]
-        if holder is None or not all(_fits(slot) for slot in pair):
+        if holder is None or not all(slot.fits for slot in pair):
             missing.append(layer.name)
         slots += pair
     if missing:
         raise Unserved(f"vLLM has no LoRA slot for {len(missing)} adapted layers: {', '.join(missing[:3])}")
     return slots
-
-
-def _fits(slot: Slot) -> bool:
-    stack, (rows, columns) = slot.stack.shape, slot.source.shape
-    if slot.kind == "lora_A":
-        return stack[-1] == columns and stack[-2] >= rows
-    return stack[-2] == rows and stack[-1] >= columns
 
 
 @torch.no_grad()

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig
 
 from ...config import GRPOConfig
 from ...policy.packed_weights import packed_weights
-from ...policy.supported import BASE_QUANTIZATION, ModelFeature, Wanted
+from ...policy.supported import BASE_QUANTIZATION, ModelFeature, Wanted, read_config
 from .layers import is_4bit, settle
 
 if TYPE_CHECKING:
@@ -47,18 +46,6 @@ def beside(folder: str | Path) -> tuple[dict[str, Any], torch.dtype] | None:
     said = json.loads(file.read_text())
     dtype: torch.dtype = getattr(torch, said["dtype"])
     return dict(said["quantization_config"]), dtype
-
-
-def check_fits(quantization: Quantization | None, folder: str | Path) -> None:
-    """Raise a ValueError if the adapter in a folder was trained on a base with another quantisation than the run's."""
-    noted = beside(folder)
-    then = "without quantisation" if noted is None else f"quantised to {name_of(noted[0])}"
-    now = "without quantisation" if quantization is None else f"quantised to {quantization.name}"
-    if then != now:
-        raise ValueError(
-            f"{str(folder)!r} has an adapter that was trained on a base {then}, but this run's base is {now}: set "
-            "load_in_4bit or load_in_8bit as in the run that trained the adapter."
-        )
 
 
 def name_of(settings: Mapping[str, Any]) -> str:
@@ -201,13 +188,18 @@ class Quantized(ModelFeature):
         if not packed_weights(model):
             return
         settle(model)
-        given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
-        trust = given.get("trust_remote_code", config.trust_remote_code)
-        on_disk = AutoConfig.from_pretrained(path, revision=given.get("revision"), trust_remote_code=trust)
-        model.quantization = Quantization(saved_in(model.config) or {}, saved_in(on_disk) is not None)
+        on_disk = saved_in(read_config(path, config))
+        model.quantization = Quantization(saved_in(model.config) or {}, on_disk is not None)
 
     def check_adapter(self, policy: Policy, folder: str) -> None:
-        check_fits(policy.quantization, folder)
+        noted, own = beside(folder), policy.quantization
+        then = "without quantisation" if noted is None else f"quantised to {name_of(noted[0])}"
+        now = "without quantisation" if own is None else f"quantised to {own.name}"
+        if then != now:
+            raise ValueError(
+                f"{folder!r} has an adapter that was trained on a base {then}, but this run's base is {now}: set "
+                "load_in_4bit or load_in_8bit as in the run that trained the adapter."
+            )
 
     def notes(self, policy: Policy, config: GRPOConfig) -> Iterator[str]:
         if policy.quantization is not None:

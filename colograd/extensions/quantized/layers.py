@@ -63,14 +63,13 @@ class PackedWeight:
         """Whether bitsandbytes' matmul differs from a matmul with the dequantised weight (`values`)."""
         return type(self.layer.weight).__name__ == "Int8Params" or _has_broken_rows(self.layer.weight)
 
-    def precision(self, x: torch.Tensor) -> torch.dtype:
-        found: torch.dtype = getattr(self.layer, "compute_dtype", None) or x.dtype
-        return found
+    def cast(self, x: torch.Tensor) -> torch.Tensor:
+        """Convert ``x`` to the dtype of the layer's products."""
+        return x.to(getattr(self.layer, "compute_dtype", None) or x.dtype)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Compute x W^T, (..., out), with the numbers of the policy's layer but without its bias."""
-        layer = self.layer
-        given = x.to(self.precision(x))
+        layer, given = self.layer, self.cast(x)
         if self.needs_exact_products:
             return linear(given, self.values(given.dtype)).to(x.dtype)
         import bitsandbytes
@@ -117,7 +116,7 @@ def settle(model: Any) -> None:
 
 
 def _exact_product(packed: PackedWeight, x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = _Product.apply(x.to(packed.precision(x)), packed)
+    y: torch.Tensor = _Product.apply(packed.cast(x), packed)
     return (y if packed.layer.bias is None else y + packed.layer.bias.to(y.dtype)).to(x.dtype)
 
 

@@ -26,11 +26,10 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from ...config import GRPOConfig
-from ...policy.frozen import FrozenModel, offloads, values_in_place
 from ...policy.loading import Policy
 from ...policy.logprobs import evaluation_mode
 from ...policy.lora import base_name
-from ...policy.second_models import Kind
+from ...policy.second_models import FrozenModel, Kind, offloads, values_in_place
 
 FILE = "reference.safetensors"  # File of the reference's weights in a checkpoint, with `sync_ref_model`.
 

@@ -19,7 +19,7 @@ import torch
 from ...batch import MicroBatch, RolloutId, ScoredGroup, StepBatch
 from ...config import GRPOConfig
 from ...losses.advantages import AdvantageEstimator, group_advantages
-from ...losses.terms import LossTerm
+from ...losses.objective import LossTerm
 from ...losses.tokens import Means
 from ...policy.packing import advantages_of, places
 from ...rewards import weighted_sum

@@ -29,9 +29,8 @@ from ...batch import MicroBatch, SegmentLayout
 from ...parallel.layout import RankLayout
 from ...parallel.shards import RankGroup, group_of
 from ...policy import attention
-from ...policy.exchanges import leave
 from ...policy.logprobs import Compute, ForwardStep, Pass, install, remove
-from ...policy.sending import to_device_async
+from ...policy.sending import leave, to_device_async
 from . import recurrent_heads
 
 Send = Callable[[torch.Tensor], torch.Tensor]

@@ -26,8 +26,8 @@ from torch import nn
 
 from ...parallel.layout import RankLayout
 from ...parallel.shards import RankGroup, Shard, group_of
-from ...policy.exchanges import enter, leave
 from ...policy.lora import AdaptedLayer, unwrap
+from ...policy.sending import enter, leave
 from ...runtime import cpu_products
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Trainer
 
-from ...policy.frozen import FrozenModel
+from ...policy.second_models import FrozenModel
 from ...rewards.functions import ModelReward
 
 # Attributes of TRL's trainer that are fields of the same name in `GRPOConfig`.

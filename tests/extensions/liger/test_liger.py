@@ -15,8 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from colograd.extensions.liger import kernels as liger
-from colograd.extensions.liger.kernels import apply_liger, check_liger
+from colograd.extensions.liger.kernels import Liger, apply_liger
 from colograd.policy.row_proof import choose_rows
+from colograd.policy.supported import Wanted
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
@@ -52,10 +53,14 @@ def patches(monkeypatch: pytest.MonkeyPatch):
     return told, factor
 
 
+def wanted(config: Any) -> Wanted:
+    return Wanted(None, config, "", False, False)
+
+
 def test_there_are_none_on_a_cpu(tmp_path: Path) -> None:
-    check_liger(tiny.config(tmp_path))
+    Liger().check(wanted(tiny.config(tmp_path)))
     with pytest.raises(ValueError, match="the policy trains on the CPU: set use_liger_kernel: false"):
-        check_liger(tiny.config(tmp_path, use_liger_kernel=True))
+        Liger().check(wanted(tiny.config(tmp_path, use_liger_kernel=True)))
 
 
 def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

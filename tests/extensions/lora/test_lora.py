@@ -16,8 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from colograd.config import ModelConfig, parse_arguments
-from colograd.extensions.lora.adapters import describe_adapter
-from colograd.extensions.lora.inputs import keep_inputs_as_they_are
+from colograd.extensions.lora.adapters import keep_inputs_as_they_are, take_adapter
 from colograd.policy import lora, row_proof
 from colograd.policy.loading import load_policy
 
@@ -120,7 +119,7 @@ def test_a_new_adapter_depends_on_the_seed_alone_and_leaves_the_random_state_alo
 
 def test_what_vllm_does_not_serve_is_named(tiny_qwen) -> None:
     def why(**changes: Any) -> str:
-        return describe_adapter(adapted(tiny_qwen, **changes)).why_merged
+        return take_adapter(adapted(tiny_qwen, **changes)).why_merged
 
     assert why() == why(rank_pattern={"q_proj": 8}) == why(use_rslora=True) == ""
     assert why(use_dora=True) == "vLLM doesn't serve DoRA"
@@ -128,7 +127,7 @@ def test_what_vllm_does_not_serve_is_named(tiny_qwen) -> None:
     assert why(modules_to_save=["lm_head"]) == "vLLM doesn't serve modules_to_save (lm_head)"
     assert why(r=600, target_modules=["q_proj"]) == "vLLM doesn't serve rank 600, over 512"
     assert why(target_modules=["embed_tokens"]) == "vLLM doesn't serve a LoRA on embed_tokens"
-    found = describe_adapter(adapted(tiny_qwen, target_modules=["q_proj", "down_proj"], rank_pattern={"q_proj": 9}))
+    found = take_adapter(adapted(tiny_qwen, target_modules=["q_proj", "down_proj"], rank_pattern={"q_proj": 9}))
     assert (found.name, found.rank, found.targets) == ("default", 9, ("down_proj", "q_proj"))
 
 
@@ -201,7 +200,7 @@ REFUSED = {
 def test_an_adapter_that_can_not_be_trained_is_an_error_with_value_rule_and_remedy(tiny_model, name) -> None:
     make, *parts = REFUSED[name]
     with pytest.raises(ValueError) as raised:
-        describe_adapter(make(tiny_model))
+        take_adapter(make(tiny_model))
     for part in parts:
         assert re.search(part, str(raised.value)), f"{part!r} isn't in: {raised.value}"
     assert "\n" not in str(raised.value)

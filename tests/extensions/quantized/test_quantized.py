@@ -7,6 +7,7 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import large
@@ -185,9 +186,9 @@ def test_what_is_saved_fits_its_base_alone_and_says_which(trained, tiny_model, t
     (checkpoint,) = Path(trained.args.output_dir).glob("checkpoint-3")
     assert not list(checkpoint.glob("model*.safetensors"))
     settings, dtype = quantized.beside(checkpoint)
-    quantized.check_fits(trained.policy.quantization, checkpoint)
+    quantized.Quantized().check_adapter(trained.policy, str(checkpoint))
     with pytest.raises(ValueError, match=r"to NF4, but this run's base is without quantisation: set load_in_4bit"):
-        quantized.check_fits(None, checkpoint)
+        quantized.Quantized().check_adapter(SimpleNamespace(quantization=None), str(checkpoint))
     assert dtype == torch.float32 and settings["bnb_4bit_quant_type"] == "nf4"
     check_supported(str(checkpoint), config(tmp_path))
     policy = load_policy(str(checkpoint), None, config(tmp_path))

@@ -116,8 +116,7 @@ class ServedLayers(ServedWeights, EngineFeature):
                 served.reserve(found[0])
             # Compiled code contains layer numbers. So the numbers must be a part of the key of vLLM's compile cache.
             config.additional_config = {**config.additional_config, "colograd_packed_layers": served.digest}
-            parts = found[0].get(name)
-            if parts is None:
+            if (parts := found[0].get(name)) is None:
                 theirs(self, layer, *args, **kwargs)
                 return
             layer.quant_method = ReadsPolicy(served.add(name, parts), sum(part.shape[0] for part in parts))
