@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from colograd.sharding.strategy import Owned
 from colograd.sharding.weight_files import float32_weights
-from colograd.training import adamw_fused as fused
 from colograd.training import adamw_split as optim
 from colograd.training.adamw_split import (
     AdamWSplit,
@@ -345,7 +344,7 @@ def test_a_step_that_cannot_be_compiled_is_torch_s_and_one_line_says_so(
     def fails() -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(fused, "compiled_step", fails)
+    monkeypatch.setattr(optim, "compiled_step", fails)
     ours, theirs = make_parameters(), make_parameters()
     first, second = AdamWSplit(ours, **SETTINGS, compiled=True), AdamWSplit(theirs, **SETTINGS, compiled=False)
     with caplog.at_level(logging.WARNING):
