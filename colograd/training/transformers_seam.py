@@ -272,24 +272,6 @@ class SeamTrainer(Trainer):
             self._unlogged = []
         super().log(logs, start_time)
 
-    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
-        """Evaluate as transformers does. If the metrics lack `metric_for_best_model`, warn. (Transformers would
-        fail.)"""
-        metrics: dict[str, float] = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
-        if self.args.metric_for_best_model is None:
-            return metrics
-        # Extension hook "lacks_best": (config, metrics, whether a past evaluation had the metric) -> a warning, or "".
-        for line in (lacks(self.args, metrics, self.state.best_metric is not None) for lacks in hooks("lacks_best")):
-            if line:
-                self.console.warn(line)
-        value = metrics.get(best_metric(self.args))
-        if value is not None and not skip_scheduler and isinstance(self.lr_scheduler, DRIVEN_BY_METRICS):
-            self.lr_scheduler.step(value)
-        return metrics
-
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        return best_metric(self.args) in metrics and bool(super()._determine_best_metric(metrics, trial))
-
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """Do nothing, because `weights.weight_sync` moves the model to the GPU after the vLLM engine is built."""
 
@@ -377,11 +359,6 @@ class SeamTrainer(Trainer):
         if is_new:
             self.sharding.share(optimizer)
         return optimizer
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Wait until all checkpoints are written. Transformers then deletes old checkpoints and loads the best."""
-        self.checkpointer.settle(wait=True)
-        return super()._finalize_training(*args, **kwargs)
 
     def init_hf_repo(self, token: str | None = None, **options: Any) -> None:
         """Create the Hub repository as transformers does. Turn failures into one ValueError that names the remedies."""
