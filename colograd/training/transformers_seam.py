@@ -13,7 +13,7 @@ from httpx import HTTPError
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.optimization import GreedyLR
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, SCHEDULER_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
@@ -303,9 +303,13 @@ class SeamTrainer(Trainer):
             self.policy.quantization.write(output_dir or str(self.args.output_dir), self.model.dtype)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write optimizer and schedule. Each rank writes its shard. Without shards, transformers writes them."""
         watchdog.progress("saving the optimizer")
-        usual = functools.partial(super()._save_optimizer_and_scheduler, output_dir)
-        self.checkpointer.save_optimizer(output_dir, usual)
+        optimizer, write, leads = self.checkpointer.optimizer, self.checkpointer.write_tensors, self.args.should_save
+        if not self.sharding.save_optimizer(optimizer, Path(output_dir), leads, write):
+            super()._save_optimizer_and_scheduler(output_dir)
+        elif leads:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
         watchdog.progress()
         for second in self.learner.second_models.values() if self.args.should_save else ():
             second.save(output_dir, self.checkpointer.write_tensors)
