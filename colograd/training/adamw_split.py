@@ -67,23 +67,16 @@ class Piece(NamedTuple):
     remainder: torch.Tensor | None  # Int16 remainder of the float32 master weight. None for a float32 parameter.
     step: torch.Tensor  # Number of optimizer steps of the parameter, float32 of shape ().
 
-    def tensors(self) -> list[torch.Tensor]:
-        return [tensor for tensor in self[:5] if tensor is not None]
-
-    def can_be_fused(self) -> bool:
-        """Return whether the compiled AdamW kernel can update this piece. (Size 1 would need its own compilation.)"""
-        return self.remainder is not None and self.parameter.numel() > 1 and self.is_flat()
-
     def is_flat(self) -> bool:
         """Return whether all tensors are contiguous, so that their 1-D views list the elements in equal order."""
-        return all(tensor.is_contiguous() for tensor in self.tensors())
+        return all(tensor.is_contiguous() for tensor in self[:5] if tensor is not None)
 
     def cut(self, size: int) -> Iterator[Piece]:
         """Yield slices of at most ``size`` elements as 1-D views, or the whole piece if a tensor isn't contiguous."""
         if not self.is_flat():
             yield self
             return
-        for parts in zip(*(tensor.view(-1).split(size) for tensor in self.tensors()), strict=True):
+        for parts in zip(*(tensor.view(-1).split(size) for tensor in self[:5] if tensor is not None), strict=True):
             parameter, grad, exp_avg, exp_avg_sq, *remainder = parts
             yield Piece(parameter, grad, exp_avg, exp_avg_sq, remainder[0] if remainder else None, self.step)
 
@@ -133,11 +126,18 @@ class AdamWSplit(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameters: list[torch.Tensor], device: torch.device, group: dict[str, Any]) -> None:
-        kernel, wholes = self._kernel(device), [self._whole(parameter) for parameter in parameters]
-        fused = [whole for whole in wholes if kernel is not None and whole.can_be_fused()]
-        plain = [whole for whole in wholes if kernel is None or not whole.can_be_fused()]
-        for whole in fused:
-            whole.step.add_(1)
+        kernel, fused, plain = self._kernel(device), list[Piece](), list[Piece]()
+        for parameter in parameters:
+            state, grad = self._state(parameter), self._gradient(parameter)
+            assert grad is not None
+            exp_avg, exp_avg_sq = (state[name] for name in MOMENTS)
+            whole = Piece(parameter.detach(), grad, exp_avg, exp_avg_sq, state.get("remainder"), state["step"])
+            # The compiled kernel updates flat tensors of bfloat16 masters. (Size 1 would need its own compilation.)
+            if kernel is not None and whole.remainder is not None and parameter.numel() > 1 and whole.is_flat():
+                fused.append(whole)
+                whole.step.add_(1)
+            else:
+                plain.append(whole)
         constants = {
             count: step_constants(count, **{name: group[name] for name in SETTINGS}, device=device)
             for count in {int(whole.step) for whole in fused}
@@ -148,7 +148,21 @@ class AdamWSplit(torch.optim.Optimizer):
             kernel(*piece[:4], piece.remainder, constants[int(piece.step)])
 
         def by_torch(bucket: Sequence[Piece]) -> None:
-            _torch_step(bucket, group, foreach=device.type == "cuda")
+            """Run torch's AdamW on the master weights of some slices. Step counts don't change, because a tensor's
+            slices share one step count."""
+            masters = [p.parameter if p.remainder is None else join_master(p.parameter, p.remainder) for p in bucket]
+            grads, steps = [piece.grad.float() for piece in bucket], [piece.step.clone() for piece in bucket]
+            exp_avgs, exp_avg_sqs = [piece.exp_avg for piece in bucket], [piece.exp_avg_sq for piece in bucket]
+            adamw(
+                masters, grads, exp_avgs, exp_avg_sqs, [], steps, foreach=device.type == "cuda", fused=False,
+                amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+                weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            )  # fmt: skip
+            for piece, master in zip(bucket, masters, strict=True):
+                if piece.remainder is not None:
+                    high, remainder = split_master(master)
+                    piece.parameter.copy_(high)
+                    piece.remainder.copy_(remainder)
 
         self._run(device, (fused, in_one_pass), (plain, by_torch))
         for whole in plain:
@@ -162,12 +176,6 @@ class AdamWSplit(torch.optim.Optimizer):
         pieces = itertools.chain.from_iterable(whole.cut(size) for whole in plain[0])
         for bucket in in_buckets(pieces, size, lambda piece: piece.parameter.numel()):
             plain[1](bucket)
-
-    def _whole(self, parameter: torch.Tensor) -> Piece:
-        state, grad = self._state(parameter), self._gradient(parameter)
-        assert grad is not None
-        exp_avg, exp_avg_sq = (state[name] for name in MOMENTS)
-        return Piece(parameter.detach(), grad, exp_avg, exp_avg_sq, state.get("remainder"), state["step"])
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return parameter.grad
@@ -190,13 +198,6 @@ class AdamWSplit(torch.optim.Optimizer):
             wanted = device.type == "cuda" and has_triton() if self.compiled is None else self.compiled
             self._kernels[device] = make_kernel(device) if wanted else None
         return self._kernels[device]
-
-    @torch.no_grad()
-    def set_master(self, parameter: torch.Tensor, master: torch.Tensor) -> None:
-        """Set a bfloat16 parameter and its remainder to ``master`` (float32, equal shape). The moments don't change."""
-        high, remainder = split_master(master.to(parameter.device))
-        parameter.copy_(high)
-        self._state(parameter)["remainder"].copy_(remainder)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's AdamW. Moments stay float32 and remainders int16, which torch
@@ -243,13 +244,9 @@ def step_constants(
 
 
 def fused_step(
-    high: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    remainder: torch.Tensor,
+    high: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, remainder: torch.Tensor,
     constants: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Take an AdamW step (arXiv 1711.05101) in place, on contiguous 1-D tensors of equal length.
 
     Args:
@@ -300,34 +297,7 @@ def compiled_step() -> Kernel:
     return run
 
 
-def _torch_step(bucket: Sequence[Piece], group: dict[str, Any], foreach: bool) -> None:
-    """Run torch's AdamW on the master weights of some slices. Step counts don't change, because a tensor's slices share
-    one step count."""
-    masters = [p.parameter if p.remainder is None else join_master(p.parameter, p.remainder) for p in bucket]
-    adamw(
-        masters,
-        [piece.grad.float() for piece in bucket],
-        [piece.exp_avg for piece in bucket],
-        [piece.exp_avg_sq for piece in bucket],
-        [],
-        [piece.step.clone() for piece in bucket],
-        foreach=foreach,
-        fused=False,
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
-    for piece, master in zip(bucket, masters, strict=True):
-        if piece.remainder is not None:
-            high, remainder = split_master(master)
-            piece.parameter.copy_(high)
-            piece.remainder.copy_(remainder)
-
-
+@torch.no_grad()
 def adopt_masters(optimizer: AdamWSplit, owned: Iterable[Owned], masters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Set an AdamWSplit's bfloat16 parameters and int16 remainders to the exact weights of a float32 checkpoint
     (``masters``). Call this function after the model and the optimizer state are loaded."""
@@ -337,7 +307,9 @@ def adopt_masters(optimizer: AdamWSplit, owned: Iterable[Owned], masters: Iterab
             wanted.setdefault(piece.name, []).append(piece)
     for name, master in masters:
         for piece in wanted.get(name, ()):
-            optimizer.set_master(piece.part, piece.of(master))
+            high, remainder = split_master(piece.of(master).to(piece.part.device))
+            piece.part.copy_(high)
+            optimizer._state(piece.part)["remainder"].copy_(remainder)
 
 
 @torch.no_grad()
@@ -363,18 +335,11 @@ def join_remainders(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter]["step"] = optimizer.state[parameter]["step"].to(parameter.device)
 
 
-def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> bool:
-    """Let gradients of bfloat16 parameters accumulate in float32.
-
-    Returns:
-        False if this version of torch (before 2.10) can't. Gradients then accumulate in the parameters' dtype.
-    """
+def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Let gradients of bfloat16 parameters accumulate in float32."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.dtype == torch.bfloat16:
-            if not hasattr(parameter, "grad_dtype"):
-                return False
             parameter.grad_dtype = torch.float32
-    return True
 
 
 def optimizer_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[Any, dict[str, Any]] | None:
