@@ -63,9 +63,6 @@ class KeptTokens(Rider, RowRider):
         index = torch.arange(int(counts.sum())) + shifts.repeat_interleave(counts.long())
         return KeptTokens(self.ids[index], counts)
 
-    def candidates(self, device: torch.device, first: int) -> Candidates:
-        return Candidates(self, device, first)
-
     @classmethod
     def table(cls, rollouts: Sequence[Rollout]) -> bytes:
         rows: list[tuple[bytes | None, bytes | None]] = []
@@ -119,7 +116,7 @@ class KeptStep(ForwardStep):
         if (kept := row.batch.get(KeptTokens)) is not None:
             part = getattr(row.model.get_output_embeddings(), "vocabulary", None)
             first = 0 if part is None else part.start
-            row.candidates = kept.candidates(row.batch.input_ids.device, first)
+            row.candidates = Candidates(kept, row.batch.input_ids.device, first)
         return inner(row)
 
 
