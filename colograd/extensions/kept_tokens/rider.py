@@ -41,8 +41,7 @@ class KeptTokens(Rider, RowRider):
     MARK = b"KEPT SET"
 
     @classmethod
-    def joined(cls, parts: Sequence[tuple[Self | None, int]]) -> Self | None:
-        """Concatenate the kept tokens of several sequences, given with their lengths. None: no sequence has any."""
+    def of_turns(cls, parts: Sequence[tuple[Self | None, int]], prompt: int = 0) -> Self | None:
         if all(part is None for part, _ in parts):
             return None
         none = torch.empty(0, dtype=torch.int32)
@@ -50,12 +49,8 @@ class KeptTokens(Rider, RowRider):
         return cls(torch.cat([none if part is None else part.ids for part, _ in parts]), torch.cat(counts))
 
     @classmethod
-    def of_turns(cls, parts: Sequence[tuple[Self | None, int]], prompt: int) -> Self | None:
-        return cls.joined(parts)
-
-    @classmethod
     def of_row(cls, row: PackedRow) -> Self | None:
-        return cls.joined([(r.get(cls), len(r.completion_ids)) for part in row.parts for r in part.rollouts])
+        return cls.of_turns([(r.get(cls), len(r.completion_ids)) for part in row.parts for r in part.rollouts])
 
     def part(self, tokens: slice, labels: torch.Tensor) -> KeptTokens:
         starts, counts = self.counts.cumsum(0) - self.counts, self.counts[labels]
