@@ -94,7 +94,7 @@ class RolloutId:
     index: int  # Index of the completion in its group.
 
 
-class _Asked:
+class _WithPrompt:
     """The base class of `Prompt` and `Rollout`. Both have a field ``input`` with the prompt's tokens."""
 
     __slots__ = ()
@@ -115,7 +115,7 @@ class _Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt(_Asked):
+class Prompt(_WithPrompt):
     """A prompt to sample: the dataset's row, the model's input, and the position in the stream of prompts.
 
     ``position`` counts prompts over the whole run and all ranks. A sampling seed comes from ``position``, so the seed
@@ -150,7 +150,7 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout(_Asked):
+class Rollout(_WithPrompt):
     """One completion with the data that sampling recorded.
 
     Example: the completion 22 23 24 2. A log-probability is the token's, given all tokens before that token:
@@ -414,11 +414,6 @@ class MicroBatch:
     def get(self, kind: type[T]) -> T | None:
         """Return the row rider (data of an extension) of class ``kind``, or None if the row has none."""
         return first_rider(self.riders, kind)
-
-    def candidates(self, device: torch.device, first: int = 0) -> Any:
-        """Return the tokens that the sampler could choose for each label. None means all tokens."""
-        found = (rider.candidates(device, first) for rider in self.riders)
-        return next((each for each in found if each is not None), None)
 
     def for_other_models(self) -> MicroBatch:
         """Return the row for a reference or teacher model, without the riders that only the policy reads."""

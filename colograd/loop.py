@@ -27,7 +27,8 @@ from transformers.trainer_pt_utils import nested_gather
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from .batch import Prompt
-from .training.transformers_seam import DRIVEN_BY_METRICS
+from .runtime.registry import hooks
+from .training.transformers_seam import DRIVEN_BY_METRICS, best_metric
 
 
 class Loop:
@@ -48,22 +49,51 @@ class Loop:
         self.learning_rate = 0.0  # Learning rate of the last step.
 
     def run(self) -> TrainOutput:
-        """Train from the checkpoint (without one, from the model) until the last step, or until a callback stops."""
-        trainer = self.trainer
+        """Train from the checkpoint (without one, from the model) until the last step, or until a callback stops.
+
+        An epoch consists of whole rounds (the prompts sampled with one set of weights; `StepOrder` in data/order.py).
+        As in TRL the data loader counts optimizer steps, so it yields a round's prompts `num_iterations` times."""
+        trainer, learner, times, args = self.trainer, self.trainer.learner, self.trainer.times, self.args
+        length = args.round_length  # Number of optimizer steps per round (the prompts sampled together).
         self._prepare()
         self._tell("on_train_begin")
         trainer.measure_budget()  # Measures the maximum tokens per micro-batch. Measuring needs the optimizer.
-        if self.args.eval_on_start:
-            trainer._evaluate(None, self.ignore_keys, skip_scheduler=True)
+        if args.eval_on_start:
+            self._evaluate()
         for epoch in range(self.first_epoch, self.epochs):
             self._tell("on_epoch_begin")
             if self.checkpoint is not None and epoch == self.first_epoch:
                 trainer._load_rng_state(self.checkpoint)  # Last, so that nothing draws random numbers before training.
-            self._run_epoch(epoch)
+            self.step_of_epoch = trained = self.steps_trained if epoch == self.first_epoch else 0
+            if hasattr(self.loader, "set_epoch"):
+                self.loader.set_epoch(epoch)
+            prompts_of_steps = iter(skip_first_batches(self.loader, trained) if trained else self.loader)
+            times.begin_step()
+            for _ in range((self.steps_per_epoch - trained) // length):
+                # This rank's prompts of a round, one list per optimizer step. The lists come `num_iterations` times,
+                # but only the first `steps_per_generation` are used, because `Learner.schedule` repeats the steps.
+                prompts: list[list[Prompt]] = [next(prompts_of_steps) for _ in range(length)]
+                trainer.publish()
+                sampled = trainer.sampler.collect(prompts[: args.steps_per_generation])
+                for step in learner.schedule(sampled):
+                    self._tell("on_step_begin")
+                    # `training_step` runs `Learner.train(step)`. The name is transformers': subclasses may wrap it.
+                    trainer._tr_loss += trainer.training_step(trainer.model, step)
+                    self._update(epoch)
+                    trainer.report_step(learner.finish_step())
+                    self._log_evaluate_save()
+                    times.begin_step()  # Starts the next step's time after logging, evaluating and saving.
+                    # The training stops at `max_steps`, or if a callback requests a stop. The remaining steps of the
+                    # round are dropped, without a checkpoint, because a run can't resume in the middle of a round.
+                    if trainer.control.should_training_stop:
+                        break
+                if trainer.control.should_training_stop or trainer.control.should_epoch_stop:
+                    break
             self._tell("on_epoch_end")
             self._log_evaluate_save()
             if trainer.control.should_training_stop:
                 break
+        trainer.checkpointer.settle(wait=True)  # Then transformers deletes old checkpoints and loads the best one.
         return trainer._finalize_training(None, self.samples, self.started)
 
     def _prepare(self) -> None:
@@ -84,39 +114,6 @@ class Loop:
         trainer._total_loss_scalar = 0.0
         trainer._globalstep_last_logged = trainer.state.global_step
         trainer.model.zero_grad()
-
-    def _run_epoch(self, epoch: int) -> None:
-        """Train one epoch, without the steps that the checkpoint has trained.
-
-        An epoch consists of whole rounds (the prompts sampled with one set of weights; `StepOrder` in data/order.py).
-        As in TRL the data loader counts optimizer steps, so it yields a round's prompts `num_iterations` times."""
-        trainer, learner, times = self.trainer, self.trainer.learner, self.trainer.times
-        length = self.args.round_length  # Number of optimizer steps per round (the prompts sampled together).
-        self.step_of_epoch = trained = self.steps_trained if epoch == self.first_epoch else 0
-        if hasattr(self.loader, "set_epoch"):
-            self.loader.set_epoch(epoch)
-        prompts_of_steps = iter(skip_first_batches(self.loader, trained) if trained else self.loader)
-        times.begin_step()
-        for _ in range((self.steps_per_epoch - trained) // length):
-            # This rank's prompts of a round, one list per optimizer step. The lists come `num_iterations` times, but
-            # only the first `steps_per_generation` lists are used, because `Learner.schedule` repeats the steps.
-            prompts: list[list[Prompt]] = [next(prompts_of_steps) for _ in range(length)]
-            trainer.publish()
-            sampled = trainer.sampler.collect(prompts[: self.args.steps_per_generation])
-            for step in learner.schedule(sampled):
-                self._tell("on_step_begin")
-                # `training_step` runs `Learner.train(step)`. Its name is transformers', because subclasses may wrap it.
-                trainer._tr_loss += trainer.training_step(trainer.model, step)
-                self._update(epoch)
-                trainer.report_step(learner.finish_step())
-                self._log_evaluate_save()
-                times.begin_step()  # Starts the next step's time after logging, evaluating and saving.
-                # The training stops at `max_steps`, or if a callback requests a stop. The remaining steps of the round
-                # are dropped. No checkpoint is saved in the middle of a round, because a run can't resume from there.
-                if trainer.control.should_training_stop:
-                    return
-            if trainer.control.should_epoch_stop:
-                return
 
     def _update(self, epoch: int) -> None:
         """Clip the gradient norm, run the optimizer and the learning rate schedule, and count the step."""
@@ -142,26 +139,34 @@ class Loop:
         trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)
 
     def _log_evaluate_save(self) -> None:
-        trainer, control = self.trainer, self.trainer.control
-        if control.should_log and trainer.state.global_step > trainer._globalstep_last_logged:
-            self._log()
-        if control.should_evaluate:  # `_evaluate` first copies the present weights into the engine.
-            metrics = trainer._evaluate(None, self.ignore_keys)
-            is_best = trainer._determine_best_metric(metrics=metrics, trial=None)
-            if self.args.save_strategy == SaveStrategy.BEST:
+        trainer, control, args = self.trainer, self.trainer.control, self.args
+        step, losses = trainer.state.global_step, trainer._tr_loss
+        if control.should_log and (steps := step - trainer._globalstep_last_logged) > 0:
+            # The mean changes nothing unless a subclass's `training_step` returns different losses on different ranks.
+            total = nested_gather(losses, args.parallel_mode).mean().item()
+            losses.zero_()
+            trainer._total_loss_scalar += total
+            trainer._globalstep_last_logged = step
+            logs = {"loss": total / steps, "grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
+            trainer.log(logs, self.started)
+        if control.should_evaluate:  # `evaluate` first copies the present weights into the engine.
+            metrics, best = self._evaluate(), best_metric(args)
+            if best in metrics and isinstance(trainer.lr_scheduler, DRIVEN_BY_METRICS):
+                trainer.lr_scheduler.step(metrics[best])
+            is_best = best in metrics and trainer._determine_best_metric(metrics, None)
+            if args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = is_best
         if trainer.control.should_save:
             if trainer.checkpointer.save():  # `save` returns False if saving failed, or waits for the round's end.
                 self._tell("on_save")
             trainer.control.should_save = False
 
-    def _log(self) -> None:
+    def _evaluate(self) -> dict[str, float]:
+        """Evaluate. If the metrics lack `metric_for_best_model`, warn. (Transformers would fail.)"""
         trainer = self.trainer
-        step, losses = trainer.state.global_step, trainer._tr_loss
-        # The mean changes nothing unless a subclass's `training_step` returns different losses on different ranks.
-        total = nested_gather(losses, self.args.parallel_mode).mean().item()
-        losses.zero_()
-        mean = total / (step - trainer._globalstep_last_logged)
-        trainer._total_loss_scalar += total
-        trainer._globalstep_last_logged = step
-        trainer.log({"loss": mean, "grad_norm": self.grad_norm, "learning_rate": self.learning_rate}, self.started)
+        metrics: dict[str, float] = trainer.evaluate(ignore_keys=self.ignore_keys)
+        # Extension hook "lacks_best": (config, metrics, whether a past evaluation had the metric) -> a warning, or "".
+        for lacks in hooks("lacks_best") if self.args.metric_for_best_model is not None else ():
+            if line := lacks(self.args, metrics, trainer.state.best_metric is not None):
+                trainer.console.warn(line)
+        return metrics

@@ -122,14 +122,6 @@ class RowRider:
         """Return the rider of the row with ``tokens`` padding tokens appended."""
         return self
 
-    def candidates(self, device: torch.device, first: int) -> Any:
-        """Return the tokens that the sampler could choose for each label (`policy.head.Kept`). None means all tokens.
-
-        Args:
-            first: token id of the LM head's first row on this rank. Not 0 only if ranks share out the vocabulary.
-        """
-        return None
-
     def metrics(self, difference: torch.Tensor, scored: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return metrics of a micro-batch as name -> (sum, count).
 

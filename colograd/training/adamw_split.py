@@ -3,6 +3,9 @@
 A bfloat16 weight has 8 bits of precision. With RL's learning rates (1e-6) rounding would erase nearly every update. A
 float32 master weight is therefore stored as bfloat16 parameter and int16 remainder: exact, and with two bytes of
 additional memory per weight, not four. (TransformerEngine's FusedAdam calls this "parameter remainders".)
+
+On a GPU one compiled kernel per tensor runs. On a CPU, torch.compile doesn't vectorise int16, so the compiled loop
+takes about five times as long as torch's fused AdamW.
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ from torch.utils._triton import has_triton
 from ..config import GRPOConfig
 from ..config.policy import KEEPS_MASTER
 from ..parallel.gradients import in_buckets
+from ..policy.sending import to_device_async
 from ..runtime import registry
 from ..sharding.strategy import Owned
-from .adamw_fused import Kernel, make_kernel, step_constants
 
 # Maximum number of float32 master weights that exist at one time. A CPU piece fits into the cache with torch's
 # temporaries (updating whole tensors of SmolLM2-135M took 2.5 times as long). A GPU is faster with few, large kernels.
@@ -30,6 +33,10 @@ GPU_PIECE = 2**24
 MOMENTS = ("exp_avg", "exp_avg_sq")
 DTYPES = {**dict.fromkeys(MOMENTS, torch.float32), "remainder": torch.int16}
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
+TRIAL = 4096  # Number of elements of the tensors that `make_kernel` tests a kernel with.
+# AdamW step in place: (bfloat16 parameter, grad, exp_avg, exp_avg_sq, int16 remainder, constants) -> None. All tensors
+# except the constants are contiguous and have equal shapes.
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 logger = logging.getLogger(__name__)
 
@@ -60,23 +67,16 @@ class Piece(NamedTuple):
     remainder: torch.Tensor | None  # Int16 remainder of the float32 master weight. None for a float32 parameter.
     step: torch.Tensor  # Number of optimizer steps of the parameter, float32 of shape ().
 
-    def tensors(self) -> list[torch.Tensor]:
-        return [tensor for tensor in self[:5] if tensor is not None]
-
-    def can_be_fused(self) -> bool:
-        """Return whether the compiled AdamW kernel can update this piece. (Size 1 would need its own compilation.)"""
-        return self.remainder is not None and self.parameter.numel() > 1 and self.is_flat()
-
     def is_flat(self) -> bool:
         """Return whether all tensors are contiguous, so that their 1-D views list the elements in equal order."""
-        return all(tensor.is_contiguous() for tensor in self.tensors())
+        return all(tensor.is_contiguous() for tensor in self[:5] if tensor is not None)
 
     def cut(self, size: int) -> Iterator[Piece]:
         """Yield slices of at most ``size`` elements as 1-D views, or the whole piece if a tensor isn't contiguous."""
         if not self.is_flat():
             yield self
             return
-        for parts in zip(*(tensor.view(-1).split(size) for tensor in self.tensors()), strict=True):
+        for parts in zip(*(tensor.view(-1).split(size) for tensor in self[:5] if tensor is not None), strict=True):
             parameter, grad, exp_avg, exp_avg_sq, *remainder = parts
             yield Piece(parameter, grad, exp_avg, exp_avg_sq, remainder[0] if remainder else None, self.step)
 
@@ -96,7 +96,7 @@ class AdamWSplit(torch.optim.Optimizer):
 
     Args:
         params: parameters or groups, as for `torch.optim.AdamW`; lr, betas, eps and weight_decay have torch's meaning.
-        compiled: whether to use one fused kernel per tensor (see `adamw_fused`). None means: on a GPU with Triton. If
+        compiled: whether to use one fused kernel per tensor (see `fused_step`). None means: on a GPU with Triton. If
             compiling fails, a warning is logged and torch's AdamW runs.
     """
 
@@ -126,11 +126,18 @@ class AdamWSplit(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameters: list[torch.Tensor], device: torch.device, group: dict[str, Any]) -> None:
-        kernel, wholes = self._kernel(device), [self._whole(parameter) for parameter in parameters]
-        fused = [whole for whole in wholes if kernel is not None and whole.can_be_fused()]
-        plain = [whole for whole in wholes if kernel is None or not whole.can_be_fused()]
-        for whole in fused:
-            whole.step.add_(1)
+        kernel, fused, plain = self._kernel(device), list[Piece](), list[Piece]()
+        for parameter in parameters:
+            state, grad = self._state(parameter), self._gradient(parameter)
+            assert grad is not None
+            exp_avg, exp_avg_sq = (state[name] for name in MOMENTS)
+            whole = Piece(parameter.detach(), grad, exp_avg, exp_avg_sq, state.get("remainder"), state["step"])
+            # The compiled kernel updates flat tensors of bfloat16 masters. (Size 1 would need its own compilation.)
+            if kernel is not None and whole.remainder is not None and parameter.numel() > 1 and whole.is_flat():
+                fused.append(whole)
+                whole.step.add_(1)
+            else:
+                plain.append(whole)
         constants = {
             count: step_constants(count, **{name: group[name] for name in SETTINGS}, device=device)
             for count in {int(whole.step) for whole in fused}
@@ -141,7 +148,21 @@ class AdamWSplit(torch.optim.Optimizer):
             kernel(*piece[:4], piece.remainder, constants[int(piece.step)])
 
         def by_torch(bucket: Sequence[Piece]) -> None:
-            _torch_step(bucket, group, foreach=device.type == "cuda")
+            """Run torch's AdamW on the master weights of some slices. Step counts don't change, because a tensor's
+            slices share one step count."""
+            masters = [p.parameter if p.remainder is None else join_master(p.parameter, p.remainder) for p in bucket]
+            grads, steps = [piece.grad.float() for piece in bucket], [piece.step.clone() for piece in bucket]
+            exp_avgs, exp_avg_sqs = [piece.exp_avg for piece in bucket], [piece.exp_avg_sq for piece in bucket]
+            adamw(
+                masters, grads, exp_avgs, exp_avg_sqs, [], steps, foreach=device.type == "cuda", fused=False,
+                amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+                weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            )  # fmt: skip
+            for piece, master in zip(bucket, masters, strict=True):
+                if piece.remainder is not None:
+                    high, remainder = split_master(master)
+                    piece.parameter.copy_(high)
+                    piece.remainder.copy_(remainder)
 
         self._run(device, (fused, in_one_pass), (plain, by_torch))
         for whole in plain:
@@ -155,12 +176,6 @@ class AdamWSplit(torch.optim.Optimizer):
         pieces = itertools.chain.from_iterable(whole.cut(size) for whole in plain[0])
         for bucket in in_buckets(pieces, size, lambda piece: piece.parameter.numel()):
             plain[1](bucket)
-
-    def _whole(self, parameter: torch.Tensor) -> Piece:
-        state, grad = self._state(parameter), self._gradient(parameter)
-        assert grad is not None
-        exp_avg, exp_avg_sq = (state[name] for name in MOMENTS)
-        return Piece(parameter.detach(), grad, exp_avg, exp_avg_sq, state.get("remainder"), state["step"])
 
     def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return parameter.grad
@@ -183,13 +198,6 @@ class AdamWSplit(torch.optim.Optimizer):
             wanted = device.type == "cuda" and has_triton() if self.compiled is None else self.compiled
             self._kernels[device] = make_kernel(device) if wanted else None
         return self._kernels[device]
-
-    @torch.no_grad()
-    def set_master(self, parameter: torch.Tensor, master: torch.Tensor) -> None:
-        """Set a bfloat16 parameter and its remainder to ``master`` (float32, equal shape). The moments don't change."""
-        high, remainder = split_master(master.to(parameter.device))
-        parameter.copy_(high)
-        self._state(parameter)["remainder"].copy_(remainder)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's AdamW. Moments stay float32 and remainders int16, which torch
@@ -220,34 +228,76 @@ class AdamWSplit(torch.optim.Optimizer):
         return saved.to(parameter.device, DTYPES[name])
 
 
-def _torch_step(bucket: Sequence[Piece], group: dict[str, Any], foreach: bool) -> None:
-    """Run torch's AdamW on the master weights of some slices. Step counts don't change, because a tensor's slices share
-    one step count."""
-    masters = [p.parameter if p.remainder is None else join_master(p.parameter, p.remainder) for p in bucket]
-    adamw(
-        masters,
-        [piece.grad.float() for piece in bucket],
-        [piece.exp_avg for piece in bucket],
-        [piece.exp_avg_sq for piece in bucket],
-        [],
-        [piece.step.clone() for piece in bucket],
-        foreach=foreach,
-        fused=False,
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
-    for piece, master in zip(bucket, masters, strict=True):
-        if piece.remainder is not None:
-            high, remainder = split_master(master)
-            piece.parameter.copy_(high)
-            piece.remainder.copy_(remainder)
+def step_constants(
+    step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, device: torch.device
+) -> torch.Tensor:
+    """Compute the constants of an AdamW step as a tensor, because a new Python number would trigger a compilation.
+
+    Returns:
+        [7] float32, computed in float64: decay factor, 1 - beta1, beta2, 1 - beta2, root of the second moment's bias
+        correction, eps, and the step size lr / (1 - beta1^step).
+    """
+    beta1, beta2 = betas
+    root, size = (1 - beta2**step) ** 0.5, lr / (1 - beta1**step)
+    numbers = [1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, root, eps, size]
+    return to_device_async(torch.tensor(numbers, dtype=torch.float32), device)
 
 
+def fused_step(
+    high: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, remainder: torch.Tensor,
+    constants: torch.Tensor,
+) -> None:  # fmt: skip
+    """Take an AdamW step (arXiv 1711.05101) in place, on contiguous 1-D tensors of equal length.
+
+    Args:
+        high: int16, the bits of the bfloat16 parameter.
+        grad: float32 or bfloat16 gradient.
+        exp_avg, exp_avg_sq: float32 moments.
+        remainder: int16. ``high`` and ``remainder`` together are the float32 master, see `adamw_split.join_master`.
+        constants: learning rate, betas, eps and decay, as `step_constants` returns them.
+    """
+    decay, weight1, beta2, weight2, root, eps, size = constants.unbind()
+    grad = grad.float()
+    master = (high.int() * 65536 + remainder.int()).view(torch.float32)
+    first = exp_avg + weight1 * (grad - exp_avg)
+    second = exp_avg_sq * beta2 + weight2 * grad * grad
+    bits = (master * decay - size * first / (second.sqrt() / root + eps)).view(torch.int32)
+    rounded = (bits + 0x8000) >> 16
+    high.copy_(rounded.to(torch.int16))
+    remainder.copy_((bits - rounded * 65536).to(torch.int16))
+    exp_avg.copy_(first)
+    exp_avg_sq.copy_(second)
+
+
+def make_kernel(device: torch.device) -> Kernel | None:
+    """Compile the AdamW kernel for a device and test it on small tensors. If this fails, log a warning, return None."""
+    try:
+        kernel = compiled_step()
+        parameter = torch.zeros(TRIAL, dtype=torch.bfloat16, device=device)
+        remainder = torch.zeros(TRIAL, dtype=torch.int16, device=device)
+        grad, exp_avg, exp_avg_sq = (torch.zeros(TRIAL, device=device) for _ in range(3))
+        constants = step_constants(1, lr=0.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, device=device)
+        kernel(parameter, grad, exp_avg, exp_avg_sq, remainder, constants)
+    except Exception as error:  # e.g. no compiler: AdamW then runs uncompiled, which is slower
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        logger.warning("adamw_split: its step can't be compiled for %s (%s); it runs uncompiled", device, reason)
+        return None
+    return kernel
+
+
+def compiled_step() -> Kernel:
+    """Compile `fused_step` (AdamW in place) into one kernel for tensors of all lengths."""
+    compiled = torch.compile(fused_step, dynamic=True, fullgraph=True)
+
+    def run(parameter: torch.Tensor, *others: torch.Tensor) -> None:
+        *state, constants = others
+        # `.data` removes a view's reference to its base tensor. Otherwise Dynamo would compile for each base shape.
+        compiled(parameter.view(-1).view(torch.int16).data, *(tensor.view(-1).data for tensor in state), constants)
+
+    return run
+
+
+@torch.no_grad()
 def adopt_masters(optimizer: AdamWSplit, owned: Iterable[Owned], masters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Set an AdamWSplit's bfloat16 parameters and int16 remainders to the exact weights of a float32 checkpoint
     (``masters``). Call this function after the model and the optimizer state are loaded."""
@@ -257,7 +307,9 @@ def adopt_masters(optimizer: AdamWSplit, owned: Iterable[Owned], masters: Iterab
             wanted.setdefault(piece.name, []).append(piece)
     for name, master in masters:
         for piece in wanted.get(name, ()):
-            optimizer.set_master(piece.part, piece.of(master))
+            high, remainder = split_master(piece.of(master).to(piece.part.device))
+            piece.part.copy_(high)
+            optimizer._state(piece.part)["remainder"].copy_(remainder)
 
 
 @torch.no_grad()
@@ -283,18 +335,11 @@ def join_remainders(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter]["step"] = optimizer.state[parameter]["step"].to(parameter.device)
 
 
-def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> bool:
-    """Let gradients of bfloat16 parameters accumulate in float32.
-
-    Returns:
-        False if this version of torch (before 2.10) can't. Gradients then accumulate in the parameters' dtype.
-    """
+def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Let gradients of bfloat16 parameters accumulate in float32."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.dtype == torch.bfloat16:
-            if not hasattr(parameter, "grad_dtype"):
-                return False
             parameter.grad_dtype = torch.float32
-    return True
 
 
 def optimizer_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[Any, dict[str, Any]] | None:

@@ -33,10 +33,9 @@ from ..reporting.metrics import PhaseTimes
 from ..runtime import process, registry
 from ..sharding import strategy_name
 from ..weights import WeightSync, bytes_apart, check_choice, expects_sharing, weight_sync
-from .eval_prompts import Benchmark
 from .learner import Learner
 from .preparation import PreparedRun
-from .prompts import Prompts, longest_completion, proof_prompts, without_template
+from .prompts import Benchmark, Prompts, longest_completion, proof_prompts, without_template
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from ..checkpoint.search import search
 from ..checkpoint.stop_signal import TERMINATED, StopSignal, exit_status
 from ..checkpoint.writing import Save, Source, Writer, why_in_foreground
 from ..config import GRPOConfig
+from ..engine.load import after_each_step
 from ..parallel import faults
 from ..parallel.ranks import Stopped, gather, on_all_ranks, rank, world_size
 from ..policy.supported import features
@@ -78,8 +79,7 @@ class Checkpointer(TrainerCallback):
         status = exit_status(args.exit_status_after_stop, os.environ)
         speaks = trainer.is_world_process_zero()
         self.stop_signal = StopSignal(speaks, args.stop_signals, args.stop_within, status)
-        self.stop_signal.tell, self.stop_signal.cut = faults.tell_stop, self._cut_sampling
-        self.stop_signal.leave = faults.leave
+        self.stop_signal.tell, self.stop_signal.leave = faults.tell_stop, faults.leave
         self._newest = 0  # optimizer step of this run's newest checkpoint, written or still being written
         self.writer = Writer()
         self.nodes_are_apart = self._resolve_folders()
@@ -137,7 +137,18 @@ class Checkpointer(TrainerCallback):
         if checkpoint is not None:
             say(f"resumed from {os.path.relpath(checkpoint)}: step {folders.step_of(checkpoint) + 1} is next")
             with on_all_ranks("the checkpoint's settings"):
-                self._compare_settings(checkpoint)
+                settings = run_settings(self.args, self.trainer.rewards, self.trainer.feature.digests())
+                changed, kind = folders.changed_settings(checkpoint, settings), str(self.args.lr_scheduler_type)
+                if "learning_rate" in changed and "lr_scheduler_type" not in changed and kind in RATE_IS_STATE:
+                    was, now = changed["learning_rate"]
+                    raise ValueError(
+                        f"learning_rate is {now}, but {checkpoint} was trained with {was}, and the rate of "
+                        f"lr_scheduler_type {kind} continues from the checkpoint's: set {was}, or choose a schedule "
+                        "that counts steps."
+                    )
+            if changed:
+                listed = ", ".join(f"{name} {was!r:.60}, now {now!r:.60}" for name, (was, now) in changed.items())
+                say(f"other settings than the checkpoint's hold from here on: {listed}")
         if (choice := prompts.choice) is not None:
             skips = checkpoint is not None and not self.args.ignore_data_skip
             with on_all_ranks("the checkpoint's prompts"):
@@ -148,26 +159,6 @@ class Checkpointer(TrainerCallback):
                 f"checkpoints into its own {self.args.output_dir}, and a run resumes from the last that all nodes have"
             )
 
-    def _compare_settings(self, checkpoint: str) -> None:
-        """Print the settings that differ between this run and the checkpoint. This run's values apply from now on.
-
-        Raises:
-            ValueError: a changed setting can't be applied.
-        """
-        changed = folders.changed_settings(
-            checkpoint, run_settings(self.args, self.trainer.rewards, self.trainer.feature.digests())
-        )
-        kind = str(self.args.lr_scheduler_type)
-        if "learning_rate" in changed and "lr_scheduler_type" not in changed and kind in RATE_IS_STATE:
-            was, now = changed["learning_rate"]
-            raise ValueError(
-                f"learning_rate is {now}, but {checkpoint} was trained with {was}, and the rate of lr_scheduler_type "
-                f"{kind} continues from the checkpoint's: set {was}, or choose a schedule that counts steps."
-            )
-        if changed:
-            listed = ", ".join(f"{name} {was!r:.60}, now {now!r:.60}" for name, (was, now) in changed.items())
-            self.trainer.console.say(f"other settings than the checkpoint's hold from here on: {listed}")
-
     @contextlib.contextmanager
     def during_training(self) -> Iterator[None]:
         """Wrap a training: a signal becomes a checkpoint and a stop, and all saves are finished at the end.
@@ -177,10 +168,13 @@ class Checkpointer(TrainerCallback):
         self.stop_signal.install()
         listeners = faults.stop_listeners[:]
         faults.stop_listeners[:] = [self.stop_signal.stop]
-        ends_by_error = True
+        ends_by_error, engine = True, getattr(self.trainer, "engine", None)
+        # If several ranks share an engine, only the first one calls the function after each of the engine's steps.
+        sampling = contextlib.nullcontext() if engine is None else after_each_step(engine, self._cut_sampling)
         try:
             try:
-                yield
+                with sampling:
+                    yield
             except Stopped:
                 self._save_after_cut()
             self.settle(wait=True)
@@ -190,8 +184,6 @@ class Checkpointer(TrainerCallback):
                 self.stop_signal.forget_deadline()
         finally:
             faults.stop_listeners[:] = listeners
-            if self.stop_signal.is_cut:
-                self._sample_on()
             self.finish_alone()  # if the run ends by an error
             # A launcher that has seen one rank die sends the others a SIGTERM. The handler stays, so that this rank can
             # still print its error. `GRPOTrainer.close` removes it.
@@ -217,20 +209,8 @@ class Checkpointer(TrainerCallback):
             control.should_training_stop = True
 
     def _cut_sampling(self) -> None:
-        """Let the engine raise `Stopped` after its present step; called in the stop signal's thread.
-
-        If several ranks share an engine, only the first one calls its listeners.
-        """
-        if (engine := self.trainer.engine) is not None:
-            engine.after_step.append(self._stop_sampling)
-
-    def _stop_sampling(self) -> None:
-        raise Stopped(f"{self.stop_signal.received} while the engine sampled")
-
-    def _sample_on(self) -> None:
-        """Undo `_cut_sampling`."""
-        if (engine := getattr(self.trainer, "engine", None)) is not None and self._stop_sampling in engine.after_step:
-            engine.after_step.remove(self._stop_sampling)
+        if self.stop_signal.is_cut:
+            raise Stopped(f"{self.stop_signal.received} while the engine sampled")
 
     def _save_after_cut(self) -> None:
         """Save the last finished round, if it has no checkpoint and the run can resume from its state. A collective.
@@ -239,7 +219,6 @@ class Checkpointer(TrainerCallback):
         groups from the rollout log, and trains its steps again.
         """
         trainer, step, name = self.trainer, self.trainer.state.global_step, self.stop_signal.received
-        self._sample_on()
         self._is_due, trainer.control.should_training_stop = False, True
         keeps_nothing = type(trainer.round).save is PlainRound.save  # else the cut round may have changed its state
         is_new = step > self._newest and trainer.at_boundary() and keeps_nothing
@@ -272,7 +251,8 @@ class Checkpointer(TrainerCallback):
         if not trainer.at_boundary():
             self._is_due = True
             return False
-        why, is_last = self._reason_for_foreground(), self._is_last()
+        why, stops = self._reason_for_foreground(), trainer.control.should_training_stop or self.stop_signal.received
+        is_last = any(gather(bool(stops))) or state.global_step >= state.max_steps
         is_best = bool(state.global_step) and state.best_global_step == state.global_step
         if (present := self.writer.present) is not None and not (why or is_last or is_best):
             self.writer.wait(console.say, max(0.0, PATIENCE - present.seconds))
@@ -319,12 +299,6 @@ class Checkpointer(TrainerCallback):
         self._why_in_foreground = why
         return why
 
-    def _is_last(self) -> bool:
-        """Return whether training ends after this optimizer step. A collective call: all ranks take part."""
-        state = self.trainer.state
-        stops = self.trainer.control.should_training_stop or self.stop_signal.received
-        return any(gather(bool(stops))) or state.global_step >= state.max_steps
-
     def _assemble(self) -> Save:
         """Collect this rank's checkpoint files: in host memory, or on the disk if training waits for the save."""
         run_dir, state, layout = Path(self.args.output_dir), self.trainer.state, self.args.layout
@@ -332,9 +306,24 @@ class Checkpointer(TrainerCallback):
         best = state.best_global_step
         if best == state.global_step or (best and (run_dir / f"checkpoint-{best}").is_dir()):
             state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
-        with self._own_folder(aside) as folder:
-            self._write_contents(folder)
-            sources = self._sources(folder)
+        sources: dict[str, Source]
+        if self._in_background:  # the small files are read into memory
+            with tempfile.TemporaryDirectory(prefix="colograd-save-", ignore_cleanup_errors=True) as temporary:
+                self._write_contents(folder := Path(temporary))
+                sources = {name: (folder / name).read_bytes() for name in files_of(folder)}
+                for path, image in self._host_files.take().items():
+                    sources[path.relative_to(folder).as_posix()] = image
+        else:  # this rank's folder lies next to the checkpoint, and its files are moved into the checkpoint
+            folder = aside / f"rank-{rank()}"
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            try:
+                self._write_contents(folder)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            folders.open_to_readers(folder)
+            sources = {name: folder / name for name in files_of(folder)}
         per_node, each_node = layout.ranks_per_node, self.args.save_on_each_node
         first = layout.rank - layout.rank % per_node
         return Save(
@@ -368,48 +357,18 @@ class Checkpointer(TrainerCallback):
                 else:
                     state.stateful_callbacks[name] = callback.state()
         state.save_to_json(str(folder / STATE_FILE))
-        if names := self._weight_names(folder):
-            # Write an index. Without an index, vLLM loads the tensors of all files, e.g. optimizer state, as weights.
+        # Write an index. Without an index, vLLM loads the tensors of all files, e.g. optimizer state, as weights.
+        names = [*self.weight_places()]
+        if (file := folder / SAFE_WEIGHTS_NAME).is_file():
+            with safe_open(file, framework="pt", device="cpu") as opened:
+                names = [*opened.keys()]
+        if names:  # not for an adapter or sharded weights
             index = {"metadata": {}, "weight_map": dict.fromkeys(names, SAFE_WEIGHTS_NAME)}
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=1))
         settings = run_settings(self.args, trainer.rewards, trainer.feature.digests())
         (folder / folders.SETTINGS).write_text(json.dumps(settings, indent=1))
         if (choice := trainer.train_prompts.choice) is not None:
             (folder / folders.PROMPTS).write_text(json.dumps(choice.saved))
-
-    @contextlib.contextmanager
-    def _own_folder(self, aside: Path) -> Iterator[Path]:
-        """Make a folder for this rank's files of a checkpoint.
-
-        For a save in the background the folder is temporary, and its small files are read into memory. Otherwise the
-        folder lies next to the checkpoint, and its files are moved into the checkpoint."""
-        if self._in_background:
-            with tempfile.TemporaryDirectory(prefix="colograd-save-", ignore_cleanup_errors=True) as folder:
-                yield Path(folder)
-            return
-        own = aside / f"rank-{rank()}"
-        shutil.rmtree(own, ignore_errors=True)
-        own.mkdir(parents=True)
-        try:
-            yield own
-        except BaseException:
-            shutil.rmtree(own, ignore_errors=True)
-            raise
-
-    def _sources(self, folder: Path) -> Mapping[str, Source]:
-        if not self._in_background:
-            folders.open_to_readers(folder)
-            return {name: folder / name for name in files_of(folder)}
-        images = {path.relative_to(folder).as_posix(): image for path, image in self._host_files.take().items()}
-        return {name: (folder / name).read_bytes() for name in files_of(folder)} | images
-
-    def _weight_names(self, folder: Path) -> list[str]:
-        """Return the tensor names in the checkpoint's `model.safetensors`, or [] for an adapter or sharded weights."""
-        file = folder / SAFE_WEIGHTS_NAME
-        if not file.is_file():
-            return [*self.weight_places()]
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            return [*opened.keys()]
 
     def _rotate(self, best: str | None, step: int) -> None:
         """Delete old checkpoints and old recorded groups. Runs in a thread, once every node has the new checkpoint."""
@@ -434,14 +393,6 @@ class Checkpointer(TrainerCallback):
     def saving_model(self) -> contextlib.AbstractContextManager[None]:
         """Context manager that makes the model's ``save_pretrained`` write weights with `write_tensors`."""
         return saving_model(self.trainer.model, self._host_files.put if self._in_background else None)
-
-    def save_optimizer(self, folder: str, usual: Callable[[], None]) -> None:
-        """Write optimizer and schedule. Each rank writes its shard. Without shards, transformers' ``usual`` writes."""
-        leads = self.args.should_save
-        if not self.trainer.sharding.save_optimizer(self.optimizer, Path(folder), leads, self.write_tensors):
-            usual()
-        elif leads:
-            torch.save(self.trainer.lr_scheduler.state_dict(), os.path.join(folder, SCHEDULER_NAME))
 
     def settle(self, wait: bool, states: Sequence[str | None] | None = None) -> bool:
         """Check whether the background save of a checkpoint has ended, on all ranks. A collective call.
@@ -469,7 +420,9 @@ class Checkpointer(TrainerCallback):
         self.stop_signal.save_seconds = save.seconds
         error = next(filter(None, found), "")
         if unknown is None:
-            self._tidy(save.aside.parent)
+            shutil.rmtree(save.aside.parent / f"rank-{rank()}", ignore_errors=True)
+            with contextlib.suppress(OSError):  # the folder isn't empty while other ranks' folders are in it
+                save.aside.parent.rmdir()
         else:
             self._host_files = HostFiles(self.args.device)  # the writing thread still reads the old buffers
             error = error or f"rank {unknown} is still writing after {save.seconds:.0f} s"
@@ -479,12 +432,6 @@ class Checkpointer(TrainerCallback):
         self._failures = 0
         self._damaged.discard(save.step)
         return True
-
-    @staticmethod
-    def _tidy(aside: Path) -> None:
-        shutil.rmtree(aside / f"rank-{rank()}", ignore_errors=True)
-        with contextlib.suppress(OSError):  # the folder isn't empty while other ranks' folders are in it
-            aside.rmdir()
 
     def finish_alone(self) -> None:
         """Finish writing this rank's files of the save in the background. Other ranks may have died already."""
@@ -533,11 +480,15 @@ class Checkpointer(TrainerCallback):
         weight decay come from the present recipe.
         """
         optimizer, sharding, folder = self.optimizer, self.trainer.sharding, Path(checkpoint)
-        with loading(checkpoint, "the optimizer's state"), _own_settings(optimizer, self.trainer.lr_scheduler):
+        schedule: Any = self.trainer.lr_scheduler
+        made_with = [{name: group[name] for name in OF_OPTIMIZER if name in group} for group in optimizer.param_groups]
+        base_rates = getattr(schedule, "base_lrs", None)
+        with loading(checkpoint, "the optimizer's state"):
+            # Load through the CPU, because torch refuses transformers' way of loading on several ranks of a CPU.
+            read = functools.partial(torch.load, map_location="cpu", weights_only=True)
             if not sharding.load_optimizer(optimizer, folder):
-                # Load through the CPU, because torch refuses transformers' way of loading on several ranks of a CPU.
-                optimizer.load_state_dict(_read(checkpoint, OPTIMIZER_NAME))
-            self.trainer.lr_scheduler.load_state_dict(_read(checkpoint, SCHEDULER_NAME))
+                optimizer.load_state_dict(read(folder / OPTIMIZER_NAME))
+            schedule.load_state_dict(read(folder / SCHEDULER_NAME))
             join_remainders(optimizer)
             if isinstance(optimizer, AdamWSplit):
                 owned = sharding.owned()
@@ -545,29 +496,14 @@ class Checkpointer(TrainerCallback):
                 names = dict.fromkeys(piece.name for piece in owned) if self.trainer.policy.adapter is None else ()
                 masters = ((own.get(name, name), value) for name, value in float32_weights(folder, names))
                 adopt_masters(optimizer, owned, masters)
+            for group, settings in zip(optimizer.param_groups, made_with, strict=True):
+                group |= settings
+            # A schedule that counts steps computes the learning rate from the recipe's settings. All other schedules
+            # keep the loaded learning rate, because the rate is part of their state.
+            if isinstance(schedule, LambdaLR):
+                schedule.base_lrs = base_rates
+                rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+                schedule._last_lr = [base * factor(schedule.last_epoch) for base, factor in rates]
+                for group, rate in zip(optimizer.param_groups, schedule._last_lr, strict=True):
+                    group["lr"] = rate
         sharding.gather_weights()
-
-
-@contextlib.contextmanager
-def _own_settings(optimizer: torch.optim.Optimizer, schedule: Any) -> Iterator[None]:
-    """Context manager for loading an optimizer and its schedule: restore the recipe's settings after the loading.
-
-    A schedule that counts steps computes the learning rate from the recipe's settings. All other schedules keep the
-    loaded learning rate, because the rate is part of their state.
-    """
-    made_with = [{name: group[name] for name in OF_OPTIMIZER if name in group} for group in optimizer.param_groups]
-    base_rates = getattr(schedule, "base_lrs", None)
-    yield
-    for group, own in zip(optimizer.param_groups, made_with, strict=True):
-        group |= own
-    if isinstance(schedule, LambdaLR):
-        schedule.base_lrs = base_rates
-        rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-        schedule._last_lr = [base * factor(schedule.last_epoch) for base, factor in rates]
-        for group, rate in zip(optimizer.param_groups, schedule._last_lr, strict=True):
-            group["lr"] = rate
-
-
-def _read(checkpoint: str, name: str) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(os.path.join(checkpoint, name), map_location="cpu", weights_only=True)
-    return state

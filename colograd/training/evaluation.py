@@ -15,13 +15,10 @@ from ..data import PromptDataset
 from ..losses.correction import finish_mismatch
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.logprobs import evaluation_mode
-from ..policy.second_models import with_second_logprobs
 from ..rewards.answers import chance_of_pass
 from ..rollout.statistics import RolloutStatistics
-from .eval_prompts import Benchmark
-from .learner import Learner
-from .loss_pass import loss_pass
-from .step_batches import step_batch
+from .learner import Learner, loss_pass, step_batch
+from .prompts import Benchmark
 
 EVALUATION_TOKENS = 4096  # maximum tokens of an evaluation's micro-batch before the token budget is measured
 
@@ -57,18 +54,13 @@ def loss_of(learner: Learner, drawn: SampledStep) -> dict[str, float]:
     rules = dataclasses.replace(learner.rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
     step = step_batch(drawn, RolloutStatistics(), rules, learner.reward_names, learner.events.times)
     step = dataclasses.replace(step, version=learner.hooks.state.global_step)
-    if learner.second_models:
-        with on_all_ranks("the second models' log-probabilities"), learner.hooks.compute_loss_context_manager():
-            (step,) = with_second_logprobs(learner.second_models, [step], learner.config.temperature)
-            for term in learner.objective.terms:
-                step = term.with_scores(step, learner.hooks.estimator)
+    (step,) = learner.with_second_models([step])
     with evaluation_mode(learner.model):
-        if learner.reads_constants:
-            step = learner.with_constants(step)
+        step = learner.with_constants(step)
         bar = learner.events.console.progress(len(step.rows), "evaluate", "micro-batch")
         with on_all_ranks("the evaluation's forward"), torch.no_grad(), contextlib.closing(bar):
-            given = learner.row_loss(differentiable=False), learner.hooks.compute_loss_context_manager, None
-            metrics = loss_pass(step, *given, bar.update)
+            row_loss, autocast = learner.row_loss(differentiable=False), learner.hooks.compute_loss_context_manager
+            metrics = loss_pass(step, row_loss, autocast, None, bar.update)
     reduced = metrics.reduce(step.counted)
     reduced["loss"] /= learner.objective.loss.denominator(step)
     learner.entropy.show(reduced, reduced["loss"] - learner.objective.in_loss(reduced))

@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from ..batch import LossOutput, MicroBatch, PackedRow, StepBatch, StepConstants
+from ..batch import LossOutput, MicroBatch, PackedRow, SampledStep, ScoredGroup, StepBatch, StepConstants
 from ..config import GRPOConfig
 from ..losses.correction import finish_mismatch, mismatch_advice
 from ..losses.entropy import EntropyController, with_step_entropy
@@ -19,17 +20,148 @@ from ..losses.objective import Objective
 from ..memory import token_budget
 from ..memory.policy_sizes import optimizer_bytes
 from ..memory.shape import left_on_device
-from ..parallel.ranks import on_all_ranks
+from ..parallel import watchdog
+from ..parallel.balance import balance, pair_cost
+from ..parallel.ranks import gather, on_all_ranks, rank
 from ..policy.loading import Policy
-from ..policy.logprobs import ForwardStep, policy_logprobs, with_old_logprobs
-from ..policy.packing import PackingRules, collate
+from ..policy.logprobs import policy_logprobs, with_old_logprobs
+from ..policy.packing import PackingRules, collate, has_signal, loss_tokens, pack_step
 from ..policy.second_models import OF, SecondModels, fill, with_second_logprobs
 from ..reporting.events import Events
-from ..reporting.metrics import AllocRetries
+from ..reporting.metrics import AllocRetries, Metrics, PhaseTimes, numbers
+from ..rollout.checks import shown
 from ..rollout.sampler import SampledRound
+from ..rollout.statistics import RolloutStatistics
+from ..runtime.sizes import active_parameters
 from ..sharding import ShardingStrategy
-from .loss_pass import checked_loss, loss_pass
-from .step_batches import step_batch
+
+
+def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equal_counts: bool) -> PackingRules:
+    """Return a run's rules for packing groups into micro-batches. ``max_tokens`` is 0 until the limit is measured."""
+    return PackingRules(
+        max_tokens=config.token_budget,
+        mask_truncated=config.mask_truncated_completions,
+        skip_without_signal=not objective.every_group,
+        share_prompts=not policy.why_padded,
+        balance_ranks=config.balance_ranks and config.layout.data_size > 1,
+        equal_counts=equal_counts,
+        pair_cost=pair_cost(policy.model.config, active_parameters(policy.model)),
+        device=config.device,
+        ranks_per_engine=config.layout.ranks_per_engine,
+        ranks_per_row=config.layout.ranks_per_row,
+    )
+
+
+def step_batch(
+    step: SampledStep,
+    statistics: RolloutStatistics,
+    rules: PackingRules,
+    reward_names: Sequence[str],
+    times: PhaseTimes,
+    tell: Callable[[RolloutStatistics], None] | None = None,
+    groups: Sequence[ScoredGroup] | None = None,
+) -> StepBatch:
+    """Balance a step's groups over ranks, pack them into micro-batches, and sum counts over ranks. A collective call.
+
+    Args:
+        statistics: statistics of the groups that this rank sampled for the step. The step's metrics come from them.
+        tell: function to call with the joined statistics of all ranks.
+        groups: groups to pack, by default all groups of the step. An extension may have packed the missing groups.
+    """
+    with times.phase("pack"):
+        moved = 0
+        if groups is None:  # groups with equal rewards have no gradient, but count in metrics and denominators
+            groups = [one for one in step.kept if has_signal(one) or not rules.skip_without_signal]
+        if rules.balance_ranks or max(rules.ranks_per_engine, rules.ranks_per_row) > 1:
+            sizes = rules.ranks_per_engine, rules.balance_ranks, rules.ranks_per_row
+            groups, moved = balance(groups, rules.pair_cost, rules.share_prompts, *sizes)
+        rows = pack_step(groups, rules)
+    counted = rank() % rules.ranks_per_row == 0
+    rollouts = [rollout for scored in step.kept for rollout in scored.group.rollouts]
+    in_loss = sum(int(loss_tokens(rollout, rules.mask_truncated).sum()) for rollout in rollouts)
+    # Counts to sum over ranks: tokens in the loss, completions, packed tokens, micro-batches, and groups that `balance`
+    # sent to a different rank. If several ranks train equal rows, only the first rank counts the rows' numbers.
+    tokens = sum(part.num_tokens for row in rows for part in row.parts)
+    work = (tokens, len(rows), moved) if counted else (0, 0, 0)
+    ranks = gather(((in_loss, len(rollouts), *work), statistics))
+    columns = zip(*(numbers for numbers, _ in ranks), strict=True)
+    in_loss, completions, packed_tokens, micro_batches, moved = map(sum, columns)
+    sampled = RolloutStatistics.join(statistics for _, statistics in ranks)
+    if tell is not None:
+        tell(sampled)
+    metrics = sampled.metrics(reward_names) | {
+        "train/packed_tokens": float(packed_tokens),
+        "train/micro_batches": float(micro_batches),
+        "train/moved_groups": float(moved),
+        "train/sampled_tokens": float(sum(sampled.lengths)),
+        # Like TRL's `num_tokens`: tokens of prompts and tokens that the model sampled, without tools' answers.
+        "train/rollout_tokens": float(sampled.prompt_tokens + sum(sampled.lengths)),
+    }
+    return StepBatch(rows, in_loss, completions, metrics, tuple(groups), counted=counted)
+
+
+def loss_pass(
+    step: StepBatch,
+    compute_loss: Callable[[MicroBatch], LossOutput],
+    autocast: Callable[[], AbstractContextManager],
+    sharding: ShardingStrategy | None,
+    passed: Callable[[int], None] = lambda tokens: None,
+    metrics: Metrics | None = None,
+) -> Metrics:
+    """Run forward and backward of this rank's untrained micro-batches of a step.
+
+    A micro-batch's loss is a sum over tokens. Gradients accumulate in the parameters without normalisation. After the
+    last micro-batch, the caller divides the gradients by the step's denominator.
+
+    Args:
+        sharding: strategy that runs the backward. None means that only the forward runs.
+        passed: function to call after each micro-batch with its number of tokens.
+        metrics: metrics of micro-batches that are trained already. The new metrics are added to this object.
+
+    Returns:
+        The metrics of the loss, and `loss`, the sum over all micro-batches.
+    """
+    metrics = metrics or Metrics()
+    metrics.total("loss", 0.0)
+    agree = contextlib.nullcontext if sharding is None else sharding.agree
+    losses: list[torch.Tensor] = []
+    for index, row in enumerate(step.rows[step.trained :], start=step.trained):
+        watchdog.progress(f"micro-batch {index + 1} of {len(step.rows)}")
+        with agree("training"), autocast():
+            output = compute_loss(collate(row))
+        loss, output = output.loss.clone(), dataclasses.replace(output, loss=output.loss.detach())
+        losses.append(output.loss)
+        if sharding is not None:
+            with agree("training"):
+                sharding.backward(loss)  # nothing else refers to the autograd graph, so an error frees it
+        metrics.total("loss", output.loss)
+        metrics.update(output.sums, output.minima, output.maxima)
+        passed(sum(part.num_tokens for part in row.parts))
+    # All losses are read here at the end, so that the host waits for the GPU only once.
+    for index, number in enumerate(numbers(losses) if sharding is not None else (), start=step.trained):
+        if not math.isfinite(number):
+            raise FloatingPointError(
+                f"The loss of step {step.version + 1}, micro-batch {index} is {number}: training stops before the "
+                "weights are touched. Lower `learning_rate` or `max_grad_norm`, and look at the step's completions."
+            )
+    return metrics
+
+
+def checked_loss(output: Any, differentiable: bool = True) -> LossOutput:
+    """Return the output of a user's ``compute_loss``, or raise a ValueError if it is no `LossOutput` with a scalar."""
+    if not isinstance(output, LossOutput):
+        raise ValueError(
+            f"compute_loss returned {shown(output)}. `compute_loss` must return a colograd.batch.LossOutput (loss, "
+            "sums, minima, maxima). `dataclasses.replace(super().compute_loss(...), loss=...)` keeps the metrics."
+        )
+    loss: Any = output.loss
+    if not isinstance(loss, torch.Tensor) or loss.shape != () or (differentiable and not loss.requires_grad):
+        detached = " without a graph" if isinstance(loss, torch.Tensor) and not loss.requires_grad else ""
+        raise ValueError(
+            f"compute_loss returned {shown(loss)}{detached} as the loss. The loss must be a differentiable scalar: the "
+            "SUM over the micro-batch's tokens. The trainer divides the gradients by the step's denominator."
+        )
+    return output
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,6 +188,8 @@ class Learner:
         self.figures: dict[str, float] = {}  # Loss and gradient norm of the present step.
         self.pack: Callable[..., StepBatch] = step_batch  # Function that packs a step's groups into rows.
         self._alloc_retries = AllocRetries(self.config.device)
+        # Steps that wrap the model's forward because terms of the loss need further outputs.
+        self.forward_steps = tuple(step for term in self.objective.terms for step in term.steps(self.second_models))
 
     def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
         """Pack the groups of one sampling phase. Yield optimizer steps in training order, `num_iterations` times."""
@@ -65,7 +199,7 @@ class Learner:
         version, autocast = self.hooks.state.global_step, self.hooks.compute_loss_context_manager
         while True:
             try:
-                filled = self._with_second_models(steps) if self.second_models or self.objective.terms else steps
+                filled = self.with_second_models(steps)
                 scheduled = [
                     dataclasses.replace(step, version=version + index, trained=step.trained * (index < len(steps)))
                     for index, step in enumerate(filled * self.config.num_iterations)
@@ -91,14 +225,14 @@ class Learner:
         while self.pending:
             yield self.pending.pop(0)
 
-    def _with_second_models(self, steps: list[StepBatch]) -> list[StepBatch]:
-        autocast = self.hooks.compute_loss_context_manager
+    def with_second_models(self, steps: list[StepBatch]) -> list[StepBatch]:
+        """Add the log-probabilities of reference and teacher models to the rows. A collective call."""
         for field, second in self.second_models.items():
-            phase = self.events.times.phase(field.partition(OF)[0])
-            with on_all_ranks("the second models' log-probabilities"), phase, autocast():
+            phase, autocast = self.events.times.phase(field.partition(OF)[0]), self.hooks.compute_loss_context_manager()
+            with on_all_ranks("the second models' log-probabilities"), phase, autocast:
                 steps = with_second_logprobs({field: second}, steps, self.config.temperature)
-        with on_all_ranks("the advantages"):
-            for term in self.objective.terms:
+        for term in self.objective.terms:
+            with on_all_ranks("the advantages"):
                 steps = [term.with_scores(step, self.hooks.estimator) for step in steps]
         return steps
 
@@ -111,8 +245,7 @@ class Learner:
         self.model.train()
         while True:
             try:
-                if self.reads_constants:
-                    step = self.with_constants(step)
+                step = self.with_constants(step)
                 earlier = step.trained_metrics if step.trained else None
                 bar = self.events.console.progress(len(step.rows) - step.trained, "train", "micro-batch")
                 recorded, timed = self.events.recorder.trains(step), self.events.times.phase("train")
@@ -154,18 +287,11 @@ class Learner:
         own = self.sharding.traffic.take(), self._alloc_retries.take(), self.events.times.end_step()
         return self.metrics | {name: value for part in own for name, value in part.items()}
 
-    @functools.cached_property
-    def forward_steps(self) -> tuple[ForwardStep, ...]:
-        """Steps that wrap the model's forward because terms of the loss need further outputs."""
-        return tuple(step for term in self.objective.terms for step in term.steps(self.second_models))
-
-    @functools.cached_property
-    def reads_constants(self) -> bool:
-        """Whether the loss may read `StepConstants` (values of the whole step), as a user's `compute_loss` may do."""
-        return self.objective.needs_constants or "compute_loss" in self.hooks.replaced
-
     def with_constants(self, step: StepBatch) -> StepBatch:
-        """Return the step with the entropy threshold and coefficient added to every row. A collective call."""
+        """Return the step with the entropy threshold and coefficient added to every row, if the loss may read them. A
+        collective call."""
+        if not (self.objective.needs_constants or "compute_loss" in self.hooks.replaced):
+            return step
 
         def entropies(row: MicroBatch) -> torch.Tensor:
             with self.hooks.compute_loss_context_manager():
@@ -203,8 +329,9 @@ class Learner:
             pending = 0 if optimizer is not None and optimizer.state else pending
             pending = left_on_device().state(pending) if config.streams_optimizer else pending
             self.model.train()
-            given = shape, self.rules, pending, config.sequence_parallel_size
-            tokens, size = token_budget.measure(train, self.free_gradients, *given)
+            tokens, size = token_budget.measure(
+                train, self.free_gradients, shape, self.rules, pending, config.sequence_parallel_size
+            )
         self.rules = dataclasses.replace(self.rules, max_tokens=tokens)
         self.events.console.say(
             f"memory: room for micro-batches of {tokens:,} tokens, {size / 2**30:.2f} GiB with their gradients"

@@ -31,8 +31,7 @@ from ..rollout.features import SourceFeature, TrainerArguments, source_feature
 from ..runtime import process, registry
 from ..sharding import check_sharding
 from ..weights import check_choice
-from .eval_prompts import eval_prompts_of
-from .prompts import Prompts, proof_prompts, train_prompts_of
+from .prompts import Prompts, eval_prompts_of, proof_prompts, train_prompts_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,16 @@
-"""Tokenise the prompts of datasets, and drop or refuse prompts that leave no room for a completion in the context."""
+"""Tokenise the prompts of datasets for training and evaluation, and refuse prompts that leave no room for a completion.
+
+Evaluations may also use benchmarks that extensions implement."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from datasets import Dataset, IterableDataset
-from torch.utils.data import DataLoader
 
-from ..batch import ModelInput, Prompt
+from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..data import PromptDataset, PromptRules, StepOrder, tokenize_prompts
 from ..data.columns import EMPTY, IMAGES, check_columns, columns_of
@@ -17,22 +19,47 @@ from ..reporting.console import Console
 from ..rollout.features import SourceFeature
 from ..runtime import registry
 
-
-class StreamedPrompts(Protocol):
-    """Prompts of a streamed dataset, tokenised during training.
-
-    An extension's hook ``prompt_stream`` makes such an object: (dataset, rules, config) -> `StreamedPrompts`."""
-
-    choice: Any  # a curriculum or a streamed dataset's position, or None
-    dataset: Any
-    longest: int  # upper bound of a prompt's number of tokens
-
-    def first(self, count: int) -> list[Prompt]: ...
-    def loader(self) -> DataLoader: ...
-
-
-Prompts = PromptDataset | StreamedPrompts
+# A PromptDataset, a Benchmark, or prompts of a streamed dataset, tokenised during training. An extension's hook
+# ``prompt_stream`` makes the latter: (dataset, rules, config) -> an object with ``choice`` (a curriculum or the
+# dataset's position, or None), ``dataset``, ``longest`` (upper bound of a prompt's number of tokens), and the methods
+# ``first(count) -> list[Prompt]`` and ``loader() -> DataLoader``.
+Prompts = Any
 NO_FEATURE = SourceFeature()
+
+
+class Benchmark(ABC):
+    """A benchmark for evaluations, e.g. GSM8K, that has its own prompts, sampling settings and scoring.
+
+    An extension provides benchmarks at two hooks: `benchmark_names` (texts of a recipe -> {name in the log: text}) and
+    `benchmark` (text, policy, args, maximum context of the vLLM engine -> `Benchmark`)."""
+
+    dropped: bool = False  # whether some prompts were dropped because they don't fit into the context
+
+    @property
+    @abstractmethod
+    def longest(self) -> int:
+        """Number of tokens of the benchmark's longest prompt."""
+
+    @property
+    @abstractmethod
+    def generations(self) -> int:
+        """Largest number of sequences that vLLM samples for one question of the benchmark."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of questions in the benchmark."""
+
+    @abstractmethod
+    def evaluate(self, trainer: Any, name: str) -> dict[str, float]:
+        """Run the benchmark with the weights in the vLLM engine, and return its metrics. A collective call."""
+
+    def dropped_line(self) -> str:
+        """Return a warning about the prompts that were dropped because they don't fit into the context, or ""."""
+        return ""
+
+    @abstractmethod
+    def metric_names(self) -> list[str]:
+        """Return the names of the benchmark's metrics, without a prefix such as ``eval_``."""
 
 
 def longest_completion(args: GRPOConfig) -> int:
@@ -48,7 +75,6 @@ def train_prompts_of(
     ``train_prompts`` checks or changes the prompts: (prompts, config) -> None."""
     rules = prompt_rules(policy, args, "train", context, feature)
     rows = wanted_columns(feature.empty_prompts(args) if dataset is None else dataset, policy, args, feature, "train")
-    prompts: Prompts
     if isinstance(rows, IterableDataset):
         registry.require("streams", "train_dataset: an IterableDataset")
         (stream_of,) = registry.hooks("prompt_stream")
@@ -59,6 +85,44 @@ def train_prompts_of(
     for check in registry.hooks("train_prompts"):
         check(prompts, args)
     return prompts
+
+
+def benchmark_names(texts: Sequence[str]) -> dict[str, str]:
+    """Convert the texts that name benchmarks in a recipe to {name in the log: text in the recipe}."""
+    registry.require("evaluation", f"exams: {list(texts)}")
+    (names_of,) = registry.hooks("benchmark_names")
+    return dict(names_of(texts))
+
+
+def eval_prompts_of(
+    dataset: Any,
+    policy: Policy,
+    args: GRPOConfig,
+    feature: SourceFeature = NO_FEATURE,
+    context: int | None = None,
+    name: str = "eval",
+) -> Any:
+    """Tokenise the prompts of an evaluation. A dict of datasets becomes a dict of prompts, None stays None.
+
+    Streamed datasets are read to their end. Names of benchmarks become a dict of `Benchmark` objects."""
+    if dataset is None or isinstance(dataset, PromptDataset | Benchmark):
+        return dataset
+    if isinstance(dataset, str) or (isinstance(dataset, list | tuple) and all(isinstance(n, str) for n in dataset)):
+        dataset = benchmark_names([dataset] if isinstance(dataset, str) else dataset)
+    if isinstance(dataset, dict):
+        made: dict[str, Any] = {}
+        if texts := [part for part in dataset.values() if isinstance(part, str)]:
+            benchmark_names(texts)
+        for name, part in dataset.items():
+            if isinstance(part, str):
+                (benchmark_of,) = registry.hooks("benchmark")
+                made[name] = benchmark_of(part, policy, args, context)
+            else:
+                made[name] = eval_prompts_of(part, policy, args, feature, context, name)
+        return made
+    return tokenize_prompts(
+        wanted_columns(dataset, policy, args, feature, name), prompt_rules(policy, args, name, context, feature)
+    )
 
 
 def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature, name: str) -> Any:

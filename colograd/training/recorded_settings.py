@@ -8,13 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..config import GRPOConfig
-from ..config.objective import (
-    AdvantageKnobs,
-    DistillationKnobs,
-    ObjectiveKnobs,
-    ReferenceKnobs,
-    RewardPenaltyKnobs,
-)
+from ..config.objective import AdvantageKnobs, DistillationKnobs, ObjectiveKnobs, ReferenceKnobs, RewardPenaltyKnobs
 from ..config.sampling import SamplingKnobs
 from ..rewards.functions import RewardFunction, code_digest
 from ..rollout.features import SourceFeature

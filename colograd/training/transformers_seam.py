@@ -13,7 +13,7 @@ from httpx import HTTPError
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.optimization import GreedyLR
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, SCHEDULER_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
@@ -36,13 +36,13 @@ from ..rollout.store import RolloutStore, digest_of
 from ..runtime.registry import hooks
 from ..sharding import ShardingStrategy
 from ..weights import state_dict_on_host
-from .checkpoint_config import CheckpointConfig
 from .checkpointer import Checkpointer
-from .eval_prompts import eval_prompts_of
 from .evaluation import evaluate_prompts
 from .learner import Learner
-from .prompts import train_prompts_of
+from .prompts import eval_prompts_of, train_prompts_of
 
+NAMES = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")  # Settings that `transformers.Trainer` changes.
+MISSING = object()
 # Learning rate schedules that take their steps with the metric of an evaluation.
 DRIVEN_BY_METRICS = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
 
@@ -50,6 +50,37 @@ DRIVEN_BY_METRICS = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
 def best_metric(args: GRPOConfig) -> str:
     """Return the name that ``metric_for_best_model`` has in an evaluation's metrics: with the prefix ``eval_``."""
     return f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
+
+
+class CheckpointConfig:
+    """The original values of a model's configuration and generation configuration, to restore later.
+
+    `transformers.Trainer` changes ``use_cache``, and sets the special tokens to the tokenizer's. `restore` puts back a
+    special token of the checkpoint in three cases: the tokenizer lacks the token, the checkpoint's list contains the
+    tokenizer's token, or the tokenizer's padding token is its end token. In all other cases the tokenizer's token is
+    new, and the saved model needs it."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        configs = [model.config, getattr(model, "generation_config", None)]
+        self._values = [
+            (config, {name: vars(config).get(name, MISSING) for name in NAMES})
+            for config in configs
+            if config is not None
+        ]
+
+    def restore(self) -> None:
+        """Restore the checkpoint's values of ``use_cache`` and of special tokens, except tokens that are new."""
+        for config, values in self._values:
+            for name, value in values.items():
+                token, end = getattr(self._tokenizer, name, None), self._tokenizer.eos_token_id
+                stands_in = token is None or (name == "pad_token_id" and token == end)
+                if not stands_in and token not in (value if isinstance(value, list) else [value]):
+                    continue  # the tokenizer has a new special token, which the saved model needs
+                if value is MISSING:
+                    vars(config).pop(name, None)
+                else:
+                    setattr(config, name, value)
 
 
 class SeamTrainer(Trainer):
@@ -241,24 +272,6 @@ class SeamTrainer(Trainer):
             self._unlogged = []
         super().log(logs, start_time)
 
-    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
-        """Evaluate as transformers does. If the metrics lack `metric_for_best_model`, warn. (Transformers would
-        fail.)"""
-        metrics: dict[str, float] = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
-        if self.args.metric_for_best_model is None:
-            return metrics
-        # Extension hook "lacks_best": (config, metrics, whether a past evaluation had the metric) -> a warning, or "".
-        for line in (lacks(self.args, metrics, self.state.best_metric is not None) for lacks in hooks("lacks_best")):
-            if line:
-                self.console.warn(line)
-        value = metrics.get(best_metric(self.args))
-        if value is not None and not skip_scheduler and isinstance(self.lr_scheduler, DRIVEN_BY_METRICS):
-            self.lr_scheduler.step(value)
-        return metrics
-
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        return best_metric(self.args) in metrics and bool(super()._determine_best_metric(metrics, trial))
-
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """Do nothing, because `weights.weight_sync` moves the model to the GPU after the vLLM engine is built."""
 
@@ -290,9 +303,13 @@ class SeamTrainer(Trainer):
             self.policy.quantization.write(output_dir or str(self.args.output_dir), self.model.dtype)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write optimizer and schedule. Each rank writes its shard. Without shards, transformers writes them."""
         watchdog.progress("saving the optimizer")
-        usual = functools.partial(super()._save_optimizer_and_scheduler, output_dir)
-        self.checkpointer.save_optimizer(output_dir, usual)
+        optimizer, write, leads = self.checkpointer.optimizer, self.checkpointer.write_tensors, self.args.should_save
+        if not self.sharding.save_optimizer(optimizer, Path(output_dir), leads, write):
+            super()._save_optimizer_and_scheduler(output_dir)
+        elif leads:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
         watchdog.progress()
         for second in self.learner.second_models.values() if self.args.should_save else ():
             second.save(output_dir, self.checkpointer.write_tensors)
@@ -346,11 +363,6 @@ class SeamTrainer(Trainer):
         if is_new:
             self.sharding.share(optimizer)
         return optimizer
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Wait until all checkpoints are written. Transformers then deletes old checkpoints and loads the best."""
-        self.checkpointer.settle(wait=True)
-        return super()._finalize_training(*args, **kwargs)
 
     def init_hf_repo(self, token: str | None = None, **options: Any) -> None:
         """Create the Hub repository as transformers does. Turn failures into one ValueError that names the remedies."""

@@ -112,7 +112,7 @@ def one_step(options: argparse.Namespace, first: int, tokenizer: Any) -> dict[st
     from colograd.rewards.functions import resolve_rewards
     from colograd.rewards.scoring import Scorer
     from colograd.rollout.statistics import RolloutStatistics
-    from colograd.training.step_batches import step_batch
+    from colograd.training.learner import step_batch
 
     stages, scorer = Stages(), Scorer(resolve_rewards([odd_length], None), workers=1)
     device = torch.device("cpu")

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -242,6 +243,7 @@ def test_failing_rank_ignores_sigterm_until_it_has_reported(ranks: int, monkeypa
     monkeypatch.setattr("colograd.training.checkpointer.world_size", lambda: ranks)
     before, checkpointer = signal.getsignal(signal.SIGTERM), Checkpointer.__new__(Checkpointer)
     checkpointer.stop_signal, checkpointer.finish_alone = StopSignal(), lambda: None  # type: ignore[method-assign]
+    checkpointer.trainer = SimpleNamespace()  # type: ignore[assignment]
     with pytest.raises(RuntimeError), checkpointer.during_training():
         raise RuntimeError("rank 0 is gone")
     try:

@@ -130,13 +130,13 @@ LEFT = 2**19  # bytes that the process keeps after a trainer has closed, at most
 # don't count, since its runner here is the one for CPUs.
 WAITS = {
     # once in a step, or less often
-    "loop.py Loop._log", "loop.py Loop._prepare", "extensions/offload/turns.py OptimizerOffload._wait",
+    "loop.py Loop._log_evaluate_save", "loop.py Loop._prepare", "extensions/offload/turns.py OptimizerOffload._wait",
     "reporting/metrics.py PhaseTimes._now", "reporting/metrics.py numbers",
     "extensions/offload/host_sums.py HostSums.squared_norm", "extensions/offload/on_host.py OnHost.clip",
     "sharding/zero.py SharedParts.clip", "sharding/strategy.py squared_norm",
     "extensions/tensor_parallel/strategy.py TensorStrategy._sum_of_squares", "trainer.py GRPOTrainer.training_step",
     "extensions/recording/recorder.py by_completion",
-    "training/transformers_seam.py SeamTrainer._finalize_training", "extensions/recording/utilisation.py _measured",
+    "loop.py Loop.run", "extensions/recording/utilisation.py _measured",
     # with a reference that follows the policy, and with checkpoints
     "checkpoint/host_files.py HostFiles.take", "extensions/reference/model.py FrozenCopy.mix",
     "rollout/store.py digest_of",

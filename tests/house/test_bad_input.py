@@ -386,7 +386,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         "set sharding: gradients",
     ),
     "a reference to mix with a policy in parts": (
-        lambda tmp: check_reference(SimpleNamespace(sync_ref_model=True, cuts_weights=True), SimpleNamespace()),
+        lambda tmp: check_reference(SimpleNamespace(), SimpleNamespace(sync_ref_model=True, cuts_weights=True)),
         "sync_ref_model is true and sharding is 'fsdp'",
         "can't mix it into the reference",
         "set sharding: gradients, or sync_ref_model: false",

@@ -23,7 +23,7 @@ from colograd.parallel import ranks
 from colograd.policy import attention
 from colograd.policy.logprobs import with_old_logprobs
 from colograd.policy.packing import PackingRules, collate, pack_step, sequences
-from colograd.training.step_batches import packing_rules
+from colograd.training.learner import packing_rules
 
 CPU = torch.device("cpu")
 RULES = PackingRules(1000, False, True, True, False, False, 0.0, CPU)

@@ -25,7 +25,7 @@ from colograd.policy import attention
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import collate, dummy, pack, plan_rows
 from colograd.reporting.metrics import Metrics, numbers
-from colograd.training.loss_pass import loss_pass
+from colograd.training.learner import loss_pass
 
 META = torch.device("meta")
 EVERYTHING: dict[str, Any] = {
@@ -112,7 +112,7 @@ def test_a_step_s_losses_are_read_once_when_all_is_on_its_way(monkeypatch: pytes
     """The second of three losses isn't finite. All three are computed, and one transfer reads them."""
     reads: list[int] = []
     monkeypatch.setattr(
-        "colograd.training.loss_pass.numbers", lambda losses: reads.append(len(losses)) or numbers(losses)
+        "colograd.training.learner.numbers", lambda losses: reads.append(len(losses)) or numbers(losses)
     )
     (row,) = plan_rows(attention_cases.make_groups(), 1000, False, torch.device("cpu"))
     values = iter((1.0, float("nan"), 2.0))

@@ -45,7 +45,7 @@ from colograd.runtime.page_locked import PAGE
 from colograd.sharding import ShardingStrategy
 from colograd.sharding.zero import WholeCopies
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
-from colograd.training.loss_pass import loss_pass
+from colograd.training.learner import loss_pass
 
 STEPS, ROWS, STEP = 3, 4, 0
 CPU = torch.device("cpu")

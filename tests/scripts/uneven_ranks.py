@@ -32,7 +32,7 @@ from colograd.rewards import Ready
 from colograd.rollout.rounds import PlainRound
 from colograd.rollout.stages import Stages
 from colograd.rollout.statistics import RolloutStatistics
-from colograd.training.step_batches import step_batch
+from colograd.training.learner import step_batch
 
 # (prompt tokens, completion tokens) of six groups: the first half is long.
 LENGTHS = [(60, (50, 40, 60)), (40, (60, 60, 50)), (50, (40, 30, 60)), (5, (3, 2, 1)), (4, (1, 6, 2)), (6, (2, 2, 2))]

@@ -24,7 +24,7 @@ from colograd.sharding import optimizer_state
 from colograd.sharding.buckets import Bucket, buckets_of
 from colograd.sharding.strategy import Owned
 from colograd.sharding.zero import SharedGradients
-from colograd.training import loss_pass
+from colograd.training import learner
 from colograd.training.adamw_split import AdamWSplit
 
 SCRIPT = SCRIPTS / "sharded_ranks.py"
@@ -211,10 +211,10 @@ def test_failed_backward_frees_its_graph_before_answering(monkeypatch: pytest.Mo
         return LossOutput(model[1](Failing.apply(hidden)).sum(), {}, {}, {})
 
     monkeypatch.setattr(SharedGradients, "_reduce", answer)
-    monkeypatch.setattr(loss_pass, "collate", lambda row: row)
+    monkeypatch.setattr(learner, "collate", lambda row: row)
     step: Any = SimpleNamespace(rows=[SimpleNamespace(num_tokens=1)], version=0, trained=0)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        loss_pass.loss_pass(step, compute_loss, contextlib.nullcontext, sharding)
+        learner.loss_pass(step, compute_loss, contextlib.nullcontext, sharding)
     assert len(alive) == len(sharding.buckets) >= 1 and not any(alive) and len(Keeping.kept) == 1
 
 

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LlamaConfig
 from transformers.trainer_utils import align_special_tokens
 
 from colograd import GRPOTrainer
-from colograd.training.checkpoint_config import CheckpointConfig
+from colograd.training.transformers_seam import CheckpointConfig
 
 END, PAD = 256, 257  # of the tiny tokenizer, which names no beginning
 

@@ -13,7 +13,7 @@ import torch
 from colograd.batch import FinishReason, Group, LossOutput, Prompt, Rollout
 from colograd.rollout.checks import checked_advantages, checked_groups, checked_rewards
 from colograd.training.evaluation import count_passes, pass_at
-from colograd.training.loss_pass import checked_loss
+from colograd.training.learner import checked_loss
 
 PROMPTS = [Prompt({"prompt": "a"}, (1, 2), position) for position in (3, 4)]
 

@@ -14,7 +14,7 @@ from ...config.conflicts import OF_LOSS
 from ...config.objective import LOSSES
 from ...rewards import RewardFunction
 from ...rewards.calling import parameters_of
-from ...training.eval_prompts import Benchmark
+from ...training.prompts import Benchmark
 from ...training.transformers_seam import best_metric
 
 # Names of metrics that an evaluation has from rewards and from the loss. OF_LOSS matches further metrics of the loss.
@@ -31,10 +31,14 @@ def check_best_metric(
     evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" and eval_prompts is not None
     if best is None or not evaluates or others or args.loss_type not in LOSSES:
         return
-    name = best.removeprefix("eval_")
-    if any(_may_log(reward.function) for reward in rewards) or _is_possible(name, args, rewards, eval_prompts):
+    if any(_may_log(reward.function) for reward in rewards):
         return
-    names = [*_names(args, rewards, eval_prompts)]
+    name, names = best.removeprefix("eval_"), list[str]()
+    for part, prompts in (eval_prompts if isinstance(eval_prompts, dict) else {"": eval_prompts}).items():
+        prefix = f"{part}_" if part else ""
+        if name.startswith(prefix) and _is_possible(name.removeprefix(prefix), args, rewards, prompts):
+            return
+        names += [prefix + each for each in _names(args, rewards, prompts)]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
     raise ValueError(
         f"metric_for_best_model is {best!r}, but no evaluation of this run has a metric of that name (they have "
@@ -59,12 +63,6 @@ def lacks_best(args: GRPOConfig, metrics: Mapping[str, float], earlier: bool) ->
 
 
 def _is_possible(name: str, args: GRPOConfig, rewards: Sequence[RewardFunction], prompts: Any) -> bool:
-    if isinstance(prompts, dict):
-        return any(
-            _is_possible(name.removeprefix(f"{part}_"), args, rewards, of_part)
-            for part, of_part in prompts.items()
-            if name.startswith(f"{part}_")
-        )
     if match := re.fullmatch(r"rewards/(.+)/(\w+)", name):
         return match[1] in [reward.name for reward in rewards] and match[2] in OF_REWARD
     if isinstance(prompts, Benchmark) and re.search(r"(^|_)pass@\d+$", name):
@@ -73,10 +71,6 @@ def _is_possible(name: str, args: GRPOConfig, rewards: Sequence[RewardFunction],
 
 
 def _names(args: GRPOConfig, rewards: Sequence[RewardFunction], prompts: Any) -> Iterator[str]:
-    if isinstance(prompts, dict):
-        for part, of_part in prompts.items():
-            yield from (f"{part}_{name}" for name in _names(args, rewards, of_part))
-        return
     if isinstance(prompts, Benchmark):
         yield from prompts.metric_names()
         return

@@ -41,8 +41,7 @@ class KeptTokens(Rider, RowRider):
     MARK = b"KEPT SET"
 
     @classmethod
-    def joined(cls, parts: Sequence[tuple[Self | None, int]]) -> Self | None:
-        """Concatenate the kept tokens of several sequences, given with their lengths. None: no sequence has any."""
+    def of_turns(cls, parts: Sequence[tuple[Self | None, int]], prompt: int = 0) -> Self | None:
         if all(part is None for part, _ in parts):
             return None
         none = torch.empty(0, dtype=torch.int32)
@@ -50,21 +49,14 @@ class KeptTokens(Rider, RowRider):
         return cls(torch.cat([none if part is None else part.ids for part, _ in parts]), torch.cat(counts))
 
     @classmethod
-    def of_turns(cls, parts: Sequence[tuple[Self | None, int]], prompt: int) -> Self | None:
-        return cls.joined(parts)
-
-    @classmethod
     def of_row(cls, row: PackedRow) -> Self | None:
-        return cls.joined([(r.get(cls), len(r.completion_ids)) for part in row.parts for r in part.rollouts])
+        return cls.of_turns([(r.get(cls), len(r.completion_ids)) for part in row.parts for r in part.rollouts])
 
     def part(self, tokens: slice, labels: torch.Tensor) -> KeptTokens:
         starts, counts = self.counts.cumsum(0) - self.counts, self.counts[labels]
         shifts = starts[labels] - (counts.cumsum(0) - counts)
         index = torch.arange(int(counts.sum())) + shifts.repeat_interleave(counts.long())
         return KeptTokens(self.ids[index], counts)
-
-    def candidates(self, device: torch.device, first: int) -> Candidates:
-        return Candidates(self, device, first)
 
     @classmethod
     def table(cls, rollouts: Sequence[Rollout]) -> bytes:
@@ -119,7 +111,7 @@ class KeptStep(ForwardStep):
         if (kept := row.batch.get(KeptTokens)) is not None:
             part = getattr(row.model.get_output_embeddings(), "vocabulary", None)
             first = 0 if part is None else part.start
-            row.candidates = kept.candidates(row.batch.input_ids.device, first)
+            row.candidates = Candidates(kept, row.batch.input_ids.device, first)
         return inner(row)
 
 

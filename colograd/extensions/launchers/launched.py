@@ -36,32 +36,22 @@ class Launched:
         return f"sharding: {self.name}, as requested, is sharding: {self.sharding} here"
 
 
-def take_launcher() -> None:
-    """Move the launcher's request from accelerate's environment variables to the variable `KEPT`."""
+def requests(deepspeed: str | dict[str, Any] | None) -> list[Launched]:
+    """Return the sharding requests of the launcher's file and of the setting ``deepspeed``, without `none`. The
+    launcher's request moves from accelerate's environment variables to the variable `KEPT`."""
     if _is_on(MEGATRON):
         raise ValueError(
             f"{MEGATRON} is set, but Megatron-LM isn't available: launch with `--config_file "
             "recipes/accelerate_configs/ddp.yaml` or `torchrun`, and set sharding."
         )
-    requests = [read() for variable, read in ((FSDP, _fsdp), (DEEPSPEED, _deepspeed)) if _is_on(variable)]
-    if len(requests) > 1:
+    if _is_on(FSDP) and _is_on(DEEPSPEED):
         raise ValueError(f"{FSDP} and {DEEPSPEED} are both set, but a policy is sharded in one way: unset one.")
-    for request in requests:
-        os.environ[KEPT] = json.dumps(asdict(request))
+    if _is_on(FSDP) or _is_on(DEEPSPEED):
+        os.environ[KEPT] = json.dumps(asdict(_fsdp() if _is_on(FSDP) else _deepspeed()))
         os.environ[FSDP] = os.environ[DEEPSPEED] = "false"
-
-
-def launched() -> Launched | None:
-    """Return the launcher's request from the variable `KEPT`, or None if the launcher requested no sharding."""
-    text = os.environ.get(KEPT)
-    return Launched(**json.loads(text)) if text else None
-
-
-def requests(deepspeed: str | dict[str, Any] | None) -> list[Launched]:
-    """Return the sharding requests of the launcher's file and of the setting ``deepspeed``, without `none`."""
-    take_launcher()
-    sources = (launched(), from_deepspeed(deepspeed) if deepspeed else None)
-    return [request for request in sources if request is not None and request.sharding != "none"]
+    found = [Launched(**json.loads(text))] if (text := os.environ.get(KEPT)) else []
+    found += [from_deepspeed(deepspeed)] if deepspeed else []
+    return [request for request in found if request.sharding != "none"]
 
 
 def _is_on(variable: str) -> bool:
@@ -75,11 +65,8 @@ def _fsdp() -> Launched:
             f"FSDP_VERSION is {version}, but only FSDP2 is available: set fsdp_version: 2 in accelerate's "
             "configuration, as recipes/accelerate_configs/fsdp2.yaml has it."
         )
-
-    def flag(variable: str) -> bool | None:
-        return _is_on(variable) if os.environ.get(variable) else None
-
-    return Launched("fsdp", "FSDP2", flag("FSDP_RESHARD_AFTER_FORWARD"), flag("FSDP_OFFLOAD_PARAMS"))
+    names = ("FSDP_RESHARD_AFTER_FORWARD", "FSDP_OFFLOAD_PARAMS")
+    return Launched("fsdp", "FSDP2", *(_is_on(name) if os.environ.get(name) else None for name in names))
 
 
 def _deepspeed() -> Launched:
@@ -95,7 +82,19 @@ def _deepspeed() -> Launched:
 
 def from_deepspeed(source: str | dict[str, Any]) -> Launched:
     """Convert a DeepSpeed configuration to a request. ``source`` is a mapping or the path of a JSON file."""
-    config, origin = (source, "deepspeed") if isinstance(source, dict) else (_read(source), source)
+    config, origin = source, "deepspeed"
+    if not isinstance(config, dict):
+        origin = str(source)
+        try:
+            config = json.loads(Path(origin).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"The DeepSpeed configuration {origin!r} can't be read ({error}): give a JSON file."
+            ) from None
+        if not isinstance(config, dict):
+            raise ValueError(
+                f"The DeepSpeed configuration {origin!r} isn't a mapping: give one with zero_optimization."
+            )
     for section, key in OWN_KEYS.items():
         if config.get(section):
             raise ValueError(
@@ -124,13 +123,3 @@ def from_deepspeed(source: str | dict[str, Any]) -> Launched:
         offload_params=offload["param"] == "cpu" if sharding == "fsdp" else None,
         offload_optimizer=offload["optimizer"] == "cpu" or None,
     )
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"The DeepSpeed configuration {path!r} can't be read ({error}): give a JSON file.") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"The DeepSpeed configuration {path!r} isn't a mapping: give one with zero_optimization.")
-    return config

@@ -28,8 +28,7 @@ from ...reporting.metrics import Metrics, PhaseTimes
 from ...rollout.rounds import PlainRound, Steps
 from ...rollout.stages import InScoring, Stages
 from ...rollout.statistics import RolloutStatistics
-from ...training.loss_pass import loss_pass
-from ...training.step_batches import step_batch
+from ...training.learner import loss_pass, step_batch
 from .finished_groups import FinishedGroups
 from .first_rows import EarlyRows, Partition, first_rows, note_partition, read_partition
 from .rules import why_no_overlap

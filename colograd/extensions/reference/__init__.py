@@ -1,3 +1,3 @@
 """The reference policy of the KL term: a frozen copy of the policy, or the policy with its adapter's initial values."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {"loaded_policy": "model:check_policy", "second_model": "model:REFERENCE"}
+HOOKS: dict[str, str | tuple[str, ...]] = {"loaded_policy": "model:check_reference", "second_model": "model:REFERENCE"}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from ...policy.second_models import FrozenModel, Kind, offloads, values_in_place
 FILE = "reference.safetensors"  # File of the reference's weights in a checkpoint, with `sync_ref_model`.
 
 
-class FrozenCopy(FrozenModel):
+class FrozenCopy(FrozenModel, TrainerCallback):
     """Reference policy as a copy, made at construction, of the policy's weights. The copy is equal on all ranks.
 
     Args:
@@ -62,7 +62,12 @@ class FrozenCopy(FrozenModel):
         return ", ".join(filter(None, (f"reference: a frozen copy of the policy {self.where()}", self.follows)))
 
     def callback(self, policy: torch.nn.Module) -> TrainerCallback | None:
-        return FollowPolicy(self, policy) if self.follows else None
+        self._policy = policy
+        return self if self.follows else None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % args.ref_model_sync_steps == 0:  # equally on each rank
+            self.mix(self._policy, args.ref_model_mixup_alpha)
 
     @torch.no_grad()
     def mix(self, policy: torch.nn.Module, alpha: float) -> None:
@@ -92,51 +97,37 @@ class FrozenCopy(FrozenModel):
                 parameter.copy_(weights.get_tensor(name))
 
 
-class _OfAdapter:
-    """Base class of references that run the policy's model with the adapter disabled, or with the adapter's
-    initial values. Checkpoints have no file of the reference, because the next start makes an equal reference."""
+class OfAdapter:
+    """Reference policy of a run with an adapter: the PeftModel with a new adapter disabled, or with copies of the
+    trained parameters' initial values, which are exchanged for the trained values while the reference runs.
+
+    Checkpoints have no file of the reference, because the next start makes an equal reference."""
 
     of_policy = True
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, is_new: bool) -> None:
         self.model = model
+        trained = () if is_new else (p for p in model.parameters() if p.requires_grad)
+        self.initial = [(parameter, parameter.detach().clone()) for parameter in trained]
 
     def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None: ...
 
     def load(self, checkpoint: str | Path) -> None: ...
 
-
-class WithoutAdapter(_OfAdapter):
-    """Reference policy of a run with a new adapter: the PeftModel with its adapter disabled."""
-
     def describe(self) -> str:
-        return "reference: the policy with its adapter disabled, no second model"
-
-    @contextmanager
-    def present(self) -> Iterator[Any]:
-        with evaluation_mode(self.model), self.model.disable_adapter():
-            yield self.model
-
-
-class InitialAdapter(_OfAdapter):
-    """Reference policy of a run with a loaded adapter: the PeftModel with copies of the trained parameters' initial
-    values, which are exchanged for the trained values while the reference runs."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
-        self.initial = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
-
-    def describe(self) -> str:
+        if not self.initial:
+            return "reference: the policy with its adapter disabled, no second model"
         nbytes = sum(values.nbytes for _, values in self.initial)
         return f"reference: the policy with its adapter's initial values, {nbytes / 2**20:,.1f} MiB of copies"
 
     @contextmanager
     def present(self) -> Iterator[Any]:
-        with values_in_place(self.initial), evaluation_mode(self.model):
+        disabled = nullcontext() if self.initial else self.model.disable_adapter()
+        with values_in_place(self.initial), evaluation_mode(self.model), disabled:
             yield self.model
 
 
-def check_reference(config: GRPOConfig, policy: Policy) -> None:
+def check_reference(policy: Policy, config: GRPOConfig, samples: bool = True) -> Policy:
     """Raise a ValueError for `sync_ref_model` with FSDP or an adapter, where no full reference copy can be mixed."""
     if config.sync_ref_model and config.cuts_weights:
         raise ValueError(
@@ -148,10 +139,6 @@ def check_reference(config: GRPOConfig, policy: Policy) -> None:
             "sync_ref_model is true, but the policy trains an adapter. The reference is the model below the adapter: "
             "there is no second model to mix. Set sync_ref_model: false, or train the whole model."
         )
-
-
-def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
-    check_reference(config, policy)
     return policy
 
 
@@ -170,25 +157,14 @@ def reference_bytes(config: GRPOConfig, policy: Policy) -> int:
     return 0 if _keeps_no_copy(policy) else sum(p.nbytes for p in parameters if p.requires_grad)
 
 
-def reference_of(config: GRPOConfig, policy: Policy) -> FrozenCopy | WithoutAdapter | InitialAdapter:
+def reference_of(config: GRPOConfig, policy: Policy) -> FrozenCopy | OfAdapter:
     """Make the reference of a policy that is on its device and is still untrained."""
     if policy.adapter is not None:
-        return WithoutAdapter(policy.model) if _keeps_no_copy(policy) else InitialAdapter(policy.model)
+        return OfAdapter(policy.model, is_new=_keeps_no_copy(policy))
     alpha, steps = config.ref_model_mixup_alpha, config.ref_model_sync_steps
     follows = f"mixed with {alpha:g} of it every {steps} steps" if config.sync_ref_model else ""
     waiting = torch.device("cpu") if config.cuts_weights else None  # FSDP shards the copy after it was made on the CPU.
     return FrozenCopy(policy.model, config.device, offloads(config, config.offload_reference), follows, waiting)
-
-
-class FollowPolicy(TrainerCallback):
-    """Callback that mixes the reference with the policy every `ref_model_sync_steps`, equally on each rank."""
-
-    def __init__(self, reference: FrozenCopy, policy: torch.nn.Module) -> None:
-        self.reference, self.policy = reference, policy
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % args.ref_model_sync_steps == 0:
-            self.reference.mix(self.policy, args.ref_model_mixup_alpha)
 
 
 REFERENCE = Kind("ref_logprobs", "reference", reference_of, reference_bytes)

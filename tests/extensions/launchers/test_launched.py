@@ -19,8 +19,7 @@ from colograd.extensions.launchers.launched import (
     KEPT,
     MEGATRON,
     from_deepspeed,
-    launched,
-    take_launcher,
+    requests,
 )
 
 FILES = RECIPES / "accelerate_configs"
@@ -78,7 +77,7 @@ def test_what_a_file_says_of_fsdp_is_taken(environment: pytest.MonkeyPatch) -> N
 def test_a_variable_that_says_false_is_no_sharding(environment: pytest.MonkeyPatch) -> None:
     for name in (FSDP, DEEPSPEED, MEGATRON):
         environment.setenv(name, "false")
-    assert config().sharding == "none" and launched() is None
+    assert config().sharding == "none" and requests(None) == []
 
 
 @pytest.mark.parametrize(
@@ -129,4 +128,4 @@ def test_a_launcher_that_asks_for_something_else_is_refused(
     for name, value in set_to.items():
         environment.setenv(name, value)
     with pytest.raises(ValueError, match=said):
-        take_launcher()
+        requests(None)

@@ -18,8 +18,7 @@ from colograd.batch import MicroBatch, PackedRow, StepBatch
 from colograd.config import GRPOConfig
 from colograd.extensions.reference.model import (
     FrozenCopy,
-    InitialAdapter,
-    WithoutAdapter,
+    OfAdapter,
     check_reference,
     reference_bytes,
     reference_of,
@@ -172,19 +171,23 @@ def state(model: Any) -> list[tuple]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind"),
-    [({}, WithoutAdapter), ({"use_dora": True}, WithoutAdapter), ({"modules_to_save": ["lm_head"]}, WithoutAdapter)]
-    + [({"bias": "lora_only"}, InitialAdapter)],
+    ("changes", "copies"),
+    [
+        ({}, False),
+        ({"use_dora": True}, False),
+        ({"modules_to_save": ["lm_head"]}, False),
+        ({"bias": "lora_only"}, True),
+    ],
     ids=["lora", "dora", "modules_to_save", "bias"],
 )
-def test_the_reference_of_a_new_adapter_is_the_base(tiny_qwen, tmp_path, changes, kind) -> None:
+def test_the_reference_of_a_new_adapter_is_the_base(tiny_qwen, tmp_path, changes, copies) -> None:
     config = peft.LoraConfig(**({"r": 4, "target_modules": "all-linear", "lora_dropout": 0.3} | changes))
     policy = policy_of(tiny_qwen, tmp_path, config)
     base = policy_of(tiny_qwen, tmp_path)
     rows = rows_of(base)
     accumulate_in_float32(policy.model.parameters())
     reference = reference_of(made(tmp_path), policy)
-    assert type(reference) is kind
+    assert isinstance(reference, OfAdapter) and bool(reference.initial) == copies
     disturb(policy.model.train())
     before = state(policy.model)
     found = torch.cat([row.ref_logprobs for row in filled(reference, rows, 1.0)])
@@ -205,7 +208,7 @@ def test_the_reference_of_an_adapter_that_was_given_is_that_adapter(tiny_model, 
     rows = rows_of(policy)
     start = says(policy.model.eval(), rows)
     reference = reference_of(made(tmp_path), policy)
-    assert isinstance(reference, InitialAdapter)
+    assert isinstance(reference, OfAdapter) and reference.initial
     disturb(policy.model.train(), seed=2)
     before = state(policy.model)
     assert torch.equal(torch.cat([row.ref_logprobs for row in filled(reference, rows, 1.0)]), start)
@@ -231,7 +234,7 @@ def test_a_reference_that_is_to_follow_has_to_be_there(tiny_model, tmp_path) -> 
     with pytest.raises(ValueError, match="ref_model_sync_steps is 0, but must be at least 1"):
         made(tmp_path, ref_model_sync_steps=0)
     with pytest.raises(ValueError, match="no second model to mix"):
-        check_reference(made(tmp_path, sync_ref_model=True), policy_of(tiny_model, tmp_path, LORA))
+        check_reference(policy_of(tiny_model, tmp_path, LORA), made(tmp_path, sync_ref_model=True))
 
 
 def test_the_memory_plan_counts_it(tiny_model, tmp_path, monkeypatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from colograd import GRPOConfig, GRPOTrainer
-from colograd.extensions.reference.model import FrozenCopy, WithoutAdapter
+from colograd.extensions.reference.model import FrozenCopy, OfAdapter
 from colograd.extensions.trl_names.attributes import ABSENT, ALWAYS, DIFFERENT, HOOKS, OF_ARGUMENTS, TRLNames
 from colograd.losses.entropy import EntropyController
 from colograd.losses.objective import BONUS_ENTROPY
@@ -138,7 +138,7 @@ def test_the_reference_is_a_model_where_there_is_a_second_one(tmp_path) -> None:
 
     args, model = tiny.config(tmp_path), torch.nn.Linear(2, 2)
     frozen = FrozenCopy(model, torch.device("cpu"), offload=False)
-    assert Bare(args).ref_model is None and Bare(args, WithoutAdapter(model)).ref_model is None
+    assert Bare(args).ref_model is None and Bare(args, OfAdapter(model, is_new=True)).ref_model is None
     assert Bare(args, frozen).ref_model is frozen.model
 
 

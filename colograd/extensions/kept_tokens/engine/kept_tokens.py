@@ -35,7 +35,7 @@ class KeptTokensRecord(EngineFeature):
         Raise a RuntimeError if the installed vLLM can't return kept tokens."""
         truncates = "top_k truncates the sampler's distribution"
         self.itself = runs_v2(self._config, truncates, "vllm_importance_sampling_correction: false")
-        if self.itself and not accepted(TELLS_KEPT):
+        if not accepted(TELLS_KEPT):
             raise RuntimeError(
                 f"{truncates}, but this vLLM doesn't return the tokens that were left: install vLLM 0.31, or set "
                 "vllm_importance_sampling_correction: false."
@@ -49,23 +49,21 @@ class KeptTokensRecord(EngineFeature):
             # If the flag stayed set, vLLM would refuse requests without a top_k, such as greedy evaluations.
             engine.core.input_processor.model_config.return_sampling_mask = False
             return
-        scheduler = engine.core.engine_core.engine_core.scheduler
-        if not hasattr(scheduler, TELLS_KEPT):
-            from vllm import __version__ as found
-
-            raise RuntimeError(
-                f"top_k truncates the sampler's distribution, but vLLM {found} can't return the tokens that were left: "
-                "install vLLM 0.31, or set vllm_importance_sampling_correction: false."
-            )
-        scheduler.return_sampling_mask = True
+        engine.core.engine_core.engine_core.scheduler.return_sampling_mask = True
         _Watched(engine.core.model_executor.driver_worker.worker.model_runner)
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
         """Add to each completion of a request a `KeptTokens` rider, if its sampling was truncated."""
         outputs = sorted(output.outputs, key=lambda completion: int(completion.index))
         for index, completion in enumerate(outputs):
-            if (tokens := kept_of(completion, self._vocabulary)) is not None:
-                sampled[index] = replace(sampled[index], riders=(*sampled[index].riders, tokens))
+            mask = getattr(completion, "sampling_mask", None)  # the kept tokens, in vLLM's form
+            told = mask.token_ids[: len(completion.token_ids)] if mask is not None else ()
+            lists = [[] if len(ids) >= self._vocabulary else ids for ids in told]  # []: the whole vocabulary
+            if any(lists):
+                assert len(lists) == len(completion.token_ids), "vLLM tells of each token what it was drawn from"
+                ids = torch.tensor([token for tokens in lists for token in tokens], dtype=torch.int32)
+                kept = KeptTokens(ids, torch.tensor([len(tokens) for tokens in lists], dtype=torch.int32))
+                sampled[index] = replace(sampled[index], riders=(*sampled[index].riders, kept))
         return sampled
 
 
@@ -99,16 +97,3 @@ class _Watched:
             offsets = np.searchsorted(rows.numpy(), np.arange(len(self._left) + 1))
             told.sampling_masks = SamplingMaskLists(ids.int().numpy(), offsets)
         return output
-
-
-def kept_of(completion: Any, vocabulary: int) -> KeptTokens | None:
-    """Return the kept tokens of vLLM's finished completion. None: each token was drawn from the whole vocabulary."""
-    told = getattr(completion, "sampling_mask", None)
-    if told is None:
-        return None
-    lists = [[] if len(ids) >= vocabulary else ids for ids in told.token_ids[: len(completion.token_ids)]]
-    if not any(lists):
-        return None
-    assert len(lists) == len(completion.token_ids), "vLLM tells of each token what it was drawn from"
-    ids = torch.tensor([token for tokens in lists for token in tokens], dtype=torch.int32)
-    return KeptTokens(ids, torch.tensor([len(tokens) for tokens in lists], dtype=torch.int32))
