@@ -140,7 +140,7 @@ WAITS = {
     # with a reference that follows the policy, and with checkpoints
     "checkpoint/host_files.py HostFiles.take", "extensions/reference/model.py FrozenCopy.mix",
     "rollout/store.py digest_of",
-    "training/checkpointer.py Checkpointer._write_contents", "weights/shared.py state_dict_on_host",
+    "training/checkpointer.py Checkpointer._write_contents", "weights/sync.py state_dict_on_host",
 }  # fmt: skip
 MEASURED = ("loss", "grad_norm", "reward", DIFFERENCE, "eval_reward", "eval_loss")
 

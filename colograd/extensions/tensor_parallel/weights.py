@@ -15,8 +15,7 @@ from ...runtime.registry import hooks
 from ...weights import WeightSync, proof
 from ...weights.mapping import Slice
 from ...weights.selection import Pairing, move
-from ...weights.shared import SharedWeights, obstacle
-from ...weights.sync import Unserved
+from ...weights.sync import SharedWeights, Unserved, obstacle
 from .layers import adapter_shards, split
 
 
