@@ -31,6 +31,7 @@ from ..runtime import cpu_products, process
 TESTED_VLLM, READ_VLLM = ("0.25", "0.32"), ("0.25", "0.33")
 PIN = "vllm>=0.25,<0.33"
 
+MODEL_BUILDER = "vllm.model_executor.model_loader.base_loader:initialize_model"
 _compile_threads: str | None = None  # the user's number of compile threads, because importing vLLM changes the setting
 
 # Exception types of vLLM's code, and of the configuration classes that vLLM reads.
@@ -110,7 +111,9 @@ def _lies_in(found: str, releases: tuple[str, str]) -> bool:
 
 
 @contextlib.contextmanager
-def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, ranks: int = 1) -> Iterator[None]:
+def build_conditions(
+    device: torch.device, sleeps: bool, has_adapter: bool, ranks: int = 1, blank: bool = False
+) -> Iterator[None]:
     """Apply the patches that vLLM needs while it is built, and undo the temporary patches when the context ends.
 
     vLLM's weights stay writable, sleeping doesn't move weights, and vLLM uses the policy's ``device``. The random
@@ -139,47 +142,22 @@ def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, rank
         if on_cpu:
             mend_cpu_layers()
             enter(live_weights())
-            enter(one_draw_per_token())
-            enter(kernels_found_once())
+            enter(patched("vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.forward_cpu", one_draw_per_token))
+            enter(patched("vllm.platforms.cpu:CpuPlatform.register_triton_kernel_overrides", find_kernels_once))
             if ranks > 1:
                 enter(plain_collectives())
             if has_adapter:
                 enter(one_adapter())
-        enter(nothing_for_servers())
+        # vLLM renders a chat to warm up, which loads the tokenizer again, but requests have token ids.
+        enter(patched("vllm.v1.engine.core:freeze_gc_heap", _freeze_heap))
+        enter(patched("vllm.renderers.base:BaseRenderer.render_chat", lambda theirs, *args, **kwargs: None))
         if sleeps:
             enter(weights_stay())
+        if blank:
+            enter(patched("vllm.model_executor.model_loader.dummy_loader:DummyModelLoader.load_weights", keep_buffers))
+        enter(patched(MODEL_BUILDER, build_gemma))
         enter(rank_variables_of(device))
         yield
-
-
-@contextlib.contextmanager
-def nothing_for_servers() -> Iterator[None]:
-    """Skip two steps of vLLM's construction in this context: a chat rendered to warm up, and repeated collections.
-
-    Rendering loads the tokenizer again, but requests have token ids. vLLM collects garbage three times before it
-    freezes the heap. The last collection includes the first two, and each takes a fraction of a second.
-    """
-    from vllm.v1.engine import core
-
-    def freeze() -> None:
-        gc.collect()
-        gc.freeze()
-
-    renderer = getattr(_module("vllm.renderers.base"), "BaseRenderer", None)
-    with contextlib.ExitStack() as stack:
-        if hasattr(core, "freeze_gc_heap"):  # missing in some versions
-            stack.enter_context(replaced(core, "freeze_gc_heap", freeze))
-        if hasattr(renderer, "render_chat"):
-            stack.enter_context(replaced(renderer, "render_chat", lambda *args, **kwargs: None))
-        yield
-
-
-def _module(name: str) -> Any:
-    """Import a module of vLLM; return None if this version of vLLM lacks it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
 
 
 @contextlib.contextmanager
@@ -219,6 +197,32 @@ def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
         setattr(owner, name, theirs)
 
 
+def _freeze_heap(theirs: Any) -> None:
+    """Collect garbage once. vLLM collects three times, and each collection takes a fraction of a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def patched(path: str, ours: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """Replace vLLM's function at ``path``, "module:name" or "module:Class.name", in the returned context.
+
+    ``ours`` gets vLLM's function as its first argument. Nothing changes if this version of vLLM lacks the function.
+    """
+    patch = _patch(path, ours)
+    return contextlib.nullcontext() if patch is None else replaced(*patch)
+
+
+def _patch(path: str, ours: Callable[..., Any]) -> tuple[Any, str, Callable[..., Any]] | None:
+    module, _, names = path.partition(":")
+    *parents, name = names.split(".")
+    try:
+        owner = functools.reduce(getattr, parents, importlib.import_module(module))
+        theirs = getattr(owner, name)
+    except (ImportError, AttributeError):
+        return None
+    return owner, name, functools.wraps(theirs)(lambda *args, **kwargs: ours(theirs, *args, **kwargs))
+
+
 def weights_stay() -> contextlib.AbstractContextManager[None]:
     """Keep weights out of the memory pool that sleeping unmaps, while vLLM is built in the returned context.
 
@@ -228,36 +232,28 @@ def weights_stay() -> contextlib.AbstractContextManager[None]:
     from vllm import __version__ as found
     from vllm.v1.worker.gpu_worker import Worker
 
-    theirs = getattr(Worker, "_maybe_get_memory_pool_context", None)
-    if theirs is None:
+    if not hasattr(Worker, "_maybe_get_memory_pool_context"):
         raise RuntimeError(
             f"vLLM {found} can't free its KV cache without its weights: set vllm_enable_sleep_mode: false, or "
             "install vLLM 0.31."
         )
 
-    def pool(self: Any, tag: str) -> Any:
+    def pool(theirs: Any, self: Any, tag: str) -> Any:
         return contextlib.nullcontext() if tag == "weights" else theirs(self, tag)
 
-    return replaced(Worker, "_maybe_get_memory_pool_context", pool)
+    return patched("vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context", pool)
 
 
-def buffers_stay() -> contextlib.AbstractContextManager[None]:
-    """Keep the values of a model's buffers while vLLM is built without reading the checkpoint (`load_format: dummy`).
+def keep_buffers(theirs: Any, self: Any, model: torch.nn.Module, *others: Any, **named: Any) -> None:
+    """Keep the values of a model's buffers where vLLM builds it without reading the checkpoint (`load_format: dummy`).
 
     vLLM would fill the buffers with random numbers, and weight syncs write only parameters. Buffers hold constants, for
     example the constants that normalise Qwen2.5-VL's pixels.
     """
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    theirs = DummyModelLoader.load_weights
-
-    def load(self: Any, model: torch.nn.Module, *others: Any, **named: Any) -> None:
-        kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        theirs(self, model, *others, **named)
-        for buffer, value in kept:
-            buffer.data.copy_(value)
-
-    return replaced(DummyModelLoader, "load_weights", load)
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    theirs(self, model, *others, **named)
+    for buffer, value in kept:
+        buffer.data.copy_(value)
 
 
 def live_weights() -> contextlib.AbstractContextManager[None]:
@@ -265,51 +261,36 @@ def live_weights() -> contextlib.AbstractContextManager[None]:
 
     vLLM would pack the weights so that no weight sync can write them. Plain torch was measured to be as fast as that.
     """
-    from vllm.model_executor.layers import utils
 
-    def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def keep(theirs: Any, layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = cpu_products.linear
 
-    return replaced(utils, "dispatch_cpu_unquantized_gemm", keep)
+    return patched("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", keep)
 
 
+@functools.cache
 def mend_cpu_layers() -> None:
     """Replace functions that vLLM computes wrongly or slowly on a CPU, until the process ends.
 
     Two compiled functions become plain torch: a sampled token's rank in the vocabulary, and the mask of a vocabulary
     that is split over ranks. Compiling them takes seconds, and fails without a C++ compiler.
     """
-    from vllm.model_executor.layers import vocab_parallel_embedding as embedding
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-    from vllm.v1.sample import sampler
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-
-    if hasattr(sampler, "batched_count_greater_than"):  # some versions of vLLM lack this function
-        sampler.batched_count_greater_than = lambda x, values: (x >= values).sum(-1)
-    if hasattr(embedding, "get_masked_input_and_mask"):
-        mask = embedding.get_masked_input_and_mask
-        embedding.get_masked_input_and_mask = getattr(mask, "_torchdynamo_orig_callable", mask)
-    delta = _module("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention")
-    routers = _module("vllm.model_executor.layers.fused_moe.router.cpu_router")
-    _mend(delta, "_causal_conv1d_fwd_cpu", _convolve)
-    _mend(delta, "_causal_conv1d_update_cpu", _convolve)
-    _mend(RotaryEmbedding, "forward_cpu", _rotate)
-    _mend(getattr(routers, "CPURouter", None), "_compute_routing", _route)
-    _mend(CPUModelRunner, "_bookkeeping_sync", _take_back_draws)
+    layers = "vllm.model_executor.layers"
+    for path, ours in (
+        ("vllm.v1.sample.sampler:batched_count_greater_than", lambda theirs, x, values: (x >= values).sum(-1)),
+        (f"{layers}.vocab_parallel_embedding:get_masked_input_and_mask", _uncompiled),
+        (f"{layers}.mamba.ops.cpu.gdn_attention:_causal_conv1d_fwd_cpu", _convolve),
+        (f"{layers}.mamba.ops.cpu.gdn_attention:_causal_conv1d_update_cpu", _convolve),
+        (f"{layers}.rotary_embedding.base:RotaryEmbedding.forward_cpu", _rotate),
+        (f"{layers}.fused_moe.router.cpu_router:CPURouter._compute_routing", _route),
+        ("vllm.v1.worker.cpu_model_runner:CPUModelRunner._bookkeeping_sync", _take_back_draws),
+    ):
+        if (patch := _patch(path, ours)) is not None:
+            setattr(*patch)
 
 
-def _mend(owner: Any, name: str, ours: Callable[..., Any]) -> None:
-    """Replace the attribute ``name`` of ``owner`` by ``ours``, which gets vLLM's function as its first argument."""
-    theirs = getattr(owner, name, None)  # some versions of vLLM lack the function
-    if theirs is None or hasattr(theirs, "mended"):
-        return
-
-    @functools.wraps(theirs)
-    def mended(*args: Any, **kwargs: Any) -> Any:
-        return ours(theirs, *args, **kwargs)
-
-    mended.mended = True  # type: ignore[attr-defined]
-    setattr(owner, name, mended)
+def _uncompiled(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(theirs, "_torchdynamo_orig_callable", theirs)(*args, **kwargs)
 
 
 def _convolve(theirs: Any, *, weight: torch.Tensor, is_vnni: bool, **given: Any) -> Any:
@@ -372,40 +353,33 @@ def plain_collectives() -> contextlib.AbstractContextManager[None]:
     return replaced(cpu_communicator, "_CPUSHMDistributed", Gloo)
 
 
-def one_draw_per_token() -> contextlib.AbstractContextManager[None]:
-    """Let a CPU engine built in the returned context draw one random number per sampled token.
+def one_draw_per_token(
+    theirs: Any, self: Any, logits: torch.Tensor, generators: dict[int, torch.Generator], k: Any, p: Any
+) -> Any:
+    """Draw one random number per sampled token in a CPU engine, and invert the cumulative distribution.
 
-    The sampler inverts the cumulative distribution. vLLM's sampler draws two numbers per vocabulary entry for requests
-    with a seed, which takes half of a small model's decoding time.
+    vLLM's sampler draws two numbers per vocabulary entry for requests with a seed, which takes half of a small model's
+    decoding time.
     """
-    from vllm.v1.sample.ops import topk_topp_sampler as ops
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-    theirs = ops.TopKTopPSampler.forward_cpu
-
-    def forward_cpu(self: Any, logits: torch.Tensor, generators: dict[int, torch.Generator], k: Any, p: Any) -> Any:
-        if len(generators) != logits.shape[0] or self.logprobs_mode != "processed_logprobs":
-            return theirs(self, logits, generators, k, p)
-        logprobs = ops.apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
-        draws = torch.stack([torch.rand(1, generator=generators[row]) for row in range(len(generators))])
-        distribution = logprobs.exp().cumsum(-1)
-        # The token is the first entry with a cumulative probability above the draw, so its probability is never 0.
-        tokens = torch.searchsorted(distribution, draws * distribution[:, -1:], right=True)
-        return tokens.clamp_(max=logits.shape[1] - 1).view(-1), logprobs
-
-    return replaced(ops.TopKTopPSampler, "forward_cpu", forward_cpu)
+    if len(generators) != logits.shape[0] or self.logprobs_mode != "processed_logprobs":
+        return theirs(self, logits, generators, k, p)
+    logprobs = apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
+    draws = torch.stack([torch.rand(1, generator=generators[row]) for row in range(len(generators))])
+    distribution = logprobs.exp().cumsum(-1)
+    # The token is the first entry with a cumulative probability above the draw, so its probability is never 0.
+    tokens = torch.searchsorted(distribution, draws * distribution[:, -1:], right=True)
+    return tokens.clamp_(max=logits.shape[1] - 1).view(-1), logprobs
 
 
-def kernels_found_once() -> contextlib.AbstractContextManager[None]:
-    """Let CPU engines built in the returned context search only vLLM's modules for Triton kernels, once per process.
+@functools.cache
+def find_kernels_once(theirs: Any, *platform: Any) -> None:
+    """Search only vLLM's modules for Triton kernels on a CPU, once per process.
 
     vLLM replaces its Triton kernels by CPU kernels. To find the kernels, vLLM searches all 7,000 imported modules,
     which takes a second or two, and wraps the kernels anew for each engine.
     """
-    from vllm.platforms.cpu import CpuPlatform
-
-    theirs = getattr(CpuPlatform, "register_triton_kernel_overrides", None)
-    if theirs is None:  # some versions of vLLM lack this method
-        return contextlib.nullcontext()
     from vllm.triton_utils import dispatcher
 
     class Modules:
@@ -417,13 +391,8 @@ def kernels_found_once() -> contextlib.AbstractContextManager[None]:
         def values(self) -> list[Any]:
             return [module for name, module in sys.modules.items() if name.split(".")[0] == "vllm"]
 
-    def find() -> None:
-        with replaced(dispatcher, "sys", types.SimpleNamespace(modules=Modules())):
-            theirs()
-        CpuPlatform.kernels_are_found = True
-
-    ours = (lambda: None) if hasattr(CpuPlatform, "kernels_are_found") else find
-    return replaced(CpuPlatform, "register_triton_kernel_overrides", staticmethod(ours))
+    with replaced(dispatcher, "sys", types.SimpleNamespace(modules=Modules())):
+        theirs()
 
 
 def one_adapter() -> contextlib.AbstractContextManager[None]:
@@ -497,42 +466,34 @@ def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
             module.__class__ = theirs[type(module)]
 
 
-def computed_per_layer_inputs() -> contextlib.AbstractContextManager[None]:
-    """Correct the Gemma models that vLLM builds in the returned context.
+def build_gemma(theirs: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """Correct the Gemma models that vLLM builds (``theirs`` is vLLM's `initialize_model`).
 
     vLLM computes Gemma 3n's per-layer embeddings only in its multimodal class. vLLM's text class lacks them, so its
     outputs would differ from the checkpoint's. For Gemma 4 vLLM suppresses the tokens that the generation configuration
     lists. The policy doesn't suppress them, so the sampler's probabilities would differ from the policy's.
     """
-    from vllm.model_executor.model_loader import base_loader
+    model = theirs(*args, **kwargs)
+    embed: Any = getattr(getattr(model, "model", None), "get_per_layer_input_embeddings", None)
+    if embed is not None and "per_layer_inputs" in inspect.signature(type(model).forward).parameters:
+        forward, layers = model.forward, model.model.config.num_hidden_layers
 
-    theirs: Any = base_loader.initialize_model
+        @functools.wraps(forward)
+        def with_inputs(
+            input_ids: torch.Tensor | None, *others: Any, per_layer_inputs: Any = None, **named: Any
+        ) -> Any:
+            if per_layer_inputs is None and input_ids is not None:  # (tokens, layers, size)
+                per_layer_inputs = embed(input_ids).view(len(input_ids), layers, -1)
+            return forward(input_ids, *others, per_layer_inputs=per_layer_inputs, **named)
 
-    @functools.wraps(theirs)
-    def initialize(*args: Any, **kwargs: Any) -> torch.nn.Module:
-        model = theirs(*args, **kwargs)
-        embed: Any = getattr(getattr(model, "model", None), "get_per_layer_input_embeddings", None)
-        if embed is not None and "per_layer_inputs" in inspect.signature(type(model).forward).parameters:
-            forward, layers = model.forward, model.model.config.num_hidden_layers
-
-            @functools.wraps(forward)
-            def with_inputs(
-                input_ids: torch.Tensor | None, *others: Any, per_layer_inputs: Any = None, **named: Any
-            ) -> Any:
-                if per_layer_inputs is None and input_ids is not None:  # (tokens, layers, size)
-                    per_layer_inputs = embed(input_ids).view(len(input_ids), layers, -1)
-                return forward(input_ids, *others, per_layer_inputs=per_layer_inputs, **named)
-
-            model.forward = with_inputs
-        if hasattr(model, "_suppress_token_ids"):
-            model._suppress_token_ids = None
-        for part in model.modules():
-            compute = getattr(type(part), "get_per_layer_inputs", None)
-            names = compute.__code__.co_names if compute is not None else ()
-            # transformers multiplies the norm's input by hidden_size ** -0.5, and vLLM doesn't. Multiplying epsilon by
-            # hidden_size has the same effect. Otherwise a tiny model's log-probabilities differ by 1.4e-4 nats.
-            if "per_layer_projection_norm" in names and "per_layer_projection_scale" not in names:
-                part.per_layer_projection_norm.variance_epsilon *= part.config.hidden_size
-        return model
-
-    return replaced(base_loader, "initialize_model", initialize)
+        model.forward = with_inputs
+    if hasattr(model, "_suppress_token_ids"):
+        model._suppress_token_ids = None
+    for part in model.modules():
+        compute = getattr(type(part), "get_per_layer_inputs", None)
+        names = compute.__code__.co_names if compute is not None else ()
+        # transformers multiplies the norm's input by hidden_size ** -0.5, and vLLM doesn't. Multiplying epsilon by
+        # hidden_size has the same effect. Otherwise a tiny model's log-probabilities differ by 1.4e-4 nats.
+        if "per_layer_projection_norm" in names and "per_layer_projection_scale" not in names:
+            part.per_layer_projection_norm.variance_epsilon *= part.config.hidden_size
+    return model

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +24,7 @@ from ..runtime import cpu_products, process
 from . import building
 from .arguments import blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
 from .closing import closed_if_it_fails, closes_with
-from .feature import EngineFeature, EngineUse, engine_features
-from .leading import follow, last_outputs, leading
-from .protocol import Sampled, ServedWeights, StaleWeights, T
+from .protocol import EngineFeature, EngineUse, Sampled, ServedWeights, StaleWeights, T, engine_features
 from .sampling import UNKNOWN_TOKENS, Sampling, finish_reason_of, request_seed
 from .tensors import VLLMTensors
 
@@ -76,15 +75,12 @@ class VLLMEngine:
         with contextlib.ExitStack() as while_built:
             enter = while_built.enter_context
             enter(closed_if_it_fails())
-            enter(building.build_conditions(config.device, self.sleeps, use.adapter is not None, ranks))
+            enter(building.build_conditions(config.device, self.sleeps, use.adapter is not None, ranks, self.blank))
             from vllm import LLM
 
-            if self.blank:
-                enter(building.buffers_stay())
             for feature in self._features:
                 enter(feature.while_built())
             enter(building.classes_apart(lambda: self.model))
-            enter(building.computed_per_layer_inputs())
             with building.explained_errors(model_path):
                 self.llm = LLM(**kwargs)
             self._close = closes_with(self, self.llm)
@@ -405,3 +401,81 @@ class VLLMEngine:
             feature.scored(prompt, outputs[-1])
         entries = outputs[-1].prompt_logprobs[1:]
         return torch.tensor([entry[token].logprob for entry, token in zip(entries, prompt.ids[1:], strict=True)])
+
+
+@contextlib.contextmanager
+def leading(core: Any, group: Lockstep) -> Iterator[None]:
+    """Send the first rank's requests, aborts and steps of ``core`` (vLLM's LLMEngine) to the engine's other ranks.
+
+    Each rank has a vLLM with a scheduler, and all schedulers must get the same calls between steps. The calls of a
+    generation depend on clocks, rewards, tools and the user's code. So this code runs on the first rank only.
+    """
+    calls: list[bytes] = []  # pickled calls of vLLM since the last step
+
+    def told(name: str) -> Callable[..., Any]:
+        own = getattr(core, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            as_given = pickle.dumps((name, args, kwargs))  # Pickled first, because vLLM may modify arguments.
+            result = own(*args, **kwargs)  # A call that fails on this rank isn't sent to the other ranks.
+            calls.append(as_given)
+            return result
+
+        return call
+
+    own_step = core.step
+
+    def step() -> Any:
+        group.tell((calls, True))
+        calls.clear()
+        with faults.telling("a step of the engine"):
+            return own_step()
+
+    with contextlib.ExitStack() as stack:
+        for name in ("add_request", "abort_request"):
+            stack.enter_context(building.replaced(core, name, told(name)))
+        stack.enter_context(building.replaced(core, "step", step))
+        try:
+            yield
+        finally:
+            group.tell((calls, False))
+
+
+def follow(core: Any, group: Lockstep) -> None:
+    """Repeat the first rank's calls of vLLM on another rank, until the first rank leaves its `leading` context."""
+    goes_on = True
+    while goes_on:
+        calls, goes_on = group.listen()
+        with faults.telling("a step of the engine"):
+            for name, args, kwargs in map(pickle.loads, calls):
+                getattr(core, name)(*args, **kwargs)
+            if goes_on:
+                core.step()
+
+
+class _Outputs(list[Any]):
+    """A list with the method `put` of vLLM's RequestOutputCollector."""
+
+    put = list.append
+
+
+@contextlib.contextmanager
+def last_outputs(core: Any, requests: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Collect the last output of each request of ``core`` (vLLM's LLMEngine) that is aborted in the context.
+
+    An output has all tokens that the request has sampled. vLLM makes outputs of aborted requests only for streaming
+    clients of its server. So each request gets a list in place of a client's stream.
+
+    The context's value is a mapping from request name to output. The mapping is filled when the context ends.
+    """
+    found, outputs, wanted = dict[str, Any](), _Outputs(), set(requests)
+    for state in core.output_processor.request_states.values():
+        if state.external_req_id in wanted:
+            state.queue = outputs
+    yield found
+    found |= {output.request_id: output for output in outputs}
+    if lacking := wanted - found.keys():
+        raise RuntimeError(
+            f"vLLM returned no output for {len(lacking)} of {len(wanted)} requests that were stopped: `carry_over` "
+            "doesn't work with this version of vLLM. Remove the setting."
+        )

@@ -58,13 +58,8 @@ class Slice:
         return any(each is not None for each in (self.packed, self.through, self.rows, self.adapted))
 
     @property
-    def view(self) -> torch.Tensor:
-        """The view of ``source`` that corresponds to ``destination``. Not for quantised parameters."""
-        return self.source.detach()[self.cut]
-
-    @property
     def held(self) -> torch.Tensor:
-        """The policy's values for ``destination``: `view`, or a new tensor if the values must be computed."""
+        """The policy's values for ``destination``: a view, or a new tensor if the values must be computed."""
         if self.adapted is not None:
             return self.part_of(self.adapted.merged())
         return self.part_of(self.source.detach() if self.packed is None else self.packed.values())

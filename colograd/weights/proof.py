@@ -15,7 +15,6 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
 
@@ -40,22 +39,17 @@ VISIBLE, VISIBLE_16_BIT = 1e-3, 1e-2
 ROUNDED_LOGIT = 2.0
 
 
-@dataclass(frozen=True, slots=True)
 class Probe:
     """A short prompt, and the engine's log-probabilities of its tokens with unchanged weights."""
 
-    engine: Engine
-    ids: list[int] | ModelInput
-    usual: torch.Tensor  # Log-probabilities in nats with unchanged weights, [tokens - 1].
-    noise: float  # Largest difference in nats between two forwards with equal weights. 0 with deterministic kernels.
-
-    @classmethod
-    def of(cls, engine: Engine, ids: list[int] | ModelInput) -> Probe:
-        usual = engine.prompt_logprobs(ids)
-        return cls(engine, ids, usual, float((engine.prompt_logprobs(ids) - usual).abs().max()))
+    def __init__(self, engine: Engine, ids: list[int] | ModelInput) -> None:
+        self.engine, self.ids = engine, ids
+        self.usual = engine.prompt_logprobs(ids)  # Log-probabilities in nats with unchanged weights, [tokens - 1].
+        # Largest difference in nats between two forwards with equal weights. 0 with deterministic kernels.
+        self.noise = self.shift()
 
     def shift(self) -> float:
-        """Return the largest change of a log-probability in nats since `Probe.of`; inf if a value isn't finite."""
+        """Return the largest change of a log-probability in nats since `__init__`; inf if a value isn't finite."""
         shift = (self.engine.prompt_logprobs(self.ids) - self.usual).abs().max()
         return float(shift) if shift.isfinite() else math.inf
 
@@ -168,7 +162,7 @@ def read_together(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engi
     """
     if not slices:
         return set()
-    probe = Probe.of(engine, probe_ids(engine, PROBE_TOKENS[0]))
+    probe = Probe(engine, probe_ids(engine, PROBE_TOKENS[0]))
     with on_all_ranks("the gradients for the proof of the weights"):
         effects = effects_on(probe_ids(engine, PROBE_TOKENS[0]), slices, policy)
     visible = VISIBLE if engine.dtype == torch.float32 else VISIBLE_16_BIT
@@ -249,7 +243,7 @@ def unread(slices: Sequence[Slice], engine: Engine, tower_prompt: ModelInput | N
     for length in PROBE_TOKENS:
         if not silent:
             break
-        probe = Probe.of(engine, probe_ids(engine, length) if tower_prompt is None else tower_prompt)
+        probe = Probe(engine, probe_ids(engine, length) if tower_prompt is None else tower_prompt)
         candidates, silent = silent, []
         for part, place in candidates:
             with changed(part.destination) if place == layout.engine_place else nullcontext():
@@ -270,7 +264,7 @@ def inert(part: Slice, policy: torch.nn.Module, engine: Engine, tower_prompt: Mo
         more = {name: value.to(ids.device) for name, value in tower_prompt.images.inputs.items()}
     with evaluation_mode(policy):  # with dropout the output would change at random
         usual = policy(ids, **more).logits
-        with changed(part.view):
+        with changed(part.source.detach()[part.cut]):
             return torch.equal(policy(ids, **more).logits, usual)
 
 

@@ -18,10 +18,10 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 def mended() -> contextlib.AbstractContextManager[None]:
     """Correct vLLM's layers for CPUs; return the context for building a text engine."""
-    from colograd.engine.building import computed_per_layer_inputs, mend_cpu_layers
+    from colograd.engine.building import MODEL_BUILDER, build_gemma, mend_cpu_layers, patched
 
     mend_cpu_layers()
-    return computed_per_layer_inputs()
+    return patched(MODEL_BUILDER, build_gemma)
 
 
 def gemma() -> contextlib.AbstractContextManager[None]:
