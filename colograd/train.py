@@ -20,7 +20,7 @@ if __name__ == "__main__" and not __package__:
 
 from colograd import __version__
 from colograd.runtime import process
-from colograd.runtime.waiting import Waiting
+from colograd.runtime.waiting import while_waiting
 
 if TYPE_CHECKING:
     from colograd import GRPOConfig, GRPOTrainer
@@ -61,7 +61,7 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
             at = getattr(sys.modules.get("colograd.parallel.watchdog"), "stage", None)
             return "" if at is None else str(at())
 
-        with process.rank_variables(), process.collector_at_rest(), Waiting(first, stage, shown):
+        with process.rank_variables(), process.collector_at_rest(), while_waiting(first, stage, shown):
             return build(argv, kind)
     except (ValueError, RuntimeError, TypeError) as error:
         if process.is_verbose(argv):

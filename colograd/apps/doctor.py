@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ..runtime import gpus, process
+from ..runtime import process
 from ..train import start
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv:
         print(*versions(), sep="\n")
         lacking = [] if importlib.util.find_spec("vllm") else ["vLLM (the extra `vllm`, or `cpu`)"]
-        lacking += lacking_for_triton() if gpus.nodes() else []
+        lacking += lacking_for_triton() if process.gpu_nodes() else []
         print(f"FAILED: {' and '.join(lacking)} is missing: install it" if lacking else "all is well")
         return 1 if lacking else 0
     if int(os.environ.get("RANK") or 0) == 0:

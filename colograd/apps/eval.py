@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..runtime import process, registry
-from ..runtime.waiting import Waiting
+from ..runtime.waiting import while_waiting
 
 if TYPE_CHECKING:
     from ..config import GRPOConfig
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options, flags = parse(argv)
             process.follow_launcher()
             shown = os.environ.get("RANK", "0") == "0"
-            waiting = Waiting("colograd eval: loading the libraries", lambda: "", shown)
+            waiting = while_waiting("colograd eval: loading the libraries", lambda: "", shown)
             with process.rank_variables(), process.collector_at_rest(), waiting:
                 sitting = prepare(options, flags, closing)
             sitting.take(options)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import jinja2
 
-from ..runtime import gpus
+from ..runtime import process
 
 RECIPE, TASK, AGENT, EXAMPLE = "recipe.yaml", "mytask.py", "myagent.py", "prompts.jsonl"
 QUICKSTART_MODEL = Path("models/SmolLM2-135M-Instruct")
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def choose(options: argparse.Namespace, asks: bool) -> Choices:
     """Take each choice from its flag. Without the flag ask the user if ``asks`` is true, else use a default."""
-    has_gpu, ask = bool(gpus.nodes()), functools.partial(_ask, asks)
+    has_gpu, ask = bool(process.gpu_nodes()), functools.partial(_ask, asks)
     small = str(QUICKSTART_MODEL) if QUICKSTART_MODEL.is_dir() else "HuggingFaceTB/SmolLM2-135M-Instruct"
     usual = "Qwen/Qwen2.5-1.5B-Instruct" if has_gpu else small
     model = ask(options.model, "Model (a Hub id or a folder)", usual, _model)

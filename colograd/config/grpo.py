@@ -14,7 +14,7 @@ import torch
 from transformers import TrainingArguments
 
 from ..parallel.ranks import attempt, join
-from ..runtime import gpus, process, registry
+from ..runtime import process, registry
 from .conflicts import check_conflicts
 from .engine import EngineKnobs
 from .knob import BARE_FLAG, REFUSED, RENAMED, UNUSED, Rules, check_values, knob, names_checked, unknown_name
@@ -168,7 +168,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         autocast, self.bf16 = self.bf16, False  # `bf16` is resolved later, by the policy's dtype.
         compiled = self._set_compile_aside()
         if not torch.accelerator.is_available():
-            if not self.use_cpu and (why := gpus.why_unused(torch.__version__, torch.version.cuda)):
+            if not self.use_cpu and (why := process.why_gpu_unused(torch.__version__, torch.version.cuda)):
                 raise ValueError(why)
             self.use_cpu: bool = True  # Without `use_cpu`, transformers doesn't connect ranks on a CPU.
         process.drop_inherited_ranks()

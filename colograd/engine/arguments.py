@@ -29,8 +29,6 @@ RESERVED = (
     "enable_return_routed_experts", "return_sampling_mask",
 )  # fmt: skip
 
-TIME_LIMITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")  # timeouts of vLLM's process groups
-
 
 def engine_kwargs(
     model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int, sequences: int = 0,
@@ -72,7 +70,8 @@ def engine_kwargs(
     if config.cast_lm_head_to_fp32 and computes_float32_heads():
         kwargs["hf_overrides"] = {"head_dtype": "float32"} | _given_overrides(given.pop("hf_overrides", None))
     if config.world_size > 1:
-        kwargs |= dict.fromkeys(accepted(*TIME_LIMITS), config.ddp_timeout)
+        time_limits = accepted("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
+        kwargs |= dict.fromkeys(time_limits, config.ddp_timeout)
     if config.vllm_tensor_parallel_size > 1:
         # Without asynchronous scheduling all ranks schedule alike. In some versions of vLLM an asynchronous scheduler
         # depends on whether the rank's own batch is done.
@@ -171,16 +170,11 @@ def _given_overrides(given: Any) -> dict[str, Any]:
     return given or {}
 
 
-def check_split(config: GRPOConfig, model_config: Any) -> None:
-    """Raise a ValueError if a size of the model, e.g. its heads, isn't a multiple of ``vllm_tensor_parallel_size``."""
-    check_parts(model_config, config.vllm_tensor_parallel_size, config.world_size)
-
-
 def check_parts(model_config: Any, ranks: int, world_size: int) -> None:
     """Raise a ValueError if a size of the model isn't a multiple of ``ranks``, the number of ranks per engine."""
-    text = model_config.get_text_config()
     if ranks == 1:
         return
+    text = model_config.get_text_config()
     heads = int(getattr(text, "num_attention_heads", 0) or 0)
     vocabulary = -(-int(text.vocab_size) // VOCABULARY_BLOCK) * VOCABULARY_BLOCK
     sizes = {

@@ -1,6 +1,7 @@
 """Version check of vLLM, and patches in force while vLLM is built.
 
-The patches keep weights where a weight sync can write them, replace slow CPU kernels, and restore random states.
+The patches keep weights where a weight sync can write them, correct layers, replace slow CPU kernels, protect
+transformers' classes, and restore random states.
 """
 
 from __future__ import annotations
@@ -9,31 +10,32 @@ import contextlib
 import functools
 import gc
 import importlib
+import inspect
 import os
 import random
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from packaging.version import Version
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from ..runtime import cpu_products, process
-from .cpu_layers import mend_cpu_layers
 
 # First and last release of vLLM that the tests ran with, and first and last release that is accepted.
 TESTED_VLLM, READ_VLLM = ("0.25", "0.32"), ("0.25", "0.33")
 PIN = "vllm>=0.25,<0.33"
 
+MODEL_BUILDER = "vllm.model_executor.model_loader.base_loader:initialize_model"
 _compile_threads: str | None = None  # the user's number of compile threads, because importing vLLM changes the setting
 
 # Exception types of vLLM's code, and of the configuration classes that vLLM reads.
 OF_CODE = (AssertionError, AttributeError, ImportError, LookupError, TypeError, StrictDataclassError)
-_kernels_found = False  # whether vLLM's Triton kernels were replaced in this process
 
 
 @contextlib.contextmanager
@@ -42,10 +44,18 @@ def explained_errors(model: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if lacking := _not_inspected(str(error)):
-            raise RuntimeError(
-                f"vLLM's code for {model} can't be imported ({lacking}): install that package."
-            ) from error
+        if match := re.search(r"architectures \['(\w+)'\] failed to be inspected", str(error)):
+            from vllm.model_executor.models.registry import ModelRegistry
+
+            try:
+                importlib.import_module(ModelRegistry.models[match[1]].module_name)
+            except ImportError as lacking:
+                first: BaseException = lacking  # transformers chains errors, and the first names the package
+                while isinstance(before := first.__cause__ or first.__context__, ImportError):
+                    first = before
+                raise RuntimeError(
+                    f"vLLM's code for {model} can't be imported ({first}): install that package."
+                ) from error
         from pydantic import ValidationError  # vLLM depends on pydantic
 
         if isinstance(error, ValidationError):
@@ -64,27 +74,12 @@ def explained_errors(model: str) -> Iterator[None]:
         ) from error
 
 
-def _not_inspected(message: str) -> str:
-    """Return the import error behind vLLM's message "failed to be inspected"; "" for any other message."""
-    found = re.search(r"architectures \['(\w+)'\] failed to be inspected", message)
-    if found:
-        from vllm.model_executor.models.registry import ModelRegistry
-
-        try:
-            importlib.import_module(ModelRegistry.models[found[1]].module_name)
-        except ImportError as error:
-            first: BaseException = error  # transformers chains errors, and the first names the package
-            while isinstance(before := first.__cause__ or first.__context__, ImportError):
-                first = before
-            return str(first)
-    return ""
-
-
 def check_vllm() -> None:
     """Raise a RuntimeError if vLLM is missing, or if its version is outside READ_VLLM."""
     global _compile_threads
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # vLLM's engine core runs in this process
-    _compile_threads = process.given_compile_threads() or _compile_threads
+    if "vllm" not in sys.modules:
+        _compile_threads = os.environ.get(process.COMPILE_THREADS) or _compile_threads
     try:
         from vllm import __version__ as found
     except ImportError as error:
@@ -95,8 +90,7 @@ def check_vllm() -> None:
     if not _lies_in(found, READ_VLLM):
         raise RuntimeError(
             f"vLLM {found} is installed, but this version of Colograd works with {' to '.join(TESTED_VLLM)}: install "
-            "one of them "
-            f'(`pip install "{PIN}"`).'
+            f'one of them (`pip install "{PIN}"`).'
         )
 
 
@@ -117,7 +111,9 @@ def _lies_in(found: str, releases: tuple[str, str]) -> bool:
 
 
 @contextlib.contextmanager
-def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, ranks: int = 1) -> Iterator[None]:
+def build_conditions(
+    device: torch.device, sleeps: bool, has_adapter: bool, ranks: int = 1, blank: bool = False
+) -> Iterator[None]:
     """Apply the patches that vLLM needs while it is built, and undo the temporary patches when the context ends.
 
     vLLM's weights stay writable, sleeping doesn't move weights, and vLLM uses the policy's ``device``. The random
@@ -144,47 +140,23 @@ def build_conditions(device: torch.device, sleeps: bool, has_adapter: bool, rank
         with contextlib.suppress(RuntimeError):  # reading the old setting fails if only the new setting was set
             while_built.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         if on_cpu:
-            ranks_without_compiling()
-            draws_taken_back()
             mend_cpu_layers()
-            for change in (live_weights, one_draw_per_token, kernels_found_once):
-                enter(change())
-        if on_cpu and ranks > 1:
-            enter(plain_collectives())
-        if on_cpu and has_adapter:
-            enter(one_adapter())
-        enter(nothing_for_servers())
+            enter(live_weights())
+            enter(patched("vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.forward_cpu", one_draw_per_token))
+            enter(patched("vllm.platforms.cpu:CpuPlatform.register_triton_kernel_overrides", find_kernels_once))
+            if ranks > 1:
+                enter(plain_collectives())
+            if has_adapter:
+                enter(one_adapter())
+        # vLLM renders a chat to warm up, which loads the tokenizer again, but requests have token ids.
+        enter(patched("vllm.v1.engine.core:freeze_gc_heap", _freeze_heap))
+        enter(patched("vllm.renderers.base:BaseRenderer.render_chat", lambda theirs, *args, **kwargs: None))
         if sleeps:
             enter(weights_stay())
+        if blank:
+            enter(patched("vllm.model_executor.model_loader.dummy_loader:DummyModelLoader.load_weights", keep_buffers))
+        enter(patched(MODEL_BUILDER, build_gemma))
         enter(rank_variables_of(device))
-        yield
-
-
-@contextlib.contextmanager
-def nothing_for_servers() -> Iterator[None]:
-    """Skip two steps of vLLM's construction in this context: a chat rendered to warm up, and repeated collections.
-
-    Rendering loads the tokenizer again, but requests have token ids. vLLM collects garbage three times before it
-    freezes the heap. The last collection includes the first two, and each takes a fraction of a second.
-    """
-    from vllm.v1.engine import core
-
-    try:
-        from vllm.renderers.base import BaseRenderer
-    except ImportError:  # a version without renderers
-        BaseRenderer = None
-
-    def freeze() -> None:
-        gc.collect()
-        gc.freeze()
-
-    with contextlib.ExitStack() as stack:
-        for owner, name, ours in (
-            (core, "freeze_gc_heap", freeze),
-            (BaseRenderer, "render_chat", lambda *args, **kwargs: None),
-        ):
-            if hasattr(owner, name):  # missing in some versions
-                stack.enter_context(replaced(owner, name, ours))
         yield
 
 
@@ -225,6 +197,32 @@ def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
         setattr(owner, name, theirs)
 
 
+def _freeze_heap(theirs: Any) -> None:
+    """Collect garbage once. vLLM collects three times, and each collection takes a fraction of a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def patched(path: str, ours: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """Replace vLLM's function at ``path``, "module:name" or "module:Class.name", in the returned context.
+
+    ``ours`` gets vLLM's function as its first argument. Nothing changes if this version of vLLM lacks the function.
+    """
+    patch = _patch(path, ours)
+    return contextlib.nullcontext() if patch is None else replaced(*patch)
+
+
+def _patch(path: str, ours: Callable[..., Any]) -> tuple[Any, str, Callable[..., Any]] | None:
+    module, _, names = path.partition(":")
+    *parents, name = names.split(".")
+    try:
+        owner = functools.reduce(getattr, parents, importlib.import_module(module))
+        theirs = getattr(owner, name)
+    except (ImportError, AttributeError):
+        return None
+    return owner, name, functools.wraps(theirs)(lambda *args, **kwargs: ours(theirs, *args, **kwargs))
+
+
 def weights_stay() -> contextlib.AbstractContextManager[None]:
     """Keep weights out of the memory pool that sleeping unmaps, while vLLM is built in the returned context.
 
@@ -234,36 +232,28 @@ def weights_stay() -> contextlib.AbstractContextManager[None]:
     from vllm import __version__ as found
     from vllm.v1.worker.gpu_worker import Worker
 
-    theirs = getattr(Worker, "_maybe_get_memory_pool_context", None)
-    if theirs is None:
+    if not hasattr(Worker, "_maybe_get_memory_pool_context"):
         raise RuntimeError(
             f"vLLM {found} can't free its KV cache without its weights: set vllm_enable_sleep_mode: false, or "
             "install vLLM 0.31."
         )
 
-    def pool(self: Any, tag: str) -> Any:
+    def pool(theirs: Any, self: Any, tag: str) -> Any:
         return contextlib.nullcontext() if tag == "weights" else theirs(self, tag)
 
-    return replaced(Worker, "_maybe_get_memory_pool_context", pool)
+    return patched("vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context", pool)
 
 
-def buffers_stay() -> contextlib.AbstractContextManager[None]:
-    """Keep the values of a model's buffers while vLLM is built without reading the checkpoint (`load_format: dummy`).
+def keep_buffers(theirs: Any, self: Any, model: torch.nn.Module, *others: Any, **named: Any) -> None:
+    """Keep the values of a model's buffers where vLLM builds it without reading the checkpoint (`load_format: dummy`).
 
     vLLM would fill the buffers with random numbers, and weight syncs write only parameters. Buffers hold constants, for
     example the constants that normalise Qwen2.5-VL's pixels.
     """
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    theirs = DummyModelLoader.load_weights
-
-    def load(self: Any, model: torch.nn.Module, *others: Any, **named: Any) -> None:
-        kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        theirs(self, model, *others, **named)
-        for buffer, value in kept:
-            buffer.data.copy_(value)
-
-    return replaced(DummyModelLoader, "load_weights", load)
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    theirs(self, model, *others, **named)
+    for buffer, value in kept:
+        buffer.data.copy_(value)
 
 
 def live_weights() -> contextlib.AbstractContextManager[None]:
@@ -271,61 +261,77 @@ def live_weights() -> contextlib.AbstractContextManager[None]:
 
     vLLM would pack the weights so that no weight sync can write them. Plain torch was measured to be as fast as that.
     """
-    from vllm.model_executor.layers import utils
 
-    def keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def keep(theirs: Any, layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = cpu_products.linear
 
-    return replaced(utils, "dispatch_cpu_unquantized_gemm", keep)
+    return patched("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", keep)
 
 
-def ranks_without_compiling() -> None:
-    """Replace two compiled functions of vLLM by plain torch until the process ends.
+@functools.cache
+def mend_cpu_layers() -> None:
+    """Replace functions that vLLM computes wrongly or slowly on a CPU, until the process ends.
 
-    The functions compute a sampled token's rank in the vocabulary, and mask a vocabulary that is split over ranks.
-    Compiling the functions takes seconds, and fails without a C++ compiler.
+    Two compiled functions become plain torch: a sampled token's rank in the vocabulary, and the mask of a vocabulary
+    that is split over ranks. Compiling them takes seconds, and fails without a C++ compiler.
     """
-    from vllm.model_executor.layers import vocab_parallel_embedding as embedding
-    from vllm.v1.sample import sampler
+    layers = "vllm.model_executor.layers"
+    for path, ours in (
+        ("vllm.v1.sample.sampler:batched_count_greater_than", lambda theirs, x, values: (x >= values).sum(-1)),
+        (f"{layers}.vocab_parallel_embedding:get_masked_input_and_mask", _uncompiled),
+        (f"{layers}.mamba.ops.cpu.gdn_attention:_causal_conv1d_fwd_cpu", _convolve),
+        (f"{layers}.mamba.ops.cpu.gdn_attention:_causal_conv1d_update_cpu", _convolve),
+        (f"{layers}.rotary_embedding.base:RotaryEmbedding.forward_cpu", _rotate),
+        (f"{layers}.fused_moe.router.cpu_router:CPURouter._compute_routing", _route),
+        ("vllm.v1.worker.cpu_model_runner:CPUModelRunner._bookkeeping_sync", _take_back_draws),
+    ):
+        if (patch := _patch(path, ours)) is not None:
+            setattr(*patch)
 
-    def count(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return (x >= values).sum(-1)
 
-    if hasattr(sampler, "batched_count_greater_than"):  # some versions of vLLM lack this function
-        sampler.batched_count_greater_than = count
-    if hasattr(embedding, "get_masked_input_and_mask"):
-        mask = embedding.get_masked_input_and_mask
-        embedding.get_masked_input_and_mask = getattr(mask, "_torchdynamo_orig_callable", mask)
+def _uncompiled(theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(theirs, "_torchdynamo_orig_callable", theirs)(*args, **kwargs)
 
 
-def draws_taken_back() -> None:
-    """Rewind a request's random generator after each chunk of its prompt (chunked prefill), until the process ends.
+def _convolve(theirs: Any, *, weight: torch.Tensor, is_vnni: bool, **given: Any) -> Any:
+    """Pass Gated DeltaNet's convolution weights to vLLM's function unpacked, because the engine keeps them unpacked."""
+    return theirs(weight=weight.view(weight.shape[0], weight.shape[-1]), is_vnni=False, **given)
+
+
+def _rotate(
+    theirs: Any, self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotate all heads of queries (T, H, D). vLLM's kernel for (T, H * D) would rotate only the first heads (LFM2)."""
+    if query.dim() != 3 or query.shape[1] == 1:
+        return theirs(self, positions, query, key)
+    rotated = theirs(self, positions, query.flatten(1), None if key is None else key.flatten(1))
+    return rotated[0].view_as(query), None if key is None else rotated[1].view_as(key)
+
+
+def _route(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Route tokens by sigmoid scores among all experts, where vLLM fails an assertion (MiniMax-M2)."""
+    if self.scoring_func == "sigmoid" and self.custom_routing_function is None and not self.use_grouped_topk:
+        self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1  # one group holds all experts
+    return theirs(self, *args, **kwargs)
+
+
+def _take_back_draws(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Rewind a request's random generator after each chunk of its prompt (chunked prefill).
 
     After each chunk except the last, vLLM discards the sampled token, and sets the request's generator back by an
     offset. Generators on a CPU have no offset, so vLLM's code fails. The replacement seeds the generator anew, and
     repeats one draw for each token that the request has sampled, because `one_draw_per_token` draws once per token.
     """
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-
-    theirs: Any = getattr(CPUModelRunner, "_bookkeeping_sync", None)  # some versions of vLLM lack this method
-    if theirs is None or hasattr(theirs, "takes_back"):
-        return
-
-    @functools.wraps(theirs)
-    def bookkeeping(self: Any, *args: Any, **kwargs: Any) -> Any:
-        batch, held = self.input_batch, {}
-        for row in self.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist():
-            if (generator := batch.generators.pop(row, None)) is not None:
-                held[row] = generator.manual_seed(generator.initial_seed())
-                for _ in self.requests[batch.req_ids[row]].output_token_ids:
-                    torch.rand(1, generator=generator)
-        try:
-            return theirs(self, *args, **kwargs)
-        finally:
-            batch.generators.update(held)
-
-    bookkeeping.takes_back = True  # type: ignore[attr-defined]
-    CPUModelRunner._bookkeeping_sync = bookkeeping
+    batch, held = self.input_batch, {}
+    for row in self.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist():
+        if (generator := batch.generators.pop(row, None)) is not None:
+            held[row] = generator.manual_seed(generator.initial_seed())
+            for _ in self.requests[batch.req_ids[row]].output_token_ids:
+                torch.rand(1, generator=generator)
+    try:
+        return theirs(self, *args, **kwargs)
+    finally:
+        batch.generators.update(held)
 
 
 def plain_collectives() -> contextlib.AbstractContextManager[None]:
@@ -347,40 +353,33 @@ def plain_collectives() -> contextlib.AbstractContextManager[None]:
     return replaced(cpu_communicator, "_CPUSHMDistributed", Gloo)
 
 
-def one_draw_per_token() -> contextlib.AbstractContextManager[None]:
-    """Let a CPU engine built in the returned context draw one random number per sampled token.
+def one_draw_per_token(
+    theirs: Any, self: Any, logits: torch.Tensor, generators: dict[int, torch.Generator], k: Any, p: Any
+) -> Any:
+    """Draw one random number per sampled token in a CPU engine, and invert the cumulative distribution.
 
-    The sampler inverts the cumulative distribution. vLLM's sampler draws two numbers per vocabulary entry for requests
-    with a seed, which takes half of a small model's decoding time.
+    vLLM's sampler draws two numbers per vocabulary entry for requests with a seed, which takes half of a small model's
+    decoding time.
     """
-    from vllm.v1.sample.ops import topk_topp_sampler as ops
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-    theirs = ops.TopKTopPSampler.forward_cpu
-
-    def forward_cpu(self: Any, logits: torch.Tensor, generators: dict[int, torch.Generator], k: Any, p: Any) -> Any:
-        if len(generators) != logits.shape[0] or self.logprobs_mode != "processed_logprobs":
-            return theirs(self, logits, generators, k, p)
-        logprobs = ops.apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
-        draws = torch.stack([torch.rand(1, generator=generators[row]) for row in range(len(generators))])
-        distribution = logprobs.exp().cumsum(-1)
-        # The token is the first entry with a cumulative probability above the draw, so its probability is never 0.
-        tokens = torch.searchsorted(distribution, draws * distribution[:, -1:], right=True)
-        return tokens.clamp_(max=logits.shape[1] - 1).view(-1), logprobs
-
-    return replaced(ops.TopKTopPSampler, "forward_cpu", forward_cpu)
+    if len(generators) != logits.shape[0] or self.logprobs_mode != "processed_logprobs":
+        return theirs(self, logits, generators, k, p)
+    logprobs = apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
+    draws = torch.stack([torch.rand(1, generator=generators[row]) for row in range(len(generators))])
+    distribution = logprobs.exp().cumsum(-1)
+    # The token is the first entry with a cumulative probability above the draw, so its probability is never 0.
+    tokens = torch.searchsorted(distribution, draws * distribution[:, -1:], right=True)
+    return tokens.clamp_(max=logits.shape[1] - 1).view(-1), logprobs
 
 
-def kernels_found_once() -> contextlib.AbstractContextManager[None]:
-    """Let CPU engines built in the returned context search only vLLM's modules for Triton kernels, once per process.
+@functools.cache
+def find_kernels_once(theirs: Any, *platform: Any) -> None:
+    """Search only vLLM's modules for Triton kernels on a CPU, once per process.
 
     vLLM replaces its Triton kernels by CPU kernels. To find the kernels, vLLM searches all 7,000 imported modules,
     which takes a second or two, and wraps the kernels anew for each engine.
     """
-    from vllm.platforms.cpu import CpuPlatform
-
-    theirs = getattr(CpuPlatform, "register_triton_kernel_overrides", None)
-    if theirs is None:  # some versions of vLLM lack this method
-        return contextlib.nullcontext()
     from vllm.triton_utils import dispatcher
 
     class Modules:
@@ -392,14 +391,8 @@ def kernels_found_once() -> contextlib.AbstractContextManager[None]:
         def values(self) -> list[Any]:
             return [module for name, module in sys.modules.items() if name.split(".")[0] == "vllm"]
 
-    def find() -> None:
-        global _kernels_found
-        if not _kernels_found:
-            with replaced(dispatcher, "sys", types.SimpleNamespace(modules=Modules())):
-                theirs()
-            _kernels_found = True
-
-    return replaced(CpuPlatform, "register_triton_kernel_overrides", staticmethod(find))
+    with replaced(dispatcher, "sys", types.SimpleNamespace(modules=Modules())):
+        theirs()
 
 
 def one_adapter() -> contextlib.AbstractContextManager[None]:
@@ -430,3 +423,77 @@ def one_adapter() -> contextlib.AbstractContextManager[None]:
             columns.add_(product) if add_inputs else columns.copy_(product)
 
     return replaced(punica_cpu, "PunicaWrapperCPU", OneAdapter)
+
+
+@contextlib.contextmanager
+def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
+    """Restore transformers' classes and configurations after vLLM has built ``model()`` in the context, or failed.
+
+    If vLLM changed the class of a module in the model, the module gets a subclass with vLLM's changes.
+
+    vLLM's transformers backend decorates transformers' model classes in place for vLLM's compiler. The policy uses the
+    same classes in the same process, so the policy would run through vLLM's ``__call__``, and a further model couldn't
+    be loaded. vLLM also replaces some of transformers' registered configurations. A policy loaded later would get
+    vLLM's configurations.
+    """
+    kinds: list[Any] = [PreTrainedModel]
+    for kind in kinds:  # the list grows while it is read
+        kinds += kind.__subclasses__()
+    before = {kind: (kind.__bases__, dict(vars(kind))) for kind in kinds}
+    registered: dict[str, Any] = CONFIG_MAPPING._extra_content
+    registered_before = dict(registered)
+    try:
+        yield
+    finally:
+        for model_type in registered.keys() & CONFIG_MAPPING._mapping.keys():  # configurations that vLLM registered
+            del registered[model_type]
+        registered |= registered_before
+        theirs = {}
+        for kind in [kind for kind in before if kind.__bases__ != before[kind][0]]:
+            bases, own = before[kind]
+            added = tuple(base for base in kind.__bases__ if base not in bases)
+            changed = {name: value for name, value in vars(kind).items() if value is not own.get(name)}
+            changed = {name: value for name, value in changed.items() if name not in ("__dict__", "__weakref__")}
+            for name in changed:
+                if name in own:
+                    setattr(kind, name, own[name])
+                else:
+                    delattr(kind, name)
+            kind.__bases__ = bases
+            theirs[kind] = type(kind.__name__, (kind, *added), changed | {"__module__": kind.__module__})
+    for module in model().modules() if theirs else ():
+        if type(module) in theirs:
+            module.__class__ = theirs[type(module)]
+
+
+def build_gemma(theirs: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """Correct the Gemma models that vLLM builds (``theirs`` is vLLM's `initialize_model`).
+
+    vLLM computes Gemma 3n's per-layer embeddings only in its multimodal class. vLLM's text class lacks them, so its
+    outputs would differ from the checkpoint's. For Gemma 4 vLLM suppresses the tokens that the generation configuration
+    lists. The policy doesn't suppress them, so the sampler's probabilities would differ from the policy's.
+    """
+    model = theirs(*args, **kwargs)
+    embed: Any = getattr(getattr(model, "model", None), "get_per_layer_input_embeddings", None)
+    if embed is not None and "per_layer_inputs" in inspect.signature(type(model).forward).parameters:
+        forward, layers = model.forward, model.model.config.num_hidden_layers
+
+        @functools.wraps(forward)
+        def with_inputs(
+            input_ids: torch.Tensor | None, *others: Any, per_layer_inputs: Any = None, **named: Any
+        ) -> Any:
+            if per_layer_inputs is None and input_ids is not None:  # (tokens, layers, size)
+                per_layer_inputs = embed(input_ids).view(len(input_ids), layers, -1)
+            return forward(input_ids, *others, per_layer_inputs=per_layer_inputs, **named)
+
+        model.forward = with_inputs
+    if hasattr(model, "_suppress_token_ids"):
+        model._suppress_token_ids = None
+    for part in model.modules():
+        compute = getattr(type(part), "get_per_layer_inputs", None)
+        names = compute.__code__.co_names if compute is not None else ()
+        # transformers multiplies the norm's input by hidden_size ** -0.5, and vLLM doesn't. Multiplying epsilon by
+        # hidden_size has the same effect. Otherwise a tiny model's log-probabilities differ by 1.4e-4 nats.
+        if "per_layer_projection_norm" in names and "per_layer_projection_scale" not in names:
+            part.per_layer_projection_norm.variance_epsilon *= part.config.hidden_size
+    return model

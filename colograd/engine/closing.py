@@ -35,13 +35,10 @@ def closed_if_it_fails() -> Iterator[None]:
     except BaseException as error:
         from vllm.v1.engine.core_client import InprocClient
 
-        for client in [
-            each for each in gc.get_objects() if type(each) is InprocClient and hasattr(each, "engine_core")
-        ]:
-            if (theirs := getattr(client, "_finalizer", None)) is not None:
-                theirs.detach()
-            if client.engine_core not in _alive:  # an engine core was built before the failure
-                _stop(client.engine_core)
+        clients = [each for each in gc.get_objects() if type(each) is InprocClient and hasattr(each, "engine_core")]
+        for core in map(_core_of, clients):
+            if core not in _alive:  # an engine core was built before the failure
+                _stop(core)
         failures.forget_frames(error, but=handled)
         _free_memory()
         raise
@@ -52,11 +49,16 @@ def closed_if_it_fails() -> Iterator[None]:
 
 def closes_with(owner: object, llm: Any) -> weakref.finalize:
     """Return a finaliser that shuts ``llm`` down if called, if ``owner`` is collected, or when the process ends."""
-    client = llm.llm_engine.engine_core
+    core = _core_of(llm.llm_engine.engine_core)
+    _alive.add(core)
+    return weakref.finalize(owner, _shut_down, core)
+
+
+def _core_of(client: Any) -> Any:
+    """Return the engine core of vLLM's ``client``, and detach the client's finaliser."""
     if (theirs := getattr(client, "_finalizer", None)) is not None:  # some versions of vLLM have no finaliser
         theirs.detach()
-    _alive.add(client.engine_core)
-    return weakref.finalize(owner, _shut_down, client.engine_core)
+    return client.engine_core
 
 
 def _shut_down(core: Any) -> None:
@@ -71,12 +73,13 @@ def _stop(core: Any) -> None:
     """Let vLLM shut its engine ``core`` down, but keep the process groups, because other engines may need them."""
     from vllm.distributed import parallel_state
 
-    with contextlib.ExitStack() as spared:
-        for name in ("destroy_distributed_environment", "destroy_model_parallel"):
-            spared.enter_context(replaced(parallel_state, name, lambda: None))
-        spared.enter_context(replaced(gc, "collect", lambda *_: 0))  # A collection takes half a second.
-        with contextlib.suppress(Exception):  # After a failure, dropping the core frees its memory.
-            core.shutdown()
+    with (
+        replaced(parallel_state, "destroy_distributed_environment", lambda: None),
+        replaced(parallel_state, "destroy_model_parallel", lambda: None),
+        replaced(gc, "collect", lambda *_: 0),  # A collection takes half a second.
+        contextlib.suppress(Exception),  # After a failure, dropping the core frees its memory.
+    ):
+        core.shutdown()
 
 
 def _leave_groups_with_the_last() -> None:

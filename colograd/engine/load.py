@@ -45,14 +45,13 @@ def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Preemptions]:
         preemptions.number = (preemptions.number or 0) + 1
         return own(*args, **kwargs)  # type: ignore[misc]
 
-    with load_after_each_step(engine, look):
-        if scheduler is None or own is None:
+    if own is not None:
+        preemptions.number, scheduler._preempt_request = 0, counted  # type: ignore[union-attr]
+    try:
+        with load_after_each_step(engine, look):
             yield preemptions
-            return
-        preemptions.number, scheduler._preempt_request = 0, counted
-        try:
-            yield preemptions
-        finally:
+    finally:
+        if own is not None:
             vars(scheduler).pop("_preempt_request", None)  # Delete the wrapper that hides the class's method.
 
 

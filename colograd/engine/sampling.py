@@ -15,23 +15,17 @@ from ..batch import FinishReason, ModelInput, Prompt
 from ..config import GRPOConfig
 from ..config.sampling import SHAPING
 
-# Every field of vllm.SamplingParams must be in RESERVED, SUPPORTED or REFUSED, because a field that is in none of them
-# may return results that Colograd doesn't read. RESERVED: the trainer sets these parameters for each request.
+# RESERVED: the trainer sets these parameters for each request.
 RESERVED = (
     "n", "seed", "max_tokens", "temperature", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize",
     "output_kind",
 )  # fmt: skip
 # SUPPORTED: `generation_kwargs` may set these parameters. Options about decoded text only affect stop strings, because
-# reward functions get texts that the trainer decodes from token ids.
+# reward functions get texts that the trainer decodes from token ids. A parameter that is in neither list may return
+# results that Colograd doesn't read.
 SUPPORTED = (
     *SHAPING, "stop", "stop_token_ids", "ignore_eos", "repetition_detection", "include_stop_str_in_output",
     "skip_special_tokens", "spaces_between_special_tokens",
-)  # fmt: skip
-# REFUSED: `generation_kwargs` may not set these sampling parameters.
-REFUSED = (
-    "logprob_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start", "routed_experts_prompt_start",
-    "skip_reading_prefix_cache", "stream_interval", "trace_decode_token_ids", "watermarking", "skip_clone",
-    "output_text_buffer_length",
 )  # fmt: skip
 
 LENGTHS = "lengths_{rank}.json"  # File in a checkpoint with a rank's mean completion length of each prompt.
@@ -57,6 +51,8 @@ class Sampling:
 
     @classmethod
     def _from(cls, config: GRPOConfig, n: int, max_tokens: int | None, temperature: float) -> Sampling:
+        from vllm import sampling_params
+
         options: dict[str, Any] = {
             "top_p": config.top_p,
             "top_k": config.top_k,
@@ -64,39 +60,24 @@ class Sampling:
             "repetition_penalty": config.repetition_penalty,
         }
         options |= config.generation_kwargs or {}  # type: ignore[arg-type]
-        if (structured := _structured_outputs(config)) is not None:
-            options["structured_outputs"] = structured
-        if isinstance(repetition := options.get("repetition_detection"), dict):
-            from vllm.sampling_params import RepetitionDetectionParams
-
-            options["repetition_detection"] = _of_vllm(RepetitionDetectionParams, "repetition_detection", repetition)
+        if (regex := config.vllm_structured_outputs_regex) is not None:
+            if options.get("structured_outputs") is not None:
+                raise ValueError(
+                    "`vllm_structured_outputs_regex` and `generation_kwargs: {structured_outputs: ...}` set the same "
+                    "option of vLLM. Remove one of the two."
+                )
+            options["structured_outputs"] = sampling_params.StructuredOutputsParams(regex=regex)
+        classes = {"repetition_detection": "RepetitionDetectionParams", "structured_outputs": "StructuredOutputsParams"}
+        for name, class_name in classes.items():
+            if isinstance(given := options.get(name), dict):
+                kind = getattr(sampling_params, class_name)
+                known = [key for key in inspect.signature(kind).parameters if not key.startswith("_")]
+                if unknown := [key for key in given if key not in known]:
+                    raise ValueError(f"{name} has {unknown[0]!r}, but can only have the keys {', '.join(known)}.")
+                options[name] = kind(**given)
         if isinstance(bias := options.get("logit_bias"), dict):  # JSON has only string keys
             options["logit_bias"] = {int(token): value for token, value in bias.items()}
         return cls(n, int(max_tokens or 512), temperature, options)
-
-
-def _structured_outputs(config: GRPOConfig) -> Any:
-    """Return the structure of every completion as vLLM's StructuredOutputsParams. None allows any text."""
-    from vllm.sampling_params import StructuredOutputsParams
-
-    given: Any = (config.generation_kwargs or {}).get("structured_outputs")  # type: ignore[union-attr]
-    regex = config.vllm_structured_outputs_regex
-    if given is not None and regex is not None:
-        raise ValueError(
-            "`vllm_structured_outputs_regex` and `generation_kwargs: {structured_outputs: ...}` set the same option of "
-            "vLLM. Remove one of the two."
-        )
-    if regex is not None:
-        return StructuredOutputsParams(regex=regex)
-    return _of_vllm(StructuredOutputsParams, "structured_outputs", given) if isinstance(given, dict) else given
-
-
-def _of_vllm(kind: Any, name: str, given: dict[str, Any]) -> Any:
-    """Construct vLLM's class ``kind`` from the mapping that the user set. An unknown key raises a ValueError."""
-    known = [key for key in inspect.signature(kind).parameters if not key.startswith("_")]
-    if unknown := [key for key in given if key not in known]:
-        raise ValueError(f"{name} has {unknown[0]!r}, but can only have the keys {', '.join(known)}.")
-    return kind(**given)
 
 
 def request_seed(seed: int, position: int, purpose: str = "train") -> int:

@@ -41,23 +41,21 @@ class VLLMTensors:
     def renamed(self, name: str) -> str:
         """Translate the name of a tensor in a checkpoint into vLLM's name, before layers are fused."""
         found = _renamed(self._model, name)
-        for path in self._with_own_names:  # submodels may rename tensors a second time, e.g. Gemma 3n's text model
+        for path, part in self._with_own_names.items():  # e.g. Gemma 3n's text model renames tensors a second time
             if found not in self._names and found.startswith(path):
-                inner = path + _renamed(self._model.get_submodule(path[:-1]), found[len(path) :])
+                inner = path + _renamed(part, found[len(path) :])
                 found = inner if inner in self._names else found
         return found
 
     @functools.cached_property
     def _names(self) -> Collection[str]:
-        return {} if isinstance(self._model, type) else self.parameters()
+        return self.parameters()
 
     @functools.cached_property
-    def _with_own_names(self) -> Sequence[str]:
-        """Prefixes of submodels that have an `hf_to_vllm_mapper` of their own, with a dot at the end."""
-        if isinstance(self._model, type):
-            return []
-        parts = ((name, getattr(part, "hf_to_vllm_mapper", None)) for name, part in self._model.named_modules())
-        return [f"{name}." for name, mapper in parts if name and mapper is not None]
+    def _with_own_names(self) -> Mapping[str, torch.nn.Module]:
+        """Submodels that have an `hf_to_vllm_mapper` of their own, by their prefix with a dot at the end."""
+        parts = [] if isinstance(self._model, type) else self._model.named_modules()
+        return {f"{name}.": part for name, part in parts if name and getattr(part, "hf_to_vllm_mapper", None)}
 
     def written_through(self, name: str, place: str | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Return the function that maps a checkpoint's tensor to vLLM's tensor ``place``; None if both are equal."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import glob
 import logging
 import os
 import re
@@ -20,11 +21,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from . import gpus
 from .shipped import file_or_shipped
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RANK_OF_ONE = "COLOGRAD_RANK_OF_ONE"  # Holds "process id:port" of a process that set its rank variables itself.
+GPU_NODES, GPU_DRIVER = "/dev/nvidia[0-9]*", Path("/proc/driver/nvidia/version")
 _command_began: float | None = None
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 MOST_COMPILE_THREADS = 32  # torch's default maximum of compile processes.
@@ -97,11 +98,6 @@ def prepare_threads() -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def given_compile_threads() -> str | None:
-    """Return the user's TORCHINDUCTOR_COMPILE_THREADS, or None if unset. Call this before vLLM is imported."""
-    return None if "vllm" in sys.modules else os.environ.get(COMPILE_THREADS)
-
-
 def compile_with_threads(given: str | None) -> None:
     """Set the number of torch.compile's processes to ``given``, or to a rank's cores. Call this after the engine is
     built.
@@ -164,15 +160,12 @@ def rank_variables() -> Iterator[None]:
     accelerate and vLLM read the variables while a trainer is built. If they remained, programs that the script, a tool
     or an agent starts later would inherit them, and their torch.distributed would bind this process's port.
     """
-    drop_inherited_ranks()
-    before = {*os.environ}
+    added = prepare_ranks()
     try:
-        prepare_ranks()
         yield
     finally:
-        for name in (*RANK_VARIABLES, RANK_OF_ONE):
-            if name not in before:
-                os.environ.pop(name, None)
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def drop_inherited_ranks() -> None:
@@ -183,8 +176,8 @@ def drop_inherited_ranks() -> None:
             os.environ.pop(name, None)
 
 
-def prepare_ranks() -> None:
-    """Set missing rank variables for vLLM's external launcher.
+def prepare_ranks() -> list[str]:
+    """Set missing rank variables for vLLM's external launcher, and return the names of the added ones.
 
     torchrun and accelerate set these variables. ``python script.py`` or a notebook becomes rank 0 of 1 on a free port,
     so that two jobs on one machine don't collide. Variables of a parent process such as a notebook are replaced.
@@ -197,6 +190,7 @@ def prepare_ranks() -> None:
             "only one was started (`accelerate launch --cpu --num_processes N` does this). Start ranks on a CPU "
             "with `torchrun --nproc-per-node N -m colograd.train --config ...`, or set --num_processes 1."
         )
+    before = {*os.environ}
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         os.environ.setdefault("MASTER_PORT", str(free_port()))
@@ -205,6 +199,7 @@ def prepare_ranks() -> None:
     os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(free_port()) if os.environ["WORLD_SIZE"] == "1" else "29500")
+    return [*({*os.environ} - before)]
 
 
 def prepare_network() -> None:
@@ -229,7 +224,7 @@ def quiet_logs(verbose: bool) -> None:
     """Unless ``verbose``, hide other packages' log lines below errors."""
     if verbose:
         return
-    if not gpus.nodes():
+    if not gpu_nodes():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # Without this, deepspeed warns about a missing GPU.
     for name in ("VLLM_LOGGING_LEVEL", "TORCH_CPP_LOG_LEVEL", "GLOO_LOG_LEVEL"):
         os.environ.setdefault(name, "ERROR")
@@ -248,3 +243,30 @@ def quiet_logs(verbose: bool) -> None:
         with contextlib.suppress(OSError, AttributeError, TypeError):
             read_log_level = "_ZN3c1011initLoggingEv"  # Mangled C++ name of c10::initLogging().
             ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__ or ""), "lib", "libc10.so"))[read_log_level]()
+
+
+def gpu_nodes() -> list[str]:
+    """List the device files (`/dev/nvidia0`, ...) of this machine's or container's GPUs, usable by torch or not."""
+    return sorted(glob.glob(GPU_NODES))
+
+
+def why_gpu_unused(torch_version: str, cuda_version: str | None) -> str:
+    """Explain why torch finds no GPU although the machine has one, and name the remedy. Without a GPU return an empty
+    text. ``cuda_version`` is None if torch is built without CUDA."""
+    if not (names := gpu_nodes()):
+        return ""
+    driver = None
+    with contextlib.suppress(OSError):
+        driver = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", GPU_DRIVER.read_text(encoding="utf-8"))
+    machine = f"{names[0]} is a GPU{f' (driver {driver.group()})' if driver else ''}"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if cuda_version is None:
+        what = f"torch {torch_version} is built without CUDA: install a build with it"
+    elif hidden is not None:
+        what = f"CUDA_VISIBLE_DEVICES is {hidden!r}, which leaves torch {torch_version} none: unset it"
+    else:
+        what = (
+            f"torch {torch_version}, built with CUDA {cuda_version}, can't use it. Most often the driver is older than "
+            "that CUDA needs: update the driver, or install a torch that is built with an older CUDA"
+        )
+    return f"{machine}, but {what}; or set use_cpu: true (--use_cpu) to train on the CPU."

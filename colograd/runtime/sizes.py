@@ -10,14 +10,14 @@ THUMBNAIL_BYTES = 4096  # Maximum bytes per thumbnail.
 
 def size_of(model_config: Any, *names: str) -> int:
     """Return the largest value of some attributes of a transformers configuration, over all layers; else 0."""
-    config, found = model_config.get_text_config(), list[Any]()
+    config, found = model_config.get_text_config(), [0]
     for name in names:
         try:
             values = getattr(config, name, None)
         except RuntimeError:  # transformers raises RuntimeError for models with unequal layers.
             values = [getattr(layer, name, None) for layer in config.per_layer_config]
-        found += values if isinstance(values, list | tuple) else [values]
-    return max((int(value) for value in found if value), default=0)
+        found += [int(value or 0) for value in (values if isinstance(values, list | tuple) else [values])]
+    return max(found)
 
 
 def num_experts(model_config: Any) -> int:

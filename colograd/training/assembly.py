@@ -14,8 +14,7 @@ from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..data import PromptDataset
 from ..data.vocabulary import size_of
-from ..engine.feature import EngineUse
-from ..engine.protocol import Engine
+from ..engine.protocol import Engine, EngineUse
 from ..engine.sampling import Sampling
 from ..engine.vllm_engine import VLLMEngine
 from ..memory.choice import auto, least_checkpointing, plan_or_raise

@@ -11,7 +11,7 @@ from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..data import PromptDataset
 from ..data.columns import columns_of
-from ..engine.arguments import check_split
+from ..engine.arguments import check_parts
 from ..engine.building import check_vllm
 from ..engine.sampling import check_sampling
 from ..losses.objective import Objective
@@ -91,7 +91,7 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         for check in registry.hooks("loaded_policy"):
             policy = check(policy, args, given.samples)
         check_choice(args.weights, policy.adapter, args.cuts_weights)
-        check_split(args, policy.model.config)
+        check_parts(policy.model.config, args.vllm_tensor_parallel_size, args.world_size)
         objective = objective.with_terms(args, policy)
         check_compiled(args, policy.why_padded)
         args.resolve_precision(policy.model.dtype)

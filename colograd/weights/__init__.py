@@ -1,11 +1,10 @@
 """Weight syncs: copy the policy's weights into the engine, or let both share memory. `WeightSync` is the interface.
 
-The implementations are `shared`, `copied` (also for merged LoRA adapters), `gathered` and `adapter`. `selection`
-chooses one of them, or the user's class. `mapping` finds the engine tensor of each parameter. `proof` checks at start
-that the engine reads the mapped tensors, for most parameters together by the sign changes of `sign_probe`.
+The implementations are `shared` and `copied` (also for merged LoRA adapters) in `sync`, and `gathered` and `adapter` in
+extensions. `selection` chooses one of them, or the user's class. `mapping` finds the engine tensor of each parameter.
+`proof` checks at start that the engine reads the mapped tensors.
 """
 
 from .mapping import Slice
 from .selection import check_adapter_in_parts, check_choice, expects_sharing, weight_sync
-from .shared import bytes_apart, state_dict_on_host
-from .sync import WeightSync
+from .sync import WeightSync, bytes_apart, state_dict_on_host

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,13 +58,8 @@ class Slice:
         return any(each is not None for each in (self.packed, self.through, self.rows, self.adapted))
 
     @property
-    def view(self) -> torch.Tensor:
-        """The view of ``source`` that corresponds to ``destination``. Not for quantised parameters."""
-        return self.source.detach()[self.cut]
-
-    @property
     def held(self) -> torch.Tensor:
-        """The policy's values for ``destination``: `view`, or a new tensor if the values must be computed."""
+        """The policy's values for ``destination``: a view, or a new tensor if the values must be computed."""
         if self.adapted is not None:
             return self.part_of(self.adapted.merged())
         return self.part_of(self.source.detach() if self.packed is None else self.packed.values())
@@ -172,15 +167,13 @@ def _match_by_shape(
     """
     expected = [size for size in sources[name].shape if size > 1]
 
-    def like(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
-        for each in names:
-            sizes = [size for size in tensors[each].shape if size > 1]
-            padded = len(expected) == 2 and not _layer_of(name) and sizes[1:] == expected[1:] and sizes[0] > expected[0]
-            if _layer_of(each) == _layer_of(name) and (sizes == expected or padded):
-                yield each
+    def is_like(other: str, tensor: torch.Tensor) -> bool:
+        sizes = [size for size in tensor.shape if size > 1]
+        padded = len(expected) == 2 and not _layer_of(name) and sizes[1:] == expected[1:] and sizes[0] > expected[0]
+        return _layer_of(other) == _layer_of(name) and (sizes == expected or padded)
 
-    matches, rivals = [*like(free, free)], [*like(missing, sources)]
-    if len(matches) != 1 or len(rivals) != 1:
+    matches = [other for other, tensor in free.items() if is_like(other, tensor)]
+    if len(matches) != 1 or sum(is_like(other, sources[other]) for other in missing) != 1:
         shapes = ", ".join(f"{each} {tuple(sources[each].shape)}" for each in missing[:4])
         raise UnmappedParameter(f"The engine has no tensor for {len(missing)} parameters: {shapes}.")
     return matches[0]
@@ -258,30 +251,23 @@ def _experts(
             f"The engine's kernel for experts ({layout}) has {in_engine} in another layout than checkpoints. Remove "
             "settings that choose kernels for experts from vllm_engine_kwargs and the environment."
         )
-    target, everything, expected = targets[in_engine].detach(), slice(None), source.shape
+    target = targets[in_engine].detach()
+    expected, axis = [*source.shape], 1 if last == "gate_up_proj" else 2
     if ranks == 1:
         is_transposed = getattr(module, "is_transposed", False)
         if target.dim() == 3 and (is_transposed or target.shape != source.shape == target.mT.shape):
             target = target.mT
-        parts: list[Part] = [(target, ())]
-    elif last == "gate_up_proj":
-        total = source.shape[1] // 2  # intermediate size I of all ranks together
-        size = total // ranks
-        expected = torch.Size((source.shape[0], 2 * size, source.shape[2]))
-        parts = [
-            (target[:, half * size : (half + 1) * size], (everything, slice(start, start + size)))
-            for half, start in enumerate((place * size, total + place * size))
-        ]
     else:
-        size = source.shape[2] // ranks
-        expected = torch.Size((*source.shape[:2], size))
-        parts = [(target, (everything, everything, slice(place * size, (place + 1) * size)))]
-    if target.shape != expected:
+        expected[axis] //= ranks
+    if [*target.shape] != expected:
         raise UnmappedParameter(
             f"{name} has the shape {tuple(target.shape)} in vLLM, not {tuple(expected)}: the engine's kernel for "
             "experts has another layout than checkpoints."
         )
-    return parts
+    if ranks == 1:
+        return [(target, ())]
+    halves = 3 - axis  # gate and up projection, or the down projection
+    return _chunks(target, [source.shape[axis] // halves] * halves, place, ranks, axis)
 
 
 def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: int, ranks: int) -> list[Part]:
@@ -298,9 +284,8 @@ def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: i
     if len(parts) == 1 and target.shape == source.shape:
         return [(target, ())]
     if len(parts) == 1 and target.dim() == 2 and target.shape[0] == source.shape[0]:
-        columns = target.shape[1]
-        cut = slice(place * columns, (place + 1) * columns)
-        return [(target, (slice(None), cut))] if columns * ranks == source.shape[1] else []
+        total = source.shape[1]
+        return _chunks(target, [total], place, ranks, axis=1) if target.shape[1] * ranks == total else []
     if target.shape[1:] != source.shape[1:]:
         return []
     if len(parts) == 1:  # the tensor is split by rows, and may be a padded vocabulary
@@ -329,13 +314,19 @@ def _merged(target: torch.Tensor, source: torch.Tensor, place: int, outputs: Seq
     fits = sum(outputs) == source.shape[0] == len(target) * ranks and target.shape[1:] == source.shape[1:]
     if not fits or any(size % ranks for size in outputs):
         return []
+    return _chunks(target, outputs, place, ranks, axis=0)
+
+
+def _chunks(target: torch.Tensor, sizes: Sequence[int], place: int, ranks: int, axis: int) -> list[Part]:
+    """Return a rank's slices of a tensor that is fused along ``axis`` from parts of ``sizes``, each split by rank."""
     parts: list[Part] = []
-    start = at = 0
-    for total in outputs:
+    before = [slice(None)] * axis
+    start = 0
+    for total in sizes:
         size = total // ranks
         first = start + place * size
-        parts.append((target[at : at + size], (slice(first, first + size),)))
-        start, at = start + total, at + size
+        parts.append((target.narrow(axis, start // ranks, size), (*before, slice(first, first + size))))
+        start += total
     return parts
 
 
@@ -366,3 +357,60 @@ def _uncovered(slices: list[Slice], targets: dict[str, torch.Tensor]) -> Iterato
         storage = target.untyped_storage().data_ptr()
         if storage not in filled or (filled[storage] < target.numel() and not vocabulary):
             yield name
+
+
+# QUANTISED: largest distance of a weight from its 4-bit copy, relative to the weight's norm. Normal weights have a
+# distance of 0.1, and unrelated weights 1.4.
+QUANTISED = 0.5
+
+
+def is_near(part: Slice) -> bool:
+    """Return whether policy and engine differ by at most 0.5 of the policy's norm. Unrelated weights differ by 1.4."""
+    policy_value = part.held.to(part.destination.device).float()  # the policy may be in host memory
+    distance = torch.linalg.vector_norm(part.destination.float() - policy_value)
+    return bool(distance <= QUANTISED * torch.linalg.vector_norm(policy_value))
+
+
+def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int = 0, ranks: int = 1) -> list[Slice]:
+    """Return ``slices`` with `Slice.rows` set if the engine's rows have another order than the policy's rows.
+
+    vLLM reorders, for example, queries, keys and values that a checkpoint interleaves by head (BLOOM, GPT-NeoX), and
+    the halves of each pair of rotated dimensions (Llama 4). Names and shapes don't show the order, but values do,
+    because policy and engine have loaded the same checkpoint. A bias gets the order of its layer's weight, because a
+    bias of zeros shows no order.
+    """
+    config = getattr(policy.config, "get_text_config", lambda: policy.config)()
+    queries = int(getattr(config, "num_attention_heads", 0) or 1)
+    keys = int(getattr(config, "num_key_value_heads", 0) or queries)
+    row_orders: dict[str, torch.Tensor] = {}  # row indices by layer name
+    for part in slices:
+        layer = part.name.rpartition(".")[0]
+        if part.source.dim() != 2 or layer in row_orders or part.again or part.equal() or is_near(part):
+            continue
+        for order in _orders(part.source.shape[0], queries, keys):
+            of_rank = []
+            if all(len(rows) % ranks == 0 for rows in order):  # each rank has a part of each tensor
+                of_rank.append(torch.cat([rows.chunk(ranks)[place] for rows in order]))
+            if ranks > 1 and len(order) == 1:  # neighbouring ranks may hold the same key heads
+                of_rank.append(order[0][part.cut[0]] if part.cut else order[0])
+            for rows in of_rank:
+                if len(rows) == len(part.destination) and is_near(dataclasses.replace(part, rows=rows, cut=())):
+                    row_orders.setdefault(layer, rows.to(part.destination.device))
+    pairs = ((part, row_orders.get(part.name.rpartition(".")[0])) for part in slices)
+    return [part if rows is None else dataclasses.replace(part, rows=rows, cut=()) for part, rows in pairs]
+
+
+def _orders(total: int, queries: int, keys: int) -> Iterator[Sequence[torch.Tensor]]:
+    """Yield each known order of a matrix of ``total`` rows, for ``queries`` query heads and ``keys`` key heads.
+
+    An order is a list of tensors: the row indices of the policy in the engine's order. An engine's ranks divide each
+    tensor.
+    """
+    rows, group = torch.arange(total), queries // keys
+    if total % (keys * (group + 2)) == 0:  # checkpoint rows: query heads of a group, their key head, their value head
+        by_head = rows.view(keys, group + 2, -1)
+        yield [part.flatten() for part in (by_head[:, :group], by_head[:, group], by_head[:, group + 1])]
+    for number in {queries, keys}:
+        if total % (2 * number) == 0:
+            yield [rows.view(number, -1, 2).mT.flatten()]
+            yield [rows.view(number, 2, -1).mT.flatten()]

@@ -12,10 +12,9 @@ All ranks of an engine take part in each forward.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -26,9 +25,7 @@ from ..policy.logprobs import evaluation_mode
 from ..policy.lora import is_adapted, unwrap
 from ..policy.row_proof import allowed, completion_logprobs
 from ..policy.towers import sees
-from .mapping import Slice
-from .row_order import is_near
-from .sign_probe import EMBEDDING, cancelling, with_signs
+from .mapping import Slice, is_near
 
 # PROBE_TOKENS: prompt lengths. The prompt of 64 tokens tests parameters that a prompt of 8 tokens doesn't depend on.
 PROBE_TOKENS = (8, 64)
@@ -42,22 +39,17 @@ VISIBLE, VISIBLE_16_BIT = 1e-3, 1e-2
 ROUNDED_LOGIT = 2.0
 
 
-@dataclass(frozen=True, slots=True)
 class Probe:
     """A short prompt, and the engine's log-probabilities of its tokens with unchanged weights."""
 
-    engine: Engine
-    ids: list[int] | ModelInput
-    usual: torch.Tensor  # Log-probabilities in nats with unchanged weights, [tokens - 1].
-    noise: float  # Largest difference in nats between two forwards with equal weights. 0 with deterministic kernels.
-
-    @classmethod
-    def of(cls, engine: Engine, ids: list[int] | ModelInput) -> Probe:
-        usual = engine.prompt_logprobs(ids)
-        return cls(engine, ids, usual, float((engine.prompt_logprobs(ids) - usual).abs().max()))
+    def __init__(self, engine: Engine, ids: list[int] | ModelInput) -> None:
+        self.engine, self.ids = engine, ids
+        self.usual = engine.prompt_logprobs(ids)  # Log-probabilities in nats with unchanged weights, [tokens - 1].
+        # Largest difference in nats between two forwards with equal weights. 0 with deterministic kernels.
+        self.noise = self.shift()
 
     def shift(self) -> float:
-        """Return the largest change of a log-probability in nats since `Probe.of`; inf if a value isn't finite."""
+        """Return the largest change of a log-probability in nats since `__init__`; inf if a value isn't finite."""
         shift = (self.engine.prompt_logprobs(self.ids) - self.usual).abs().max()
         return float(shift) if shift.isfinite() else math.inf
 
@@ -97,11 +89,10 @@ def check_same(policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput
         _check_differences(policy_logprobs - engine_logprobs, rounding)
     if tower_prompt is None:
         return
-    room = engine.context - len(tower_prompt) - 1
-    if room < 1:  # The context has no room for tokens after the images, so no tokens are compared.
+    completion = ids[: max(0, min(PROBE_TOKENS[0], engine.context - len(tower_prompt) - 1))]
+    if not completion:  # The context has no room for tokens after the images, so no tokens are compared.
         engine.prompt_logprobs(tower_prompt)
         return
-    completion = ids[: min(PROBE_TOKENS[0], room)]
     engine_logprobs = engine.prompt_logprobs(tower_prompt.followed_by(completion))[-len(completion) :]
     with on_all_ranks("the comparison of policy and engine"):
         with base_alone(policy), torch.no_grad():
@@ -111,8 +102,7 @@ def check_same(policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput
 
 def _check_differences(differences: torch.Tensor, most: float, where: str = "") -> None:
     """Raise a RuntimeError if the mean absolute difference of log-probabilities is above ``most`` nats."""
-    error = float(differences.abs().mean())
-    if not error <= most:
+    if not (error := float(differences.abs().mean())) <= most:
         raise RuntimeError(
             f"With the policy's weights the engine's log-probabilities differ by {error:.2g} nats on "
             f"average{where}, which is above the rounding error of {most:.2g}: vLLM computes this architecture "
@@ -149,8 +139,7 @@ def check_read(
         if engine.layout.engine_place > 0:  # only the engine's first rank adds biases of outputs that ranks sum
             of_first = engine.tensors.is_added_by_first_rank
             rest = [part for part in silent if not (part.name.endswith(".bias") and of_first(part.destination))]
-        unreachable = [part.name for part in rest if not inert(part, policy, engine, tower_prompt)]
-        if unreachable:
+        if unreachable := [part.name for part in rest if not inert(part, policy, engine, tower_prompt)]:
             raise RuntimeError(
                 f"The engine's output doesn't depend on {len(unreachable)} of {len(slices)} parameters at the place "
                 f"where vLLM stores them ({', '.join(unreachable[:3])}): vLLM samples with repacked copies, which no "
@@ -173,7 +162,7 @@ def read_together(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engi
     """
     if not slices:
         return set()
-    probe = Probe.of(engine, probe_ids(engine, PROBE_TOKENS[0]))
+    probe = Probe(engine, probe_ids(engine, PROBE_TOKENS[0]))
     with on_all_ranks("the gradients for the proof of the weights"):
         effects = effects_on(probe_ids(engine, PROBE_TOKENS[0]), slices, policy)
     visible = VISIBLE if engine.dtype == torch.float32 else VISIBLE_16_BIT
@@ -217,21 +206,19 @@ def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Mod
         parameter.grad = None
 
     tokens = torch.tensor([ids], device=next(policy.parameters()).device)
-    hooks: list[Any] = []
-    try:
-        with base_alone(policy, slice_of), torch.enable_grad():
-            hooks += [parameter.register_post_accumulate_grad_hook(measure) for parameter in slice_of]
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(base_alone(policy, slice_of))
+            stack.enter_context(torch.enable_grad())
+            for parameter in slice_of:
+                stack.callback(setattr, parameter, "grad", None)
+                stack.callback(parameter.register_post_accumulate_grad_hook(measure).remove)
             logits = policy(tokens).logits[0, :-1].float()
             logprob = logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).sum()
             if logprob.requires_grad:  # otherwise the log-probability depends on no trained parameter
                 logprob.backward()
-    except torch.OutOfMemoryError:
-        return {}
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for parameter in slice_of:
-            parameter.grad = None
+        except torch.OutOfMemoryError:
+            return {}
     return effects
 
 
@@ -256,7 +243,7 @@ def unread(slices: Sequence[Slice], engine: Engine, tower_prompt: ModelInput | N
     for length in PROBE_TOKENS:
         if not silent:
             break
-        probe = Probe.of(engine, probe_ids(engine, length) if tower_prompt is None else tower_prompt)
+        probe = Probe(engine, probe_ids(engine, length) if tower_prompt is None else tower_prompt)
         candidates, silent = silent, []
         for part, place in candidates:
             with changed(part.destination) if place == layout.engine_place else nullcontext():
@@ -277,7 +264,7 @@ def inert(part: Slice, policy: torch.nn.Module, engine: Engine, tower_prompt: Mo
         more = {name: value.to(ids.device) for name, value in tower_prompt.images.inputs.items()}
     with evaluation_mode(policy):  # with dropout the output would change at random
         usual = policy(ids, **more).logits
-        with changed(part.view):
+        with changed(part.source.detach()[part.cut]):
             return torch.equal(policy(ids, **more).logits, usual)
 
 
@@ -297,3 +284,81 @@ def changed(tensor: torch.Tensor) -> Iterator[None]:
     finally:
         with torch.no_grad():
             tensor.neg_() if zeros is None else tensor.copy_(zeros)
+
+
+EMBEDDING, HEAD, LAST_NORM = "embed_tokens", "lm_head", "norm"
+READERS = {  # keys: projections that read the residual stream; values: the norm before each projection
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "input_layernorm"),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "post_attention_layernorm"),
+}
+WRITERS = {"o_proj": -1.0, "down_proj": 1.0}  # projections that write to the residual stream, and their input's sign
+NEGATED = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+NORMS_OF_HEADS = ("q_norm", "k_norm")
+
+Signs = dict[str, torch.Tensor]  # by parameter name: a tensor of 1 and -1 that expands to the parameter's shape
+
+
+def cancelling(shapes: Mapping[str, Sequence[int]], norms: bool) -> Signs:
+    """Return factors (1 or -1) for a Llama-like decoder's parameters that together leave the output unchanged.
+
+    Some channels of the residual stream change their sign: in the embedding, in the rows of the projections that write
+    to the stream, and in the columns of the projections that read the stream. Some channels of each norm change their
+    sign, together with the columns of the projections that read the norm. Queries, keys and values, with their biases,
+    are negated as a whole. The signs of queries and keys cancel in the scores, the sign of values in the output
+    projection. A change of sign is exact in every dtype, and a second change restores every bit. In other architectures
+    the output changes, and `check_read` tests their parameters one by one.
+
+    The result is empty if no module is named `embed_tokens`.
+
+    Args:
+        shapes: shapes of the policy's parameters, by name in a model without adapters. A tied parameter has one entry.
+        norms: whether norms get factors. Must be False for norms that multiply by 1 + weight.
+    """
+    kinds = {name: name.split(".")[-2] if "." in name else name for name in shapes}  # module name of each parameter
+    embedding = next((name for name, kind in kinds.items() if kind == EMBEDDING), None)
+    if embedding is None:
+        return {}
+    width = shapes[embedding][1]
+    draw = torch.Generator().manual_seed(0)
+    stream, *rows = torch.randint(0, 2, (1 + len(shapes), width), generator=draw) * 2.0 - 1.0
+    norm_kinds = {*READERS.values()} | ({LAST_NORM} if HEAD in kinds.values() else set())
+    signs: Signs = {
+        name: row
+        for name, row in zip(shapes, rows, strict=True)
+        if norms and kinds[name] in norm_kinds and tuple(shapes[name]) == (width,)
+    }
+    last_norm = next((name for name in signs if kinds[name] == LAST_NORM), "")
+    for name, kind in kinds.items():
+        is_bias = name.endswith(".bias")
+        if kind == EMBEDDING:
+            signs[name] = stream[None]
+        elif kind in READERS and is_bias:
+            if kind in NEGATED:
+                signs[name] = torch.tensor(-1.0)
+        elif kind in READERS or (kind == HEAD and not is_bias):
+            block = re.match(r".*\.\d+\.", name)
+            norm = f"{block.group()}{READERS[kind]}.weight" if block and kind in READERS else last_norm
+            columns = stream * signs.get(norm, 1.0)
+            signs[name] = (-columns if kind in NEGATED else columns)[None]
+        elif kind in WRITERS:
+            signs[name] = stream if is_bias else WRITERS[kind] * stream[:, None]
+        elif kind in NORMS_OF_HEADS and norms:
+            signs[name] = torch.tensor(-1.0)
+    return signs
+
+
+@contextmanager
+def with_signs(slices: Sequence[Slice], signs: Signs) -> Iterator[None]:
+    """Multiply the engine's tensors by ``signs`` while the context lasts, and restore every bit afterwards."""
+
+    @torch.no_grad()
+    def multiply() -> None:
+        for part in slices:
+            if (factors := signs.get(part.plain_name)) is not None:
+                part.destination.mul_(part.part_of(factors.to(part.destination).expand(part.source.shape)))
+
+    multiply()
+    try:
+        yield
+    finally:
+        multiply()

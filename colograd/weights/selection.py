@@ -18,12 +18,9 @@ from ..policy.packed_weights import packed_weights
 from ..policy.towers import sees
 from ..runtime.importing import find_object, is_import_path
 from ..runtime.registry import hooks
-from . import proof, shared
-from .copied import CopiedWeights, Copies, MergedWeights
-from .mapping import Slice, map_parameters
-from .row_order import with_row_orders
-from .shared import SharedWeights
-from .sync import Unserved, WeightSync
+from . import proof
+from .mapping import Slice, map_parameters, with_row_orders
+from .sync import CopiedWeights, MergedWeights, SharedWeights, Unserved, WeightSync, bind, copy, obstacle
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +165,7 @@ def weight_sync(
     packed = [part for part in slices if part.packed is not None]
     if packed or served:  # the quantised base is written into the engine
         move(policy, device)
-        Copies(slices if engine.blank else packed).write()
+        copy(slices if engine.blank else packed)
         proof.check_same(policy, engine, tower_prompt)
         untested = [weight for name, weight in packed_weights(policy).items() if tower_prompt is None and sees(name)]
         if unused := engine.served.unused(untested):
@@ -188,7 +185,7 @@ def weight_sync(
 
 
 def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -> WeightSync:
-    with_slots, policy, engine = check_choice(wanted, adapter, cut), pairing.policy, pairing.engine
+    policy, engine = pairing.policy, pairing.engine
     if is_import_path(wanted):
         move(policy, pairing.device)
         pairing.unread()
@@ -199,7 +196,7 @@ def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -
     if adapter is None:
         return _whole(wanted, pairing)
     why_merged = adapter.why_merged or "as configured"
-    if with_slots is not None:
+    if wanted != "copied" and not adapter.why_merged:
         try:
             return _adapter(wanted, pairing)
         except Unserved as unserved:
@@ -216,7 +213,7 @@ def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -
 
 def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeights:
     """Create the weight sync of a whole policy or a LoRA base. ``constant`` means that its weights never change."""
-    obstacles = {part.name: reason for part in pairing.slices if (reason := shared.obstacle(part))}
+    obstacles = {part.name: reason for part in pairing.slices if (reason := obstacle(part))}
     if wanted == "shared" and obstacles:
         name, reason = next(iter(obstacles.items()))
         raise ValueError(
@@ -234,10 +231,10 @@ def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeigh
         return CopiedWeights(policy, engine, pairing.slices, why)
     views = [part for part in pairing.slices if part.name not in obstacles]
     copies = [(part, obstacles[part.name]) for part in pairing.slices if part.name in obstacles]
-    shared.bind(views)
+    bind(views)
     move(policy, pairing.device)  # moves buffers, and parameters that aren't shared
-    tested = [*views, *(part for part, _ in copies if part.packed is not None)]
-    for part in [] if constant else pairing.unread(tested):
+    packed = [part for part, _ in copies if part.packed is not None]
+    for part in [] if constant else pairing.unread([*views, *packed]):
         if part.packed is None:
             part.source.data = part.destination.clone()  # the parameter gets separate memory with its value
             views.remove(part)
@@ -253,7 +250,8 @@ def _adapter(wanted: str, pairing: Pairing) -> WeightSync:
     whole_copies = [part for part in pairing.slices if part.again and part.destination.shape == part.source.shape]
     if copied := [part.name for part in whole_copies if part.plain_name in adapted]:
         raise Unserved(f"vLLM has {len(copied)} layers twice, but adds an adapter to one copy only ({copied[0]})")
-    slots = hooks("map_adapter")[0](pairing.policy, pairing.engine)
+    (map_adapter,), (adapter_weights,) = hooks("map_adapter"), hooks("adapter_weights")
+    slots = map_adapter(pairing.policy, pairing.engine)
     base = _whole("shared" if wanted == "shared" else "auto", pairing, constant=pairing.equal)
-    sync: WeightSync = hooks("adapter_weights")[0](pairing.policy, pairing.engine, slots, base)
+    sync: WeightSync = adapter_weights(pairing.policy, pairing.engine, slots, base)
     return sync

@@ -1,13 +1,26 @@
-"""`WeightSync`: the interface that puts the policy's weights into the engine. `PlannedSync`: its base class."""
+"""Weight syncs of a policy that is whole on each rank. `WeightSync` is the interface of all syncs.
+
+`shared`: parameters are views of the engine's tensors. Unshareable ones are copied.
+
+`copied`: the engine has a copy of the weights, and each sync copies and casts the policy's weights. For a LoRA adapter
+that vLLM can't serve, the copy is W + scaling * B A, computed in float32 one layer at a time, and rounded once. Merging
+into the policy's own weights would accumulate rounding errors.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
-from ..engine.protocol import Engine
+from ..engine.protocol import Engine, EngineTensors
+from ..parallel import watchdog
+from ..policy.lora import adapted_layers, trained_copies
+from ..policy.packed_weights import packed_weights
+from .mapping import Slice
 
 
 class WeightSync(Protocol):
@@ -55,9 +68,9 @@ class PlannedSync(WeightSync):
                 "`.to()` or `.data =` has replaced tensors of the policy or the engine. The engine would sample with "
                 "outdated weights. Change weights in place (`copy_`), or build a new trainer."
             )
-        nbytes = self.write()
+        written = self.write()
         self.engine.stamp(version)
-        return nbytes
+        return written
 
     @abstractmethod
     def write(self) -> int:
@@ -67,3 +80,160 @@ class PlannedSync(WeightSync):
         """Return the memory addresses of the policy's and the engine's parameters, which must not change."""
         sides = (("policy", dict(self._policy.named_parameters())), ("engine", self.engine.tensors.parameters()))
         return {f"{side} {name}": p.data_ptr() for side, tensors in sides for name, p in tensors.items()}
+
+
+@torch.no_grad()
+def copy(slices: Sequence[Slice]) -> int:
+    """Copy the policy's values into the engine, cast to the engine's dtype. Return the number of bytes written."""
+    if plain := [part for part in slices if not part.is_computed]:
+        torch._foreach_copy_([part.destination for part in plain], [part.held for part in plain])
+    for part in slices:
+        if part.is_computed:  # computed values (dequantised ones) are made one by one
+            part.destination.copy_(part.held)
+    return nbytes(slices)
+
+
+def nbytes(slices: Sequence[Slice]) -> int:
+    return sum(part.destination.nbytes for part in slices)
+
+
+class CopiedWeights(PlannedSync):
+    """The weight sync that copies the policy into the engine. ``why`` is the reason that memory isn't shared."""
+
+    def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
+        super().__init__(policy, engine)
+        self.slices, self.why = list(slices), why
+        self.due = self.slices  # Slices that the next publish copies.
+        self._later = [part for part in slices if changes(part)]
+
+    def describe(self) -> str:
+        size = f"{nbytes(self.slices) / 2**20:,.0f} MiB per publish"
+        return f"weights: copied, {len(self.slices)} parameters, {size} ({self.why})"
+
+    def write(self) -> int:
+        """Copy the weights into the engine, and return the bytes. Frozen weights are copied in the first call only."""
+        due, self.due = self.due, self._later
+        return copy(due)
+
+    def differing(self) -> list[str]:
+        return [part.name for part in self.slices if not part.equal()]
+
+
+def changes(part: Slice) -> bool:
+    """Return whether the engine's value may change during training. Buffers may change without the optimizer."""
+    is_parameter = isinstance(part.source, torch.nn.Parameter)
+    return part.adapted is not None or part.source.requires_grad or not is_parameter
+
+
+class MergedWeights(CopiedWeights):
+    """The weight sync that merges a PeftModel's adapter into the engine's copy. ``why`` is the reason for merging."""
+
+    def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
+        adapted = {layer.parameter: layer for layer in adapted_layers(policy)}
+        copies, parts = dict(trained_copies(policy)), []
+        for part in slices:
+            name = part.plain_name
+            source = copies.get(name, part.source)
+            parts.append(dataclasses.replace(part, name=name, source=source, adapted=adapted.get(name)))
+        super().__init__(policy, engine, parts, why)
+        # Slices of weights that change in training, so that every weight sync copies them.
+        self.moving = [part for part, new in zip(slices, parts, strict=True) if changes(new)]
+
+    def describe(self) -> str:
+        return (
+            f"weights: copied, {len(self.moving)} tensors, {nbytes(self._later) / 2**20:,.1f} MiB per publish "
+            f"(the adapter is merged on its way into the engine's copy: {self.why})"
+        )
+
+
+def obstacle(part: Slice) -> str:
+    """Return the reason why the policy's parameter can't be a view of the engine's tensor; "" if it can be a view."""
+    source, place = part.source, part.destination
+    if part.packed is not None:
+        return "the policy has it quantised"
+    if part.through is not None:
+        return "the engine has a function of it"
+    if part.rows is not None:
+        return "the engine has its rows in another order"
+    if part.again:
+        return "the engine has it twice"
+    if source.dtype != place.dtype:
+        policy_dtype, engine_dtype = (str(tensor.dtype).removeprefix("torch.") for tensor in (source, place))
+        return f"the engine has it in {engine_dtype}, the policy in {policy_dtype}"
+    if source.shape != place.shape:
+        return f"its shape is {tuple(place.shape)} in the engine, {tuple(source.shape)} in the policy"
+    if source.stride() != place.stride():
+        return f"its strides are {place.stride()} in the engine, {source.stride()} in the policy"
+    return ""
+
+
+@torch.no_grad()
+def bind(slices: Sequence[Slice]) -> None:
+    """Copy each parameter into its engine tensor, and make the parameter a view of that tensor, one by one."""
+    for part in slices:
+        part.destination.copy_(part.source)
+        part.source.data = part.destination
+
+
+class SharedWeights(CopiedWeights):
+    """The weight sync of a policy with parameters that share the engine's memory; some are copied.
+
+    Args:
+        shared: parameters that `bind` has made views of the engine's tensors.
+        copied: parameters that can't be views, each with the reason.
+    """
+
+    def __init__(
+        self, policy: torch.nn.Module, engine: Engine, shared: Sequence[Slice], copied: Sequence[tuple[Slice, str]] = ()
+    ) -> None:
+        super().__init__(policy, engine, [part for part, _ in copied], why=copied[0][1] if copied else "")
+        self.shared, self.copied = list(shared), list(copied)
+        self.slices = [*self.shared, *self.slices]  # shared and copied parameters
+        if unbound := [part.name for part in self.shared if part.source.data_ptr() != part.destination.data_ptr()]:
+            raise RuntimeError(
+                f"{len(unbound)} policy parameters don't share the engine's memory any more: {', '.join(unbound[:3])}."
+            )
+
+    def describe(self) -> str:
+        size = f"{len(self.shared)} parameters ({nbytes(self.shared) / 2**20:,.0f} MiB)"
+        line = f"weights: shared, {size} are views of the engine's tensors, 0 bytes per publish"
+        if self.copied:
+            line += f"; {len(self.copied)} copied, {nbytes(self.due):,} bytes ({self.copied[0][0].name}: {self.why})"
+        return line
+
+
+def bytes_apart(policy: torch.nn.Module, engine: EngineTensors) -> int:
+    """Return the bytes of policy parameters outside the engine's tensors, including the scales of quantised weights."""
+    shared = {parameter.untyped_storage().data_ptr() for parameter in engine.parameters().values()}
+    packed = packed_weights(policy)
+    return sum(
+        packed[name].nbytes if name in packed else p.nbytes
+        for name, p in policy.named_parameters()
+        if p.untyped_storage().data_ptr() not in shared
+    )
+
+
+def state_dict_on_host(
+    model: torch.nn.Module, places: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Copy the model's state dict to host memory, into tensors of ``places`` (by name) if shape and dtype fit.
+
+    Tied parameters become one tensor. Other tensors share no storage, because writers of safetensors would copy them.
+    """
+    copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    host: dict[str, torch.Tensor] = {}
+    queued = False
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in copies:
+            place = (places or {}).get(name)
+            if place is None or (place.shape, place.dtype) != (tensor.shape, tensor.dtype):
+                copies[key] = tensor.detach().to("cpu", copy=True)
+            else:
+                copies[key] = place.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+                queued |= tensor.is_cuda
+            watchdog.progress()
+        host[name] = copies[key]
+    if queued:  # waits for the copies, because transformers may read the tensors at once
+        torch.cuda.synchronize()
+    return host

@@ -158,7 +158,7 @@ def sides(options: argparse.Namespace, folder: str) -> dict[str, Any]:
 
     from colograd import GRPOConfig
     from colograd.batch import Group, Prompt
-    from colograd.engine.feature import EngineUse
+    from colograd.engine.protocol import EngineUse
     from colograd.engine.sampling import Sampling
     from colograd.engine.vllm_engine import VLLMEngine
     from colograd.extensions.agents.context import ChatFormat

@@ -477,11 +477,11 @@ def environment() -> dict[str, str]:
 
 LOOK = """
 import json, torch
-from colograd.runtime import gpus
+from colograd.runtime import process
 from figures import machine
 from phases import versions
 cuda = torch.cuda.is_available()
-why = "" if cuda else gpus.why_unused(torch.__version__, torch.version.cuda)
+why = "" if cuda else process.why_gpu_unused(torch.__version__, torch.version.cuda)
 found = {"cuda": cuda, "gpus": torch.cuda.device_count(), "why": why, "machine": machine()}
 print(json.dumps({**found, "versions": versions("trl")}))
 """

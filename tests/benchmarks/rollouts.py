@@ -102,7 +102,7 @@ def build(options: argparse.Namespace, folder: str) -> tuple[Any, Any, Any, list
 
     from colograd import GRPOConfig
     from colograd.batch import Prompt
-    from colograd.engine.feature import EngineUse
+    from colograd.engine.protocol import EngineUse
     from colograd.engine.sampling import Sampling
     from colograd.engine.vllm_engine import VLLMEngine
     from colograd.memory.shape import CacheNeed, Shape

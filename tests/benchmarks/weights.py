@@ -95,7 +95,7 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     if options.way == "copied":
         source = torch.zeros(found["moved_bytes"], dtype=torch.uint8, device=trainer.args.device)
         destination = torch.ones_like(source)
-        rivals["moving the bytes"] = trainer.weights.copies.write
+        rivals["moving the bytes"] = trainer.weights.write
         rivals["memcpy"] = lambda: destination.copy_(source)
         rivals["loader"] = lambda: [
             trainer.engine.model.load_weights([(name, p.data)]) for name, p in trainer.model.named_parameters()

@@ -18,7 +18,6 @@ from colograd.batch import FinishReason, ModelInput, Prompt, ScoredGroup
 from colograd.engine.arguments import engine_kwargs
 from colograd.engine.load import watched
 from colograd.engine.sampling import (
-    REFUSED,
     RESERVED,
     SUPPORTED,
     UNKNOWN_TOKENS,
@@ -199,6 +198,14 @@ def test_what_vllm_would_refuse_of_a_request_is_known_before_any(engine, tmp_pat
     with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
         engine.check(Sampling.for_training(config))
     assert not engine.core.has_unfinished_requests()
+
+
+# Sampling parameters of vLLM that `generation_kwargs` may not set.
+REFUSED = (
+    "logprob_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start", "routed_experts_prompt_start",
+    "skip_reading_prefix_cache", "stream_interval", "trace_decode_token_ids", "watermarking", "skip_clone",
+    "output_text_buffer_length",
+)  # fmt: skip
 
 
 def test_every_sampling_field_is_supported_reserved_or_refused(tmp_path) -> None:

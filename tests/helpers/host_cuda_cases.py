@@ -90,8 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
         **BF16, "vllm_engine_kwargs": {"speculative_config": NGRAM},
         # each step of the engine waits for the tokens that its drafts are compared with
         "waits": {f"extensions/drafts/engine/speculation.py SeededSpeculation.{name}" for name in (
-            "_logprobs", "_sample", "_sample.<locals>.<listcomp>", "_constrained", "forward",
-            "_constrained.<locals>.<genexpr>",
+            "_sample", "_sample.<locals>.<listcomp>", "forward", "forward.<locals>.<genexpr>",
         )},
     },
     "planned": {
@@ -140,7 +139,7 @@ WAITS = {
     # with a reference that follows the policy, and with checkpoints
     "checkpoint/host_files.py HostFiles.take", "extensions/reference/model.py FrozenCopy.mix",
     "rollout/store.py digest_of",
-    "training/checkpointer.py Checkpointer._write_contents", "weights/shared.py state_dict_on_host",
+    "training/checkpointer.py Checkpointer._write_contents", "weights/sync.py state_dict_on_host",
 }  # fmt: skip
 MEASURED = ("loss", "grad_norm", "reward", DIFFERENCE, "eval_reward", "eval_loss")
 

@@ -99,7 +99,7 @@ def _keep_weights(record: host_cuda.Record) -> None:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
-    from colograd.engine.cpu_layers import mend_cpu_layers
+    from colograd.engine.building import mend_cpu_layers
     from colograd.extensions.experts.engine.kernels import apply_experts
 
     def keep(layer: Any, remove_weight: bool) -> None:

@@ -157,7 +157,7 @@ def test_the_floors_are_what_there_is() -> None:
 def test_the_reading_of_imports_sees_them_all() -> None:
     """Every form of import is read and resolved. The other tests depend on that."""
     assert {"training/learner.py", "sharding/__init__.py"} <= imports(PACKAGE / "trainer.py")
-    assert "engine/protocol.py" in imports(PACKAGE / "weights" / "copied.py")
+    assert "engine/protocol.py" in imports(PACKAGE / "weights" / "sync.py")
     assert "parallel/ranks.py" in imports(PACKAGE / "train.py"), "inside a function"
     assert "trainer.py" in imports(PACKAGE / "train.py") | imports(PACKAGE / "__init__.py"), "for types"
 

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, Trainer, TrainingArguments
 from colograd.batch import FinishReason, Group, Rollout
 from colograd.config import GRPOConfig, ModelConfig, ScriptArguments, parse_arguments
 from colograd.data import PromptRules, StepOrder, load_datasets, tokenize_prompts
-from colograd.engine.arguments import check_split, engine_kwargs
+from colograd.engine.arguments import check_parts, engine_kwargs
 from colograd.engine.building import check_vllm, untested_vllm
 from colograd.engine.sampling import check_sampling
 from colograd.extensions.reference.model import check_reference
@@ -75,7 +75,7 @@ def split(ranks: int, sizes: dict[str, int] | None = None, **changes: Any) -> Ca
     def make(monkeypatch: pytest.MonkeyPatch) -> object:
         monkeypatch.setattr(process, "local_world_size", lambda: ranks)
         made: Any = on_ranks(ranks, vllm_tensor_parallel_size=ranks, **changes)(monkeypatch)
-        return check_split(made, LlamaConfig(**(sizes or {})))
+        return check_parts(LlamaConfig(**(sizes or {})), made.vllm_tensor_parallel_size, made.world_size)
 
     return make
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from colograd import GRPOConfig
-from colograd.runtime import gpus
+from colograd.runtime import process
 
 PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.14  Release Build\nGCC version: gcc 12.2.0\n"
@@ -21,8 +21,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "nvidia0").touch()
     (tmp_path / "nvidiactl").touch()
     (tmp_path / "version").write_text(PROPRIETARY)
-    monkeypatch.setattr(gpus, "NODES", f"{tmp_path}/nvidia[0-9]*")
-    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(process, "GPU_NODES", f"{tmp_path}/nvidia[0-9]*")
+    monkeypatch.setattr(process, "GPU_DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
@@ -31,7 +31,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(("text", "version"), [(PROPRIETARY, "535.129.03"), (OPEN, "550.54.14"), (NEWEST, "580.95")])
 def test_the_driver_s_version(machine: Path, text: str, version: str) -> None:
     (machine / "version").write_text(text)
-    assert f"(driver {version})" in gpus.why_unused("2.13", "13.0")
+    assert f"(driver {version})" in process.why_gpu_unused("2.13", "13.0")
 
 
 def test_an_old_driver_is_an_error_with_both_versions(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

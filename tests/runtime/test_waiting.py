@@ -11,7 +11,7 @@ import pytest
 
 from colograd.reporting.console import Console
 from colograd.runtime import waiting
-from colograd.runtime.waiting import Waiting
+from colograd.runtime.waiting import while_waiting
 
 
 class Terminal(io.StringIO):
@@ -37,12 +37,12 @@ def test_a_stage_that_takes_long_has_a_line(
 
     monkeypatch.setattr(waiting, "EVERY", 0.01)
     monkeypatch.setattr(waiting, "LONG", 0.1)
-    with Waiting("loading", lambda: stage[0]):
+    with while_waiting("loading", lambda: stage[0]):
         assert shown("loading\n")
         stage[0] = "the engine"
         until(lambda: shown("the engine (0 s since the start)\n"))
     assert said[0].count("\n") == 2
-    with Waiting("loading", lambda: "", shown=False):
+    with while_waiting("loading", lambda: "", shown=False):
         assert not capsys.readouterr().out
 
 
@@ -52,7 +52,7 @@ def test_in_a_terminal_a_line_turns_and_gives_way(
     terminal, stage = Terminal(), [""]
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(waiting, "EVERY", 0.01)
-    with Waiting("loading", lambda: stage[0]):
+    with while_waiting("loading", lambda: stage[0]):
         until(lambda: "/ loading (0 s)" in terminal.getvalue())
         stage[0] = "the engine"
         until(lambda: "the engine (0 s)" in terminal.getvalue())

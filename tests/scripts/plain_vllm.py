@@ -3,7 +3,7 @@
 python plain_vllm.py FOLDER IDS.json OUT.json DTYPE [ADAPTER [IMAGE ...]]
 
 The ids have one placeholder for each image; the output has as many values for it as vLLM made tokens. Three parts are
-Colograd's code: layers that vLLM computes wrongly on a CPU (see `cpu_layers`), embeddings that vLLM leaves out of Gemma
+Colograd's code: layers that vLLM computes wrongly on a CPU (see `building`), embeddings that vLLM leaves out of Gemma
 3n's text, and attention to images in both directions for Gemma 3 and the large Gemma 4.
 """
 
@@ -18,11 +18,10 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 def mended() -> contextlib.AbstractContextManager[None]:
     """Correct vLLM's layers for CPUs; return the context for building a text engine."""
-    from colograd.engine.cpu_layers import mend_cpu_layers
-    from colograd.engine.model_classes import computed_per_layer_inputs
+    from colograd.engine.building import MODEL_BUILDER, build_gemma, mend_cpu_layers, patched
 
     mend_cpu_layers()
-    return computed_per_layer_inputs()
+    return patched(MODEL_BUILDER, build_gemma)
 
 
 def gemma() -> contextlib.AbstractContextManager[None]:

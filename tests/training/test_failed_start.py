@@ -14,7 +14,7 @@ import tiny
 
 from colograd import GRPOTrainer
 from colograd.runtime import failures
-from colograd.weights.copied import CopiedWeights
+from colograd.weights.sync import CopiedWeights
 
 
 class Unwilling(CopiedWeights):

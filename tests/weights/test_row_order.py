@@ -9,10 +9,8 @@ import torch
 
 from colograd.extensions.fsdp.gathered import Place
 from colograd.extensions.fsdp.rows import Rows
-from colograd.weights import shared
-from colograd.weights.copied import Copies
-from colograd.weights.mapping import Slice
-from colograd.weights.row_order import with_row_orders
+from colograd.weights.mapping import Slice, with_row_orders
+from colograd.weights.sync import copy, obstacle
 
 HEADS, KEYS, SIZE, WIDTH = 8, 4, 6, 5
 
@@ -40,12 +38,12 @@ def test_row_order_is_detected_and_kept_when_publishing(order, heads, place: int
     cut = (slice(place * own, (place + 1) * own),) if ranks > 1 else ()
     plain = [Slice(f"layer.{n}", p, engine[f"layer.{n}"], cut) for n, p in policy.named_parameters()]
     parts = with_row_orders(plain, policy, place, ranks)
-    assert all(part.equal() and shared.obstacle(part) == "the engine has its rows in another order" for part in parts)
+    assert all(part.equal() and obstacle(part) == "the engine has its rows in another order" for part in parts)
 
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.copy_(torch.rand_like(parameter))
-    Copies(parts).write()
+    copy(parts)
     for (name, parameter), part in zip(policy.named_parameters(), parts, strict=True):
         wanted = order(parameter.detach(), place, ranks)
         assert torch.equal(engine[f"layer.{name}"], wanted)

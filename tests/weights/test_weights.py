@@ -21,9 +21,9 @@ from colograd.batch import Prompt
 from colograd.engine.sampling import Sampling
 from colograd.engine.vllm_engine import VLLMEngine
 from colograd.runtime import process
-from colograd.weights import proof, sign_probe, state_dict_on_host, weight_sync
+from colograd.weights import proof, state_dict_on_host, weight_sync
 from colograd.weights.mapping import UnmappedParameter, map_parameters
-from colograd.weights.shared import SharedWeights
+from colograd.weights.sync import SharedWeights
 
 FAMILIES = [  # tied or not; most of them in the slow suite
     ("llama", False), ("gemma3", True),
@@ -362,21 +362,21 @@ class TestProof:
 
 def test_cancelling_signs_need_llamas_names() -> None:
     plain = {"transformer.wte.weight": (10, 4), "transformer.h.0.attn.c_attn.weight": (4, 12)}
-    assert sign_probe.cancelling(plain, norms=True) == {}
+    assert proof.cancelling(plain, norms=True) == {}
     shapes = {
         "model.embed_tokens.weight": (10, 4), "model.layers.0.input_layernorm.weight": (4,),
         "model.layers.0.self_attn.q_proj.weight": (6, 4), "model.layers.0.self_attn.q_proj.bias": (6,),
         "model.layers.0.self_attn.o_proj.weight": (4, 6), "model.layers.0.mlp.gate_proj.bias": (8,),
         "model.norm.weight": (4,), "lm_head.weight": (10, 4),
     }  # fmt: skip
-    found = sign_probe.cancelling(shapes, norms=True)
+    found = proof.cancelling(shapes, norms=True)
     assert found.keys() == shapes.keys() - {"model.layers.0.mlp.gate_proj.bias"}
     assert all(bool((one.abs() == 1).all()) for one in found.values())
     stream, before = found["model.embed_tokens.weight"][0], found["model.layers.0.input_layernorm.weight"]
     assert torch.equal(found["model.layers.0.self_attn.q_proj.weight"][0], -stream * before)
     assert torch.equal(found["lm_head.weight"][0], stream * found["model.norm.weight"])
     del shapes["lm_head.weight"]  # tied: the embedding's own signs are the head's, so that the norm between has none
-    assert "model.norm.weight" not in sign_probe.cancelling(shapes, norms=True)
+    assert "model.norm.weight" not in proof.cancelling(shapes, norms=True)
 
 
 def test_host_state_dict_has_whole_tensors_and_ties() -> None:

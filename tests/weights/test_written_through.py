@@ -10,9 +10,9 @@ import torch
 from colograd.engine.tensors import VLLMTensors
 from colograd.extensions.fsdp.gathered import Place
 from colograd.extensions.fsdp.rows import Rows
-from colograd.weights import mapping, shared
-from colograd.weights.copied import Copies
+from colograd.weights import mapping
 from colograd.weights.mapping import map_parameters
+from colograd.weights.sync import copy, obstacle
 
 
 class Mixer(torch.nn.Module):
@@ -27,8 +27,8 @@ def test_a_publish_writes_the_function_of_a_parameter() -> None:
     policy, engine = Mixer("A_log", 4), Mixer("A", 4)
     (part,) = map_parameters(policy, VLLMTensors(engine))
     wanted = -policy.mixer.A_log.detach().exp()
-    assert not part.equal() and shared.obstacle(part) == "the engine has a function of it"
-    Copies([part]).write()
+    assert not part.equal() and obstacle(part) == "the engine has a function of it"
+    copy([part])
     assert part.equal() and torch.equal(engine.mixer.A, wanted)
 
     place = Place(part.destination, part.cut, part.through)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from ...engine.protocol import Engine
-from ...weights import proof, shared
+from ...weights import proof
 from ...weights.mapping import Slice
 from ...weights.selection import Pairing, move
-from ...weights.sync import PlannedSync
+from ...weights.sync import PlannedSync, bind, obstacle
 from .rows import ELEMENTS, Rows, cuts_of, gathered
 
 
@@ -91,8 +91,8 @@ class GatheredWeights(PlannedSync):
 def gathered_weights(pairing: Pairing) -> GatheredWeights:
     """Create `GatheredWeights`. If possible the policy shares the engine's memory until FSDP shards the policy, so that
     the device never has two copies."""
-    if not any(shared.obstacle(part) for part in pairing.slices):
-        shared.bind(pairing.slices)
+    if not any(obstacle(part) for part in pairing.slices):
+        bind(pairing.slices)
         move(pairing.policy, pairing.device)  # Parameters are in place, so only buffers move.
     proof.check_read(pairing.slices, pairing.policy, pairing.engine, tower_prompt=pairing.tower_prompt)
     return GatheredWeights(pairing.policy, pairing.engine, pairing.slices)

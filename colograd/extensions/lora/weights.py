@@ -20,9 +20,7 @@ from safetensors.torch import save_file
 from ...engine.protocol import Engine, LoRALayer
 from ...parallel.shards import Shard
 from ...policy.lora import PREFIX, adapted_layers
-from ...weights.copied import CopiedWeights
-from ...weights.shared import SharedWeights
-from ...weights.sync import PlannedSync, Unserved
+from ...weights.sync import CopiedWeights, PlannedSync, SharedWeights, Unserved
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "conflicts:CONFLICTS",
-    "loaded_policy": "model:check_policy",
-    "model_feature": "model:WholeRows",
+    "loaded_policy": "shared_rows:check_policy",
+    "model_feature": "shared_rows:WholeRows",
     "sharding_variant": "shared_rows:over_rows",
     "shares_out_mixer": "recurrent_heads:way_of",
 }

@@ -92,14 +92,14 @@ class RowPart:
 
         tokens           (4, 3)
         logit_positions  1 2 | 1 4 5
-        labels           (3, 2)
+        most_labels      3
         own              0 1   2          on the first rank
                                  3 4      on the second rank
     """
 
     group: RankGroup
     tokens: tuple[int, ...]  # Number of tokens of each rank.
-    labels: tuple[int, ...]  # Number of labels of each rank.
+    most_labels: int  # Largest number of labels of a rank.
     own: torch.Tensor  # Indices of this rank's n labels among the row's N labels, (n,).
     own_on_host: torch.Tensor  # The tensor `own` in host memory, (n,).
     # Index of each label in the all-gathered labels, (N,). The gather pads every rank's labels to the same number.
@@ -107,7 +107,9 @@ class RowPart:
     fillers: int = 0  # Number of padding tokens that `cut` has added at the row's end.
 
     @classmethod
-    def of(cls, group: RankGroup, num_tokens: int, positions: torch.Tensor, device: torch.device) -> RowPart:
+    def of(
+        cls, group: RankGroup, num_tokens: int, positions: torch.Tensor, device: torch.device, fillers: int = 0
+    ) -> RowPart:
         """Divide a row's tokens into nearly equal ranges. A label belongs to the rank of the token that predicts it.
         ``positions`` are the row's `MicroBatch.logit_positions`, (N,), in host memory."""
         size = group.size
@@ -118,10 +120,10 @@ class RowPart:
         by_owner = owner.argsort(stable=True)
         within = torch.empty_like(owner)
         within[by_owner] = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner[by_owner]]
-        places = owner * int(counts.max()) + within
+        most = int(counts.max())
+        places = to_device_async(owner * most + within, device)
         own = (owner == group.place).nonzero().flatten()
-        labels = tuple(counts.tolist())
-        return cls(group, tokens, labels, to_device_async(own, device), own, to_device_async(places, device))
+        return cls(group, tokens, most, to_device_async(own, device), own, places, fillers)
 
     @property
     def range(self) -> slice:
@@ -233,8 +235,7 @@ def cut(model: Any, row: MicroBatch) -> tuple[MicroBatch, RowPart | None]:
         riders = tuple(rider.padded(missing) for rider in row.riders)
         layout = SegmentLayout((*row.layout.lengths, missing), (*row.layout.attends_to, ()))
         filled = dataclasses.replace(row, layout=layout, riders=riders, **padded)
-    part = RowPart.of(groups.sequence, filled.layout.num_tokens, positions, row.input_ids.device)
-    part = dataclasses.replace(part, fillers=missing)
+    part = RowPart.of(groups.sequence, filled.layout.num_tokens, positions, row.input_ids.device, missing)
     return part.cut(filled), part
 
 
@@ -256,8 +257,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, part: RowPart) -> torch.Tensor:
         ctx.part = part
-        most = max(part.labels)
-        filled = own.new_zeros(most, *own.shape[1:])
+        filled = own.new_zeros(part.most_labels, *own.shape[1:])
         filled[: len(own)] = own
         return part.group.all_gather(filled).index_select(0, part.places)
 

@@ -1,20 +1,24 @@
-"""Sharding strategies with sequence parallelism: each rank computes some of a packed row's tokens."""
+"""Sharding strategies with sequence parallelism: each rank computes some of a packed row's tokens. Checks of models."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...config import GRPOConfig
 from ...parallel.shards import RankGroup, parts_of
 from ...policy.lora import unwrap
+from ...policy.supported import ModelFeature, check_shared_rows
 from ...runtime.sizes import num_experts
 from ...sharding.shared_rows import SharedRows
 from ...sharding.strategy import ShardingStrategy
 from ...sharding.zero import SharedGradients
 from .forward import RowGroups, share_rows, whole_rows
+
+if TYPE_CHECKING:
+    from ...policy.loading import Policy
 
 
 class SharedTokens(SharedRows):
@@ -82,3 +86,19 @@ def rows_of(way: type[ShardingStrategy]) -> type[ShardingStrategy]:
     # The backward of ZeRO-2 has its own handling of a failed rank.
     own: dict[str, Any] = {"backward": SharedGradients.backward} if issubclass(way, SharedGradients) else {}
     return type(f"RowsOf{way.__name__}", (SharedTokens, way), own)
+
+
+class WholeRows(ModelFeature):
+    def why_rows_stay_whole(self, model: Any) -> str:
+        text = model.config.get_text_config()
+        given: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+        ways = [given, *(of_layers for of_layers in given.values() if isinstance(of_layers, dict))]
+        kinds = [str(way.get("rope_type") or "") for way in ways]
+        if text.model_type == "phimoe" or any(kind == "longrope" or "dynamic" in kind for kind in kinds):
+            return f"{type(model).__name__} chooses its rotary frequencies by the row's last position"
+        return ""
+
+
+def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
+    check_shared_rows(policy.model, config.sequence_parallel_size, policy.why_padded)
+    return policy

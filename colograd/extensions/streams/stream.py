@@ -62,13 +62,14 @@ class PromptStream(torch.utils.data.IterableDataset):
         """The stream itself, because it saves and loads the state of the prompts (see `PromptDataset.choice`)."""
         return self
 
-    def loader(self) -> StreamLoader:
-        return StreamLoader(self)
+    def loader(self) -> DataLoader[list[Prompt]]:
+        """Return a plain dataloader, so that `accelerate.skip_first_batches` can resume training."""
+        # A separate generator, because the start of an iteration would draw a number from the global generator.
+        return DataLoader(self, batch_size=None, num_workers=0, generator=torch.Generator())
 
     def first(self, count: int) -> list[Prompt]:
         """Return the first ``count`` prompts within the token limit. The training still begins with them."""
-        found = list(itertools.islice(self._pass(0, counts=False), count))
-        if not found:
+        if not (found := list(itertools.islice(self._pass(0, counts=False), count))):
             raise ValueError(
                 f"{self.rules.name} has no rows, or all prompts exceed the limit of {self.longest} tokens: add "
                 "prompts, or raise max_prompt_tokens."
@@ -92,14 +93,12 @@ class PromptStream(torch.utils.data.IterableDataset):
                 for step in [*range(self.round_steps)] * self.iterations:
                     items += 1
                     self.saved = {"items": items, "digest": digest.hexdigest()}
-                    if self._expected.get("items") == items:
-                        if self._expected != self.saved:
-                            raise ValueError(
-                                f"{self.rules.name} isn't the stream that the checkpoint was trained on: its first "
-                                f"{items} steps have other prompts now. Make the stream's order repeatable, or set "
-                                "ignore_data_skip: true to begin the stream anew."
-                            )
-                        self._expected = {}
+                    if self._expected.get("items") == items and self._expected != self.saved:
+                        raise ValueError(
+                            f"{self.rules.name} isn't the stream that the checkpoint was trained on: its first "
+                            f"{items} steps have other prompts now. Make the stream's order repeatable, or set "
+                            "ignore_data_skip: true to begin the stream anew."
+                        )
                     first = step * self.per_step + self.layout.data_rank * per_rank
                     yield prompts[first : first + per_rank]
             if not rounds:
@@ -132,11 +131,3 @@ class PromptStream(torch.utils.data.IterableDataset):
 
 def _prompts(rows: list[tuple[dict[str, Any], tuple[int, ...]]], first: int) -> list[Prompt]:
     return [Prompt(example, ModelInput(ids), first + index) for index, (example, ids) in enumerate(rows)]
-
-
-class StreamLoader(DataLoader):
-    """The dataloader of a `PromptStream`: a plain one, so that `accelerate.skip_first_batches` can resume training."""
-
-    def __init__(self, stream: PromptStream) -> None:
-        # A separate generator, because the start of an iteration would draw a number from the global generator.
-        super().__init__(stream, batch_size=None, num_workers=0, generator=torch.Generator())

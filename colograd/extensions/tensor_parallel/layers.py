@@ -58,7 +58,8 @@ class VocabularyPart:
 
 
 def _enter_region(group: RankGroup, region: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Pre-forward hook of an attention, a convolution or an MLP: the backward sums the ranks' gradients of the inputs.
+    """Pre-forward hook of an attention, a convolution, an MLP or experts: the backward sums the ranks' gradients of the
+    inputs. The router, which each rank has whole, gets whole gradients, because routing weights are inputs of experts.
     The first linear layers of such a region are cut by outputs, the last linear layer by inputs. A hook works for
     recurrent layers, too, whose forward `hybrids` replaces."""
 
@@ -66,18 +67,6 @@ def _enter_region(group: RankGroup, region: nn.Module, args: Any, kwargs: dict[s
         return enter(value, group) if isinstance(value, torch.Tensor) else value
 
     return tuple(map(entered, args)), {name: entered(value) for name, value in kwargs.items()}
-
-
-class _Experts(nn.Module):
-    """Experts of a mixture: each rank has some of every expert's intermediate features. Each rank has the whole router.
-    The router gets whole gradients, because the experts' routing weights are inputs of this module, as the tokens
-    are."""
-
-    cut_group: RankGroup
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _enter_region(self.cut_group, self, args, kwargs)
-        return leave(super().forward(*args, **kwargs), self.cut_group)
 
 
 class _RowParallel(nn.Linear):
@@ -112,15 +101,11 @@ class _Head(nn.Linear):
         return leave(F.pad(logits, (own.start, own.size - own.stop)), own.group)
 
 
-@functools.cache
-def _derived(kind: Any, own: Any) -> Any:
-    return type(own.__name__, (kind, own), {"__module__": own.__module__})
-
-
 def _become(module: Any, kind: Any, **attributes: Any) -> None:
+    """Add the base class ``kind`` in front of a module's class, and set attributes of the module."""
     own: Any = type(module)
     cpu_products.give_back(module)
-    module.__class__ = _derived(kind, own)
+    module.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
     for name, value in attributes.items():
         setattr(module, name, value)
 
@@ -181,12 +166,14 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
             _become(module, _RowParallel, cut_group=engine, in_features=module.weight.shape[1])
         elif isinstance(module, nn.Linear):
             module.out_features = module.weight.shape[0]
-            parent = _layer_of(path).rpartition(".")[0]
+            # The path around the adapted layer, if this is its base layer or a LoRA matrix; else around the layer.
+            parent = path.partition(".lora_")[0].removesuffix(".base_layer").rpartition(".")[0]
             regions[parent] = model.get_submodule(parent)
         elif isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels:
             module.groups = module.in_channels = module.out_channels = module.weight.shape[0]
         elif path.endswith(".experts"):
-            _become(module, _Experts, cut_group=engine)
+            regions[path] = module  # Each rank has some of every expert's intermediate features.
+            module.register_forward_hook(lambda layer, args, output: leave(output, engine))
         else:
             raise RuntimeError(f"An engine's ranks divide a layer in an unknown way: {path} ({type(module).__name__}).")
     for region in regions.values():
@@ -196,11 +183,6 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
     _sum_partial_gradients(model, regions, parts)
     unwrap(model).tensor_parts = parts
     return parts
-
-
-def _layer_of(path: str) -> str:
-    """Return the path of the adapted layer that a base layer or a LoRA matrix belongs to. Other paths don't change."""
-    return path.partition(".lora_")[0].removesuffix(".base_layer")
 
 
 def adapter_shards(adapted: Iterable[AdaptedLayer], shards: Mapping[str, Shard]) -> dict[int, Shard]:
@@ -236,17 +218,14 @@ def _sum_partial_gradients(model: nn.Module, regions: Mapping[str, nn.Module], p
         sets = tuple(parts.holders(name, place) for place in range(parts.engine.size))
         if all(len(one) == 1 for one in sets):
             continue
-        if len(sets[parts.engine.place]) == parts.engine.size:
-            group = parts.engine
-        else:
+        if sets not in among:
+            own = functools.partial(_sharing, sets)
+            among[sets] = parts.engine if len(sets[0]) == len(sets) else group_of(parts.layout, own)
+        parameter.register_hook(functools.partial(_summed, group=among[sets]))
 
-            def sharing(rank: RankLayout, sets: Sequence[tuple[int, ...]] = sets) -> tuple[int, ...]:
-                return tuple(rank.engine_group[at] for at in sets[rank.engine_place])
 
-            if sets not in among:
-                among[sets] = group_of(parts.layout, sharing)
-            group = among[sets]
-        parameter.register_hook(functools.partial(_summed, group=group))
+def _sharing(sets: Sequence[tuple[int, ...]], rank: RankLayout) -> tuple[int, ...]:
+    return tuple(rank.engine_group[place] for place in sets[rank.engine_place])
 
 
 def _summed(gradient: torch.Tensor, group: RankGroup) -> torch.Tensor:

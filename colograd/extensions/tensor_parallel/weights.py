@@ -1,23 +1,34 @@
-"""Weight sync of a tensor-parallel policy: every parameter shares its memory with a tensor of this rank's engine."""
+"""Weight sync of a tensor-parallel policy: every parameter shares its memory with a tensor of this rank's engine.
+
+Checks of a model for `sharding: tensor`, where the policy has the engine's tensor-parallel layout.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...config import GRPOConfig
 from ...parallel.ranks import on_all_ranks
-from ...parallel.shards import Shard
+from ...parallel.shards import Shard, parts_of
 from ...policy.lora import Adapter, adapted_layers, base_name
+from ...policy.supported import ModelFeature, Wanted
 from ...runtime.registry import hooks
-from ...weights import WeightSync, proof
+from ...weights import WeightSync, check_adapter_in_parts, proof
 from ...weights.mapping import Slice
 from ...weights.selection import Pairing, move
-from ...weights.shared import SharedWeights, obstacle
-from ...weights.sync import Unserved
+from ...weights.sync import SharedWeights, Unserved, obstacle
 from .layers import adapter_shards, split
+
+if TYPE_CHECKING:
+    from ...policy.loading import Policy
+
+# Models that support a policy in the engine's tensor-parallel layout.
+CUT = ("gemma3_text", "lfm2", "llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
@@ -28,7 +39,10 @@ def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
     with on_all_ranks("the plan of the policy's parts"):
         parts = _parts(pairing.slices)
     proof.check_read(pairing.slices, policy, engine, tower_prompt=pairing.tower_prompt)
-    _bind(parts)
+    with torch.no_grad():  # Copy this rank's parts into the engine. The memory of the whole parameters is freed.
+        for part, own in parts:
+            part.destination.copy_(own.of(part.source.detach()))
+            part.source.data = part.destination
     shards, lora_shards = {part.name: shard for part, shard in parts}, dict[int, Shard]()
     if adapter is not None:
         lora_shards = adapter_shards(adapted_layers(policy), {str(base_name(name)): s for name, s in shards.items()})
@@ -79,10 +93,39 @@ def _joined(places: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:
     return first.as_strided(shard.local_shape, first.stride()) if others else first
 
 
-@torch.no_grad()
-def _bind(parts: Sequence[tuple[Slice, Shard]]) -> None:
-    """Copy this rank's part of each parameter into the engine's tensor, and make the tensor the parameter's data. The
-    memory of the whole parameter is freed."""
-    for part, shard in parts:
-        part.destination.copy_(shard.of(part.source.detach()))
-        part.source.data = part.destination
+class InEngineLayout(ModelFeature):
+    def check(self, wanted: Wanted) -> None:
+        model_config, config = wanted.model_config, wanted.config
+        if model_config is None or not config.tensor_parallel:
+            return
+        if model_config.model_type not in CUT:
+            raise ValueError(
+                f"sharding is {config.sharding!r}, but {model_config.model_type} isn't among the models whose policy "
+                f"can have the engine's layout in this version ({', '.join(CUT)}): set sharding: gradients, or fsdp "
+                "for a policy that no rank has room for."
+            )
+        dropout = {name: value for name, value in vars(model_config).items() if "dropout" in name and value}
+        if dropout and not config.disable_dropout:
+            name, value = dropout.popitem()
+            raise ValueError(
+                f"sharding is {config.sharding!r} and the model's {name} is {value}, but the ranks of an engine would "
+                "drop different parts of one row: set disable_dropout: true."
+            )
+
+    def can_be_cut(self, model_config: Any) -> bool:
+        return model_config.model_type in CUT
+
+    def on_load(self, model: Any, path: str, config: GRPOConfig) -> None:
+        if parts_of(model) is not None:
+            raise ValueError("The model was cut by an earlier trainer (sharding: tensor): load it again.")
+
+
+def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
+    if config.tensor_parallel and not samples:
+        raise ValueError(
+            f"sharding is {config.sharding!r}, which divides the policy as the engine does, but recorded steps are "
+            "trained without an engine: set sharding: gradients or fsdp."
+        )
+    if config.tensor_parallel:
+        check_adapter_in_parts(policy.adapter, config.sharding)
+    return policy

@@ -19,7 +19,7 @@ from colograd.apps.cli import main
 from colograd.config import parse_arguments
 from colograd.extensions.agents.sessions import Agent
 from colograd.rewards.functions import resolve_rewards
-from colograd.runtime import gpus
+from colograd.runtime import process
 from colograd.runtime.importing import find_object
 
 
@@ -120,7 +120,7 @@ FIELDS = ("num_generations", "prompts_per_step", "max_completion_length", "learn
 def test_size_and_machine_choose_the_recipe(
     model: str, has_gpu: bool, source: str, changes: dict, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(gpus, "nodes", lambda: ["/dev/nvidia0"] * has_gpu)
+    monkeypatch.setattr(process, "gpu_nodes", lambda: ["/dev/nvidia0"] * has_gpu)
     monkeypatch.setattr(init, "_fits", lambda model, length: True)
     assert main(["init", str(tmp_path), "--model", model, "--yes"]) == 0
     recipe, expected = written(tmp_path), yaml.safe_load((RECIPES / f"{source}.yaml").read_text()) | changes
@@ -129,7 +129,7 @@ def test_size_and_machine_choose_the_recipe(
 
 
 def test_an_adapter_is_trained_where_all_weights_don_t_fit(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(gpus, "nodes", lambda: ["/dev/nvidia0"])
+    monkeypatch.setattr(process, "gpu_nodes", lambda: ["/dev/nvidia0"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 * 2**30, name="H100")

@@ -32,9 +32,8 @@ from colograd.policy.loading import load_policy
 from colograd.policy.supported import check_supported
 from colograd.sharding.weight_files import float32_weights, load_renamed
 from colograd.weights import check_choice, proof
-from colograd.weights.copied import MergedWeights
 from colograd.weights.mapping import UnmappedParameter, map_parameters
-from colograd.weights.shared import SharedWeights
+from colograd.weights.sync import MergedWeights, SharedWeights
 
 FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss")
 FURTHER = ("qwen2_moe", "olmoe")

@@ -50,7 +50,7 @@ from colograd.policy import attention, merged_attention, row_proof, towers
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 from colograd.policy.supported import check_supported
-from colograd.weights.copied import MergedWeights
+from colograd.weights.sync import MergedWeights
 
 WITH_PLACE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
 

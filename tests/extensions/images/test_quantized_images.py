@@ -34,7 +34,7 @@ from colograd.policy.loading import load_policy
 from colograd.policy.lora import base_name, wrap
 from colograd.policy.supported import check_supported
 from colograd.weights import proof
-from colograd.weights.copied import MergedWeights
+from colograd.weights.sync import MergedWeights
 
 pytest.importorskip("bitsandbytes")
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from colograd import GRPOTrainer
 from colograd.extensions.lora.weights import AdapterWeights
 from colograd.policy import towers
-from colograd.weights.copied import MergedWeights
+from colograd.weights.sync import MergedWeights
 
 NAME = "sampling/sampling_logp_difference/mean"
 BFLOAT16: dict[str, Any] = {"model_init_kwargs": {"dtype": "bfloat16"}, "optim": "adamw_torch"}

@@ -22,7 +22,7 @@ from colograd.engine.vllm_engine import StaleWeights
 from colograd.extensions.lora.weights import AdapterWeights
 from colograd.policy.lora import adapted_layers, unwrap
 from colograd.weights import proof
-from colograd.weights.copied import MergedWeights
+from colograd.weights.sync import MergedWeights
 
 pytestmark = pytest.mark.engine
 

@@ -45,8 +45,7 @@ from colograd.policy import lora, outline, row_proof
 from colograd.policy.loading import load_policy
 from colograd.policy.supported import check_supported
 from colograd.weights import proof
-from colograd.weights.copied import MergedWeights
-from colograd.weights.shared import SharedWeights
+from colograd.weights.sync import MergedWeights, SharedWeights
 
 bnb = pytest.importorskip("bitsandbytes")
 

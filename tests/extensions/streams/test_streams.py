@@ -12,7 +12,7 @@ from paths import MODEL
 
 from colograd.config import GRPOConfig
 from colograd.data import PromptRules, tokenize_prompts
-from colograd.extensions.streams.stream import PromptStream, StreamLoader
+from colograd.extensions.streams.stream import PromptStream
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -72,7 +72,7 @@ def test_a_resumed_stream_goes_on_exactly_where_it_stopped(tokenizer: Any) -> No
     after = streamed(tokenizer, shuffle_dataset=True)
     after.load(before.saved)
     assert before.saved["items"] == 6
-    assert take(skip_first_batches(StreamLoader(after), 6), 3) == whole[6:]
+    assert take(skip_first_batches(after.loader(), 6), 3) == whole[6:]
 
 
 def test_a_stream_that_is_another_one_is_noticed_when_resuming(tokenizer: Any) -> None:
@@ -80,7 +80,7 @@ def test_a_stream_that_is_another_one_is_noticed_when_resuming(tokenizer: Any) -
     take(before, 4)
     after.load(before.saved)
     with pytest.raises(ValueError, match="train_dataset isn't the stream that the checkpoint was trained on"):
-        take(skip_first_batches(StreamLoader(after), 4), 1)
+        take(skip_first_batches(after.loader(), 4), 1)
 
 
 def test_long_prompts_of_a_stream_are_dropped_and_counted(tokenizer: Any) -> None:

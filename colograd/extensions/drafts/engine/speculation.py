@@ -18,7 +18,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 
 from ....config import GRPOConfig
-from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
+from ....engine.protocol import EngineFeature, EngineUse
 
 
 class SeededSpeculation(RejectionSampler):
@@ -29,31 +29,36 @@ class SeededSpeculation(RejectionSampler):
 
     def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> Any:
         """See `RejectionSampler.forward`. ``logits`` (T, V) has one row per draft, and one more row per request."""
-        from vllm.v1.outputs import SamplerOutput
+        from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
-        constrained = self._constrained(metadata, logits, sampling_metadata)
-        tokens = self._sample(metadata, constrained, sampling_metadata)
-        logprobs, wanted = None, sampling_metadata.max_num_logprobs
-        if wanted is not None:
-            shown = constrained if self.is_processed_logprobs_mode else logits
-            logprobs = self._logprobs(metadata, shown, tokens, wanted)
-        return SamplerOutput(sampled_token_ids=tokens.to(logits.device), logprobs_tensors=logprobs)
-
-    def _constrained(self, metadata: Any, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
         last, drafted = metadata.bonus_logits_indices, metadata.target_logits_indices
-        found = torch.empty_like(logits, dtype=torch.float32)
-        found[last] = self.sampler.apply_logits_processors(logits[last].float(), sampling_metadata, True)
-        found[drafted] = self.apply_logits_processors(logits[drafted].float(), sampling_metadata, metadata)
-        if sampling_metadata.all_greedy:
-            return found
-        rows = torch.tensor(metadata.num_draft_tokens, device=logits.device) + 1
-        # Plain torch, because vLLM's kernel for repeating values was seen to leave wrong temperatures on a CPU.
-        temperature, top_k, top_p = (
-            None if value is None else value.repeat_interleave(rows)
-            for value in (sampling_metadata.temperature, sampling_metadata.top_k, sampling_metadata.top_p)
-        )
-        found = self.sampler.apply_temperature(found, temperature, sampling_metadata.all_random)
-        return apply_top_k_top_p(found, top_k, top_p)
+        constrained = torch.empty_like(logits, dtype=torch.float32)
+        constrained[last] = self.sampler.apply_logits_processors(logits[last].float(), sampling_metadata, True)
+        constrained[drafted] = self.apply_logits_processors(logits[drafted].float(), sampling_metadata, metadata)
+        if not sampling_metadata.all_greedy:
+            counts = torch.tensor(metadata.num_draft_tokens, device=logits.device) + 1
+            # Plain torch, because vLLM's kernel for repeating values was seen to leave wrong temperatures on a CPU.
+            temperature, top_k, top_p = (
+                None if value is None else value.repeat_interleave(counts)
+                for value in (sampling_metadata.temperature, sampling_metadata.top_k, sampling_metadata.top_p)
+            )
+            constrained = self.sampler.apply_temperature(constrained, temperature, sampling_metadata.all_random)
+            constrained = apply_top_k_top_p(constrained, top_k, top_p)
+        tokens = self._sample(metadata, constrained, sampling_metadata)
+        sampled = tokens.to(logits.device)
+        if (wanted := sampling_metadata.max_num_logprobs) is None:
+            return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None)
+        # Log-probabilities at sampled positions. Values at placeholders are 0, never read.
+        kept = tokens != PLACEHOLDER_TOKEN_ID
+        first = torch.tensor(_first_rows(metadata.num_draft_tokens))
+        rows = (first[:, None] + torch.arange(tokens.shape[1]))[kept].to(logits.device)
+        logprobs = (constrained if self.is_processed_logprobs_mode else logits)[rows].float()
+        if not self.is_logits_logprobs_mode:
+            logprobs = self.sampler.compute_logprobs(logprobs)
+        of_sampled = self.sampler.gather_logprobs(logprobs, wanted, tokens[kept].long().to(logits.device))[:3]
+        places = kept.flatten().nonzero()[:, 0].to(logits.device)
+        spread = (x.new_zeros(kept.numel(), *x.shape[1:]).index_copy(0, places, x) for x in of_sampled)
+        return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=LogprobsTensors(*spread))
 
     def _sample(self, metadata: Any, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
         """Return tokens (requests, max drafts + 1) on the CPU, with placeholders behind the first rejected draft.
@@ -89,31 +94,6 @@ class SeededSpeculation(RejectionSampler):
         self.drafted += sum(token >= 0 for draft in drafts for token in draft)  # vLLM pads some drafts with -1
         return tokens
 
-    def _logprobs(self, metadata: Any, logits: torch.Tensor, tokens: torch.Tensor, wanted: int) -> Any:
-        """Return log-probabilities of ``tokens`` at sampled positions. Values at placeholders are 0, never read."""
-        from vllm.v1.outputs import LogprobsTensors
-
-        kept = tokens != PLACEHOLDER_TOKEN_ID
-        first = torch.tensor(_first_rows(metadata.num_draft_tokens))
-        rows = (first[:, None] + torch.arange(tokens.shape[1]))[kept].to(logits.device)
-        found = logits[rows].float()
-        if not self.is_logits_logprobs_mode:
-            found = self.sampler.compute_logprobs(found)
-        told = self.sampler.gather_logprobs(found, wanted, tokens[kept].long().to(logits.device))
-        places = kept.flatten().to(logits.device)
-
-        def in_places(values: torch.Tensor) -> torch.Tensor:
-            spread = values.new_zeros(len(places), *values.shape[1:])
-            spread[places] = values
-            return spread
-
-        return LogprobsTensors(*map(in_places, told[:3]))
-
-    def take_counts(self) -> dict[str, float]:
-        counts = {"drafts/tokens": float(self.drafted), "drafts/accepted": float(self.accepted)}
-        self.drafted = self.accepted = 0
-        return counts
-
 
 def _first_rows(counts: list[int]) -> list[int]:
     """Return each request's first row in the logits. A request has one row per drafted token, and one more row."""
@@ -123,7 +103,7 @@ def _first_rows(counts: list[int]) -> list[int]:
 class Drafts(EngineFeature):
     _sampler: SeededSpeculation | None = None
 
-    def built(self, engine: BuiltEngine) -> None:
+    def built(self, engine: Any) -> None:
         runner = engine.core.model_executor.driver_worker.worker.model_runner
         theirs = getattr(runner, "rejection_sampler", None)
         if theirs is None:  # the engine runs without drafts
@@ -142,7 +122,11 @@ class Drafts(EngineFeature):
         runner.rejection_sampler = self._sampler
 
     def take_counts(self) -> dict[str, float]:
-        return self._sampler.take_counts() if self._sampler else {}
+        if (sampler := self._sampler) is None:
+            return {}
+        counts = {"drafts/tokens": float(sampler.drafted), "drafts/accepted": float(sampler.accepted)}
+        sampler.drafted = sampler.accepted = 0
+        return counts
 
 
 def drafts_of(config: GRPOConfig, use: EngineUse) -> Drafts | None:

@@ -16,7 +16,7 @@ from torch.nn.functional import gelu, linear, silu
 
 from ....config import GRPOConfig
 from ....engine.building import replaced
-from ....engine.feature import EngineFeature, EngineUse
+from ....engine.protocol import EngineFeature, EngineUse
 from ....runtime.sizes import num_experts
 
 # Constants of gpt-oss's activation, which clamps gate and up projections. In its weights the two alternate.

@@ -18,8 +18,7 @@ import torch
 from ....batch import ModelInput
 from ....config import GRPOConfig
 from ....engine.arguments import accepted, runs_v2
-from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
-from ....engine.protocol import Sampled
+from ....engine.protocol import EngineFeature, EngineUse, Sampled
 from ..rider import RoutedExperts, filled
 
 TELLS_EXPERTS = "enable_return_routed_experts"  # vLLM's engine argument to return experts, for Model Runner V2.
@@ -55,7 +54,7 @@ class RouterLog(EngineFeature):
             )
         return {TELLS_EXPERTS: True}
 
-    def built(self, engine: BuiltEngine) -> None:
+    def built(self, engine: Any) -> None:
         """Start the recording of experts. Only the engine's first rank records."""
         from vllm import __version__ as found
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from ....batch import ModelInput
 from ....config import GRPOConfig
-from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
-from ....engine.protocol import Sampled
+from ....engine.protocol import EngineFeature, EngineUse, Sampled
 from ....policy.lora import unwrap
 from ....policy.towers import has_tower, reads_text_alone
 from ..rider import STAND_IN
@@ -49,7 +48,7 @@ class ImagePrompts(EngineFeature):
         with both_ways(), whole_on_cpu():
             yield
 
-    def built(self, engine: BuiltEngine) -> None:
+    def built(self, engine: Any) -> None:
         self.core = engine.core
 
     def check_processor(self, processor: Any) -> None:

@@ -16,8 +16,7 @@ import torch
 from ....batch import ModelInput
 from ....config import GRPOConfig
 from ....engine.arguments import accepted, runs_v2
-from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
-from ....engine.protocol import Sampled
+from ....engine.protocol import EngineFeature, EngineUse, Sampled
 from ..rider import KeptTokens
 
 TELLS_KEPT = "return_sampling_mask"  # vLLM's engine argument to return kept tokens, on a GPU only.
@@ -42,7 +41,7 @@ class KeptTokensRecord(EngineFeature):
             )
         return {TELLS_KEPT: True} if self.itself else {}
 
-    def built(self, engine: BuiltEngine) -> None:
+    def built(self, engine: Any) -> None:
         """Let vLLM return the kept tokens with each completion."""
         self._vocabulary = engine.vocab_size
         if self.itself:

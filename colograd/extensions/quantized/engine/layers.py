@@ -15,8 +15,7 @@ import torch
 
 from ....config import GRPOConfig
 from ....engine.building import replaced
-from ....engine.feature import BuiltEngine, EngineFeature, EngineUse
-from ....engine.protocol import EngineTensors, ServedWeights
+from ....engine.protocol import EngineFeature, EngineTensors, EngineUse, ServedWeights
 from ....engine.tensors import VLLMTensors
 from ....policy.lora import base_name
 from ....policy.packed_weights import PackedWeight, packed_weights
@@ -55,7 +54,7 @@ class ServedLayers(ServedWeights, EngineFeature):
         self.numbers: dict[int, Sequence[PackedWeight]] = {}  # Packed weights by layer number.
         self.reserved: dict[str, int] = {}  # Layer numbers by layer name. vLLM's model may lack some of the layers.
 
-    def built(self, engine: BuiltEngine) -> None:
+    def built(self, engine: Any) -> None:
         engine.served = self
 
     @property
