@@ -33,9 +33,9 @@ from .policy.frozen import FrozenModel
 from .policy.logprobs import PolicyForward, label_values
 from .reporting.events import Events
 from .rewards import weighted_sum
-from .rollout.dynamic import round_of
 from .rollout.features import TrainerArguments
 from .rollout.figures import note_figures
+from .rollout.rounds import round_of
 from .rollout.sampler import Purpose, Sampler
 from .runtime import process, registry
 from .runtime.failures import closes_if_it_fails

@@ -25,7 +25,7 @@ from ..reporting.events import Events
 from ..rewards import Ready, Scorer, Scoring
 from ..runtime import registry
 from .checks import checked_advantages, checked_rewards
-from .rounds import PlainRound, Steps, roll_out, unscored
+from .rounds import PlainRound, Steps, unscored
 from .stages import PendingRewards, RolloutSource, Stages
 from .statistics import DIVIDED, RolloutStatistics
 from .texts import has_parser, with_messages, with_prompt_text
@@ -117,7 +117,10 @@ class Sampler:
         self.purpose = Purpose.EVALUATION
         try:
             with self.turn(), on_all_ranks("the evaluation"):
-                return self.on_leader(lambda: roll_out(prompts, self.stages(), times, together), [])
+                drawn = self.on_leader(
+                    lambda: PlainRound(times, together).draw([prompts], self.stages()), [SampledStep((), ())]
+                )
+                return [*drawn[0].sampled]
         finally:
             self.purpose = Purpose.TRAINING
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ import torch
 
 from ..batch import Group, Logged, Prompt, ScoredGroup
 from ..engine.sampling import Sampling
+from ..policy.packing import has_signal
 from ..rewards import Ready
 from ..rewards.values import with_logged_riders
 from .checks import checked_groups
@@ -50,28 +52,26 @@ class PendingRewards(Protocol):
 BeginScore = Callable[[Sequence[Group]], PendingRewards]  # function that starts to score several groups in one call
 
 
-@dataclass(eq=False)
 class InScoring:
     """The groups of some prompts while they are scored: groups read from the rollout log, and groups in scoring."""
 
-    stages: Stages
-    prompts: Sequence[Prompt]  # all prompts of this phase of sampling
-
-    def __post_init__(self) -> None:
-        journal = self.stages.journal
+    def __init__(self, stages: Stages, prompts: Sequence[Prompt]) -> None:
+        self.stages, self.prompts = stages, prompts  # All prompts of this phase of sampling.
         # Groups that have rewards but no advantages yet, by position.
-        self.rewarded: dict[int, RewardedGroup] = {} if journal is None else journal.recall(self.prompts)
+        self.rewarded: dict[int, RewardedGroup] = {} if stages.journal is None else stages.journal.recall(prompts)
         self._pending: dict[int, tuple[Group, PendingRewards]] = {}  # Groups that are being scored, by position.
+        self._scored: list[ScoredGroup] = []  # Groups of the first prompts, in the order of the prompts.
+        self.signals = 0  # Number of groups in `_scored` with a reward difference.
 
     def sample(self, prompts: Sequence[Prompt]) -> Generator[Group]:
         """Yield groups to score, in any order: first recorded groups that are scored again, then generated groups."""
-        journal = self.stages.journal
-        recorded = journal.recall_samples(prompts) if journal is not None else []
+        stages = self.stages
+        recorded = stages.journal.recall_samples(prompts) if stages.journal is not None else []
         yield from recorded
         positions = {group.position for group in recorded}
         if rest := [prompt for prompt in prompts if prompt.position not in positions]:
-            generated: Any = self.stages.generate(rest)
-            with contextlib.closing(checked_groups(generated, rest) if self.stages.checks else generated) as groups:
+            generated: Any = stages.generate(rest)
+            with contextlib.closing(checked_groups(generated, rest) if stages.checks else generated) as groups:
                 yield from groups
 
     def score_together(self, groups: Sequence[Group]) -> None:
@@ -98,14 +98,24 @@ class InScoring:
                 if stages.journal is not None:
                     stages.journal.add(self.rewarded[at])
 
-    def scored(self, position: int) -> ScoredGroup:
-        """Wait for the rewards of the group at a position. Return the group with rewards and advantages."""
-        if position not in self.rewarded:
-            self.take(position=position)
-        recorded = self.rewarded.pop(position)
-        # Pass a copy of the rewards, because a trainer's subclass may change the tensor in place.
-        advantages = self.stages.compute_advantages(recorded.group, recorded.rewards.clone())
-        return ScoredGroup(recorded.group, recorded.rewards, advantages, recorded.logged)
+    def scored(self, enough: float = math.inf, wait: bool = True) -> list[ScoredGroup]:
+        """Compute advantages in the order of the prompts, until ``enough`` groups have a reward difference. Return the
+        groups with advantages.
+
+        Args:
+            wait: wait for pending rewards. False ends at the first prompt without ready rewards.
+        """
+        for position in [prompt.position for prompt in self.prompts[len(self._scored) :]]:
+            if self.signals >= enough or not (wait or position in self.rewarded):
+                break
+            if position not in self.rewarded:
+                self.take(position=position)
+            recorded = self.rewarded.pop(position)
+            # Pass a copy of the rewards, because a trainer's subclass may change the tensor in place.
+            advantages = self.stages.compute_advantages(recorded.group, recorded.rewards.clone())
+            self._scored.append(ScoredGroup(recorded.group, recorded.rewards, advantages, recorded.logged))
+            self.signals += has_signal(self._scored[-1])
+        return self._scored
 
     def cancel(self) -> None:
         """Cancel all reward computations that haven't finished."""

@@ -124,4 +124,5 @@ class CarriedRound(PlainRound):
         with self.times.phase("reward"):
             if samples:
                 scoring.score_together(samples)
-            return [scoring.scored(prompt.position) for prompt in prompts]
+            scoring.prompts = prompts
+            return scoring.scored()
