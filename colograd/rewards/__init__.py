@@ -1,8 +1,9 @@
 """Reward functions: find them, call them in worker processes or in the trainer's process, and check their rewards.
 
 `functions` finds reward functions. `builtin` has the built-in functions, `answers` reads texts and numbers. `calling`
-makes the keywords of one call and checks the returned values. `scoring` decides where and when each call runs.
-Extensions offer further reward functions (hook ``rewards``) and convert reward models to functions (``reward_models``).
+makes the keywords of one call, checks the returned values and sums rewards. `scoring` decides where and when each call
+runs. Extensions offer further reward functions (hook ``rewards``) and convert reward models to functions
+(``reward_models``).
 
 A reward function has TRL's signature, and is called with keywords only, for one group at a time:
 
@@ -27,9 +28,9 @@ from .builtin import builtin_rewards, get_soft_overlong_punishment, gsm8k_reward
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from .calling import weighted_sum
     from .functions import RewardError, RewardFunction, resolve_rewards
     from .scoring import Ready, Scorer, Scoring
-    from .values import weighted_sum
 
     BUILTIN_REWARDS: dict[str, Callable[..., Any]]
     RewardModel: Any
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     reasoning_accuracy_reward: Callable[..., list[float | None]]
 
 _MODULES = {
-    "values": ("weighted_sum",),
+    "calling": ("weighted_sum",),
     "functions": ("RewardError", "RewardFunction", "resolve_rewards"),
     "mathematics": ("accuracy_reward", "math_answer_reward", "reasoning_accuracy_reward"),
     "models": ("RewardModel", "with_models"),  # `mathematics` and `models` are modules of the extension `graders`.

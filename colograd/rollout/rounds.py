@@ -8,6 +8,7 @@ groups are scored together after sampling. `round_of` chooses the run's round ob
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import reprlib
@@ -44,25 +45,20 @@ class PlainRound:
         # vLLM engine samples inside.
         self.around: Callable[[Steps], AbstractContextManager[Any]] = contextlib.nullcontext
 
-    def draw(self, steps: Steps, stages: Stages, enough: float = math.inf) -> list[SampledStep]:
+    def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
         """Sample and score the prompts of all steps as one queue. Called on the first rank of each vLLM engine only.
 
         A group's scoring begins when the group is complete, while vLLM generates other groups. Reward functions in this
         process run between two engine steps. The phase ``reward`` has their time and the wait for pending rewards. With
-        `reward_call: all` the rollout log has all groups or none.
-
-        Args:
-            enough: number of groups with a reward difference after which later prompts aren't needed. Their requests
-                are aborted. Groups are counted in the prompts' order, not in the order of finishing.
-        """
+        `reward_call: all` the rollout log has all groups or none."""
         prompts = [prompt for step in steps for prompt in step]
         scoring = stages.scoring(stages, prompts)
         waiting = list[Group]()  # Groups that will be scored in one call.
         try:
             missing = [prompt for prompt in prompts if prompt.position not in scoring.rewarded]
             if not self.one_call:
-                scoring.scored(enough, wait=False)
-            if missing and scoring.signals < enough:
+                scoring.scored(wait=False)
+            if missing and not scoring.has_enough:
                 groups = scoring.sample(prompts if self.one_call else missing)
                 # Closing `groups` aborts the unfinished requests if there are enough groups or a reward function fails.
                 with self.times.phase("generate"), contextlib.closing(groups):
@@ -72,14 +68,14 @@ class PlainRound:
                             continue
                         started = time.perf_counter()
                         scoring.take(group)
-                        scoring.scored(enough, wait=False)
+                        scoring.scored(wait=False)
                         self.times.move("generate", "reward", time.perf_counter() - started)
-                        if scoring.signals >= enough:
+                        if scoring.has_enough:
                             break
             with self.times.phase("reward"):
                 if waiting:
                     scoring.score_together(sorted(waiting, key=lambda group: group.position))
-                scored = iter(scoring.scored(enough))
+                scored = iter(scoring.scored())
         finally:
             scoring.cancel()
         of_steps = [tuple(itertools.islice(scored, len(step))) for step in steps]
@@ -120,7 +116,7 @@ class DynamicRound(PlainRound):
             "dynamic_sampling/groups": sum(len(step.kept) for step in steps),
         }
 
-    def draw(self, steps: Steps, stages: Stages, enough: float = math.inf) -> list[SampledStep]:
+    def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
         """Sample and score the prompts of each optimizer step. Replace groups with equal rewards by further groups."""
         prompts = [prompt for step in steps for prompt in step]
         sampled = super().draw([prompts], stages)[0].sampled
@@ -131,7 +127,8 @@ class DynamicRound(PlainRound):
             # Draw as many prompts as the missing groups probably need: at most ten prompts per missing group.
             count = math.ceil((len(prompts) - found) / max(found / len(sampled), 0.1))
             more = self.more_prompts(len(sampled) - len(prompts), count)
-            sampled += super().draw([more], stages, len(prompts) - found)[0].sampled
+            until_enough = dataclasses.replace(stages, enough=len(prompts) - found)
+            sampled += super().draw([more], until_enough)[0].sampled
         kept = filter(has_signal, sampled)
         return [
             SampledStep(kept=tuple(itertools.islice(kept, len(step))), sampled=tuple(sampled[index :: len(steps)]))

@@ -14,7 +14,7 @@ from ..batch import Group, Logged, Prompt, ScoredGroup
 from ..engine.sampling import Sampling
 from ..policy.packing import has_signal
 from ..rewards import Ready
-from ..rewards.values import with_logged_riders
+from ..rewards.calling import with_logged_riders
 from .checks import checked_groups
 from .store import RewardedGroup, RolloutStore
 
@@ -61,7 +61,7 @@ class InScoring:
         self.rewarded: dict[int, RewardedGroup] = {} if stages.journal is None else stages.journal.recall(prompts)
         self._pending: dict[int, tuple[Group, PendingRewards]] = {}  # Groups that are being scored, by position.
         self._scored: list[ScoredGroup] = []  # Groups of the first prompts, in the order of the prompts.
-        self.signals = 0  # Number of groups in `_scored` with a reward difference.
+        self._signals = 0  # Number of groups in `_scored` with a reward difference.
 
     def sample(self, prompts: Sequence[Prompt]) -> Generator[Group]:
         """Yield groups to score, in any order: first recorded groups that are scored again, then generated groups."""
@@ -98,15 +98,15 @@ class InScoring:
                 if stages.journal is not None:
                     stages.journal.add(self.rewarded[at])
 
-    def scored(self, enough: float = math.inf, wait: bool = True) -> list[ScoredGroup]:
-        """Compute advantages in the order of the prompts, until ``enough`` groups have a reward difference. Return the
-        groups with advantages.
+    @property
+    def has_enough(self) -> bool:
+        return self._signals >= self.stages.enough
 
-        Args:
-            wait: wait for pending rewards. False ends at the first prompt without ready rewards.
-        """
+    def scored(self, wait: bool = True) -> list[ScoredGroup]:
+        """Compute advantages in the order of the prompts, until `Stages.enough` groups have a reward difference. Return
+        the groups with advantages. If ``wait`` is false, end at the first prompt without ready rewards."""
         for position in [prompt.position for prompt in self.prompts[len(self._scored) :]]:
-            if self.signals >= enough or not (wait or position in self.rewarded):
+            if self.has_enough or not (wait or position in self.rewarded):
                 break
             if position not in self.rewarded:
                 self.take(position=position)
@@ -114,7 +114,7 @@ class InScoring:
             # Pass a copy of the rewards, because a trainer's subclass may change the tensor in place.
             advantages = self.stages.compute_advantages(recorded.group, recorded.rewards.clone())
             self._scored.append(ScoredGroup(recorded.group, recorded.rewards, advantages, recorded.logged))
-            self.signals += has_signal(self._scored[-1])
+            self._signals += has_signal(self._scored[-1])
         return self._scored
 
     def cancel(self) -> None:
@@ -136,3 +136,6 @@ class Stages:
     journal: RolloutStore | None = None
     checks: bool = True  # Whether to check the groups of ``generate``, because user code may have made them.
     scoring: Callable[[Stages, Sequence[Prompt]], InScoring] = InScoring  # Class that scores groups.
+    # Number of groups with a reward difference after which the later prompts aren't needed. Groups are counted in the
+    # prompts' order, not in the order of finishing.
+    enough: float = math.inf
