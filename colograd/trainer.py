@@ -34,7 +34,7 @@ from .policy.logprobs import PolicyForward, label_values
 from .reporting.events import Events
 from .rewards import weighted_sum
 from .rollout.features import TrainerArguments
-from .rollout.figures import note_figures
+from .rollout.record_file import note_figures
 from .rollout.rounds import round_of
 from .rollout.sampler import Purpose, Sampler
 from .runtime import process, registry
