@@ -173,9 +173,8 @@ class PromptRules:
             raise ValueError(f"{self.where(row)}: the prompt {prompt!r} has no tokens: remove the row.")
         if tokens > self.max_prompt_tokens and self.overlong == "error":
             raise ValueError(
-                f"{self.where(row)}: the prompt has {tokens} tokens, over the limit of "
-                f"{self.max_prompt_tokens}. Shorten it, raise max_prompt_tokens or vllm_max_model_length, or set "
-                "overlong_prompts to drop."
+                f"{self.where(row)}: the prompt has {tokens} tokens, over the limit of {self.max_prompt_tokens}. "
+                "Shorten it, raise max_prompt_tokens or vllm_max_model_length, or set overlong_prompts to drop."
             )
         return tokens <= self.max_prompt_tokens
 

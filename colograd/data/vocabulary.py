@@ -33,12 +33,10 @@ def surplus_tokens(tokenizer: Any, rows: int) -> Iterator[str]:
     """Yield a warning if the tokenizer has tokens without a row in the model's embedding."""
     surplus = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= rows)
     if surplus:
-        which = ", ".join(
-            [f"{token!r} ({index})" for index, token in surplus[:NAMED]] + ["..."] * (len(surplus) > NAMED)
-        )
+        which = ", ".join(f"{token!r} ({index})" for index, token in surplus[:NAMED])
         yield (
             f"tokenizer: the model's embedding has {rows:,} rows, so that {len(surplus):,} token(s) have none, and a "
-            f"text with one is an error: {which}. {remedy(tokenizer)}"
+            f"text with one is an error: {which}{', ...' * (len(surplus) > NAMED)}. {remedy(tokenizer)}"
         )
 
 

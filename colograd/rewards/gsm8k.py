@@ -28,7 +28,7 @@ def rows(split: str = "train", path: str = PATH) -> Any:
     """
     from datasets import Dataset
 
-    from ..data.sources import load_source
+    from ..data.loading import load_source
 
     loaded = load_source(path, "main" if path == PATH else None, {}, (split,), streaming=False)
     found = loaded.get(split) if isinstance(loaded, dict) else loaded if split == "train" else None

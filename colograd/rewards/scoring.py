@@ -176,10 +176,7 @@ class Scorer:
         self.environments: Lender | None = None  # `Lender` that takes a group's environments back after scoring.
         self._told_late: set[str] = set()
         self._state: tuple[Any, Any] = ((), None)  # Key of the copied trainer state (step, epoch, ...), and the copy.
-        self._pickled: tuple[Any, bytes] = (
-            (),
-            b"",
-        )  # Key and pickle of the trainer state for workers.
+        self._pickled: tuple[Any, bytes] = ((), b"")  # Key and pickle of the trainer state for workers.
         self._for_models: list[tuple[ModelReward, dict[str, Any], Future[Outcome]]] = []
         sync = [r for r in self.rewards if not (isinstance(r.function, ModelReward) or is_async(r.function))]
         here = [reward for reward in sync if "environments" in parameters_of(reward.function)]
