@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 import numbers
+import re
 import reprlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,8 @@ import torch
 
 from ..batch import Group, Logged, Rollout
 from ..runtime.registry import hooks, require
-from ..usercode.calls import own_copy, place_of
+from ..usercode.calls import Outcome, place_in, place_of
+from ..usercode.untrusted import own_copy
 from ..usercode.worker_process import PER_TOKEN, CallLog
 from .functions import RewardError, RewardFunction
 
@@ -26,6 +28,7 @@ RESERVED = (
     "log_extra", "log_metric",
 )  # fmt: skip
 PARTS = "judged_turns"  # Column of a rollout: {name of a reward function: rewards of the single turns of a completion}.
+TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")
 FLOAT32_MAX = torch.finfo(torch.float32).max
 ROUNDING = 4 * torch.finfo(torch.float32).eps  # Largest relative difference of two equal sums of float32 rewards.
 # Names of the trainer's metrics (`OWN_METRICS`), and their prefixes before a slash (`OWN_FAMILIES`).
@@ -172,6 +175,24 @@ def checked_values(
             )
         numbers_G.append(float(number))
     return numbers_G, parts
+
+
+def raised_error(reward: RewardFunction, group: Group, outcome: Outcome) -> RewardError:
+    line, traceback = outcome.value
+    where = f" ({place})" if (place := place_in(traceback)) else ""
+    of_messages = isinstance(group.example["prompt"], list) and TAKEN_FOR_TEXT.match(line)
+    hint = (
+        "Completions are lists of messages here, because the prompts are (a conversational dataset, or system_prompt): "
+        'the text is `completion[0]["content"]`. '
+    )
+    return RewardError(
+        reward.name,
+        group.position,
+        None,
+        f"it raised {line}{where}, but must return one number per completion, and None where it has no opinion. "
+        f"{hint if of_messages else ''}Mend it, or set reward_on_error: abstain to go on without its opinion wherever "
+        f"it fails. Its traceback:\n{traceback}",
+    )
 
 
 def check_log(

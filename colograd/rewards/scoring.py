@@ -17,7 +17,6 @@ import functools
 import inspect
 import math
 import pickle
-import re
 import time
 import warnings
 from collections import defaultdict
@@ -34,27 +33,14 @@ from ..batch import Group, Logged
 from ..parallel import watchdog
 from ..runtime import process
 from ..runtime.registry import hooks
-from ..usercode.calls import (
-    GRACE,
-    Late,
-    Outcome,
-    awaited_outcome,
-    event_loop,
-    own_copy,
-    place_in,
-    raised_outcome,
-    time_limit,
-    when_all_done,
-    when_done,
-)  # fmt: skip
-from ..usercode.untrusted import storable
+from ..usercode.calls import GRACE, Late, Outcome, awaited_outcome, event_loop, raised_outcome, time_limit, when_done
+from ..usercode.untrusted import own_copy, storable
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from ..usercode.worker_process import CallLog
-from .calling import PARTS, SplitParts, check_log, checked_values, keywords_for, parameters_of
+from .calling import PARTS, SplitParts, check_log, checked_values, keywords_for, parameters_of, raised_error
 from .functions import ModelReward, RewardError, RewardFunction, is_async, is_of_module
 
 MOST_WORKERS = 4  # Maximum of the default number of reward worker processes.
-TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")
 
 
 @dataclass(eq=False)
@@ -206,12 +192,16 @@ class Scorer:
             scoring.cancel()
             raise
         if (lender := self.environments) is not None:  # Only functions in this process use environments.
-            here = [
-                call
-                for reward, call in zip(self.rewards, calls, strict=True)
-                if reward.name not in self._pool and not isinstance(reward.function, ModelReward)
-            ]
-            when_all_done(here, lambda: lender.end_scoring(groups))
+            pairs = [pair for pair in zip(self.rewards, calls, strict=True) if pair[0].name not in self._pool]
+            here = iter([call for reward, call in pairs if not isinstance(reward.function, ModelReward)])
+
+            def end_with_last(ended: Any = None) -> None:
+                if (call := next(here, None)) is None:
+                    lender.end_scoring(groups)
+                else:
+                    call.add_done_callback(end_with_last)
+
+            end_with_last()
         return scoring
 
     def outcome_of(self, name: str, call: Future[Outcome], position: int) -> Outcome:
@@ -353,22 +343,3 @@ async def _logged_outcome(awaitable: Awaitable[Any], elapsed: float, timeout: fl
     """Await the result of an async reward function. Its call took ``elapsed`` seconds to return the awaitable."""
     outcome = await awaited_outcome(awaitable, timeout)
     return dataclasses.replace(outcome, seconds=elapsed + outcome.seconds, logged=log.content())
-
-
-def raised_error(reward: RewardFunction, group: Group, outcome: Outcome) -> RewardError:
-    line, traceback = outcome.value
-    place = place_in(traceback)
-    where = f" ({place})" if place else ""
-    of_messages = isinstance(group.example["prompt"], list) and TAKEN_FOR_TEXT.match(line)
-    hint = (
-        "Completions are lists of messages here, because the prompts are (a conversational dataset, or system_prompt): "
-        'the text is `completion[0]["content"]`. '
-    )
-    return RewardError(
-        reward.name,
-        group.position,
-        None,
-        f"it raised {line}{where}, but must return one number per completion, and None where it has no opinion. "
-        f"{hint if of_messages else ''}Mend it, or set reward_on_error: abstain to go on without its opinion wherever "
-        f"it fails. Its traceback:\n{traceback}",
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import ctypes
 import functools
 import inspect
@@ -14,7 +13,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,9 +24,6 @@ C = TypeVar("C", bound=Any)  # Type of a call with the methods `done` and `cance
 
 STDLIB = sysconfig.get_path("stdlib")
 LIBRARIES = (f"{os.sep}site-packages{os.sep}", os.path.join(STDLIB, ""), os.path.join(COLOGRAD, ""))
-UNCHANGING = frozenset((str, int, float, bool, bytes, type(None)))
-# Modules with classes that `own_copy` copies. Objects of other classes, such as environments, belong to the user.
-OF_DATA = frozenset(("builtins", "collections", "array", "numpy", "torch"))
 GRACE = 10.0  # Seconds from an interrupt until a stuck process is ended.
 
 
@@ -77,19 +73,6 @@ def when_done(call: Future[Outcome], tell: Callable[..., None], *further: Any) -
         tell(ended - seconds if seconds else submitted, ended, *further)
 
     call.add_done_callback(done)
-
-
-def when_all_done(calls: Sequence[Future[Outcome]], tell: Callable[[], None]) -> None:
-    """Call ``tell`` once all ``calls`` have ended, in the thread that ends the last one or in the caller's thread."""
-    left = iter(calls)
-
-    def wait_for_next(ended: Future[Outcome] | None = None) -> None:
-        if (call := next(left, None)) is None:
-            tell()
-        else:
-            call.add_done_callback(wait_for_next)
-
-    wait_for_next()
 
 
 async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> Outcome:
@@ -167,23 +150,3 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
     finally:
         for timer in timers:
             timer.cancel()
-
-
-def own_copy(value: Any) -> Any:
-    """Deep-copy an argument for one call of the user's code. Immutable values, objects of the user's classes, and
-    objects that can't be copied are returned without a copy."""
-    kind = type(value)
-    if kind in UNCHANGING:
-        return value
-    if kind is list:
-        return [each if type(each) in UNCHANGING else own_copy(each) for each in value]
-    if kind is dict:
-        return {key: each if type(each) in UNCHANGING else own_copy(each) for key, each in value.items()}
-    if kind is tuple:
-        return tuple(map(own_copy, value))
-    if kind.__module__ not in OF_DATA and not kind.__module__.startswith("PIL."):
-        return value
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # Some objects can't be copied, for example generators or tensors with a gradient.
-        return value

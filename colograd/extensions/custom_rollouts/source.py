@@ -20,7 +20,7 @@ from ...rollout.features import TRUNCATED, UNCORRECTED, SourceFeature, TrainerAr
 from ...rollout.stages import RolloutSource
 from ...runtime import registry
 from ...runtime.importing import find_object
-from ...usercode.calls import own_copy
+from ...usercode.untrusted import own_copy
 
 SEQUENCES = (list, tuple, np.ndarray, torch.Tensor)
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
