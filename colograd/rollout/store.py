@@ -65,7 +65,7 @@ class RolloutStore:
         rank: index of this rank.
         settings: the run's settings, JSON-serializable.
         of_samples: names of the settings that sampled completions depend on. All other settings affect training only.
-        reader: reader of prompts with images or audio (`data.prompts.PromptReader`), to read recorded media.
+        reader: reader of prompts with images or audio (`PromptRules.reader`), to read recorded media.
     """
 
     def __init__(

@@ -43,16 +43,13 @@ def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) 
             f"reward_processing_classes has {len(classes)} entries for {len(given)} reward functions: give one entry "
             "for each, None for a function or for a model with its own tokenizer."
         )
-    return [
-        RewardModel(item, tokenizer, config) if _is_model(item) else item
-        for item, tokenizer in zip(given, classes, strict=True)
-    ]
-
-
-def _is_model(item: Any) -> bool:
-    if not isinstance(item, str):
-        return isinstance(item, torch.nn.Module)
-    return item not in builtin_rewards() and ":" not in item and ("/" in item or os.path.isdir(item))
+    items: list[Any] = []
+    for item, tokenizer in zip(given, classes, strict=True):
+        is_model = isinstance(item, torch.nn.Module)
+        if isinstance(item, str) and item not in builtin_rewards() and ":" not in item:
+            is_model = "/" in item or os.path.isdir(item)
+        items.append(RewardModel(item, tokenizer, config) if is_model else item)
+    return items
 
 
 class RewardModel(ModelReward):
@@ -89,7 +86,14 @@ class RewardModel(ModelReward):
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
         """Return one reward per completion. Any number of completions is computed in batches of similar lengths."""
-        texts = [self._joined_text(*pair) for pair in zip(prompts, completions, strict=True)]
+
+        def write(messages: list[dict[str, Any]]) -> str:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template))
+
+        texts = [
+            write(template_messages([*prompt, *own], write)) if isinstance(prompt, list) else str(prompt + own)
+            for prompt, own in zip(prompts, completions, strict=True)
+        ]
         rows = self.tokenizer(text=texts, add_special_tokens=False)
         lengths = [len(ids) for ids in rows["input_ids"]]
         rewards = [0.0] * len(texts)
@@ -118,23 +122,16 @@ class RewardModel(ModelReward):
             padding = next(token for token in itertools.count() if token not in used)
         if self._settings is not None:
             self._settings.pad_token_id = padding
-        return {
-            name: torch.nn.utils.rnn.pad_sequence(
+        padded = {}
+        for name, values in rows.items():
+            fill, tensors = (
+                padding if name == "input_ids" else 0,
                 [torch.tensor(row, dtype=torch.long) for row in values],
-                batch_first=True,
-                padding_value=padding if name == "input_ids" else 0,
-            ).to(self.device)
-            for name, values in rows.items()
-        }
-
-    def _joined_text(self, prompt: Any, completion: Any) -> str:
-        if not isinstance(prompt, list):
-            return str(prompt + completion)
-
-        def write(messages: list[dict[str, Any]]) -> str:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template))
-
-        return write(template_messages([*prompt, *completion], write))
+            )
+            padded[name] = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=fill).to(
+                self.device
+            )
+        return padded
 
 
 def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
