@@ -12,7 +12,6 @@ EMPTY = [{"role": "user", "content": ""}]  # Placeholder for prompts that are wr
 
 
 def check_dataset(dataset: Any, name: str) -> None:
-    """Raise ValueError if ``dataset`` is neither a Dataset nor an IterableDataset."""
     if not isinstance(dataset, Dataset | IterableDataset):
         raise ValueError(
             f"{name} is of type {type(dataset).__name__}, but must be a datasets.Dataset or an IterableDataset: "
@@ -26,7 +25,6 @@ def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
 
 
 def check_prompt_column(columns: Iterable[str], name: str) -> None:
-    """Raise ValueError if the dataset has no column ``prompt``."""
     if "prompt" not in columns:
         raise ValueError(
             f"{name} has no column 'prompt'; it has {listed(columns)}. Rename the column that holds the prompts "
@@ -47,7 +45,6 @@ def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = 
 
 
 def check_no_images(columns: Iterable[str], name: str) -> None:
-    """Raise ValueError if the dataset has a column of images."""
     if found := sorted({*IMAGES} & {*columns}):
         raise ValueError(
             f"{name} has the column {found[0]!r}, but the model reads text alone: choose a vision-language model (see "
@@ -62,5 +59,4 @@ def by_column(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Quote and join names for a message."""
     return ", ".join(repr(name) for name in names) or "none"

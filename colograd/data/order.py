@@ -65,7 +65,6 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, counted from 0, that the next iteration goes through."""
         self.epoch = int(epoch)
 
     def __len__(self) -> int:
@@ -102,7 +101,6 @@ def _permutation(rows: int, seed: int, epoch: int) -> list[int]:
 
 
 def seed_of(config: GRPOConfig) -> int:
-    """Return the seed of the prompts' order: `data_seed`, else `seed`."""
     return int(config.seed if config.data_seed is None else config.data_seed)
 
 
@@ -145,5 +143,4 @@ class PromptLoader(DataLoader):
         super().__init__(dataset, batch_sampler=order, collate_fn=list, num_workers=0, generator=torch.Generator())
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the prompts' order, counted from 0."""
         self.batch_sampler.set_epoch(epoch)

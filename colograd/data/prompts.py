@@ -62,7 +62,6 @@ class PromptDataset(torch.utils.data.Dataset):
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest prompt in the dataset."""
         return int(np.diff(self._ends).max())
 
     def __len__(self) -> int:
@@ -80,11 +79,9 @@ class PromptDataset(torch.utils.data.Dataset):
 
     @property
     def most_images(self) -> int:
-        """Largest number of images of a prompt in the dataset."""
         return 0 if self._rules.reader is None else self._rules.reader.most
 
     def first(self, count: int) -> list[Prompt]:
-        """Return the prompts of the first ``count`` rows."""
         return [self[row, row] for row in range(min(count, len(self)))]
 
     def prompts(self, first: int = 0, step: int = 1) -> list[Prompt]:

@@ -14,7 +14,6 @@ def size_of(tokenizer: Any) -> int:
 
 
 def check_rows(ids: Iterable[int], rows: int, tokenizer: Any, where: str) -> None:
-    """Raise ValueError if a token id has no row in the model's embedding."""
     if (highest := max(ids, default=0)) >= rows:
         raise ValueError(
             f"{where} has the token {tokenizer.convert_ids_to_tokens(highest)!r} ({highest}), but the model's "

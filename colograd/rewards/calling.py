@@ -93,7 +93,6 @@ def keywords_for(
 
 
 def check_columns_for(rewards: Sequence[RewardFunction], columns: Sequence[str]) -> None:
-    """Raise a ValueError if the dataset's ``columns`` lack a parameter that a reward function needs."""
     for reward in rewards:
         if problem := _lacking(reward, {*RESERVED, *columns} - {"prompt"}, columns):
             raise ValueError(f"reward function {reward.name!r}: {problem}")

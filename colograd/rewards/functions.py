@@ -35,8 +35,6 @@ class RewardFunction:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether a call of ``function`` returns an awaitable: an async function, a partial of an async function, or
-    an object with an async `__call__`."""
     function = _unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
@@ -84,7 +82,6 @@ class RewardError(RuntimeError):
 
 
 def as_list(reward_funcs: Any) -> list[Any]:
-    """Return ``reward_funcs`` (one reward function, several, or None) as a list."""
     return [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else list(reward_funcs or ())
 
 

@@ -44,5 +44,4 @@ def rows(split: str = "train", path: str = PATH) -> Any:
 
 
 def training_rows(path: str = PATH) -> Any:
-    """Load GSM8K's split ``train`` from ``path``. For the columns see `rows`."""
     return rows("train", path)

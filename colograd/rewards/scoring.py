@@ -226,7 +226,6 @@ class Scorer:
         return outcome
 
     def note_late(self, name: str, completions: int) -> None:
-        """Count a call that exceeded `reward_timeout`. At a function's first late call, warn the user."""
         self.counts[f"rewards/{name}/timeouts"] += 1
         if name not in self._told_late:
             self._told_late.add(name)
@@ -281,7 +280,6 @@ class Scorer:
                 start += size
 
     def close(self) -> None:
-        """End the reward worker processes."""
         self._pool.close()
 
     def _begin_call(

@@ -32,8 +32,6 @@ UNCORRECTED = "remove it, or set vllm_importance_sampling_correction: false."
 
 @dataclass(frozen=True, slots=True)
 class TrainerArguments:
-    """The arguments of a `GRPOTrainer`, and which of its methods a subclass overrides."""
-
     model: Any
     reward_funcs: Any
     reward_processing_classes: Any
@@ -105,7 +103,6 @@ class SourceFeature:
 
 
 def source_feature(arguments: TrainerArguments, config: GRPOConfig) -> SourceFeature:
-    """Return the `SourceFeature` that the trainer's arguments choose, by default the one that samples with vLLM."""
     for name, extension in SOURCES.items():
         if arguments.sources[name]:
             registry.require(extension, name)

@@ -29,15 +29,11 @@ NONSENSE = (
 
 
 class JournalError(ValueError):
-    """The recorded groups in the rollout log don't fit this run."""
-
     says_all = True  # An uncaught error with this attribute is printed as one line, without a traceback.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RewardedGroup:
-    """A group with its rewards, before advantages are computed."""
-
     group: Group
     rewards: torch.Tensor  # rewards of the group, float32 [completions, reward functions]
     logged: Logged

@@ -126,7 +126,6 @@ def table_bytes(mark: bytes, rows: Sequence[Sequence[Any]], schema: Any) -> byte
 
 
 def comes(reader: Any, mark: bytes) -> bool:
-    """Return whether the next bytes of ``reader`` are ``mark``, without moving the reader."""
     at = reader.tell()
     is_next = reader.read(len(mark)) == mark
     reader.seek(at)
@@ -134,7 +133,6 @@ def comes(reader: Any, mark: bytes) -> bool:
 
 
 def read_table(reader: Any, mark: bytes, schema: Any) -> Any:
-    """Read and validate an Arrow table behind the marker bytes ``mark``, at the reader's position."""
     reader.read(len(mark))
     batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), schema)
     batch.validate(full=True)

@@ -124,7 +124,6 @@ class Sampler:
         return {name: n for part in parts if hasattr(part, "take_counts") for name, n in part.take_counts().items()}
 
     def turn(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager that gives GPU memory to vLLM, and gives it back to training at the end."""
         return self.device_turns.sampling(self.hooks.optimizer)
 
     def stages(self) -> Stages:

@@ -118,7 +118,6 @@ class InScoring:
         return self._scored
 
     def cancel(self) -> None:
-        """Cancel all reward computations that haven't finished."""
         for _, pending in self._pending.values():
             pending.cancel()
 

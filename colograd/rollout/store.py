@@ -146,7 +146,6 @@ class RolloutStore:
         return lines
 
     def _differences(self, found: About) -> dict[str, tuple[Any, Any]]:
-        """Return the settings that differ from recorded ones: name -> (recorded value, current value)."""
         names = sorted(found.settings.keys() | self.settings.keys())
         if REWARD_CODE not in found.settings:  # an older version of Colograd recorded the groups
             names = [name for name in names if name != REWARD_CODE]
@@ -282,7 +281,6 @@ class RolloutStore:
         return taken
 
     def close(self) -> str:
-        """Close all files and end the flushing thread. Return an error message, or "". `begin` may be called again."""
         self._end(self._open_files.keys())
         if self._flusher is not None:
             self._flusher.shutdown()
@@ -291,7 +289,6 @@ class RolloutStore:
         return problem
 
     def _end(self, names: Collection[str]) -> None:
-        """Flush and close the open files ``names``, and the files of extensions."""
         if self._flusher is not None:
             self._flusher.submit(self._flush).result()  # No flush is waiting or running afterwards.
         for name in [*names]:

@@ -13,8 +13,6 @@ from ..usercode.untrusted import clean
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call that the model wrote."""
-
     name: str
     arguments: dict[str, Any]
 
@@ -49,7 +47,6 @@ def with_messages(group: Group, tokenizer: Any) -> Group:
 
 
 def has_parser(tokenizer: Any) -> bool:
-    """Return whether the tokenizer can parse completions to messages (response parsing in transformers)."""
     return any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
 
 

@@ -29,8 +29,6 @@ GRACE = 10.0  # Seconds from an interrupt until a stuck process is ended.
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one call of a user's function."""
-
     kind: str  # Kind of outcome: value, raised, late, died (the process) or dropped (no longer needed).
     value: Any  # Return value; or (line, traceback) of the exception; or exit status of the dead process.
     seconds: float  # Seconds that the function ran.

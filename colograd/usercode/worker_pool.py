@@ -188,7 +188,6 @@ class WorkerPool:
             thread.start()
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the function ``name`` runs in this pool."""
         return name in self._indices
 
     def submit(self, name: str, keywords: dict[str, Any], state: tuple[Any, bytes] | None = None) -> WorkerCall:

@@ -92,7 +92,6 @@ class CurriculumState:
         }
 
     def order(self, config: GRPOConfig) -> CurriculumOrder:
-        """Return the order of a run's prompts, with rows chosen by this curriculum."""
         order = CurriculumOrder.of(config, self.rows)
         order.state = self
         return order

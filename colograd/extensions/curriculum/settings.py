@@ -51,7 +51,6 @@ class Schedule:
         return cls(tuple(points))
 
     def at(self, step: int) -> float:
-        """Return the number at optimizer step ``step``."""
         before, low = self.points[0]
         for after, high in self.points:
             if step < after:
@@ -120,7 +119,6 @@ class Curriculum:
 
 
 def read_curriculum(config: GRPOConfig) -> Curriculum | None:
-    """Parse the setting `curriculum`, a mapping or JSON. Return None if the setting is None."""
     text = config.curriculum
     settings = json.loads(text) if isinstance(text, str) else text
     if settings is None:

@@ -61,7 +61,6 @@ class Judge:
         self._free = asyncio.Semaphore(self.parallel)
 
     def check_settings(self) -> None:
-        """Raise at a run's start if the address or the model is missing, or the scale is wrong."""
         if not (self.address or os.environ.get(ADDRESS)) or not (self.model or os.environ.get(MODEL)):
             raise ValueError(
                 f"the reward judge needs an address and a model: set {ADDRESS} (such as http://localhost:8000/v1) and "
