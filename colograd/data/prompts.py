@@ -146,7 +146,7 @@ class PromptRules:
                         raise ValueError(f"{where}: {refusal}") from error
                     # Tokenise the rows one by one to find the bad row.
                     rows = ({name: [values[at]] for name, values in columns.items()} for at in places)
-                    ids = [self.encode(row, first + at)[0] for at, row in zip(places, rows, strict=True)]
+                    ids = [[*self.encode(row, first + at)[0]] for at, row in zip(places, rows, strict=True)]
             encoded |= {index: tuple(own) for index, own in zip(places, ids, strict=True)}
         for index, prompt in enumerate(prompts):
             if self.rows:

@@ -184,14 +184,12 @@ def raised_error(reward: RewardFunction, group: Group, outcome: Outcome) -> Rewa
         "Completions are lists of messages here, because the prompts are (a conversational dataset, or system_prompt): "
         'the text is `completion[0]["content"]`. '
     )
-    return RewardError(
-        reward.name,
-        group.position,
-        None,
+    problem = (
         f"it raised {line}{where}, but must return one number per completion, and None where it has no opinion. "
         f"{hint if of_messages else ''}Mend it, or set reward_on_error: abstain to go on without its opinion wherever "
-        f"it fails. Its traceback:\n{traceback}",
+        f"it fails. Its traceback:\n{traceback}"
     )
+    return RewardError(reward.name, group.position, None, problem)
 
 
 def check_log(

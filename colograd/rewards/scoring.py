@@ -25,7 +25,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -110,13 +110,6 @@ class Scoring:
         return torch.tensor(rewards, dtype=torch.float32).reshape(len(rewards), len(rollouts)).T.contiguous()
 
 
-class Lender(Protocol):
-    """Lends a user's environments to conversations. `extensions.tools.environments.Environments` implements it."""
-
-    def begin_scoring(self, groups: Sequence[Group]) -> None: ...
-    def end_scoring(self, groups: Sequence[Group]) -> None: ...
-
-
 class Ready(Future[torch.Tensor]):
     """A finished future with rewards that are already computed. It implements `PendingRewards`."""
 
@@ -159,7 +152,9 @@ class Scorer:
         self.split_parts: SplitParts | None = next(iter(hooks("part_rewards")), None)
         # `on_call` gets a function's name, the start and end of a call in seconds, and the number of completions.
         self.on_call: Callable[[str, float, float, int], None] | None = None
-        self.environments: Lender | None = None  # `Lender` that takes a group's environments back after scoring.
+        # Lends a user's environments to conversations, and takes them back after scoring: `begin_scoring(groups)`,
+        # `end_scoring(groups)`. `extensions.tools.environments.Environments` or None.
+        self.environments: Any = None
         self._told_late: set[str] = set()
         self._state: tuple[Any, Any] = ((), None)  # Key of the copied trainer state (step, epoch, ...), and the copy.
         self._pickled: tuple[Any, bytes] = ((), b"")  # Key and pickle of the trainer state for workers.
@@ -309,14 +304,12 @@ class Scorer:
             return done
         started = time.perf_counter()
         watchdog.progress(f"reward function {reward.name!r}")
-        late = RewardError(
-            reward.name,
-            groups[0].position,
-            None,
+        problem = (
             f"it gave no answer within reward_timeout ({self.timeout or 0:g} s) on {sum(map(len, texts))} completions. "
             "It runs in the trainer's process, where a call can't be ended alone, so the run ends: raise "
-            "reward_timeout, or set reward_workers or make it async, where a late call abstains and training goes on.",
+            "reward_timeout, or set reward_workers or make it async, where a late call abstains and training goes on."
         )
+        late = RewardError(reward.name, groups[0].position, None, problem)
         try:
             with time_limit(self.timeout, str(late)):
                 value = reward.function(**keywords)

@@ -73,7 +73,7 @@ class RolloutStatistics:
     def _add(
         self, sums: Mapping[str, float], maxima: Mapping[str, float], logged: Mapping[str, tuple[float, float]]
     ) -> None:
-        self.counts.update(sums)  # type: ignore[arg-type]
+        self.counts.update(sums)
         self.maxima |= {name: max(own, self.maxima.get(name, own)) for name, own in maxima.items()}
         for name, (total, number) in logged.items():
             before = self.logged.get(name, (0.0, 0.0))

@@ -77,6 +77,7 @@ class RolloutStore:
         of_samples: Collection[str] = (),
     ) -> None:
         self.folder, self.rank, self.reader, self.of_samples = Path(run_dir) / FOLDER, rank, reader, of_samples
+        self._file_name = f"rank-{rank:05d}.records"
         self.settings = json.loads(json.dumps(settings, default=str))
         self.problem = ""  # Error message: why the last groups couldn't be written.
         self.warning = ""  # Warning about the recorded groups, e.g. that the weights differ.
@@ -157,13 +158,12 @@ class RolloutStore:
         error message, or ""."""
         path = self.folder / RECIPE
         try:
-            if recipe is None:
-                path.unlink(missing_ok=True)  # the file may be from an earlier run
-                return ""
-            path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_suffix(".partial")
-            aside.write_text(recipe, encoding="utf-8")
-            os.replace(aside, path)
+            path.unlink(missing_ok=True)  # the file may be from an earlier run
+            if recipe is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                aside = path.with_suffix(".partial")
+                aside.write_text(recipe, encoding="utf-8")
+                os.replace(aside, path)
         except OSError as error:
             return f"journal: {path} can't be written ({error}): `colograd replay` will need the recipe (--config)"
         return ""
@@ -301,9 +301,8 @@ class RolloutStore:
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
         """Return the recorded groups of these prompts, by position. Call this method before user code can change the
         prompts' dataset rows, because it computes the rows' digests."""
-        if self._newest in self._open_files:
-            digests = {(self._newest, prompt.position): digest_of_example(prompt.example) for prompt in prompts}
-            self._digests |= digests
+        for prompt in prompts if self._newest in self._open_files else ():
+            self._digests[self._newest, prompt.position] = digest_of_example(prompt.example)
         return self._recalled(prompts, self._found)
 
     def recall_samples(self, prompts: Sequence[Prompt]) -> list[Group]:
@@ -356,10 +355,6 @@ class RolloutStore:
                         path.unlink(missing_ok=True)
                     folder.rmdir()
         self._pruned = max(self._pruned, before)
-
-    @property
-    def _file_name(self) -> str:
-        return f"rank-{self.rank:05d}.records"
 
     def _folders(self) -> list[tuple[int, Path]]:
         found = [(re.match(r"step-(\d{8,12})(-|$)", path.name), path) for path in self.folder.glob("step-*")]

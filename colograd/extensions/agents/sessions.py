@@ -29,8 +29,8 @@ from ...engine.sampling import Sampling
 from ...parallel import watchdog
 from ...rewards.calling import PARTS as JUDGED
 from ...rewards.functions import code_digest
-from ...usercode.calls import Outcome, own_copy, place_in
-from ...usercode.untrusted import clean
+from ...usercode.calls import Outcome, place_in
+from ...usercode.untrusted import clean, own_copy
 from .context import ChatFormat
 from .decoding import WorkQueue
 from .endpoint import Endpoint, served

@@ -176,11 +176,10 @@ class CurriculumOrder(StepOrder):
             number = self.epoch * self.num_rounds + round_index
             rows = None if number < self.state.begun else self.state.choose(number)
             start = number * self.state.round_size
-            for _ in range(self.num_iterations):
-                for step in range(self.steps_per_generation):
-                    first = step * self.prompts_per_step + self.data_rank * per_rank
-                    places = range(first, first + per_rank)
-                    yield [] if rows is None else [(rows[place], start + place) for place in places]
+            for step in [*range(self.steps_per_generation)] * self.num_iterations:
+                first = step * self.prompts_per_step + self.data_rank * per_rank
+                places = range(first, first + per_rank)
+                yield [] if rows is None else [(rows[place], start + place) for place in places]
 
 
 def pass_rates(trainer: Any) -> Tally | None:
