@@ -15,9 +15,8 @@ from datasets import Dataset, IterableDataset
 
 from ..batch import ModelInput, Prompt
 from ..parallel import watchdog
-from .columns import IMAGES, by_column, check_columns, check_dataset, check_prompt_column
+from .columns import IMAGES, by_column, check_columns, check_dataset, check_prompt_column, check_rows
 from .messages import check_prompt, template_messages, without_nones
-from .vocabulary import check_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

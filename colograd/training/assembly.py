@@ -13,7 +13,7 @@ import torch
 from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..data import PromptDataset
-from ..data.vocabulary import size_of
+from ..data.columns import size_of
 from ..engine.feature import EngineUse
 from ..engine.protocol import Engine
 from ..engine.sampling import Sampling
