@@ -105,17 +105,13 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-class Late(TimeoutError):
-    """Error of a call that was interrupted because it exceeded its `time_limit`."""
-
-
-class _Stuck(BaseException):
+class Late(BaseException):
     """Raised in a call that exceeded its time limit. Not an Exception, because user code may catch every Exception."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
-    """Context manager that interrupts a block in the calling thread after ``seconds``; None means no limit. If the
+    """Context manager that interrupts a block in the calling thread by `Late` after ``seconds`` (None: never). If the
     block doesn't end within `GRACE` further seconds, print ``problem`` and end the process."""
     if seconds is None:
         yield
@@ -126,7 +122,7 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
     def interrupt() -> None:
         with running:
             if not ended:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Stuck))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(Late))
 
     def leave() -> None:
         print(problem, file=sys.stderr, flush=True)
@@ -137,14 +133,10 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
         timer.daemon = True
         timer.start()
     try:
-        try:
-            yield
-        finally:
-            with running:  # From here on the timer can't interrupt the thread. A pending interrupt is cancelled.
-                ended = True
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
-    except _Stuck:
-        raise Late(problem) from None
+        yield
     finally:
+        with running:  # From here on the timer can't interrupt the thread. A pending interrupt is cancelled.
+            ended = True
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
         for timer in timers:
             timer.cancel()

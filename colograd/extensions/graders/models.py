@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ...config import GRPOConfig
 from ...data.messages import template_messages
@@ -74,7 +74,11 @@ class RewardModel(ModelReward):
         settings: Any = getattr(loaded, "config", None)
         path = model if isinstance(model, str) else getattr(settings, "_name_or_path", "")
         self.__name__ = path.rstrip("/").split("/")[-1] or shown
-        _check_outputs(shown, getattr(settings, "num_labels", 1))
+        if (labels := getattr(settings, "num_labels", 1)) != 1:
+            raise ValueError(
+                f"reward model {shown!r} has num_labels {labels}, but a reward is one number: give a model for sequence "
+                "classification with num_labels 1, or a function that turns the model's outputs into one number."
+            )
         self.tokenizer = tokenizer if tokenizer is not None else _load_tokenizer(shown, path, config)
         self._settings: Any = None if settings is None else settings.get_text_config()
         named = self.tokenizer.pad_token_id if settings is None else getattr(self._settings, "pad_token_id", None)
@@ -122,15 +126,11 @@ class RewardModel(ModelReward):
             padding = next(token for token in itertools.count() if token not in used)
         if self._settings is not None:
             self._settings.pad_token_id = padding
-        padded = {}
+        padded, pad = {}, torch.nn.utils.rnn.pad_sequence
         for name, values in rows.items():
-            fill, tensors = (
-                padding if name == "input_ids" else 0,
-                [torch.tensor(row, dtype=torch.long) for row in values],
-            )
-            padded[name] = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=fill).to(
-                self.device
-            )
+            fill = padding if name == "input_ids" else 0
+            tensors = [torch.tensor(row, dtype=torch.long) for row in values]
+            padded[name] = pad(tensors, batch_first=True, padding_value=fill).to(self.device)
         return padded
 
 
@@ -147,35 +147,23 @@ def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
 
 
 def _load_classifier(path: str, config: GRPOConfig) -> torch.nn.Module:
-    trust = config.trust_remote_code
+    kwargs: dict[str, Any] = {"dtype": "auto", "trust_remote_code": config.trust_remote_code}
+    own: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
+    kwargs |= {name: value for name, value in own.items() if name not in POLICY_KWARGS}
     try:
         check_model_name(path)
-        settings = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        model, found = AutoModelForSequenceClassification.from_pretrained(path, output_loading_info=True, **kwargs)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"reward model {path!r} can't be loaded ({str(error).splitlines()[0]}): give a folder, a Hub id, or the "
             "import path of a function (package.module:function)."
         ) from error
-    _check_outputs(path, settings.num_labels)
-    kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
-    kwargs = {name: value for name, value in kwargs.items() if name not in POLICY_KWARGS}
-    model, found = AutoModelForSequenceClassification.from_pretrained(
-        path, **({"dtype": "auto", "trust_remote_code": trust} | kwargs), output_loading_info=True
-    )
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
             f"reward model {path!r} has no weights for {', '.join(missing[:3])}, so that it wasn't trained to give "
             "rewards: give a checkpoint of a model for sequence classification."
         )
     return model
-
-
-def _check_outputs(shown: str, labels: int) -> None:
-    if labels != 1:
-        raise ValueError(
-            f"reward model {shown!r} has num_labels {labels}, but a reward is one number: give a model for sequence "
-            "classification with num_labels 1, or a function that turns the model's outputs into one number."
-        )
 
 
 def _load_tokenizer(shown: str, path: str, config: GRPOConfig) -> Any:
