@@ -61,26 +61,6 @@ class CannotTravel(ValueError):
     """Error of functions that a worker process can't load. ``args[0]`` has a line or None per function."""
 
 
-def travelling(functions: Mapping[str, Callable[..., Any]]) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Return pickles of the functions that a worker can load, and the errors of the other functions, both by name."""
-    able: dict[str, bytes] = {}
-    reasons: dict[str, str] = {}
-    for name, function in functions.items():
-        try:
-            able[name] = cloudpickle.dumps(function)
-        except Exception as error:  # Pickling a function may raise any exception.
-            reasons[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-    worker = Worker(list(able.values()))
-    try:
-        if able:
-            worker.start()
-    except CannotTravel as error:
-        reasons |= {name: problem for name, problem in zip(able, error.args[0], strict=True) if problem}
-    finally:
-        worker.stop()
-    return {name: pickled for name, pickled in able.items() if name not in reasons}, reasons
-
-
 class Worker:
     """One worker process. The first call starts the process. The next call after its end starts it again."""
 
@@ -114,7 +94,7 @@ class Worker:
             if connection.poll(START_SECONDS):
                 problems = pickle.loads(connection.recv_bytes())
         except EOFError:
-            problems = [f"the worker ended with status {self._exit_status()} while loading it"] * len(self._functions)
+            problems = [f"the worker ended with status {self.stop(5.0)} while loading it"] * len(self._functions)
         if any(problems):
             self.stop()
             raise CannotTravel(problems)
@@ -138,30 +118,24 @@ class Worker:
                     return Outcome("late", None, limit) if seconds >= limit else Outcome("dropped", None, seconds)
             outcome = Outcome(*pickle.loads(self._connection.recv_bytes()))
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            status = self._exit_status()
-            self.stop()
-            return Outcome("died", status, 0.0)
+            return Outcome("died", self.stop(5.0), 0.0)
         self._state_key = key
         return outcome
 
-    def _exit_status(self) -> int:
-        assert self._process is not None
-        try:
-            return self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-
-    def stop(self) -> None:
-        """Kill the process and the programs that it started. Does nothing if no process runs."""
+    def stop(self, patience: float = 0.0) -> int | None:
+        """Kill the process and the programs that it started. Return the status of a process that ends by itself within
+        ``patience`` seconds. Does nothing if no process runs."""
         process, connection = self._process, self._connection
         self._process = self._connection = None
         if connection is not None:
             connection.close()
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        if process is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
 
 
 class WorkerPool:
@@ -176,7 +150,22 @@ class WorkerPool:
     def __init__(
         self, what: str, functions: Mapping[str, Callable[..., Any]], size: int, timeout: float | None
     ) -> None:
-        able, reasons = travelling(functions) if size and functions else ({}, {})
+        able: dict[str, bytes] = {}
+        reasons: dict[str, str] = {}
+        for name, function in functions.items() if size else ():
+            try:
+                able[name] = cloudpickle.dumps(function)
+            except Exception as error:  # Pickling a function may raise any exception.
+                reasons[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        trial = Worker(list(able.values()))
+        try:
+            if able:
+                trial.start()
+        except CannotTravel as error:
+            reasons |= {name: problem for name, problem in zip(able, error.args[0], strict=True) if problem}
+            able = {name: pickled for name, pickled in able.items() if name not in reasons}
+        finally:
+            trial.stop()
         self.notes = [f"{what}: {', '.join(able)} in {size} worker process(es)"] if able else []
         self.notes += [f"{what}: {name} runs in the trainer's process ({why})" for name, why in reasons.items()]
         self._indices = {name: index for index, name in enumerate(able)}

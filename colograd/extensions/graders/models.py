@@ -76,8 +76,9 @@ class RewardModel(ModelReward):
         self.__name__ = path.rstrip("/").split("/")[-1] or shown
         if (labels := getattr(settings, "num_labels", 1)) != 1:
             raise ValueError(
-                f"reward model {shown!r} has num_labels {labels}, but a reward is one number: give a model for sequence "
-                "classification with num_labels 1, or a function that turns the model's outputs into one number."
+                f"reward model {shown!r} has num_labels {labels}, but a reward is one number: give a model for "
+                "sequence classification with num_labels 1, or a function that turns the model's outputs into one "
+                "number."
             )
         self.tokenizer = tokenizer if tokenizer is not None else _load_tokenizer(shown, path, config)
         self._settings: Any = None if settings is None else settings.get_text_config()
