@@ -34,12 +34,7 @@ class PromptDataset(torch.utils.data.Dataset):
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        token_ids: np.ndarray | None,
-        ends: np.ndarray,
-        dropped: dict[int, int],
-        rules: PromptRules,
+        self, dataset: Dataset, token_ids: Any, ends: np.ndarray, dropped: dict[int, int], rules: PromptRules
     ) -> None:
         """token_ids: [sum P] int32, all prompts in sequence; ends: [rows + 1] int64, the prompts' borders in
         ``token_ids``, from 0. If ``rules`` has a reader, token_ids is None: the reader converts a row on request."""
@@ -73,7 +68,7 @@ class PromptDataset(torch.utils.data.Dataset):
         example = self.dataset[row]
         if self._rules.reader is not None:
             return Prompt(example, self._rules.reader.of_row(example, row, self._rules), position)
-        ids = self._token_ids[self._ends[row] : self._ends[row + 1]]  # type: ignore[index]
+        ids = self._token_ids[self._ends[row] : self._ends[row + 1]]
         return Prompt(example, ModelInput(tuple(ids.tolist())), position)
 
     @property

@@ -29,6 +29,7 @@ RESERVED = (
 )  # fmt: skip
 PARTS = "judged_turns"  # Column of a rollout: {name of a reward function: rewards of the single turns of a completion}.
 TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")
+Texts = Sequence[Sequence[str]]  # The decoded completions of each group.
 FLOAT32_MAX = torch.finfo(torch.float32).max
 ROUNDING = 4 * torch.finfo(torch.float32).eps  # Largest relative difference of two equal sums of float32 rewards.
 # Names of the trainer's metrics (`OWN_METRICS`), and their prefixes before a slash (`OWN_FAMILIES`).
@@ -42,11 +43,7 @@ OWN_FAMILIES = (
 
 
 def keywords_for(
-    reward: RewardFunction,
-    groups: Sequence[Group],
-    texts: Sequence[Sequence[str]],
-    trainer_state: Any,
-    log: CallLog | None = None,
+    reward: RewardFunction, groups: Sequence[Group], texts: Texts, trainer_state: Any, log: CallLog | None = None
 ) -> dict[str, Any]:
     """Return the keyword arguments of one call of ``reward``, as copies that the function may change.
 
@@ -54,7 +51,6 @@ def keywords_for(
         groups: one group, or all groups of a rank. If ``group.example["prompt"]`` is a list of messages, the function
             gets each completion as ``[{"role": "assistant", "content": text}]``, or as all messages of a conversation
             with tools. Otherwise it gets texts. ``Rollout.columns`` override columns of ``group.example``.
-        texts: the decoded completions of each group.
         trainer_state: transformers' `TrainerState`, for rewards that depend on the training's progress.
         log: the log that ``log_extra`` and ``log_metric`` write to. None: a worker process will add its own log.
     """
@@ -72,12 +68,8 @@ def keywords_for(
         prompt = group.example["prompt"]
         for rollout, text in zip(group.rollouts, of_group, strict=True):
             messages = [*rollout.messages] or [{"role": "assistant", "content": text}]
-            row = {
-                **group.example,
-                "prompts": prompt,
-                "completions": messages if isinstance(prompt, list) else text,
-                **rollout.columns,
-            }
+            completion = messages if isinstance(prompt, list) else text
+            row = {**group.example, "prompts": prompt, "completions": completion, **rollout.columns}
             # For a worker process, ids and mask are an array and bytes, 5 bytes per token. The worker makes lists.
             if "completion_ids" in names:
                 ids = rollout.completion_ids
@@ -193,11 +185,7 @@ def raised_error(reward: RewardFunction, group: Group, outcome: Outcome) -> Rewa
 
 
 def check_log(
-    reward: RewardFunction,
-    position: int,
-    rollouts: Sequence[Rollout],
-    columns: Mapping[str, Sequence[Any]],
-    metrics: Mapping[str, Any],
+    reward: RewardFunction, position: int, rollouts: Sequence[Rollout], columns: dict[str, Any], metrics: dict[str, Any]
 ) -> None:
     """Raise a `RewardError` if ``columns`` or ``metrics`` that a reward function logged for ``rollouts`` are wrong."""
     fail = functools.partial(RewardError, reward.name, position)

@@ -37,7 +37,7 @@ from ..usercode.calls import GRACE, Late, Outcome, awaited_outcome, event_loop, 
 from ..usercode.untrusted import own_copy, storable
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from ..usercode.worker_process import CallLog
-from .calling import PARTS, SplitParts, check_log, checked_values, keywords_for, parameters_of, raised_error
+from .calling import PARTS, SplitParts, Texts, check_log, checked_values, keywords_for, parameters_of, raised_error
 from .functions import ModelReward, RewardError, RewardFunction, is_async, is_of_module
 
 MOST_WORKERS = 4  # Maximum of the default number of reward worker processes.
@@ -171,7 +171,7 @@ class Scorer:
             why = "it takes environments, which live here"
             self.notes += [f"rewards: {reward.name} runs in the trainer's process ({why})" for reward in here]
 
-    def submit(self, groups: Sequence[Group], texts: Sequence[Sequence[str]], trainer_state: Any = None) -> Scoring:
+    def submit(self, groups: Sequence[Group], texts: Texts, trainer_state: Any = None) -> Scoring:
         """Start one call of each reward function for all ``groups``; for the arguments see `keywords_for`. Return
         a future. Sync functions that run in this process finish before `submit` returns."""
         calls: list[Future[Outcome]] = []
@@ -278,7 +278,7 @@ class Scorer:
         self._pool.close()
 
     def _begin_call(
-        self, reward: RewardFunction, groups: Sequence[Group], texts: Sequence[Sequence[str]], trainer_state: Any
+        self, reward: RewardFunction, groups: Sequence[Group], texts: Texts, trainer_state: Any
     ) -> Future[Outcome]:
         fields = vars(trainer_state) if hasattr(trainer_state, "__dict__") else {}
         key = (fields.get("global_step"), fields.get("epoch"), len(fields.get("log_history") or ()))

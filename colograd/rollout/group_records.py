@@ -19,7 +19,7 @@ import torch
 from ..batch import Branch, FinishReason, Group, Logged, ModelInput, Prompt, Rollout
 from ..riders import riding
 from ..runtime.registry import hooks
-from .group_table import TABLE, comes
+from .group_table import TABLE
 
 # Exceptions that reading damaged or untrusted bytes may raise.
 NONSENSE = (
@@ -116,7 +116,8 @@ def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGro
                 )
             )
         while reader.tell() < reader.size():  # Tables of riders follow.
-            kind = next((kind for kind in hooks("riders") if kind.MARK and comes(reader, kind.MARK)), None)
+            riders = (kind for kind in hooks("riders") if kind.MARK and content.startswith(kind.MARK, reader.tell()))
+            kind = next(riders, None)
             assert kind is not None, "unknown content"
             rollouts = [*kind.with_table(reader, rollouts, encoder)]
         rewards = torch.tensor(np.array(batch["rewards"].to_pylist(), dtype=np.float32))

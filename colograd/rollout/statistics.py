@@ -70,9 +70,7 @@ class RolloutStatistics:
             whole._add(part.counts, part.maxima, part.logged)
         return whole
 
-    def _add(
-        self, sums: Mapping[str, float], maxima: Mapping[str, float], logged: Mapping[str, tuple[float, float]]
-    ) -> None:
+    def _add(self, sums: Mapping[str, float], maxima: Mapping[str, float], logged: Mapping[str, Any]) -> None:
         self.counts.update(sums)
         self.maxima |= {name: max(own, self.maxima.get(name, own)) for name, own in maxima.items()}
         for name, (total, number) in logged.items():
