@@ -33,9 +33,9 @@ from .policy.logprobs import PolicyForward
 from .policy.second_models import FrozenModel
 from .reporting.events import Events
 from .rewards import weighted_sum
-from .rollout.dynamic import round_of
 from .rollout.features import TrainerArguments
-from .rollout.figures import note_figures
+from .rollout.record_file import note_figures
+from .rollout.rounds import round_of
 from .rollout.sampler import Purpose, Sampler
 from .runtime import process, registry
 from .runtime.failures import closes_if_it_fails

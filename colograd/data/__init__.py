@@ -1,5 +1,5 @@
-"""Datasets and prompts. `sources` loads one dataset by its name. `loading` combines datasets into a run's rows.
-`prompts` tokenises the rows. `order` chooses the prompts of each optimizer step. `columns` and `vocabulary` check
+"""Datasets and prompts. `loading` loads datasets by their names, and combines them into a run's rows.
+`prompts` tokenises the rows. `order` chooses the prompts of each optimizer step. `columns` checks
 datasets and token ids. `messages` converts conversations for a chat template. Extensions add images, streams and a
 curriculum.
 

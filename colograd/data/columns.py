@@ -1,18 +1,19 @@
-"""Checks of a dataset before tokenisation: its type and columns, and data that would be lost without notice."""
+"""Checks of a dataset before tokenisation: its type and columns, and data that would be lost without notice. Checks of
+the tokenizer: it may have more tokens than the model's embedding has rows, or fewer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 
 IMAGES = ("images", "image")  # Names of columns with images.
+NAMED_TOKENS = 5  # Maximum number of tokens that a message lists.
 EMPTY = [{"role": "user", "content": ""}]  # Placeholder for prompts that are written only during the rollout.
 
 
 def check_dataset(dataset: Any, name: str) -> None:
-    """Raise ValueError if ``dataset`` is neither a Dataset nor an IterableDataset."""
     if not isinstance(dataset, Dataset | IterableDataset):
         raise ValueError(
             f"{name} is of type {type(dataset).__name__}, but must be a datasets.Dataset or an IterableDataset: "
@@ -26,7 +27,6 @@ def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
 
 
 def check_prompt_column(columns: Iterable[str], name: str) -> None:
-    """Raise ValueError if the dataset has no column ``prompt``."""
     if "prompt" not in columns:
         raise ValueError(
             f"{name} has no column 'prompt'; it has {listed(columns)}. Rename the column that holds the prompts "
@@ -47,7 +47,6 @@ def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = 
 
 
 def check_no_images(columns: Iterable[str], name: str) -> None:
-    """Raise ValueError if the dataset has a column of images."""
     if found := sorted({*IMAGES} & {*columns}):
         raise ValueError(
             f"{name} has the column {found[0]!r}, but the model reads text alone: choose a vision-language model (see "
@@ -62,5 +61,44 @@ def by_column(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Quote and join names for a message."""
     return ", ".join(repr(name) for name in names) or "none"
+
+
+def size_of(tokenizer: Any) -> int:
+    """Return the number of embedding rows that the tokenizer needs: its highest token id plus 1."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def check_rows(ids: Iterable[int], rows: int, tokenizer: Any, where: str) -> None:
+    if (highest := max(ids, default=0)) >= rows:
+        raise ValueError(
+            f"{where} has the token {tokenizer.convert_ids_to_tokens(highest)!r} ({highest}), but the model's "
+            f"embedding has {rows:,} rows, numbered from 0. {remedy(tokenizer)}"
+        )
+
+
+def remedy(tokenizer: Any) -> str:
+    return (
+        "Use the tokenizer of the model, or a model with more rows: call "
+        f"model.resize_token_embeddings({size_of(tokenizer)}) and save_pretrained, and train from that folder."
+    )
+
+
+def surplus_tokens(tokenizer: Any, rows: int) -> Iterator[str]:
+    """Yield a warning if the tokenizer has tokens without a row in the model's embedding."""
+    surplus = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= rows)
+    if surplus:
+        which = ", ".join(f"{token!r} ({index})" for index, token in surplus[:NAMED_TOKENS])
+        yield (
+            f"tokenizer: the model's embedding has {rows:,} rows, so that {len(surplus):,} token(s) have none, and a "
+            f"text with one is an error: {which}{', ...' * (len(surplus) > NAMED_TOKENS)}. {remedy(tokenizer)}"
+        )
+
+
+def surplus_rows(tokenizer: Any, rows: int) -> Iterator[str]:
+    """Yield a log line if the embedding has rows without a token. The engine may sample such ids."""
+    if (tokens := size_of(tokenizer)) < rows:
+        yield (
+            f"tokenizer: {rows - tokens:,} of the model's {rows:,} rows have no token; sampled ones "
+            f"({tokens} and above) have no text, and `sampling/unknown_tokens` counts them"
+        )

@@ -1,17 +1,27 @@
-"""Load the rows of a run: one dataset or a mixture, with train and test split, and a column of prompts."""
+"""Load the rows of a run: one dataset or a mixture, with train and test split, and a column of prompts.
+
+A dataset's name is a local file or folder, a Hub id, or the import path of a function that returns the dataset.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, IterableDataset, concatenate_datasets
+from datasets import Dataset, IterableDataset, concatenate_datasets, load_dataset, load_from_disk
+from datasets.exceptions import DatasetsError
 
 from ..config import ScriptArguments
+from ..runtime.hub import check_dataset_name
+from ..runtime.importing import find_object
 from .columns import check_dataset, columns_of, listed
-from .sources import load_source
 
 MIXTURE_KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction", "source")
+FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
@@ -23,28 +33,25 @@ def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
             f"Either dataset_name or datasets must be set, but {given}: set dataset_name to a Hub id, a local file or "
             "folder, or an import path `package.module:function`, or set datasets to a mixture of these."
         )
-    train, test = _load_mixture(script) if script.datasets else _load_named(script)
+    if script.datasets:
+        train, test = _load_mixture(script)
+    else:
+        name, wanted = str(script.dataset_name), (script.dataset_train_split, script.dataset_test_split)
+        if script.test_split_size is not None:
+            raise ValueError(
+                f"test_split_size={script.test_split_size} works only with a mixture: with dataset_name, name the "
+                "split to evaluate on in dataset_test_split, or give the dataset as the only part of `datasets`."
+            )
+        kwargs = _from_json(script.dataset_kwargs, dict, "dataset_kwargs", '{"size": 100}') or {}
+        loaded = load_source(name, script.dataset_config, kwargs, wanted, script.dataset_streaming)
+        loaded = loaded if isinstance(loaded, dict) else {wanted[0]: loaded}
+        if loaded.get(wanted[0]) is None:
+            raise ValueError(
+                f"{name} has no split {wanted[0]!r}; it has {listed(loaded)}. Set dataset_train_split to one of them."
+            )
+        train, test = loaded[wanted[0]], loaded.get(wanted[1])
     train = _with_prompts(train, script, "the train split")
     return train, None if test is None else _with_prompts(test, script, "the test split")
-
-
-def _load_named(script: ScriptArguments) -> tuple[Any, Any]:
-    name, wanted = str(script.dataset_name), (script.dataset_train_split, script.dataset_test_split)
-    if script.test_split_size is not None:
-        raise ValueError(
-            f"test_split_size={script.test_split_size} works only with a mixture: with dataset_name, name the split "
-            "to evaluate on in dataset_test_split, or give the dataset as the only part of `datasets`."
-        )
-    kwargs = _from_json(script.dataset_kwargs, dict, "dataset_kwargs", '{"size": 100}') or {}
-    loaded = load_source(name, script.dataset_config, kwargs, wanted, script.dataset_streaming)
-    if not isinstance(loaded, dict):  # `loaded` is a single split, not a dict of splits.
-        return loaded, None
-    train, test = (loaded.get(split) for split in wanted)
-    if train is None:
-        raise ValueError(
-            f"{name} has no split {wanted[0]!r}; it has {listed(loaded)}. Set dataset_train_split to one of them."
-        )
-    return train, test
 
 
 def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
@@ -90,10 +97,8 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
 def _load_part(entry: Any, index: int, streaming: bool) -> Any:
     where = f"datasets[{index}]"
     if not isinstance(entry, dict) or "path" not in entry or set(entry) - set(MIXTURE_KEYS):
-        raise ValueError(
-            f"{where} is {entry!r}, but must be a mapping with `path` and any of {', '.join(MIXTURE_KEYS[1:])}: write "
-            "one."
-        )
+        keys = ", ".join(MIXTURE_KEYS[1:])
+        raise ValueError(f"{where} is {entry!r}, but must be a mapping with `path` and any of {keys}: write one.")
     path, split = str(entry["path"]), entry.get("split") or "train"
     kwargs = {key: entry[key] for key in ("data_dir", "data_files") if entry.get(key) is not None}
     loaded = load_source(path, entry.get("name"), kwargs, (split,), streaming)
@@ -151,18 +156,115 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
         )
     if script.system_prompt is None:
         return dataset
-    system = {"system": {"role": "system", "content": script.system_prompt}}
-    if isinstance(dataset, IterableDataset):
-        return dataset.map(_put_system_first, fn_kwargs=system)
+    system = {"role": "system", "content": script.system_prompt}
+
+    def put_system_first(row: dict[str, Any]) -> dict[str, Any]:
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            return {"prompt": [system, {"role": "user", "content": prompt}]}
+        if not isinstance(prompt, list) or any(m.get("role") == "system" for m in prompt if isinstance(m, dict)):
+            return {"prompt": prompt}
+        return {"prompt": [system, *prompt]}
+
     # The map is quick and isn't cached, because ranks that share a cache would write the same file.
-    uncached = {"keep_in_memory": True, "load_from_cache_file": False}
-    return dataset.map(_put_system_first, fn_kwargs=system, desc="system prompt", **uncached)
+    uncached = {"desc": "system prompt", "keep_in_memory": True, "load_from_cache_file": False}
+    return dataset.map(put_system_first, **({} if isinstance(dataset, IterableDataset) else uncached))
 
 
-def _put_system_first(row: dict[str, Any], system: dict[str, str]) -> dict[str, Any]:
-    prompt = row["prompt"]
-    if isinstance(prompt, str):
-        return {"prompt": [system, {"role": "user", "content": prompt}]}
-    if not isinstance(prompt, list) or any(m.get("role") == "system" for m in prompt if isinstance(m, dict)):
-        return {"prompt": prompt}
-    return {"prompt": [system, *prompt]}
+def load_source(name: str, config: str | None, kwargs: dict[str, Any], splits: Sequence[str], streaming: bool) -> Any:
+    """Load a dataset by its name, or a dict of its splits. With ``streaming`` return IterableDatasets."""
+    if (function := _function(name)) is not None:
+        loaded = _call(function, name, kwargs if config is None else {"name": config, **kwargs}, splits)
+    else:
+        loaded = _load_stored(name, config, kwargs | ({"streaming": True} if streaming else {}))
+
+    def converted(part: Any) -> Any:
+        return part.to_iterable_dataset() if streaming and isinstance(part, Dataset) else part
+
+    if isinstance(loaded, dict):
+        return {name: converted(part) for name, part in loaded.items()}
+    return converted(loaded)
+
+
+def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
+    path = Path(name)
+    builder = FILE_BUILDERS.get(path.suffix.lower())
+    try:
+        if any((path / mark).exists() for mark in ("dataset_info.json", "state.json", "dataset_dict.json")):
+            return load_from_disk(name, **{key: value for key, value in kwargs.items() if key != "streaming"})
+        if path.is_file():
+            if builder is None:
+                raise ValueError(f"it ends in {path.suffix!r}: convert the file to one of {', '.join(FILE_BUILDERS)}")
+            return load_dataset(builder, data_files=name, **kwargs)
+        if builder is not None and not path.is_dir():
+            raise ValueError(f"there is no such file: give a path relative to {os.getcwd()}, or an absolute one")
+        if not path.is_dir():
+            check_dataset_name(name, kwargs.get("cache_dir"))
+        return load_dataset(name, config, **kwargs)
+    # `datasets` raises OSError for a missing or unreachable dataset, and StopIteration for an empty file.
+    except (OSError, ValueError, TypeError, DatasetsError, StopIteration) as error:
+        if builder is not None and path.is_file() and (problem := _problem_of_file(path, error)):
+            raise ValueError(f"The dataset {name!r} can't be loaded: {problem}.") from error
+        why = (error.__cause__ or error) if isinstance(error, DatasetsError) else error
+        raise ValueError(
+            f"The dataset {name!r} can't be loaded: {why}. Give a local file or folder, an import path "
+            "`package.module:function`, or an id on the Hub, which needs a connection or a filled cache."
+        ) from error
+
+
+def _problem_of_file(path: Path, error: Exception) -> str:
+    """Return the fault of a file that `datasets` can't load, with its line number; an empty text if unknown."""
+    if not path.stat().st_size or "corresponds to no data" in str(error):
+        return "the file has no rows: write some into it"
+    rule = 'write one JSON object per line, such as {"prompt": "2 + 2 =", "answer": "4"}'
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines if path.suffix.lower() == ".jsonl" else (), start=1):
+            try:
+                kind = type(json.loads(line)).__name__ if line.strip() else "dict"
+            except ValueError as error:
+                return f"line {number} isn't JSON ({error}): {rule}"
+            if kind != "dict":
+                return f"line {number} is of type {kind}: {rule}"
+    return ""
+
+
+def _function(name: str) -> Callable[..., Any] | None:
+    explicit = ":" in name and "://" not in name
+    dotted = "." in name and all(part.isidentifier() for part in name.split("."))
+    if Path(name).exists() or not (explicit or dotted):
+        return None
+    try:
+        found = find_object(name, "The dataset", callable)
+    except ValueError as error:
+        why = error.__cause__  # If the error has no cause, the module exists but lacks the attribute.
+        absent = why is None or (isinstance(why, ModuleNotFoundError) and name.startswith(f"{why.name}."))
+        if explicit or not absent:
+            raise
+        return None
+    if callable(found):
+        return found
+    raise ValueError(
+        f"The dataset {name!r} is of type {type(found).__name__}, but must be a function that returns the Dataset."
+    )
+
+
+def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], splits: Sequence[str]) -> Any:
+    signature = inspect.signature(function)
+    takes_split = "split" in signature.parameters and "split" not in kwargs
+    results: dict[str, Any] = {}
+    for split in splits if takes_split else splits[:1]:
+        given = {**kwargs, "split": split} if takes_split else kwargs
+        try:
+            signature.bind(**given)
+        except TypeError as error:
+            raise ValueError(
+                f"The dataset function {name}{signature} was given {given}: {error}. Set dataset_kwargs."
+            ) from error
+        result = function(**given)
+        if isinstance(result, dict):  # A DatasetDict is a dict.
+            return result
+        if result is None and results:  # The dataset function has no test split.
+            continue
+        check_dataset(result, f"The result of the dataset function {name}")
+        results[split] = result
+    return results if takes_split else results[splits[0]]

@@ -58,6 +58,28 @@ def content_problem(message: dict[str, Any], images: bool = False) -> str:
     return ""
 
 
+def check_prompt(prompt: Any, where: str, tools: bool, images: bool = False) -> None:
+    if isinstance(prompt, str):
+        if tools:
+            raise ValueError(
+                f"{where}: the prompt is plain text, but tools need a conversation: give a list of messages, such as "
+                '[{"role": "user", "content": "..."}].'
+            )
+        return
+    messages = prompt if isinstance(prompt, list) else []
+    if not messages or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and ("content" in m or (not images and len(m) > 1))
+        for m in messages
+    ):
+        raise ValueError(
+            f"{where}: the prompt is {prompt!r}; it must be a text, or a list of messages such as "
+            '[{"role": "user", "content": "..."}].'
+        )
+    for index, message in enumerate(messages):
+        if problem := content_problem(message, images):
+            raise ValueError(f"{where}: message {index} of the prompt (role {message['role']}) has {problem}.")
+
+
 def template_messages(
     messages: Sequence[dict[str, Any]], write: Callable[[list[dict[str, Any]]], str]
 ) -> list[dict[str, Any]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
@@ -14,9 +15,8 @@ from datasets import Dataset, IterableDataset
 
 from ..batch import ModelInput, Prompt
 from ..parallel import watchdog
-from .columns import IMAGES, by_column, check_columns, check_dataset, check_prompt_column
-from .messages import content_problem, template_messages, without_nones
-from .vocabulary import check_rows
+from .columns import IMAGES, by_column, check_columns, check_dataset, check_prompt_column, check_rows
+from .messages import check_prompt, template_messages, without_nones
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,21 +24,6 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 1000  # Number of rows per call of the tokenizer.
 NAMED = 5  # Maximum number of too long prompts that a message lists.
 COLUMNS = ("prompt", "chat_template_kwargs", "environment")  # Columns that the tokens of a prompt depend on.
-
-
-class PromptReader(Protocol):
-    """Reads rows with media, such as images, into model inputs. An extension implements the protocol."""
-
-    most: int  # Largest number of images of a prompt so far.
-
-    def prompt(self, example: dict[str, Any], row: int, rules: PromptRules) -> ModelInput:
-        """Convert a dataset row into a model input. Raises ValueError if the row can't be read."""
-
-    def of_row(self, example: dict[str, Any], row: int, rules: PromptRules) -> ModelInput:
-        """Return the model input of a row from a small cache, because successive steps may take the same row."""
-
-    def lengths(self, rows: Dataset, rules: PromptRules) -> list[int]:
-        """Return the number of prompt tokens of each row."""
 
 
 class PromptDataset(torch.utils.data.Dataset):
@@ -49,12 +34,7 @@ class PromptDataset(torch.utils.data.Dataset):
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        token_ids: np.ndarray | None,
-        ends: np.ndarray,
-        dropped: dict[int, int],
-        rules: PromptRules,
+        self, dataset: Dataset, token_ids: Any, ends: np.ndarray, dropped: dict[int, int], rules: PromptRules
     ) -> None:
         """token_ids: [sum P] int32, all prompts in sequence; ends: [rows + 1] int64, the prompts' borders in
         ``token_ids``, from 0. If ``rules`` has a reader, token_ids is None: the reader converts a row on request."""
@@ -68,26 +48,18 @@ class PromptDataset(torch.utils.data.Dataset):
     def dropped_line(self) -> str:
         """Return a log line with the number of dropped prompts, and the rows of the first dropped prompts."""
         rules, total = self._rules, len(self.dropped) + len(self)
-        which = [f"row {row} ({tokens} tokens)" for row, tokens in self.dropped.items()]
-        first = ", ".join(which[:NAMED] + ["..."] * (len(which) > NAMED))
+        first = ", ".join(f"row {row} ({tokens} tokens)" for row, tokens in [*self.dropped.items()][:NAMED])
         return (
-            f"data: {len(which)} of {total} prompts are too long and were dropped: of {rules.name}, with a limit of "
-            f"{rules.max_prompt_tokens} tokens, {first}"
+            f"data: {len(self.dropped)} of {total} prompts are too long and were dropped: of {rules.name}, with a "
+            f"limit of {rules.max_prompt_tokens} tokens, {first}{', ...' * (len(self.dropped) > NAMED)}"
         )
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest prompt in the dataset."""
         return int(np.diff(self._ends).max())
 
     def __len__(self) -> int:
         return len(self.dataset)
-
-    @overload
-    def __getitem__(self, key: tuple[int, int]) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, key: int | slice) -> dict[str, Any]: ...
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, tuple):
@@ -96,16 +68,14 @@ class PromptDataset(torch.utils.data.Dataset):
         example = self.dataset[row]
         if self._rules.reader is not None:
             return Prompt(example, self._rules.reader.of_row(example, row, self._rules), position)
-        ids = self._token_ids[self._ends[row] : self._ends[row + 1]]  # type: ignore[index]
+        ids = self._token_ids[self._ends[row] : self._ends[row + 1]]
         return Prompt(example, ModelInput(tuple(ids.tolist())), position)
 
     @property
     def most_images(self) -> int:
-        """Largest number of images of a prompt in the dataset."""
         return 0 if self._rules.reader is None else self._rules.reader.most
 
     def first(self, count: int) -> list[Prompt]:
-        """Return the prompts of the first ``count`` rows."""
         return [self[row, row] for row in range(min(count, len(self)))]
 
     def prompts(self, first: int = 0, step: int = 1) -> list[Prompt]:
@@ -127,7 +97,10 @@ class PromptRules:
     chat_template_kwargs: dict[str, Any]
     name: str  # Name of the dataset, for log lines and errors.
     tools: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # Function: row -> tools for the template.
-    reader: PromptReader | None = None  # Reader of rows with images. None for text rows.
+    # An extension's reader of rows with media such as images; None for text rows. `prompt(example, row, rules)` makes a
+    # row's `ModelInput`, and `of_row` does so with a small cache, because successive steps may take the same row.
+    # `lengths(rows, rules)` counts the tokens of each row. `most` is the largest number of images of a prompt so far.
+    reader: Any = None
     tell: Callable[[str], None] = lambda line: None  # Function that logs a progress line.
     rows: int = 0  # Number of rows of the model's embedding, or 0 if unknown.
 
@@ -146,11 +119,28 @@ class PromptRules:
             alike.setdefault(repr(sorted((arguments or {}).items())), (arguments, []))[1].append(index)
         encoded: dict[int, tuple[int, ...]] = {}
         for arguments, places in alike.values():
-            alike_prompts = [prompts[index] for index in places]
+            texts = [prompts[index] for index in places]
             if arguments is None:
-                ids = text_ids(self.tokenizer, alike_prompts)
+                ids = text_ids(self.tokenizer, texts)
             else:
-                ids = _apply_template(self, alike_prompts, arguments, [first + index for index in places])
+                where, apply = self.where(first + places[0]), self.tokenizer.apply_chat_template
+                if not getattr(self.tokenizer, "chat_template", "its own") and "chat_template" not in arguments:
+                    raise ValueError(
+                        f"{where}: the prompt is a conversation, but {self.tokenizer.name_or_path} has no chat "
+                        "template. Use an instruction-tuned model, set tokenizer.chat_template, or use plain text "
+                        "prompts."
+                    )
+                write = functools.partial(apply, tokenize=False, **arguments)
+                cleaned = [template_messages(messages, write) for messages in texts]
+                try:
+                    ids = apply(cleaned, tokenize=True, return_dict=False, **arguments)
+                except (jinja2.TemplateError, ValueError, TypeError) as error:
+                    if len(places) == 1:
+                        refusal = f"the chat template refuses the prompt {cleaned[0]!r}: {error}"
+                        raise ValueError(f"{where}: {refusal}") from error
+                    # Tokenise the rows one by one to find the bad row.
+                    rows = ({name: [values[at]] for name, values in columns.items()} for at in places)
+                    ids = [[*self.encode(row, first + at)[0]] for at, row in zip(places, rows, strict=True)]
             encoded |= {index: tuple(own) for index, own in zip(places, ids, strict=True)}
         for index, prompt in enumerate(prompts):
             if self.rows:
@@ -173,9 +163,8 @@ class PromptRules:
             raise ValueError(f"{self.where(row)}: the prompt {prompt!r} has no tokens: remove the row.")
         if tokens > self.max_prompt_tokens and self.overlong == "error":
             raise ValueError(
-                f"{self.where(row)}: the prompt has {tokens} tokens, over the limit of "
-                f"{self.max_prompt_tokens}. Shorten it, raise max_prompt_tokens or vllm_max_model_length, or set "
-                "overlong_prompts to drop."
+                f"{self.where(row)}: the prompt has {tokens} tokens, over the limit of {self.max_prompt_tokens}. "
+                "Shorten it, raise max_prompt_tokens or vllm_max_model_length, or set overlong_prompts to drop."
             )
         return tokens <= self.max_prompt_tokens
 
@@ -238,48 +227,3 @@ def template_arguments(batch: dict[str, list[Any]], index: int, rules: PromptRul
         row = {"environment": batch["environment"][index]} if "environment" in batch else {}
         arguments["tools"] = rules.tools(row) or None
     return arguments
-
-
-def _apply_template(
-    rules: PromptRules, conversations: list[Any], arguments: dict[str, Any], rows: list[int]
-) -> list[list[int]]:
-    tokenizer = rules.tokenizer
-    if not getattr(tokenizer, "chat_template", "its own") and "chat_template" not in arguments:
-        raise ValueError(
-            f"{rules.name}, row {rows[0]}: the prompt is a conversation, but {tokenizer.name_or_path} has no chat "
-            "template. Use an instruction-tuned model, set tokenizer.chat_template, or use plain text prompts."
-        )
-    cleaned = [
-        template_messages(messages, lambda each: tokenizer.apply_chat_template(each, tokenize=False, **arguments))
-        for messages in conversations
-    ]
-    try:
-        return tokenizer.apply_chat_template(cleaned, tokenize=True, return_dict=False, **arguments)
-    except (jinja2.TemplateError, ValueError, TypeError) as error:
-        if len(rows) > 1:  # Tokenise the rows one by one to find the bad row.
-            return [_apply_template(rules, [c], arguments, [r])[0] for c, r in zip(cleaned, rows, strict=True)]
-        raise ValueError(
-            f"{rules.name}, row {rows[0]}: the chat template refuses the prompt {cleaned[0]!r}: {error}"
-        ) from error
-
-
-def check_prompt(prompt: Any, where: str, tools: bool, images: bool = False) -> None:
-    if isinstance(prompt, str):
-        if tools:
-            raise ValueError(
-                f"{where}: the prompt is plain text, but tools need a conversation: give a list of messages, such as "
-                '[{"role": "user", "content": "..."}].'
-            )
-        return
-    messages = prompt if isinstance(prompt, list) else []
-    if not messages or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and ("content" in m or (not images and len(m) > 1))
-        for m in messages
-    ):
-        raise ValueError(
-            f"{where}: the prompt is {prompt!r}; it must be a text, or a list of messages such as "
-            '[{"role": "user", "content": "..."}].'
-        )
-    for index, message in enumerate(messages):
-        if problem := content_problem(message, images):
-            raise ValueError(f"{where}: message {index} of the prompt (role {message['role']}) has {problem}.")

@@ -23,7 +23,7 @@ from transformers.utils import logging as hf_logging
 from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..config.policy import KEEPS_MASTER
-from ..data.vocabulary import check_rows, surplus_rows, surplus_tokens
+from ..data.columns import check_rows, surplus_rows, surplus_tokens
 from ..parallel.ranks import world_size
 from ..parallel.shards import parts_of
 from ..runtime import cpu_products, registry

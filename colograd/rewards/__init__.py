@@ -1,8 +1,9 @@
 """Reward functions: find them, call them in worker processes or in the trainer's process, and check their rewards.
 
-`functions` finds reward functions. `builtin` has the built-in functions, `answers` reads texts and numbers. `calling`
-makes the keywords of one call and checks the returned values. `scoring` decides where and when each call runs.
-Extensions offer further reward functions (hook ``rewards``) and convert reward models to functions (``reward_models``).
+`functions` finds reward functions. `answers` has the built-in functions, and reads texts and numbers. `calling`
+makes the keywords of one call, checks the returned values and sums rewards. `scoring` decides where and when each call
+runs. Extensions offer further reward functions (hook ``rewards``) and convert reward models to functions
+(``reward_models``).
 
 A reward function has TRL's signature, and is called with keywords only, for one group at a time:
 
@@ -21,25 +22,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .answers import number_in, text_of
-from .builtin import builtin_rewards, get_soft_overlong_punishment, gsm8k_reward, last_number, think_format_reward
+from .answers import builtin_rewards, get_soft_overlong_punishment, gsm8k_reward, last_number, number_in, text_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from .answers import think_format_reward
+    from .calling import weighted_sum
     from .functions import RewardError, RewardFunction, resolve_rewards
     from .scoring import Ready, Scorer, Scoring
-    from .values import weighted_sum
-
-    BUILTIN_REWARDS: dict[str, Callable[..., Any]]
-    RewardModel: Any
-    with_models: Any
-    accuracy_reward: Callable[..., list[float | None]]
-    math_answer_reward: Callable[..., list[float | None]]
-    reasoning_accuracy_reward: Callable[..., list[float | None]]
 
 _MODULES = {
-    "values": ("weighted_sum",),
+    "answers": ("think_format_reward",),
+    "calling": ("weighted_sum",),
     "functions": ("RewardError", "RewardFunction", "resolve_rewards"),
     "mathematics": ("accuracy_reward", "math_answer_reward", "reasoning_accuracy_reward"),
     "models": ("RewardModel", "with_models"),  # `mathematics` and `models` are modules of the extension `graders`.

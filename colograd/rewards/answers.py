@@ -1,12 +1,15 @@
-"""Answers in completions: the text that the model wrote, the numbers in a text, and the text after ``</think>``."""
+"""The built-in reward functions, and answers in completions: the text that the model wrote, and numbers in a text."""
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
+
+from ..runtime import registry
 
 _NUMBER = re.compile(
     r"(?:(?<![\w.)\]])-\$?)?"  # Sign of a number. A minus after a digit or word is no sign, so 10-5 ends in 5.
@@ -16,6 +19,7 @@ _NUMBER = re.compile(
 )
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # Keys of a message where parsers store the model's thought.
 _OTHERS = ("tool", "user")  # Roles of messages that tools and environments write.
+_THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
 _BEHIND_HASHES = re.compile(r"#### (-?[0-9.,]+)")
 HASHES_WITHIN = 300  # Number of characters at a completion's end where `gsm8k_reward` looks for "####", as in verl.
 _FLOAT_TOLERANCE = Decimal("1e-12")  # Relative tolerance for float answers, because 0.1 + 0.2 isn't exactly 0.3.
@@ -92,9 +96,8 @@ def gsm8k_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> li
     As in verl, only the last 300 characters are read, and ``#### $5`` and ``#### 5.`` don't count as numbers. verl
     compares texts, but this function compares numbers, so ``#### 5.00`` equals 5. ``answer`` is a number, or a text
     that ends in a number, such as GSM8K's answers. The reward is None if ``answer`` has no number."""
-    pairs = zip(completions, answer, strict=True)
     rewards = []
-    for completion, expected in pairs:
+    for completion, expected in zip(completions, answer, strict=True):
         plain = behind_hashes(text_of(completion)[-HASHES_WITHIN:]) or ""
         is_number = re.fullmatch(r"-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)", plain)
         rewards.append(_right_number(Decimal(plain) if is_number else None, expected))
@@ -111,3 +114,60 @@ def chance_of_pass(n: int, c: int, k: int) -> float:
     """Estimate pass@k without bias: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, equation 1). It is the chance that at
     least one of k completions is right, given that c of n sampled completions are right."""
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def think_format_reward(completions: list[Any], prompt_texts: list[str] | None = None, **kwargs: Any) -> list[float]:
+    """Return 1.0 if the completion starts with exactly one ``<think>...</think>`` block, else 0.0, as in TRL.
+
+    The block may begin in the prompt, if the chat template ends with ``<think>``. A thought that the tokenizer's parser
+    has moved to a separate key of the message counts as such a block."""
+    begun = thought_begun(prompt_texts, len(completions))
+    return [
+        float(has_thought_apart(completion) or _THINK.match("<think>" * within + text_of(completion)) is not None)
+        for completion, within in zip(completions, begun, strict=True)
+    ]
+
+
+def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
+    """Make DAPO's soft punishment of long completions (https://arxiv.org/abs/2503.14476, equation 13), as in TRL.
+
+    With L = ``max_completion_len``, K = ``soft_punish_cache`` and n tokens in the completion, the reward is
+
+        0                  for n <= L - K
+        (L - K - n) / K    for L - K < n <= L
+        -1                 for n > L
+
+    n counts only the tokens that the model wrote. TRL also counts tokens of tools, which the model can't shorten.
+
+    Args:
+        max_completion_len: L in tokens, usually the run's ``max_completion_length``.
+        soft_punish_cache: K, the length in tokens of the range below L where the reward falls from 0 to -1.
+
+    Raises:
+        ValueError: ``soft_punish_cache`` isn't between 1 and ``max_completion_len``.
+    """
+    if not 1 <= soft_punish_cache <= max_completion_len:
+        limits = f"from 1 to max_completion_len ({max_completion_len})"
+        raise ValueError(f"soft_punish_cache is {soft_punish_cache}, but soft_punish_cache must be {limits}.")
+
+    def soft_overlong_punishment_reward(
+        completion_ids: list[list[int]], completion_mask: list[list[int]] | None = None, **kwargs: Any
+    ) -> list[float]:
+        lengths = map(len, completion_ids) if completion_mask is None else map(sum, completion_mask)
+        free = max_completion_len - soft_punish_cache
+        return [min(0.0, max(-1.0, (free - length) / soft_punish_cache)) for length in lengths]
+
+    return soft_overlong_punishment_reward
+
+
+@functools.cache
+def builtin_rewards() -> dict[str, Callable[..., Any]]:
+    """Return all named reward functions, name -> function: built-in ones and functions that extensions offer."""
+    return {
+        "last_number": last_number,
+        "gsm8k_reward": gsm8k_reward,
+        "think_format_reward": think_format_reward,
+        # Name and values are TRL's. For different values, a user's module calls `get_soft_overlong_punishment`.
+        "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
+        **{function.__name__: function for function in registry.hooks("rewards")},
+    }

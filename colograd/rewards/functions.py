@@ -22,7 +22,7 @@ import torch
 
 from ..runtime import registry
 from ..runtime.importing import find_object, is_import_path
-from .builtin import builtin_rewards
+from .answers import builtin_rewards
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,6 @@ class RewardFunction:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether a call of ``function`` returns an awaitable: an async function, a partial of an async function, or
-    an object with an async `__call__`."""
     function = _unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
@@ -84,9 +82,7 @@ class RewardError(RuntimeError):
 
 
 def as_list(reward_funcs: Any) -> list[Any]:
-    """Return ``reward_funcs`` (one reward function, several, or None) as a list."""
-    single = isinstance(reward_funcs, str) or callable(reward_funcs)
-    return [reward_funcs] if single else list(reward_funcs or ())
+    return [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else list(reward_funcs or ())
 
 
 def resolve_rewards(
@@ -114,49 +110,47 @@ def resolve_rewards(
             f"reward_weights has {len(weights)} weights {list(weights)} for {len(given)} reward functions. Give "
             "exactly one weight per function, or leave reward_weights out to weigh each function by 1."
         )
-    resolved: list[RewardFunction] = []
+    resolved: dict[str, RewardFunction] = {}
     for item, weight in zip(given, weights or [1.0] * len(given), strict=True):
         function = _found(item) if isinstance(item, str) else item
-        if problem := _problem(function):
-            raise ValueError(f"reward function {item if isinstance(item, str) else reprlib.repr(item)!r} {problem}")
+        problem, shown = "", item if isinstance(item, str) else reprlib.repr(item)
+        is_class = inspect.isclass(function)
+        if isinstance(function, torch.nn.Module) or (is_class and issubclass(function, torch.nn.Module)):
+            problem = (
+                "a model, but an import path must lead to a function: give the model's folder or Hub id, or the model "
+                "itself"
+            )
+        elif is_class:
+            problem = "a class, but must be a function: give an instance of it"
+        elif not callable(function):
+            problem = (
+                f"of type {type(function).__name__}, but must be callable: give a function "
+                "f(prompts, completions, **kwargs) -> list[float]"
+            )
+        if problem:
+            raise ValueError(f"reward function {shown!r} is {problem}.")
         if check := getattr(function, "check_settings", None):  # LLM judges have `check_settings`.
             check()
-        name, taken = function_name(function), {reward.name for reward in resolved}
+        name = function_name(function)
         names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
-        unique = next(each for each in names if each not in taken)
-        resolved.append(RewardFunction(unique, function, float(weight)))
-    return resolved
+        unique = next(each for each in names if each not in resolved)
+        resolved[unique] = RewardFunction(unique, function, float(weight))
+    return list(resolved.values())
 
 
 def _found(spec: str) -> Any:
-    if spec in builtin_rewards():
-        return builtin_rewards()[spec]
+    builtin = builtin_rewards()
+    if spec in builtin:
+        return builtin[spec]
     if "/" in spec or os.path.isdir(spec):
         registry.require("graders", f"reward_funcs: {spec}")
     if not is_import_path(spec):
-        near = difflib.get_close_matches(spec, builtin_rewards(), n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"reward function {spec!r} isn't one of the built-in ones ({', '.join(builtin_rewards())}): the nearest is "
-            f"{near!r}. For a function of your own give its import path (package.module:function). For a reward model "
-            "give its folder or Hub id."
+            f"reward function {spec!r} isn't one of the built-in ones ({', '.join(builtin)}): the nearest is "
+            f"{difflib.get_close_matches(spec, builtin, n=1, cutoff=0.0)[0]!r}. For a function of your own give its "
+            "import path (package.module:function). For a reward model give its folder or Hub id."
         )
     return find_object(spec, "reward function", inspect.isroutine)
-
-
-def _problem(function: Any) -> str:
-    if isinstance(function, torch.nn.Module) or (inspect.isclass(function) and issubclass(function, torch.nn.Module)):
-        return (
-            "is a model, but an import path must lead to a function: give the model's folder or Hub id, or the model "
-            "itself."
-        )
-    if inspect.isclass(function):
-        return "is a class, but must be a function: give an instance of it."
-    if not callable(function):
-        return (
-            f"is of type {type(function).__name__}, but must be callable: give a function "
-            "f(prompts, completions, **kwargs) -> list[float]."
-        )
-    return ""
 
 
 def function_name(function: Any) -> str:

@@ -4,7 +4,6 @@ the final number as the answer. A recipe uses `rows` as its dataset and `gsm8k_r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from .answers import behind_hashes
@@ -28,20 +27,21 @@ def rows(split: str = "train", path: str = PATH) -> Any:
     """
     from datasets import Dataset
 
-    from ..data.sources import load_source
+    from ..data.loading import load_source
 
     loaded = load_source(path, "main" if path == PATH else None, {}, (split,), streaming=False)
     found = loaded.get(split) if isinstance(loaded, dict) else loaded if split == "train" else None
-    return None if found is None else Dataset.from_list([_row(row, number) for number, row in enumerate(found)])
+    if found is None:
+        return None
+    converted = []
+    for number, row in enumerate(found):
+        gold = behind_hashes(str(row["answer"]))
+        if gold is None:
+            raise ValueError(f"gsm8k, row {number}: the answer {row['answer']!r} doesn't end with `#### NUMBER`")
+        prompt = [{"role": "user", "content": f"{row['question']} {INSTRUCTION}"}]
+        converted.append({"prompt": prompt, "answer": gold})
+    return Dataset.from_list(converted)
 
 
 def training_rows(path: str = PATH) -> Any:
-    """Load GSM8K's split ``train`` from ``path``. For the columns see `rows`."""
     return rows("train", path)
-
-
-def _row(row: Mapping[str, Any], number: int) -> dict[str, Any]:
-    gold = behind_hashes(str(row["answer"]))
-    if gold is None:
-        raise ValueError(f"gsm8k, row {number}: the answer {row['answer']!r} doesn't end with `#### NUMBER`")
-    return {"prompt": [{"role": "user", "content": f"{row['question']} {INSTRUCTION}"}], "answer": gold}

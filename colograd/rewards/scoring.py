@@ -11,32 +11,34 @@ in this process ends the run, because nothing can reliably interrupt the call.
 from __future__ import annotations
 
 import asyncio
+import copy
+import dataclasses
 import functools
 import inspect
 import math
+import pickle
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from ..batch import Group, Logged, Rollout
+from ..batch import Group, Logged
 from ..parallel import watchdog
 from ..runtime import process
 from ..runtime.registry import hooks
-from ..usercode.calls import GRACE, Late, Outcome, event_loop, raised_outcome, time_limit, when_all_done, when_done
-from ..usercode.untrusted import storable
+from ..usercode.calls import GRACE, Late, Outcome, awaited_outcome, event_loop, raised_outcome, time_limit, when_done
+from ..usercode.untrusted import own_copy, storable
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from ..usercode.worker_process import CallLog
-from .calling import SplitParts, checked_values, keywords_for, parameters_of
+from .calling import PARTS, SplitParts, Texts, check_log, checked_values, keywords_for, parameters_of, raised_error
 from .functions import ModelReward, RewardError, RewardFunction, is_async, is_of_module
-from .outcomes import StateCopies, late_error, logged_outcome, raised_error
-from .values import check_log, with_parts
 
 MOST_WORKERS = 4  # Maximum of the default number of reward worker processes.
 
@@ -62,77 +64,50 @@ class Scoring:
     def result(self) -> torch.Tensor:
         """Wait for the rewards, and return them as [completions, R] float32, NaN where a function abstained. Afterwards
         `Scorer.take_logged` returns logged values, and `Scorer.take_turns` rewards of single turns."""
-        scorer, log = self.scorer, CallLog()
+        scorer, log, position = self.scorer, CallLog(), self.groups[0].position
         scorer.score_with_models()
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
-        columns, of_parts = list[list[float]](), dict[str, list[Any]]()
+        rewards, of_parts = list[list[float]](), dict[str, list[Any]]()
         for reward, call in zip(scorer.rewards, self.calls, strict=True):
             watchdog.progress(f"reward function {reward.name!r}")
+            fail = functools.partial(RewardError, reward.name, position, None)
+            rewards.append([math.nan] * len(rollouts))
             try:
-                column, parts = self._column(reward, call, rollouts, log)
+                outcome = scorer.outcome_of(reward.name, call, position)
+                if outcome.kind == "late":
+                    scorer.note_late(reward.name, len(rollouts))
+                    continue
+                if outcome.kind == "raised":
+                    raise raised_error(reward, self.groups[0], outcome)
+                column, parts = checked_values(reward, position, rollouts, outcome.value, scorer.split_parts)
+                columns, metrics = outcome.logged
+                if columns or metrics:
+                    check_log(reward, position, rollouts, columns, metrics)
+                for name in columns.keys() & log.columns.keys():
+                    raise fail(
+                        f"the function logged the column {name!r}, as another function did: rename one of the two."
+                    )
             except RewardError:
                 scorer.counts[f"rewards/{reward.name}/errors"] += 1
                 if scorer.on_error == "raise":
                     self.cancel()
                     raise
-                column, parts = [math.nan] * len(rollouts), []
-            columns.append(column)
+                continue
+            rewards[-1] = column
+            log.columns |= columns
+            for name, values in metrics.items():
+                log.metrics.setdefault(name, []).extend(values)
             if any(part is not None for part in parts):
                 of_parts[reward.name] = parts
-        start, metrics = 0, {name: (sum(values), len(values)) for name, values in log.metrics.items()}
+        start, metrics_of = 0, {name: (sum(values), len(values)) for name, values in log.metrics.items()}
         for group in self.groups:  # Metrics aren't logged per group. So the first group gets all metrics.
             own = slice(start, start + len(group.rollouts))
             cut = {storable(name): tuple(map(storable, values[own])) for name, values in log.columns.items()}
-            scorer.logged[group.position] = Logged(cut, metrics)
+            scorer.logged[group.position] = Logged(cut, metrics_of)
             if of_parts:
                 scorer.of_parts[group.position] = {name: [*parts[own]] for name, parts in of_parts.items()}
-            start, metrics = own.stop, {}
-        return torch.tensor(columns, dtype=torch.float32).reshape(len(columns), len(rollouts)).T.contiguous()
-
-    def _column(
-        self, reward: RewardFunction, call: Future[Outcome], rollouts: Sequence[Rollout], log: CallLog
-    ) -> tuple[list[float], list[Any]]:
-        """Wait for one reward function's call. Return a reward per completion, and for each completion its list of
-        rewards per turn or None. Add the values that the function logged to ``log``."""
-        scorer, position = self.scorer, self.groups[0].position
-        fail = functools.partial(RewardError, reward.name, position, None)
-        # An async call ends in time by its own timeout, unless the call blocks the event loop.
-        limit = None if isinstance(call, WorkerCall) or scorer.timeout is None else scorer.timeout + GRACE
-        try:
-            outcome = call.result(limit)
-        except futures.TimeoutError:
-            raise fail(
-                f"the function blocks the event loop for longer than reward_timeout ({scorer.timeout:g} s). Await slow "
-                "calls in an async reward function, or make the function a sync function and set reward_workers."
-            ) from None
-        scorer.counts[f"rewards/{reward.name}/seconds"] += outcome.seconds
-        if outcome.kind == "late":
-            scorer.note_late(reward.name, len(rollouts))
-            return [math.nan] * len(rollouts), []
-        if outcome.kind == "raised":
-            raise raised_error(reward, self.groups[0], outcome)
-        if outcome.kind == "died":
-            raise fail(
-                f"the function's worker process ended with status {outcome.value}: the function exits, crashes, or "
-                "runs out of memory. Set reward_on_error: abstain to go on without the rewards of a call that fails."
-            )
-        column, parts = checked_values(reward, position, rollouts, outcome.value, scorer.split_parts)
-        columns, metrics = outcome.logged
-        if columns or metrics:
-            check_log(reward, position, rollouts, columns, metrics)
-        for name in columns.keys() & log.columns.keys():
-            raise fail(f"the function logged the column {name!r}, as another function did: rename one of the two.")
-        log.columns |= columns
-        for name, values in metrics.items():
-            log.metrics.setdefault(name, []).extend(values)
-        return column, parts
-
-
-class Lender(Protocol):
-    """Lends a user's environments to conversations. `extensions.tools.environments.Environments` implements it."""
-
-    def begin_scoring(self, groups: Sequence[Group]) -> None: ...
-    def end_scoring(self, groups: Sequence[Group]) -> None: ...
+            start, metrics_of = own.stop, {}
+        return torch.tensor(rewards, dtype=torch.float32).reshape(len(rewards), len(rollouts)).T.contiguous()
 
 
 class Ready(Future[torch.Tensor]):
@@ -177,9 +152,12 @@ class Scorer:
         self.split_parts: SplitParts | None = next(iter(hooks("part_rewards")), None)
         # `on_call` gets a function's name, the start and end of a call in seconds, and the number of completions.
         self.on_call: Callable[[str, float, float, int], None] | None = None
-        self.environments: Lender | None = None  # `Lender` that takes a group's environments back after scoring.
+        # Lends a user's environments to conversations, and takes them back after scoring: `begin_scoring(groups)`,
+        # `end_scoring(groups)`. `extensions.tools.environments.Environments` or None.
+        self.environments: Any = None
         self._told_late: set[str] = set()
-        self._state = StateCopies()
+        self._state: tuple[Any, Any] = ((), None)  # Key of the copied trainer state (step, epoch, ...), and the copy.
+        self._pickled: tuple[Any, bytes] = ((), b"")  # Key and pickle of the trainer state for workers.
         self._for_models: list[tuple[ModelReward, dict[str, Any], Future[Outcome]]] = []
         sync = [r for r in self.rewards if not (isinstance(r.function, ModelReward) or is_async(r.function))]
         here = [reward for reward in sync if "environments" in parameters_of(reward.function)]
@@ -193,7 +171,7 @@ class Scorer:
             why = "it takes environments, which live here"
             self.notes += [f"rewards: {reward.name} runs in the trainer's process ({why})" for reward in here]
 
-    def submit(self, groups: Sequence[Group], texts: Sequence[Sequence[str]], trainer_state: Any = None) -> Scoring:
+    def submit(self, groups: Sequence[Group], texts: Texts, trainer_state: Any = None) -> Scoring:
         """Start one call of each reward function for all ``groups``; for the arguments see `keywords_for`. Return
         a future. Sync functions that run in this process finish before `submit` returns."""
         calls: list[Future[Outcome]] = []
@@ -209,16 +187,40 @@ class Scorer:
             scoring.cancel()
             raise
         if (lender := self.environments) is not None:  # Only functions in this process use environments.
-            here = [
-                call
-                for reward, call in zip(self.rewards, calls, strict=True)
-                if reward.name not in self._pool and not isinstance(reward.function, ModelReward)
-            ]
-            when_all_done(here, lambda: lender.end_scoring(groups))
+            pairs = [pair for pair in zip(self.rewards, calls, strict=True) if pair[0].name not in self._pool]
+            here = iter([call for reward, call in pairs if not isinstance(reward.function, ModelReward)])
+
+            def end_with_last(ended: Any = None) -> None:
+                if (call := next(here, None)) is None:
+                    lender.end_scoring(groups)
+                else:
+                    call.add_done_callback(end_with_last)
+
+            end_with_last()
         return scoring
 
+    def outcome_of(self, name: str, call: Future[Outcome], position: int) -> Outcome:
+        """Wait for the outcome of a reward function's call, and count its seconds. Raise `RewardError` if the worker
+        process died, or if the function blocks the event loop."""
+        # An async call ends in time by its own timeout, unless the call blocks the event loop.
+        limit = None if isinstance(call, WorkerCall) or self.timeout is None else self.timeout + GRACE
+        fail = functools.partial(RewardError, name, position, None)
+        try:
+            outcome = call.result(limit)
+        except futures.TimeoutError:
+            raise fail(
+                f"the function blocks the event loop for longer than reward_timeout ({self.timeout:g} s). Await slow "
+                "calls in an async reward function, or make the function a sync function and set reward_workers."
+            ) from None
+        self.counts[f"rewards/{name}/seconds"] += outcome.seconds
+        if outcome.kind == "died":
+            raise fail(
+                f"the function's worker process ended with status {outcome.value}: the function exits, crashes, or "
+                "runs out of memory. Set reward_on_error: abstain to go on without the rewards of a call that fails."
+            )
+        return outcome
+
     def note_late(self, name: str, completions: int) -> None:
-        """Count a call that exceeded `reward_timeout`. At a function's first late call, warn the user."""
         self.counts[f"rewards/{name}/timeouts"] += 1
         if name not in self._told_late:
             self._told_late.add(name)
@@ -241,9 +243,15 @@ class Scorer:
         return self.logged.pop(position, Logged({}, {}))
 
     def take_turns(self, group: Group) -> Group:
-        """Return the group with the rewards of single turns that reward functions returned. Call this after
-        `Scoring.result`."""
-        return with_parts(group, self.of_parts.pop(group.position, {}))
+        """Return the group with the rewards of single turns that reward functions returned, in its rollouts' column
+        `PARTS`, in place of present ones. Call this after `Scoring.result`."""
+        of_parts, rollouts = self.of_parts.pop(group.position, {}), []
+        for index, rollout in enumerate(group.rollouts):
+            columns = {name: value for name, value in rollout.columns.items() if name != PARTS}
+            if own := {name: parts[index] for name, parts in of_parts.items() if parts[index] is not None}:
+                columns[PARTS] = own
+            rollouts.append(dataclasses.replace(rollout, columns=columns))
+        return dataclasses.replace(group, rollouts=tuple(rollouts))
 
     def score_with_models(self) -> None:
         """Run the reward models on all completions of the waiting calls, and complete these calls."""
@@ -267,25 +275,41 @@ class Scorer:
                 start += size
 
     def close(self) -> None:
-        """End the reward worker processes."""
         self._pool.close()
 
     def _begin_call(
-        self, reward: RewardFunction, groups: Sequence[Group], texts: Sequence[Sequence[str]], trainer_state: Any
+        self, reward: RewardFunction, groups: Sequence[Group], texts: Texts, trainer_state: Any
     ) -> Future[Outcome]:
+        fields = vars(trainer_state) if hasattr(trainer_state, "__dict__") else {}
+        key = (fields.get("global_step"), fields.get("epoch"), len(fields.get("log_history") or ()))
+        if key != self._state[0]:  # Functions get a copy, because a function may change it.
+            self._state = (key, copy.copy(trainer_state))
+            for name, value in fields.items():
+                setattr(self._state[1], name, own_copy(value))
+        state = self._state[1]
         if reward.name in self._pool:
+            if key != self._pickled[0]:
+                # A dataclass such as transformers' `TrainerState` is pickled as a `SimpleNamespace`, because importing
+                # transformers in a worker would use up the first call's time limit.
+                bare = SimpleNamespace(**vars(state)) if dataclasses.is_dataclass(state) else state
+                self._pickled = (key, pickle.dumps(bare))
             keywords = keywords_for(reward, groups, texts, None)
             keywords.pop("environments", None)
-            return self._pool.submit(reward.name, keywords, self._state.pickled(trainer_state))
+            return self._pool.submit(reward.name, keywords, self._pickled)
         done: Future[Outcome] = Future()
         log = CallLog()
-        keywords = keywords_for(reward, groups, texts, self._state.copy(trainer_state)[1], log)
+        keywords = keywords_for(reward, groups, texts, state, log)
         if isinstance(reward.function, ModelReward):
             self._for_models.append((reward.function, keywords, done))
             return done
         started = time.perf_counter()
         watchdog.progress(f"reward function {reward.name!r}")
-        late = late_error(reward, groups[0].position, self.timeout, sum(map(len, texts)))
+        problem = (
+            f"it gave no answer within reward_timeout ({self.timeout or 0:g} s) on {sum(map(len, texts))} completions. "
+            "It runs in the trainer's process, where a call can't be ended alone, so the run ends: raise "
+            "reward_timeout, or set reward_workers or make it async, where a late call abstains and training goes on."
+        )
+        late = RewardError(reward.name, groups[0].position, None, problem)
         try:
             with time_limit(self.timeout, str(late)):
                 value = reward.function(**keywords)
@@ -301,6 +325,12 @@ class Scorer:
             return done
         elapsed = time.perf_counter() - started
         if inspect.isawaitable(value):
-            return asyncio.run_coroutine_threadsafe(logged_outcome(value, elapsed, self.timeout, log), event_loop())
+            return asyncio.run_coroutine_threadsafe(_logged_outcome(value, elapsed, self.timeout, log), event_loop())
         done.set_result(Outcome("value", value, elapsed, log.content()))
         return done
+
+
+async def _logged_outcome(awaitable: Awaitable[Any], elapsed: float, timeout: float | None, log: CallLog) -> Outcome:
+    """Await the result of an async reward function. Its call took ``elapsed`` seconds to return the awaitable."""
+    outcome = await awaited_outcome(awaitable, timeout)
+    return dataclasses.replace(outcome, seconds=elapsed + outcome.seconds, logged=log.content())

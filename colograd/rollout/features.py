@@ -15,7 +15,6 @@ from ..data.columns import IMAGES, columns_of
 from ..engine.protocol import Engine
 from ..losses.advantages import AdvantageEstimator
 from ..policy.loading import Policy
-from ..rewards.scoring import Lender
 from ..runtime import registry
 from .stages import RolloutSource
 
@@ -32,8 +31,6 @@ UNCORRECTED = "remove it, or set vllm_importance_sampling_correction: false."
 
 @dataclass(frozen=True, slots=True)
 class TrainerArguments:
-    """The arguments of a `GRPOTrainer`, and which of its methods a subclass overrides."""
-
     model: Any
     reward_funcs: Any
     reward_processing_classes: Any
@@ -63,7 +60,7 @@ class SourceFeature:
     the hook ``source``. `of` returns an object for at most one subclass, because their arguments exclude each other."""
 
     rewards: Sequence[Any] = ()  # Reward functions that the rollout source adds, with weight 1.
-    lender: Lender | None = None  # Lends objects, e.g. environments, to completions until the completions are scored.
+    lender: Any = None  # Lends objects, e.g. environments, to completions until the completions are scored.
     reserved_tokens = 0  # Tokens of each sequence reserved for texts that arrive during the rollout.
     writes_prompts = False  # Whether a dataset's rows may lack a prompt.
     columns: Sequence[str] = ()  # Dataset columns, besides the prompt, that the tokenised prompt depends on.
@@ -105,7 +102,6 @@ class SourceFeature:
 
 
 def source_feature(arguments: TrainerArguments, config: GRPOConfig) -> SourceFeature:
-    """Return the `SourceFeature` that the trainer's arguments choose, by default the one that samples with vLLM."""
     for name, extension in SOURCES.items():
         if arguments.sources[name]:
             registry.require(extension, name)

@@ -44,21 +44,16 @@ def steps_of(positions: list[int]) -> set[int]:
 
 def reduced(group: bytes, tokens: int) -> bytes:
     """Shorten a recorded group: keep the first ``tokens`` of each completion, drop prompts, router data and images."""
-    batch = _first_tokens(group, tokens)
-    columns = [pa.nulls(batch.num_rows, field.type) if field.name == "input" else batch[field.name] for field in TABLE]
-    return bytes(pa.record_batch(columns, schema=TABLE).serialize().to_pybytes())
+    return bytes(_first_tokens(group, tokens).serialize().to_pybytes())
 
 
 def _first_tokens(group: bytes, tokens: int) -> pa.RecordBatch:
     batch = pa.ipc.read_record_batch(pa.ipc.read_message(pa.BufferReader(group)), TABLE)
     batch.validate(full=True)
-    columns = [
-        pc.list_slice(batch[name], 0, tokens, return_fixed_size_list=False)
-        if name in ("completion", "logprobs", "sampled")
-        else batch[name]
-        for name in TABLE.names
-    ]
-    return pa.record_batch(columns, schema=TABLE)
+    columns = {name: batch[name] for name in TABLE.names} | {"input": pa.nulls(len(batch), TABLE.field("input").type)}
+    for name in ("completion", "logprobs", "sampled"):
+        columns[name] = pc.list_slice(batch[name], 0, tokens, return_fixed_size_list=False)
+    return pa.record_batch(list(columns.values()), schema=TABLE)
 
 
 def keep_shown(path: Path) -> None:
@@ -125,16 +120,7 @@ def table_bytes(mark: bytes, rows: Sequence[Sequence[Any]], schema: Any) -> byte
     return mark + bytes(pa.record_batch(columns, schema=schema).serialize().to_pybytes())
 
 
-def comes(reader: Any, mark: bytes) -> bool:
-    """Return whether the next bytes of ``reader`` are ``mark``, without moving the reader."""
-    at = reader.tell()
-    is_next = reader.read(len(mark)) == mark
-    reader.seek(at)
-    return is_next
-
-
 def read_table(reader: Any, mark: bytes, schema: Any) -> Any:
-    """Read and validate an Arrow table behind the marker bytes ``mark``, at the reader's position."""
     reader.read(len(mark))
     batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), schema)
     batch.validate(full=True)

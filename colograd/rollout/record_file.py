@@ -4,23 +4,28 @@
 
 If a process is killed, the last record may be incomplete. Readers drop an incomplete record. In a damaged file, the
 records before the damage are readable. Records are compressed with zstd.
+
+`add_step` and `steps_in` write and read JSON lines files with a line per optimizer step, e.g. its exact loss.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
 
 MAGIC = b"colograd records 1\n"
 HEAD = struct.Struct("<qIII")  # A record's position, compressed size, uncompressed size, and CRC-32.
 LARGEST = 2**31 - 1  # Maximum bytes of an uncompressed record.
+FIGURES = "steps.jsonl"
+LARGEST_FIGURES = 2**24  # maximum number of bytes that are read of `steps.jsonl`
 GROWTH = 4096  # Maximum compression ratio. Content that zstd would compress further is stored uncompressed.
 
 
@@ -33,16 +38,19 @@ class RecordFile:
     """Appends records to a file, after dropping an incomplete record at its end. A file may have only one writer."""
 
     def __init__(self, path: Path) -> None:
-        self.path, whole = path, len(MAGIC)
-        if path.is_file():
-            whole = max(whole, whole_bytes(path))
-        self.is_new = whole == len(MAGIC)
+        self.path, self.positions, end = path, set[int](), len(MAGIC)  # `positions` has the positions of all records.
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "r+b" if path.is_file() else "w+b")  # noqa: SIM115 (closed by `close`)
-        self._file.truncate(whole)
+        for position, length, size, raw in _heads(self._file):
+            if _head(position, self._file.read(length), size) != raw:
+                break
+            self.positions.add(position)
+            end += HEAD.size + length
+        self.is_new = not self.positions
+        self._file.truncate(end)
         self._file.seek(0)
         self._file.write(MAGIC)
-        self._file.seek(whole)
+        self._file.seek(end)
         self._packing = pa.Codec("zstd")
 
     def append(self, record: Record) -> int:
@@ -61,6 +69,7 @@ class RecordFile:
             self._file.truncate(start)
             self._file.seek(start)
             raise
+        self.positions.add(record.position)
         return HEAD.size + len(packed)
 
     def flush(self) -> None:
@@ -102,19 +111,6 @@ def positions(file: BinaryIO, start: int = 0) -> tuple[list[int], int]:
     return found, end
 
 
-def whole_bytes(path: Path) -> int:
-    """Return the file's bytes up to the end of its last undamaged record, or 0 if it isn't a record file."""
-    found = 0
-    with open(path, "rb") as file:
-        if file.read(len(MAGIC)) == MAGIC:
-            found = len(MAGIC)
-        for position, length, size, raw in _heads(file):
-            if _head(position, file.read(length), size) != raw:
-                break
-            found += HEAD.size + length
-    return found
-
-
 def _heads(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, int, int, bytes]]:
     """Yield (position, compressed bytes, uncompressed bytes, raw header) of each record, with the file positioned at
     the record's content. A damaged length can't exhaust memory, because the file's size and GROWTH bound lengths."""
@@ -137,3 +133,42 @@ def _heads(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, int, int, byte
 def _head(position: int, packed: bytes, size: int) -> bytes:
     bare = HEAD.pack(position, len(packed), size, 0)
     return HEAD.pack(position, len(packed), size, zlib.crc32(packed, zlib.crc32(bare)))
+
+
+def note_figures(folder: Path, step: int, figures: Mapping[str, float]) -> None:
+    add_step(folder / FIGURES, step, figures)
+
+
+def read_figures(folder: Path) -> dict[int, dict[str, float]]:
+    """Read `steps.jsonl`: optimizer step -> loss and gradient norm. If a step has several lines, the first counts."""
+    figures_of = dict[int, dict[str, float]]()
+    for step, entry in steps_in(folder / FIGURES, LARGEST_FIGURES):
+        try:
+            figures_of.setdefault(step, {str(name): float(value) for name, value in entry.items()})
+        except (ValueError, TypeError, OverflowError):
+            continue
+    return figures_of
+
+
+def add_step(path: Path, step: int, entry: Mapping[str, Any]) -> None:
+    """Append the line of an optimizer step to a JSON lines file. Create the file if it doesn't exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        # Write the newline before the line, so that an incomplete line of a killed run doesn't damage the new line.
+        file.write("\n" * (file.tell() > 0) + json.dumps({"step": step, **entry}))
+
+
+def steps_in(path: Path, largest: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (step, values) for each JSON line in the file's first ``largest`` bytes. Skip incomplete lines."""
+    if not path.is_file():
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        lines = file.read(largest).splitlines()
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            step = entry.pop("step")
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            continue
+        if type(step) is int:
+            yield step, entry

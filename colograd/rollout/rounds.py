@@ -1,13 +1,16 @@
 """Sample and score the prompts of a round (all prompts sampled with one set of weights).
 
 A group is scored as soon as its last completion ends, while vLLM decodes other groups. With `reward_call: all` the
-groups are scored together after sampling. `dynamic.round_of` chooses the run's round object at start: `PlainRound`,
+groups are scored together after sampling. `round_of` chooses the run's round object at start: `PlainRound`,
 `DynamicRound`, or an extension's class.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
+import math
 import reprlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +18,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ..batch import Group, Prompt, SampledStep, ScoredGroup
+from ..batch import Group, Prompt, SampledStep
 from ..data import extra_prompts
+from ..policy.packing import has_signal
 from ..reporting.metrics import PhaseTimes
+from ..runtime import registry
 from .stages import Stages
 
 Steps = Sequence[Sequence[Prompt]]  # One list of prompts per optimizer step.
@@ -41,10 +46,39 @@ class PlainRound:
         self.around: Callable[[Steps], AbstractContextManager[Any]] = contextlib.nullcontext
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
-        """Sample and score the prompts of all steps as one queue. Called on the first rank of each vLLM engine only."""
-        sampled = roll_out([prompt for step in steps for prompt in step], stages, self.times, self.one_call)
-        by_position = {scored.group.position: scored for scored in sampled}
-        of_steps = [tuple(by_position[prompt.position] for prompt in step) for step in steps]
+        """Sample and score the prompts of all steps as one queue. Called on the first rank of each vLLM engine only.
+
+        A group's scoring begins when the group is complete, while vLLM generates other groups. Reward functions in this
+        process run between two engine steps. The phase ``reward`` has their time and the wait for pending rewards. With
+        `reward_call: all` the rollout log has all groups or none."""
+        prompts = [prompt for step in steps for prompt in step]
+        scoring = stages.scoring(stages, prompts)
+        waiting = list[Group]()  # Groups that will be scored in one call.
+        try:
+            missing = [prompt for prompt in prompts if prompt.position not in scoring.rewarded]
+            if not self.one_call:
+                scoring.scored(wait=False)
+            if missing and not scoring.has_enough:
+                groups = scoring.sample(prompts if self.one_call else missing)
+                # Closing `groups` aborts the unfinished requests if there are enough groups or a reward function fails.
+                with self.times.phase("generate"), contextlib.closing(groups):
+                    for group in groups:
+                        if self.one_call:
+                            waiting.append(group)
+                            continue
+                        started = time.perf_counter()
+                        scoring.take(group)
+                        scoring.scored(wait=False)
+                        self.times.move("generate", "reward", time.perf_counter() - started)
+                        if scoring.has_enough:
+                            break
+            with self.times.phase("reward"):
+                if waiting:
+                    scoring.score_together(sorted(waiting, key=lambda group: group.position))
+                scored = iter(scoring.scored())
+        finally:
+            scoring.cancel()
+        of_steps = [tuple(itertools.islice(scored, len(step))) for step in steps]
         return [SampledStep(groups, groups) for groups in of_steps]
 
     def forget(self) -> None:
@@ -64,36 +98,55 @@ def more_prompts_of(trainer: Any) -> MorePrompts:
     )
 
 
-def roll_out(prompts: Sequence[Prompt], stages: Stages, times: PhaseTimes, one_call: bool = False) -> list[ScoredGroup]:
-    """Sample and score one group per prompt, and return the groups in the order of the prompts.
+class DynamicRound(PlainRound):
+    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) of the prompts of several optimizer steps.
 
-    A group's scoring begins when the group is complete, while vLLM generates other groups. Reward functions in this
-    process run between two engine steps. The phase ``reward`` has their time and the wait for pending rewards.
+    Only groups with a reward difference are trained. Further prompts are sampled until every step has enough groups.
+    Steps take these groups in the order of sampling, so a step may train a group that was sampled for another step."""
 
-    Args:
-        one_call: score all groups in one call, after the last group is complete. The rollout log then has all or none.
-    """
-    scoring = stages.scoring(stages, prompts)
-    waiting = list[Group]()  # groups that will be scored in one call
-    try:
-        missing = [prompt for prompt in prompts if prompt.position not in scoring.rewarded]
-        if missing:
-            groups = scoring.sample(prompts if one_call else missing)
-            # Closing `groups` aborts the unfinished requests if a reward function fails.
-            with times.phase("generate"), contextlib.closing(groups):
-                for group in groups:
-                    if one_call:
-                        waiting.append(group)
-                        continue
-                    started = time.perf_counter()
-                    scoring.take(group)
-                    times.move("generate", "reward", time.perf_counter() - started)
-        with times.phase("reward"):
-            if waiting:
-                scoring.score_together(sorted(waiting, key=lambda group: group.position))
-            return [scoring.scored(prompt.position) for prompt in prompts]
-    finally:
-        scoring.cancel()
+    def __init__(self, times: PhaseTimes, one_call: bool, max_rounds: int, more_prompts: MorePrompts) -> None:
+        super().__init__(times, one_call)
+        self.max_rounds, self.more_prompts = max_rounds, more_prompts
+        self.tallies.append(self.counts)
+
+    def counts(self, steps: Sequence[SampledStep]) -> dict[str, float]:
+        """Return two metrics of dynamic sampling: the number of sampled prompts, and the number of trained groups."""
+        return {
+            "dynamic_sampling/prompts": sum(len(step.sampled) for step in steps),
+            "dynamic_sampling/groups": sum(len(step.kept) for step in steps),
+        }
+
+    def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
+        """Sample and score the prompts of each optimizer step. Replace groups with equal rewards by further groups."""
+        prompts = [prompt for step in steps for prompt in step]
+        sampled = super().draw([prompts], stages)[0].sampled
+        for _ in range(self.max_rounds):
+            found = sum(map(has_signal, sampled))
+            if found >= len(prompts):
+                break
+            # Draw as many prompts as the missing groups probably need: at most ten prompts per missing group.
+            count = math.ceil((len(prompts) - found) / max(found / len(sampled), 0.1))
+            more = self.more_prompts(len(sampled) - len(prompts), count)
+            until_enough = dataclasses.replace(stages, enough=len(prompts) - found)
+            sampled += super().draw([more], until_enough)[0].sampled
+        kept = filter(has_signal, sampled)
+        return [
+            SampledStep(kept=tuple(itertools.islice(kept, len(step))), sampled=tuple(sampled[index :: len(steps)]))
+            for index, step in enumerate(steps)
+        ]
+
+
+def round_of(trainer: Any) -> PlainRound:
+    """Create the run's round object, which samples and scores prompts. A collective call: all ranks take part. An
+    extension's hook ``tally`` is a function (trainer) -> `Tally`, or None to count nothing."""
+    config, times = trainer.args, trainer.times
+    one_call = config.reward_call == "all"
+    chosen = next(filter(None, (offer(trainer) for offer in registry.hooks("round"))), None)
+    if chosen is None and config.dynamic_sampling:
+        chosen = DynamicRound(times, one_call, config.dynamic_sampling_max_rounds, more_prompts_of(trainer))
+    chosen = chosen or PlainRound(times, one_call)
+    chosen.tallies.extend(filter(None, (offer(trainer) for offer in registry.hooks("tally"))))
+    return chosen
 
 
 def unscored(steps: Sequence[SampledStep]) -> str:

@@ -17,16 +17,15 @@ from ..batch import Group, Prompt, SampledStep, ScoredGroup
 from ..config import GRPOConfig
 from ..engine.load import stepping
 from ..engine.protocol import Engine
-from ..engine.sampling import UNKNOWN_TOKENS, Sampling
+from ..engine.sampling import Sampling
 from ..losses.advantages import AdvantageEstimator, scale_over_steps
 from ..memory.device_turns import DeviceTurns
 from ..parallel.ranks import on_all_ranks, world_size
 from ..reporting.events import Events
 from ..rewards import Ready, Scorer, Scoring
 from ..runtime import registry
-from .checks import checked_advantages, checked_rewards
-from .rounds import PlainRound, Steps, roll_out, unscored
-from .stages import PendingRewards, RolloutSource, Stages
+from .rounds import PlainRound, Steps, unscored
+from .stages import PendingRewards, RolloutSource, Stages, checked_advantages, checked_rewards
 from .statistics import DIVIDED, RolloutStatistics
 from .texts import has_parser, with_messages, with_prompt_text
 
@@ -92,12 +91,6 @@ class Sampler:
             counts |= {"rollout/seconds": ended - began, "rollout/idle_seconds": ended - idle_since}
         for tally in self.round.tallies:
             counts |= tally(steps)
-        if tokens := counts.get(UNKNOWN_TOKENS, 0):
-            self.events.warn_once(
-                UNKNOWN_TOKENS,
-                f"rollout: {tokens:.0f} sampled token(s) of this round have no text, since the tokenizer has no token "
-                f"for these rows of the model (said once; `{UNKNOWN_TOKENS}` counts on)",
-            )
         with on_all_ranks("the statistics"):
             combine, mask_truncated = self.hooks.combine, self.config.mask_truncated_completions
             statistics = [RolloutStatistics.of(step.sampled, combine, mask_truncated) for step in steps]
@@ -117,7 +110,10 @@ class Sampler:
         self.purpose = Purpose.EVALUATION
         try:
             with self.turn(), on_all_ranks("the evaluation"):
-                return self.on_leader(lambda: roll_out(prompts, self.stages(), times, together), [])
+                drawn = self.on_leader(
+                    lambda: PlainRound(times, together).draw([prompts], self.stages()), [SampledStep((), ())]
+                )
+                return [*drawn[0].sampled]
         finally:
             self.purpose = Purpose.TRAINING
 
@@ -127,7 +123,6 @@ class Sampler:
         return {name: n for part in parts if hasattr(part, "take_counts") for name, n in part.take_counts().items()}
 
     def turn(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager that gives GPU memory to vLLM, and gives it back to training at the end."""
         return self.device_turns.sampling(self.hooks.optimizer)
 
     def stages(self) -> Stages:
@@ -137,7 +132,7 @@ class Sampler:
         hooks, replaced = self.hooks, self.hooks.replaced
         compute_advantages = self._checked_advantages if "compute_advantages" in replaced else hooks.compute_advantages
         if self.purpose is Purpose.EVALUATION:  # an evaluation computes advantages later, and only for the loss
-            compute_advantages = _no_advantages
+            compute_advantages = lambda group, rewards: torch.zeros(len(group.rollouts))  # noqa: E731
         stages = Stages(
             generate=hooks.generate if "generate" in replaced else self.generate,
             begin_score=self._begin_replaced if "score" in replaced else self.begin_scoring,
@@ -179,8 +174,8 @@ class Sampler:
         return self.scorer.submit(read, texts, self.hooks.state)
 
     def _begin_replaced(self, groups: Sequence[Group]) -> PendingRewards:
-        functions = len(self.scorer.rewards)
-        rewards = torch.cat([checked_rewards(self.hooks.score(group), group, functions) for group in groups])
+        score, functions = self.hooks.score, len(self.scorer.rewards)
+        rewards = torch.cat([checked_rewards(score(group), group, functions) for group in groups])
         if self.scorer.environments is not None:
             self.scorer.environments.end_scoring(groups)
         return Ready(rewards)
@@ -195,7 +190,3 @@ class Sampler:
 
     def _checked_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
         return checked_advantages(self.hooks.compute_advantages(group, rewards), group)
-
-
-def _no_advantages(group: Group, rewards: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(len(group.rollouts))

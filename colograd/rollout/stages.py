@@ -1,19 +1,21 @@
-"""The functions between prompts and scored groups (`Stages`): generate, score, compute advantages, record."""
+"""The functions between prompts and scored groups (`Stages`): generate, score, compute advantages, record. Values of a
+user's `generate`, `score` and `compute_advantages` are checked: a wrong value raises a ValueError."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from ..batch import Group, Logged, Prompt, ScoredGroup
+from ..batch import Group, Logged, Prompt, Rollout, ScoredGroup
 from ..engine.sampling import Sampling
+from ..policy.packing import has_signal
 from ..rewards import Ready
-from ..rewards.values import with_logged_riders
-from .checks import checked_groups
+from ..rewards.calling import with_logged_riders
 from .store import RewardedGroup, RolloutStore
 
 
@@ -50,28 +52,26 @@ class PendingRewards(Protocol):
 BeginScore = Callable[[Sequence[Group]], PendingRewards]  # function that starts to score several groups in one call
 
 
-@dataclass(eq=False)
 class InScoring:
     """The groups of some prompts while they are scored: groups read from the rollout log, and groups in scoring."""
 
-    stages: Stages
-    prompts: Sequence[Prompt]  # all prompts of this phase of sampling
-
-    def __post_init__(self) -> None:
-        journal = self.stages.journal
+    def __init__(self, stages: Stages, prompts: Sequence[Prompt]) -> None:
+        self.stages, self.prompts = stages, prompts  # All prompts of this phase of sampling.
         # Groups that have rewards but no advantages yet, by position.
-        self.rewarded: dict[int, RewardedGroup] = {} if journal is None else journal.recall(self.prompts)
+        self.rewarded: dict[int, RewardedGroup] = {} if stages.journal is None else stages.journal.recall(prompts)
         self._pending: dict[int, tuple[Group, PendingRewards]] = {}  # Groups that are being scored, by position.
+        self._scored: list[ScoredGroup] = []  # Groups of the first prompts, in the order of the prompts.
+        self._signals = 0  # Number of groups in `_scored` with a reward difference.
 
     def sample(self, prompts: Sequence[Prompt]) -> Generator[Group]:
         """Yield groups to score, in any order: first recorded groups that are scored again, then generated groups."""
-        journal = self.stages.journal
-        recorded = journal.recall_samples(prompts) if journal is not None else []
+        stages = self.stages
+        recorded = stages.journal.recall_samples(prompts) if stages.journal is not None else []
         yield from recorded
         positions = {group.position for group in recorded}
         if rest := [prompt for prompt in prompts if prompt.position not in positions]:
-            generated: Any = self.stages.generate(rest)
-            with contextlib.closing(checked_groups(generated, rest) if self.stages.checks else generated) as groups:
+            generated: Any = stages.generate(rest)
+            with contextlib.closing(checked_groups(generated, rest) if stages.checks else generated) as groups:
                 yield from groups
 
     def score_together(self, groups: Sequence[Group]) -> None:
@@ -98,17 +98,26 @@ class InScoring:
                 if stages.journal is not None:
                     stages.journal.add(self.rewarded[at])
 
-    def scored(self, position: int) -> ScoredGroup:
-        """Wait for the rewards of the group at a position. Return the group with rewards and advantages."""
-        if position not in self.rewarded:
-            self.take(position=position)
-        recorded = self.rewarded.pop(position)
-        # Pass a copy of the rewards, because a trainer's subclass may change the tensor in place.
-        advantages = self.stages.compute_advantages(recorded.group, recorded.rewards.clone())
-        return ScoredGroup(recorded.group, recorded.rewards, advantages, recorded.logged)
+    @property
+    def has_enough(self) -> bool:
+        return self._signals >= self.stages.enough
+
+    def scored(self, wait: bool = True) -> list[ScoredGroup]:
+        """Compute advantages in the order of the prompts, until `Stages.enough` groups have a reward difference. Return
+        the groups with advantages. If ``wait`` is false, end at the first prompt without ready rewards."""
+        for position in [prompt.position for prompt in self.prompts[len(self._scored) :]]:
+            if self.has_enough or not (wait or position in self.rewarded):
+                break
+            if position not in self.rewarded:
+                self.take(position=position)
+            recorded = self.rewarded.pop(position)
+            # Pass a copy of the rewards, because a trainer's subclass may change the tensor in place.
+            advantages = self.stages.compute_advantages(recorded.group, recorded.rewards.clone())
+            self._scored.append(ScoredGroup(recorded.group, recorded.rewards, advantages, recorded.logged))
+            self._signals += has_signal(self._scored[-1])
+        return self._scored
 
     def cancel(self) -> None:
-        """Cancel all reward computations that haven't finished."""
         for _, pending in self._pending.values():
             pending.cancel()
 
@@ -126,3 +135,91 @@ class Stages:
     journal: RolloutStore | None = None
     checks: bool = True  # Whether to check the groups of ``generate``, because user code may have made them.
     scoring: Callable[[Stages, Sequence[Prompt]], InScoring] = InScoring  # Class that scores groups.
+    # Number of groups with a reward difference after which the later prompts aren't needed. Groups are counted in the
+    # prompts' order, not in the order of finishing.
+    enough: float = math.inf
+
+
+def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int | None = None) -> Generator[Group]:
+    """Yield the groups of a user's ``generate``. A ValueError is raised if a group is wrong, or if the number of groups
+    isn't ``wanted`` (default: one group per prompt)."""
+    waiting = {prompt.position for prompt in prompts}
+    left_out = 0 if wanted is None else len(waiting) - wanted
+    try:
+        for group in groups:
+            if not isinstance(group, Group):
+                raise ValueError(
+                    f"generate yielded {shown(group)}. `generate` must yield a colograd.batch.Group for each prompt."
+                )
+            if group.position not in waiting:
+                raise ValueError(
+                    f"generate yielded a group at position {group.position}, but must yield exactly one group for each "
+                    "of its prompts. Copy the prompt's position, and merge the groups of one prompt."
+                )
+            waiting.remove(group.position)
+            where = f"generate, prompt {group.position}"
+            if not group.rollouts:
+                raise ValueError(f"{where}: the group has no rollouts. A group needs at least one rollout.")
+            for index, rollout in enumerate(group.rollouts):
+                if not isinstance(rollout, Rollout):
+                    raise ValueError(
+                        f"{where}: rollout {index} is {shown(rollout)}. A rollout must be a colograd.batch.Rollout."
+                    )
+                length = len(rollout.completion_ids)
+                if not length or not rollout.input.ids:
+                    raise ValueError(
+                        f"{where}: rollout {index} has no tokens. A rollout needs a prompt and a completion of at "
+                        "least one token."
+                    )
+                for name in ("sampler_logprobs", "sampled"):
+                    value = getattr(rollout, name)
+                    if not isinstance(value, torch.Tensor) or value.shape != (length,):
+                        raise ValueError(
+                            f"{where}: {name} of rollout {index} is {shown(value)}, but a rollout's `sampler_logprobs` "
+                            f"and `sampled` must be tensors with one entry per completion token: {length}."
+                        )
+            yield group
+    finally:
+        if hasattr(groups, "close"):
+            groups.close()
+    if len(waiting) != left_out:
+        raise ValueError(
+            f"generate yielded no group for {len(waiting) - left_out} of {len(prompts)} prompts (first position: "
+            f"{min(waiting)}). `generate` must yield one group, with at least one completion, for each prompt."
+        )
+
+
+def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
+    """Check that a user's rewards have the shape [completions, reward functions] and aren't infinite. Return
+    float32."""
+    wanted = (len(group.rollouts), functions)
+    if not isinstance(rewards, torch.Tensor) or tuple(rewards.shape) != wanted:
+        raise ValueError(
+            f"score returned {shown(rewards)}. `score` must return a tensor of shape [completions, reward functions] = "
+            f"{list(wanted)}. NaN means that a reward function gives a completion no reward."
+        )
+    if rewards.float().isinf().any():
+        raise ValueError("score returned an infinite reward. A reward must be finite, or NaN for no reward.")
+    return rewards.float()
+
+
+def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
+    """Check that a user's advantages are finite, one per completion or one per completion token. Return float32."""
+    completions = len(group.rollouts)
+    tokens = sum(len(rollout.completion_ids) for rollout in group.rollouts)
+    if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in ((completions,), (tokens,)):
+        raise ValueError(
+            f"compute_advantages returned {shown(advantages)}. `compute_advantages` must return a tensor with one "
+            f"entry per completion, or with one entry per completion token: [{completions}] or [{tokens}]."
+        )
+    if not advantages.float().isfinite().all():
+        raise ValueError(
+            "compute_advantages returned an advantage that isn't finite. Return 0 for a completion that must not be "
+            "trained on. A reward may be NaN, because a function may abstain; `combine` leaves NaN rewards out."
+        )
+    return advantages.float()
+
+
+def shown(value: Any) -> str:
+    is_tensor = isinstance(value, torch.Tensor)
+    return f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,16 +52,12 @@ class RolloutStatistics:
                 if unscored := int((rollout.sampled & rollout.sampler_logprobs.isnan()).sum()):
                     found.counts["sampling/unscored_tokens"] += unscored
                 for rider in rollout.riders:
-                    sums, maxima = rider.statistics(rollout)
-                    found.counts.update(sums)
-                    found.maxima |= {name: max(own, found.maxima.get(name, own)) for name, own in maxima.items()}
+                    found._add(*rider.statistics(rollout), {})
             found.distinct += len({rollout.completion_ids.tobytes() for rollout in group.group.rollouts})
             found.rewards += group.rewards.tolist()
             found.totals += totals.tolist()
             found.flat_groups.append(bool(group_std(totals) < 1e-8))
-            for name, (total, number) in group.logged.metrics.items():
-                before = found.logged.get(name, (0.0, 0.0))
-                found.logged[name] = (before[0] + total, before[1] + number)
+            found._add({}, {}, group.logged.metrics)
         return found
 
     @classmethod
@@ -71,12 +67,15 @@ class RolloutStatistics:
         for part in parts:
             for name in ADDED:
                 setattr(whole, name, getattr(whole, name) + getattr(part, name))
-            whole.counts.update(part.counts)
-            whole.maxima |= {name: max(own, whole.maxima.get(name, own)) for name, own in part.maxima.items()}
-            for name, (total, number) in part.logged.items():
-                before = whole.logged.get(name, (0.0, 0.0))
-                whole.logged[name] = (before[0] + total, before[1] + number)
+            whole._add(part.counts, part.maxima, part.logged)
         return whole
+
+    def _add(self, sums: Mapping[str, float], maxima: Mapping[str, float], logged: Mapping[str, Any]) -> None:
+        self.counts.update(sums)
+        self.maxima |= {name: max(own, self.maxima.get(name, own)) for name, own in maxima.items()}
+        for name, (total, number) in logged.items():
+            before = self.logged.get(name, (0.0, 0.0))
+            self.logged[name] = (before[0] + total, before[1] + number)
 
     def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
         """Return TRL's completion and reward metrics, and the mean of each metric that reward functions log."""
@@ -120,7 +119,5 @@ class RolloutStatistics:
 
 
 def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
-    if not len(values):
-        return {}
-    found = {"mean": values.mean(), "min": values.min(), "max": values.max()}
+    found = {"mean": values.mean(), "min": values.min(), "max": values.max()} if len(values) else {}
     return {name.format(key): float(value) for key, value in found.items()}

@@ -7,7 +7,7 @@ appends to one file per round or evaluation:
     RUN/_journal/step-00000012/rank-00000.records     an `About`, the groups, notes for the HTML report
     RUN/_journal/step-00000012/rank-00000.shown       only groups that the report shows (old rounds, or `journal: off`)
     RUN/_journal/step-00000012/rank-00000.unscored    with `rescore: true`: groups that are scored again
-    RUN/_journal/step-00000012/steps.jsonl            loss and gradient norm of the optimizer steps (`figures`)
+    RUN/_journal/step-00000012/steps.jsonl            loss and gradient norm of the optimizer steps
     RUN/_journal/recipe.yaml                          the run's recipe, for `colograd replay`
 
 Extensions write other files to a round's folder (`note_beside`, `open_beside`). Resume and replay read `.records`
@@ -22,10 +22,10 @@ import hashlib
 import json
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,13 +57,6 @@ class About:
     settings: Mapping[str, Any]
 
 
-@dataclass(slots=True)
-class _OpenFile:
-    records: RecordFile
-    positions: set[int]  # Positions of the groups in the file.
-    digests: dict[int, str] = field(default_factory=dict)  # Group's position -> digest of its dataset row.
-
-
 class RolloutStore:
     """The rollout log of one rank: writes this rank's scored groups to the disk and reads the groups of all ranks.
 
@@ -72,7 +65,7 @@ class RolloutStore:
         rank: index of this rank.
         settings: the run's settings, JSON-serializable.
         of_samples: names of the settings that sampled completions depend on. All other settings affect training only.
-        reader: reader of prompts with images or audio (`data.prompts.PromptReader`), to read recorded media.
+        reader: reader of prompts with images or audio (`PromptRules.reader`), to read recorded media.
     """
 
     def __init__(
@@ -84,6 +77,7 @@ class RolloutStore:
         of_samples: Collection[str] = (),
     ) -> None:
         self.folder, self.rank, self.reader, self.of_samples = Path(run_dir) / FOLDER, rank, reader, of_samples
+        self._file_name = f"rank-{rank:05d}.records"
         self.settings = json.loads(json.dumps(settings, default=str))
         self.problem = ""  # Error message: why the last groups couldn't be written.
         self.warning = ""  # Warning about the recorded groups, e.g. that the weights differ.
@@ -92,14 +86,14 @@ class RolloutStore:
         self._found: dict[int, bytes] = {}  # Recorded groups of the current round or evaluation, by position.
         self._unscored: dict[int, bytes] = {}  # Recorded groups to score again, by position.
         self._round: Path | None = None  # Folder of the groups sampled with the current weights.
-        self._open_files: dict[str, _OpenFile] = {}  # Open files by the evaluation's name; "" is the training's file.
+        self._open_files: dict[str, RecordFile] = {}  # Open files by the evaluation's name; "" is the training's file.
         self._newest = ""  # Name (key in `_open_files`) of the file that `add` writes.
+        self._digests: dict[tuple[str, int], str] = {}  # (File's name, group's position) -> digest of its dataset row.
         self._beside: dict[Any, Any] = {}  # Open files that extensions write, by class.
-        self._place: tuple[Path, dict[str, Any]] | None = None  # Folder and `About` of the newest open file.
+        self._place: tuple[Path, int, dict[str, Any]] | None = None  # Folder, rank and `About` of the newest open file.
         self._pruned = 0  # Optimizer step. Groups recorded before this step are deleted.
-        self._unsafe = threading.Event()  # Event that is set if written records must be flushed to the disk.
-        self._closing = threading.Lock()  # Lock that is held while files are flushed and closed.
-        self._safety: threading.Thread | None = None
+        self._flusher: ThreadPoolExecutor | None = None  # Thread that flushes written records to the disk.
+        self._will_flush = False  # Whether a flush of the written records is waiting for the thread.
 
     def start(self, step: int, is_writer: bool, rescore: bool = False) -> list[str]:
         """Prepare the rollout log for a run that resumes at ``step``. Return messages for the console.
@@ -111,7 +105,14 @@ class RolloutStore:
             return []
         lines, others, changed = list[str](), list[Path](), dict[str, tuple[Any, Any]]()
         for number, folder in self._folders():
-            if number < step or not (found := self._changed(folder)):
+            found: dict[str, tuple[Any, Any]] = {}
+            for path, about, records in files_of(folder) if number >= step else ():
+                differences = self._differences(about)
+                if differences and next(records, None) is None:
+                    path.unlink(missing_ok=True)  # A failed start left no groups.
+                elif differences:
+                    found |= differences
+            if not found:
                 continue
             rewards_changed = bool(found.keys() & {REWARD_CODE, REWARD_FUNCS})
             if rewards_changed and not rescore:
@@ -145,18 +146,6 @@ class RolloutStore:
             )
         return lines
 
-    def _changed(self, folder: Path) -> dict[str, tuple[Any, Any]]:
-        """Compare the current settings with the settings recorded in a folder. Return name -> (recorded value, current
-        value) for each difference. A file without groups (of a failed start) is deleted if its settings differ."""
-        changed: dict[str, tuple[Any, Any]] = {}
-        for path, found, records in files_of(folder):
-            if differences := self._differences(found):
-                if next(records, None) is None:
-                    path.unlink(missing_ok=True)
-                else:
-                    changed |= differences
-        return changed
-
     def _differences(self, found: About) -> dict[str, tuple[Any, Any]]:
         names = sorted(found.settings.keys() | self.settings.keys())
         if REWARD_CODE not in found.settings:  # an older version of Colograd recorded the groups
@@ -169,13 +158,12 @@ class RolloutStore:
         error message, or ""."""
         path = self.folder / RECIPE
         try:
-            if recipe is None:
-                path.unlink(missing_ok=True)  # the file may be from an earlier run
-                return ""
-            path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_suffix(".partial")
-            aside.write_text(recipe, encoding="utf-8")
-            os.replace(aside, path)
+            path.unlink(missing_ok=True)  # the file may be from an earlier run
+            if recipe is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                aside = path.with_suffix(".partial")
+                aside.write_text(recipe, encoding="utf-8")
+                os.replace(aside, path)
         except OSError as error:
             return f"journal: {path} can't be written ({error}): `colograd replay` will need the recipe (--config)"
         return ""
@@ -188,33 +176,27 @@ class RolloutStore:
             A message about problems with the recorded groups or with the last written groups, or "".
         """
         self._end(self._open_files.keys() - ({""} if evaluation else set()))
-        self._found.clear()
-        self._unscored.clear()
+        self._found, self._unscored = {}, {}
         problem, self.problem, self.warning = self.problem, "", ""
         self.seconds = 0.0  # the seconds of an evaluation don't count for training
         about, folder = About(step, weights, self.settings), self.round_folder(step, evaluation)
         self._round = self._round if evaluation else folder
-        own: set[int] = set()
         for path, found, records in files_of(folder):
             self._check_settings(found, path)
             self._check_weights(found, about, path)
             for record in records:
                 self._found.setdefault(record.position, record.content)
-                if path.name == self._file_name:
-                    own.add(record.position)
         for _, _, records in files_of(folder, UNSCORED):
             self._unscored |= {record.position: record.content for record in records}
         self._weights_are_read = False
-        self._close_beside()
-        self._place = folder, dataclasses.asdict(about)
-        self._open(folder, about, evaluation, own)
+        self._place = folder, self.rank, dataclasses.asdict(about)
+        self._open(folder, about, evaluation)
         return problem or self.problem or self.warning
 
-    def _open(self, folder: Path, about: About, evaluation: str, own: set[int]) -> None:
+    def _open(self, folder: Path, about: About, evaluation: str) -> None:
         self._newest = evaluation
         try:
-            file = RecordFile(folder / self._file_name)
-            self._open_files[evaluation] = _OpenFile(file, own)
+            self._open_files[evaluation] = file = RecordFile(folder / self._file_name)
             if file.is_new:
                 file.append(Record(ABOUT, json.dumps(dataclasses.asdict(about)).encode()))
         except OSError as error:
@@ -224,24 +206,32 @@ class RolloutStore:
     def add(self, recorded: RewardedGroup) -> None:
         """Append a scored group to the open file. A thread flushes the file to the disk soon after. Serializing takes
         0.1 microseconds per token. An error isn't raised, but sets `problem`."""
-        if (file := self._open_files.get(self._newest)) is not None:
-            started = time.perf_counter()
-            self._append(file, recorded)
-            self.seconds += time.perf_counter() - started
+        started = time.perf_counter()
+        self._append(self._newest, recorded)
+        self.seconds += time.perf_counter() - started
 
-    def _append(self, file: _OpenFile, recorded: RewardedGroup) -> None:
+    def _append(self, name: str, recorded: RewardedGroup) -> None:
+        if (file := self._open_files.get(name)) is None:
+            return
         try:
             position = recorded.group.position
-            content = group_bytes(recorded, file.digests.get(position, ""))
-            self.bytes += file.records.append(Record(position, content))
+            content = group_bytes(recorded, self._digests.get((name, position), ""))
+            self.bytes += file.append(Record(position, content))
         except Exception as error:  # a group that can't be recorded is still trained on
-            self.problem = _problem(file.records.path, error)
+            self.problem = _problem(file.path, error)
             return
-        file.positions.add(recorded.group.position)
-        if self._safety is None:
-            self._safety = threading.Thread(target=self._make_safe, name="journal", daemon=True)
-            self._safety.start()
-        self._unsafe.set()
+        if not self._will_flush:
+            self._flusher = self._flusher or ThreadPoolExecutor(1, "journal")
+            self._will_flush = True
+            self._flusher.submit(self._flush)
+
+    def _flush(self) -> None:
+        self._will_flush = False
+        for file in list(self._open_files.values()):
+            try:
+                file.flush()
+            except OSError as error:
+                self.problem = _problem(file.path, error)
 
     def show(self, notes: Mapping[str, Any], groups: Sequence[RewardedGroup]) -> None:
         """Record some groups of an optimizer step, with ``notes``, for the HTML report. Pruning doesn't delete these
@@ -252,8 +242,8 @@ class RolloutStore:
         if (file := self._open_files.get(evaluation)) is not None:
             for recorded in groups:
                 if recorded.group.position not in file.positions:
-                    self._append(file, recorded)
-            file.records.append(record)
+                    self._append(evaluation, recorded)
+            file.append(record)
             return
         folder = self.round_folder(step - 1 if training else step, evaluation)
         with contextlib.closing(RecordFile((folder / self._file_name).with_suffix(SHOWN))) as alone:
@@ -278,18 +268,10 @@ class RolloutStore:
             kind: called with the folder, the rank and the `About` as a dict to open the file. Later calls return the
                 same file until the next round or evaluation begins, when the file is closed.
         """
-        if self._place is None:
-            return None
-        folder, conditions = self._place
-        if kind not in self._beside:
-            self._beside[kind] = kind(folder, self.rank, conditions)
-        file: F = self._beside[kind]
+        if kind not in self._beside and self._place is not None:
+            self._beside[kind] = kind(*self._place)
+        file: F | None = self._beside.get(kind)
         return file
-
-    def _close_beside(self) -> None:
-        for file in self._beside.values():
-            file.close()
-        self._beside.clear()
 
     def lacks(self, problem: str) -> None:
         """Handle records that are missing. Here: do nothing, because a run samples anew. A replay raises an error."""
@@ -299,54 +281,39 @@ class RolloutStore:
         return taken
 
     def close(self) -> str:
-        """Close all files and end the flushing thread. Return an error message, or "". `begin` may be called again."""
         self._end(self._open_files.keys())
-        self._close_beside()
-        thread, self._safety = self._safety, None
-        if thread is not None:
-            self._unsafe.set()
-            thread.join()
+        if self._flusher is not None:
+            self._flusher.shutdown()
+            self._flusher = None
         problem, self.problem = self.problem, ""
         return problem
 
     def _end(self, names: Collection[str]) -> None:
-        with self._closing:
-            for name in [*names]:
-                records = self._open_files.pop(name).records
-                self._flush(records)
-                records.close()
-
-    def _make_safe(self) -> None:
-        while True:
-            self._unsafe.wait()
-            self._unsafe.clear()
-            if threading.current_thread() is not self._safety:
-                return
-            with self._closing:
-                for file in list(self._open_files.values()):
-                    self._flush(file.records)
-
-    def _flush(self, file: RecordFile) -> None:
-        try:
-            file.flush()
-        except OSError as error:
-            self.problem = _problem(file.path, error)
+        if self._flusher is not None:
+            self._flusher.submit(self._flush).result()  # No flush is waiting or running afterwards.
+        for name in [*names]:
+            self._open_files.pop(name).close()
+            self._digests = {key: digest for key, digest in self._digests.items() if key[0] != name}
+        for beside in self._beside.values():
+            beside.close()
+        self._beside.clear()
 
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
         """Return the recorded groups of these prompts, by position. Call this method before user code can change the
         prompts' dataset rows, because it computes the rows' digests."""
-        if (file := self._open_files.get(self._newest)) is not None:
-            file.digests |= {prompt.position: digest_of_example(prompt.example) for prompt in prompts}
+        for prompt in prompts if self._newest in self._open_files else ():
+            self._digests[self._newest, prompt.position] = digest_of_example(prompt.example)
         return self._recalled(prompts, self._found)
 
     def recall_samples(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Return these prompts' recorded groups to score again (`rescore: true`), without data of their old scores."""
         groups = []
         for recorded in self._recalled(prompts, self._unscored).values():
-            kept = [tuple(rider for rider in each.riders if not rider.COLUMN) for each in recorded.group.rollouts]
-            pairs = zip(recorded.group.rollouts, kept, strict=True)
-            rollouts = tuple(dataclasses.replace(rollout, riders=riders) for rollout, riders in pairs)
-            groups.append(dataclasses.replace(recorded.group, rollouts=rollouts))
+            rollouts = (
+                dataclasses.replace(each, riders=tuple(rider for rider in each.riders if not rider.COLUMN))
+                for each in recorded.group.rollouts
+            )
+            groups.append(dataclasses.replace(recorded.group, rollouts=tuple(rollouts)))
         return groups
 
     def _recalled(self, prompts: Sequence[Prompt], contents: Mapping[int, bytes]) -> dict[int, RewardedGroup]:
@@ -388,10 +355,6 @@ class RolloutStore:
                         path.unlink(missing_ok=True)
                     folder.rmdir()
         self._pruned = max(self._pruned, before)
-
-    @property
-    def _file_name(self) -> str:
-        return f"rank-{self.rank:05d}.records"
 
     def _folders(self) -> list[tuple[int, Path]]:
         found = [(re.match(r"step-(\d{8,12})(-|$)", path.name), path) for path in self.folder.glob("step-*")]

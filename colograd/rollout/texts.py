@@ -13,8 +13,6 @@ from ..usercode.untrusted import clean
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call that the model wrote."""
-
     name: str
     arguments: dict[str, Any]
 
@@ -23,12 +21,10 @@ def with_prompt_text(group: Group, tokenizer: Any) -> Group:
     """Add the column ``prompt_texts`` for reward functions to a group's rollouts: each rollout's prompt as the model
     reads it, with special tokens and the chat template's beginning of the answer. Environments may give the rollouts of
     a group different prompts."""
-    prompts = {each.prompt_ids for each in group.rollouts}
+    prompts, rollouts = {each.prompt_ids for each in group.rollouts}, []
     texts = {ids: tokenizer.decode(list(ids), skip_special_tokens=False) for ids in prompts}
-    rollouts = (
-        dataclasses.replace(each, columns={**each.columns, "prompt_texts": texts[each.prompt_ids]})
-        for each in group.rollouts
-    )
+    for each in group.rollouts:
+        rollouts.append(dataclasses.replace(each, columns={**each.columns, "prompt_texts": texts[each.prompt_ids]}))
     return dataclasses.replace(group, rollouts=tuple(rollouts))
 
 
@@ -49,7 +45,6 @@ def with_messages(group: Group, tokenizer: Any) -> Group:
 
 
 def has_parser(tokenizer: Any) -> bool:
-    """Return whether the tokenizer can parse completions to messages (response parsing in transformers)."""
     return any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
 
 

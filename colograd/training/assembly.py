@@ -13,7 +13,7 @@ import torch
 from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..data import PromptDataset
-from ..data.vocabulary import size_of
+from ..data.columns import size_of
 from ..engine.protocol import Engine, EngineUse
 from ..engine.sampling import Sampling
 from ..engine.vllm_engine import VLLMEngine

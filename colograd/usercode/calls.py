@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,8 +29,6 @@ GRACE = 10.0  # Seconds from an interrupt until a stuck process is ended.
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one call of a user's function."""
-
     kind: str  # Kind of outcome: value, raised, late, died (the process) or dropped (no longer needed).
     value: Any  # Return value; or (line, traceback) of the exception; or exit status of the dead process.
     seconds: float  # Seconds that the function ran.
@@ -75,19 +73,6 @@ def when_done(call: Future[Outcome], tell: Callable[..., None], *further: Any) -
     call.add_done_callback(done)
 
 
-def when_all_done(calls: Sequence[Future[Outcome]], tell: Callable[[], None]) -> None:
-    """Call ``tell`` once all ``calls`` have ended, in the thread that ends the last one or in the caller's thread."""
-    left = iter(calls)
-
-    def wait_for_next(ended: Future[Outcome] | None = None) -> None:
-        if (call := next(left, None)) is None:
-            tell()
-        else:
-            call.add_done_callback(wait_for_next)
-
-    wait_for_next()
-
-
 async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> Outcome:
     """Await a user's awaitable and return its outcome: ``late`` after ``timeout`` seconds. SystemExit doesn't end the
     event loop. Unlike in `asyncio.wait_for`, an awaitable that ignores its cancellation doesn't delay the outcome."""
@@ -120,17 +105,13 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-class Late(TimeoutError):
-    """Error of a call that was interrupted because it exceeded its `time_limit`."""
-
-
-class _Stuck(BaseException):
+class Late(BaseException):
     """Raised in a call that exceeded its time limit. Not an Exception, because user code may catch every Exception."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
-    """Context manager that interrupts a block in the calling thread after ``seconds``; None means no limit. If the
+    """Context manager that interrupts a block in the calling thread by `Late` after ``seconds`` (None: never). If the
     block doesn't end within `GRACE` further seconds, print ``problem`` and end the process."""
     if seconds is None:
         yield
@@ -141,7 +122,7 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
     def interrupt() -> None:
         with running:
             if not ended:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Stuck))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(Late))
 
     def leave() -> None:
         print(problem, file=sys.stderr, flush=True)
@@ -152,14 +133,10 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
         timer.daemon = True
         timer.start()
     try:
-        try:
-            yield
-        finally:
-            with running:  # From here on the timer can't interrupt the thread. A pending interrupt is cancelled.
-                ended = True
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
-    except _Stuck:
-        raise Late(problem) from None
+        yield
     finally:
+        with running:  # From here on the timer can't interrupt the thread. A pending interrupt is cancelled.
+            ended = True
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
         for timer in timers:
             timer.cancel()

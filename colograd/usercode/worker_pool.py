@@ -8,7 +8,6 @@ with the trainer, but ignore Ctrl-C and `stop_signals`, because terminals and sc
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import pickle
@@ -59,28 +58,7 @@ class WorkerCall(Future[Outcome]):
 
 
 class CannotTravel(ValueError):
-    """Error of a function that can't be pickled, or that a worker process can't load."""
-
-
-def travelling(functions: Mapping[str, Callable[..., Any]]) -> tuple[dict[str, bytes], dict[str, CannotTravel]]:
-    """Return pickles of the functions that a worker can load, and the errors of the other functions, both by name."""
-    able: dict[str, bytes] = {}
-    reasons: dict[str, CannotTravel] = {}
-    for name, function in functions.items():
-        try:
-            able[name] = cloudpickle.dumps(function)
-        except Exception as error:  # Pickling a function may raise any exception.
-            reasons[name] = CannotTravel(f"{type(error).__name__}: {error}".splitlines()[0])
-    try:
-        Worker(list(able.values())).try_loading()
-    except CannotTravel:  # Find the functions that can't be loaded, by one start per function.
-        for name, pickled in list(able.items()):
-            try:
-                Worker([pickled]).try_loading()
-            except CannotTravel as reason:
-                del able[name]
-                reasons[name] = reason
-    return able, reasons
+    """Error of functions that a worker process can't load. ``args[0]`` has a line or None per function."""
 
 
 class Worker:
@@ -111,21 +89,15 @@ class Worker:
         self._state_key = None
         paths = [os.getcwd() if path == "" else path for path in sys.path]
         connection.send_bytes(pickle.dumps((paths, self._functions)))
+        problems = ["no answer"] * len(self._functions)
         try:
-            problem = pickle.loads(connection.recv_bytes()) if connection.poll(START_SECONDS) else "no answer"
+            if connection.poll(START_SECONDS):
+                problems = pickle.loads(connection.recv_bytes())
         except EOFError:
-            problem = f"the worker ended with status {self._exit_status()} while loading it"
-        if problem is not None:
+            problems = [f"the worker ended with status {self.stop(5.0)} while loading it"] * len(self._functions)
+        if any(problems):
             self.stop()
-            raise CannotTravel(problem)
-
-    def try_loading(self) -> None:
-        """Start the process, let it load the functions, and stop it."""
-        try:
-            if self._functions:
-                self.start()
-        finally:
-            self.stop()
+            raise CannotTravel(problems)
 
     def run(self, call: WorkerCall, timeout: float | None, unneeded: Callable[[], bool]) -> Outcome:
         """Run a call and wait for its outcome: value, raised, late, died, or dropped if ``unneeded()`` is true."""
@@ -136,47 +108,34 @@ class Worker:
         if key == self._state_key:
             state = None
         message = pickle.dumps((call.index, state, call.keywords, call.state is not None))
+        started, limit = time.monotonic(), math.inf if timeout is None else timeout
         try:
             self._connection.send_bytes(message)
-            if (ended := self._wait_for_answer(self._connection, timeout, unneeded)) is not None:
-                self.stop()
-                return ended
-            kind, value, seconds, logged = pickle.loads(self._connection.recv_bytes())
+            while not self._connection.poll(max(min(started + limit - time.monotonic(), LOOK_SECONDS), 0.0)):
+                seconds = time.monotonic() - started
+                if seconds >= limit or unneeded():
+                    self.stop()
+                    return Outcome("late", None, limit) if seconds >= limit else Outcome("dropped", None, seconds)
+            outcome = Outcome(*pickle.loads(self._connection.recv_bytes()))
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            status = self._exit_status()
-            self.stop()
-            return Outcome("died", status, 0.0)
+            return Outcome("died", self.stop(5.0), 0.0)
         self._state_key = key
-        return Outcome(kind, value, seconds, logged)
+        return outcome
 
-    @staticmethod
-    def _wait_for_answer(connection: Connection, timeout: float | None, unneeded: Callable[[], bool]) -> Outcome | None:
-        started, limit = time.monotonic(), math.inf if timeout is None else timeout
-        while not connection.poll(max(min(started + limit - time.monotonic(), LOOK_SECONDS), 0.0)):
-            if time.monotonic() - started >= limit:
-                return Outcome("late", None, limit)
-            if unneeded():
-                return Outcome("dropped", None, time.monotonic() - started)
-        return None
-
-    def _exit_status(self) -> int:
-        assert self._process is not None
-        try:
-            return self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-
-    def stop(self) -> None:
-        """Kill the process and the programs that it started. Does nothing if no process runs."""
+    def stop(self, patience: float = 0.0) -> int | None:
+        """Kill the process and the programs that it started. Return the status of a process that ends by itself within
+        ``patience`` seconds. Does nothing if no process runs."""
         process, connection = self._process, self._connection
         self._process = self._connection = None
         if connection is not None:
             connection.close()
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        if process is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
 
 
 class WorkerPool:
@@ -191,7 +150,22 @@ class WorkerPool:
     def __init__(
         self, what: str, functions: Mapping[str, Callable[..., Any]], size: int, timeout: float | None
     ) -> None:
-        able, reasons = travelling(functions) if size and functions else ({}, {})
+        able: dict[str, bytes] = {}
+        reasons: dict[str, str] = {}
+        for name, function in functions.items() if size else ():
+            try:
+                able[name] = cloudpickle.dumps(function)
+            except Exception as error:  # Pickling a function may raise any exception.
+                reasons[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        trial = Worker(list(able.values()))
+        try:
+            if able:
+                trial.start()
+        except CannotTravel as error:
+            reasons |= {name: problem for name, problem in zip(able, error.args[0], strict=True) if problem}
+            able = {name: pickled for name, pickled in able.items() if name not in reasons}
+        finally:
+            trial.stop()
         self.notes = [f"{what}: {', '.join(able)} in {size} worker process(es)"] if able else []
         self.notes += [f"{what}: {name} runs in the trainer's process ({why})" for name, why in reasons.items()]
         self._indices = {name: index for index, name in enumerate(able)}
@@ -203,7 +177,6 @@ class WorkerPool:
             thread.start()
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the function ``name`` runs in this pool."""
         return name in self._indices
 
     def submit(self, name: str, keywords: dict[str, Any], state: tuple[Any, bytes] | None = None) -> WorkerCall:
@@ -216,18 +189,19 @@ class WorkerPool:
         while (call := self._queue.get()) is not None:
             if not call.set_running_or_notify_cancel():
                 continue
+
+            def unneeded(call: WorkerCall = call) -> bool:
+                """Return whether nobody waits for the call's outcome, but a second call waits for the worker."""
+                since = call.unneeded_since
+                return since is not None and time.monotonic() - since >= DROP_SECONDS and not self._queue.empty()
+
             try:
-                outcome = worker.run(call, self._timeout, functools.partial(self._stands_in_the_way, call))
+                outcome = worker.run(call, self._timeout, unneeded)
             except BaseException as error:
                 outcome = raised_outcome(error)
             call.keywords = {}  # Free the arguments, because completions are large.
             call.set_result(outcome)
         worker.stop()  # `close` may have run while this worker was starting.
-
-    def _stands_in_the_way(self, call: WorkerCall) -> bool:
-        """Return whether nobody waits for the call's outcome, but a second call waits for the worker."""
-        since = call.unneeded_since
-        return since is not None and time.monotonic() - since >= DROP_SECONDS and not self._queue.empty()
 
     def close(self) -> None:
         """Drop queued calls and kill the workers. Afterwards no function runs in this pool."""

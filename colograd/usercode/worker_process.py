@@ -8,7 +8,8 @@ imports nothing from Colograd. The messages on socket FD are pickles:
 
     from the parent   first (sys.path, functions); then per call (index, state or None, keywords, is a reward), where
                       state is a pickle to keep, for reward functions only
-    to the parent     first None, or a line with the loading error; then per call (kind, value, seconds, logged)
+    to the parent     first for each function None or a line with the loading error; then per call (kind, value,
+                      seconds, logged)
 
 ``kind`` is ``value`` (the function's return value) or ``raised`` (exception as a line, and traceback). ``logged`` has
 the values of ``log_extra`` and ``log_metric``; it is empty if the call raised.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import numbers
 import os
@@ -82,16 +84,21 @@ def _plain(value: Any) -> Any:
 
 def main(descriptor: int) -> None:
     """Load the functions, then serve calls until the parent closes the socket."""
-    _end_with_parent()
+    set_parent_death_signal = 1  # The constant PR_SET_PDEATHSIG of sys/prctl.h.
+    with contextlib.suppress(OSError, AttributeError):  # The function prctl exists only on Linux.
+        # Linux kills this process when the trainer dies, even if user code is in an endless loop.
+        ctypes.CDLL("libc.so.6").prctl(set_parent_death_signal, signal.SIGKILL)
     _leave_signals_to_parent()
     connection = Connection(descriptor)
-    try:
-        sys.path[:], functions = pickle.loads(connection.recv_bytes())
-        called = [pickle.loads(function) for function in functions]
-        connection.send_bytes(pickle.dumps(None))
-    except BaseException as error:
-        connection.send_bytes(pickle.dumps(line_and_traceback(error)[0]))
-        return
+    called, problems = list[Any](), list[str | None]()
+    sys.path[:], functions = pickle.loads(connection.recv_bytes())
+    for function in functions:
+        try:
+            called.append(pickle.loads(function))
+            problems.append(None)
+        except BaseException as error:
+            problems.append(line_and_traceback(error)[0])
+    connection.send_bytes(pickle.dumps(problems))
     state: Any = None
     while True:
         try:
@@ -135,13 +142,6 @@ def line_and_traceback(error: BaseException) -> tuple[str, str]:
     return f"{type(error).__name__}: {error}", text
 
 
-def _end_with_parent() -> None:
-    """Make Linux kill this process when the trainer dies, even if user code is in an endless loop."""
-    set_parent_death_signal = 1  # The constant PR_SET_PDEATHSIG of sys/prctl.h.
-    with contextlib.suppress(OSError, AttributeError):  # The function prctl exists only on Linux.
-        ctypes.CDLL("libc.so.6").prctl(set_parent_death_signal, signal.SIGKILL)
-
-
 def _leave_signals_to_parent() -> None:
     """Ignore Ctrl-C and a scheduler's signals, which reach all processes of a job. The trainer needs its workers until
     the round (the prompts sampled with one set of weights) is complete.
@@ -160,12 +160,8 @@ def _leave_signals_to_parent() -> None:
                 signal.signal(number, signal.SIG_DFL)
         unblock()
 
-    def block() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-
-    def unblock() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
-
+    block = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, STOPS)
+    unblock = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOPS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in STOPS:
         signal.signal(number, ignore)

@@ -6,7 +6,7 @@ One engine, one set of requests, each with its own seed, so both sides sample th
 a GPU's rounding may depend on the batch, so each side's speed counts its own tokens, and the share of equal completions
 is printed. Every completion ends at a token of a fixed random set, which spreads the lengths.
 
-- `ratio.throughput`: tokens per second of `roll_out` (`Engine.generate` with streaming and a trivial reward) over those
+- `ratio.throughput`: tokens per second of `draw` (`Engine.generate` with streaming and a trivial reward) over those
   of `LLM.generate`. They run in turns; the median over the pairs of the wall-clock
   ratio, and of the ratio in processor seconds, which hardly depends on the machine's other work.
 - `ratio.streamed_rewards`: of the seconds that two workers spend in a sleeping reward, the share that lies before the
@@ -58,7 +58,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Sampled:
-    """The stages of `roll_out`, with the real engine and the real scorer, without a trainer."""
+    """The stages of `draw`, with the real engine and the real scorer, without a trainer."""
 
     def __init__(self, engine: Any, scorer: Any, tokenizer: Any, sampling: Any) -> None:
         self.engine, self.scorer, self.tokenizer, self.sampling = engine, scorer, tokenizer, sampling
@@ -138,13 +138,13 @@ def plainly(engine: Any, sampling: Any, prompts: Sequence[Any]) -> list[list[tup
 
 
 def streamed(stages: Sampled, prompts: Sequence[Any]) -> tuple[list[list[tuple[int, ...]]], list[Any]]:
-    """Token ids sampled by `roll_out`, which scores each group when it leaves the engine; and the scored groups."""
+    """Token ids sampled by `draw`, which scores each group when it leaves the engine; and the scored groups."""
     from colograd.reporting.metrics import PhaseTimes
-    from colograd.rollout.rounds import roll_out
+    from colograd.rollout.rounds import PlainRound
     from colograd.rollout.stages import Stages
 
     steps = Stages(stages.generate, stages.begin_score, stages.judge, stages.scorer.take_logged)
-    scored = roll_out(prompts, steps, PhaseTimes())
+    scored = [*PlainRound(PhaseTimes()).draw([prompts], steps)[0].sampled]
     return [[tuple(r.completion_ids) for r in s.group.rollouts] for s in scored], scored
 
 

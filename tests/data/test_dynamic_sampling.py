@@ -18,8 +18,7 @@ from colograd.extensions.recording.completions import logged_steps, read_log
 from colograd.policy.packing import has_signal
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready
-from colograd.rollout.dynamic import DynamicRound
-from colograd.rollout.rounds import PlainRound
+from colograd.rollout.rounds import DynamicRound, PlainRound
 from colograd.rollout.stages import Stages
 
 

@@ -8,7 +8,7 @@ import httpx
 import huggingface_hub
 import pytest
 
-from colograd.data.sources import _load_stored
+from colograd.data.loading import _load_stored
 from colograd.runtime import hub
 
 COMMON = "neither a folder with a model nor a Hub model that can be loaded"

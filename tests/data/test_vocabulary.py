@@ -6,7 +6,7 @@ import pytest
 import tiny
 from datasets import Dataset
 
-from colograd.data.vocabulary import check_rows, size_of, surplus_rows, surplus_tokens
+from colograd.data.columns import check_rows, size_of, surplus_rows, surplus_tokens
 from colograd.policy.loading import load_policy
 from colograd.training.prompts import train_prompts_of
 

@@ -14,7 +14,7 @@ import torch
 from paths import SCRIPTS
 
 from colograd.extensions.overlap.first_rows import FILE as PARTITION
-from colograd.rollout.figures import FILE as FIGURES
+from colograd.rollout.record_file import FIGURES
 
 STEPS = 3
 # Else MKL's products depend, by their last bits, on where in memory a matrix begins.

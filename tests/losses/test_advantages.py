@@ -23,8 +23,7 @@ from colograd.losses.advantages import (
 from colograd.policy.packing import PackingRules, collate, has_signal, pack_step
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready, weighted_sum
-from colograd.rollout.dynamic import DynamicRound
-from colograd.rollout.rounds import PlainRound
+from colograd.rollout.rounds import DynamicRound, PlainRound
 from colograd.rollout.stages import Stages
 
 NAN = math.nan

@@ -36,7 +36,7 @@ from colograd.parallel import faults
 from colograd.parallel.ranks import on_all_ranks
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Scorer, resolve_rewards
-from colograd.rollout.dynamic import DynamicRound
+from colograd.rollout.rounds import DynamicRound
 from colograd.rollout.stages import Stages
 from colograd.runtime import process, registry
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from tool_cases import Silent
 
-from colograd.usercode.copies import own_copy
+from colograd.usercode.untrusted import own_copy
 
 
 def test_data_is_copied_at_every_depth() -> None:

@@ -20,7 +20,7 @@ from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import RewardError, Scorer, resolve_rewards
 from colograd.rewards import scoring as scoring_module
-from colograd.rollout.rounds import roll_out
+from colograd.rollout.rounds import PlainRound
 from colograd.rollout.stages import Stages
 
 NAN = math.nan
@@ -278,7 +278,7 @@ def test_a_function_may_get_all_completions_at_once(scorer_of, workers: int) -> 
     stages = stages_of(scorer_of(ranked, workers=workers))
     for one_call, expected in ((True, [[0, 1], [2, 3, 4], [5]]), (False, [[0, 1], [0, 1, 2], [0]])):
         prompts = [Prompt({}, ModelInput((1, 2)), position) for position in range(3)]
-        done = roll_out(prompts, stages, PhaseTimes(), one_call)
+        done = PlainRound(PhaseTimes(), one_call).draw([prompts], stages)[0].sampled
         assert [scored.group.position for scored in done] == [0, 1, 2]
         assert [scored.rewards[:, 0].tolist() for scored in done] == expected
 

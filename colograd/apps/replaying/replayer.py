@@ -22,7 +22,7 @@ from ...checkpoint.search import find_damage
 from ...config import GRPOConfig
 from ...parallel.ranks import gather, on_all_ranks
 from ...rewards.functions import as_list
-from ...rollout.figures import read_figures
+from ...rollout.record_file import read_figures
 from ...rollout.sampler import Sampler
 from ...rollout.store import About, JournalError, RolloutStore, files_of
 from ...trainer import GRPOTrainer
@@ -90,7 +90,7 @@ class ReplayStore(RolloutStore):
     def lacks(self, problem: str) -> None:
         raise JournalError(problem)
 
-    def _open(self, folder: Path, about: About, evaluation: str, own: set[int]) -> None:
+    def _open(self, folder: Path, about: About, evaluation: str) -> None:
         """Open no file for writing. Method `add` then writes nothing."""
         self._round = None
 

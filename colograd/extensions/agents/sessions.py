@@ -30,8 +30,7 @@ from ...parallel import watchdog
 from ...rewards.calling import PARTS as JUDGED
 from ...rewards.functions import code_digest
 from ...usercode.calls import Outcome, place_in
-from ...usercode.copies import own_copy
-from ...usercode.untrusted import clean
+from ...usercode.untrusted import clean, own_copy
 from .context import ChatFormat
 from .decoding import WorkQueue
 from .endpoint import Endpoint, served

@@ -18,9 +18,8 @@ from ...batch import Group, Prompt, SampledStep, ScoredGroup
 from ...data import prompt_at
 from ...parallel.ranks import on_all_ranks
 from ...reporting.console import LOGGER
-from ...rollout.checks import checked_groups
 from ...rollout.rounds import PlainRound, Steps, more_prompts_of
-from ...rollout.stages import InScoring, Stages
+from ...rollout.stages import InScoring, Stages, checked_groups
 from .in_flight import InFlight, RoundEnd, read_round_end, write_round_end
 
 FILE = "rank-{rank:05d}.carried"  # Name of a rank's file in a round's folder.
@@ -124,4 +123,5 @@ class CarriedRound(PlainRound):
         with self.times.phase("reward"):
             if samples:
                 scoring.score_together(samples)
-            return [scoring.scored(prompt.position) for prompt in prompts]
+            scoring.prompts = prompts
+            return scoring.scored()

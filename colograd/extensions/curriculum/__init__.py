@@ -2,7 +2,7 @@
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "check_settings": "settings:read_curriculum",
-    "conflicts": "conflicts:CONFLICTS",
+    "conflicts": "settings:CONFLICTS",
     "tally": "curriculum:pass_rates",
     "train_prompts": "curriculum:add_curriculum",
 }

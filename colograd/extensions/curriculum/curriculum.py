@@ -32,8 +32,7 @@ HARD, EASY = 0.25, 0.75  # A prompt is hard up to the pass rate HARD, and easy f
 
 def add_curriculum(prompts: Any, config: GRPOConfig) -> None:
     """Let the curriculum choose among the dataset's prompts if the setting `curriculum` is set. Changes ``prompts``."""
-    curriculum = read_curriculum(config)
-    if curriculum is not None and isinstance(prompts, PromptDataset):
+    if (curriculum := read_curriculum(config)) is not None and isinstance(prompts, PromptDataset):
         prompts.choice = CurriculumState(curriculum, prompts.dataset, config)
 
 
@@ -48,7 +47,6 @@ class CurriculumState:
         self.rounds_per_epoch = max(1, self.rows // self.round_size)
         self._seed, self._shuffle = seed_of(config), bool(config.shuffle_dataset)
         self._round_length = config.round_length
-        self._names = list(curriculum.shares or ())
         self._pools = None if curriculum.column is None else _pools(curriculum, dataset)
         self._difficulty = None if curriculum.difficulty is None else _numbers(dataset, curriculum.difficulty)
         self.load({})
@@ -61,16 +59,13 @@ class CurriculumState:
                 f"The checkpoint's curriculum has {state.get('rows', 'an unknown number of')} prompts, but the "
                 f"dataset has {self.rows}: give the same dataset, or set ignore_data_skip: true for a new record."
             )
-        self.drawn = self._array(state, "drawn", np.int32, 0)  # Number of draws, int32 [rows].
-        self.last = self._array(state, "last", np.int32, -1)  # Round of the last draw, int32 [rows].
-        self.rate = self._array(state, "rate", np.float32, np.nan)  # Pass rate of the last judged draw, float32 [rows].
+        self.drawn = np.zeros(self.rows, dtype=np.int32)  # Number of draws, int32 [rows].
+        self.last = np.full(self.rows, -1, dtype=np.int32)  # Round of the last draw, int32 [rows].
+        self.rate = np.full(self.rows, np.nan, dtype=np.float32)  # Pass rate of the last judged draw, float32 [rows].
+        for name, array in (("drawn", self.drawn), ("last", self.last), ("rate", self.rate)) if state else ():
+            array[:] = np.frombuffer(zlib.decompress(base64.b64decode(state[name])), dtype=array.dtype)
         self.begun = self.rounds  # First round that isn't skipped after a resume.
         self._present: list[int] = []  # Rows of the round that is being sampled.
-
-    def _array(self, state: dict[str, Any], name: str, kind: Any, empty: float) -> np.ndarray:
-        if not state:
-            return np.full(self.rows, empty, dtype=kind)
-        return np.frombuffer(zlib.decompress(base64.b64decode(state[name])), dtype=kind).copy()
 
     @property
     def saved(self) -> dict[str, Any]:
@@ -97,7 +92,6 @@ class CurriculumState:
         }
 
     def order(self, config: GRPOConfig) -> CurriculumOrder:
-        """Return the order of a run's prompts, with rows chosen by this curriculum."""
         order = CurriculumOrder.of(config, self.rows)
         order.state = self
         return order
@@ -106,7 +100,11 @@ class CurriculumState:
         """Return the rows of round ``number`` in training order, chosen by the record of the earlier rounds."""
         self.rounds = number
         step, count = number * self._round_length, self.round_size
-        ties = self._ties(number)
+        ties = np.arange(self.rows)  # Tie-breakers, int64 [rows]: row numbers, or a random permutation for this round.
+        if self._shuffle:
+            digest = hashlib.sha256(f"{self._seed} curriculum {number}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+            ties = torch.randperm(self.rows, generator=generator).numpy()
         turn = np.lexsort((ties, self.drawn))  # All rows. The rows with the fewest draws come first.
         until, shut = self.settings.difficulty_until, np.zeros(self.rows, dtype=bool)
         if self._difficulty is not None and until is not None:
@@ -126,20 +124,11 @@ class CurriculumState:
         by_rest = np.lexsort((ties, self.last))
         take(by_rest[~shut[by_rest]], count - len(chosen))  # Fill up with the rows drawn longest ago.
         if self._difficulty is not None:
-            by_difficulty = np.lexsort((ties, self._difficulty))
-            take(by_difficulty, count - len(chosen))
+            take(np.lexsort((ties, self._difficulty)), count - len(chosen))
         if self._shuffle:
             chosen.sort(key=lambda row: ties[row])
         self._present = chosen
         return chosen
-
-    def _ties(self, number: int) -> np.ndarray:
-        """Return tie-breakers, int64 [rows]: a random permutation for this round, or row numbers without shuffling."""
-        if not self._shuffle:
-            return np.arange(self.rows)
-        digest = hashlib.sha256(f"{self._seed} curriculum {number}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        return torch.randperm(self.rows, generator=generator).numpy()
 
     def _resting(self, number: int) -> np.ndarray:
         """Return a mask of the resting rows, bool [rows]: solved rows that may not yet be drawn again."""
@@ -159,8 +148,9 @@ class CurriculumState:
             with np.errstate(invalid="ignore"):
                 conditions = [np.isnan(self.rate), self.rate <= HARD, self.rate < EASY]
             level = np.select(conditions, [LEVELS.index(name) for name in LEVELS[:3]], 3)
-            labels = np.array([self._names.index(name) if name in self._names else -1 for name in LEVELS])[level]
-        pools = [labels == index for index in range(len(self._names))]
+            names = list(shares)
+            labels = np.array([names.index(name) if name in names else -1 for name in LEVELS])[level]
+        pools = [labels == index for index in range(len(shares))]
         given = zip(shares.values(), pools, strict=True)
         weights = [share.at(step) if (able & pool).any() else 0.0 for share, pool in given]
         total = sum(weights)
@@ -186,11 +176,10 @@ class CurriculumOrder(StepOrder):
             number = self.epoch * self.num_rounds + round_index
             rows = None if number < self.state.begun else self.state.choose(number)
             start = number * self.state.round_size
-            for _ in range(self.num_iterations):
-                for step in range(self.steps_per_generation):
-                    first = step * self.prompts_per_step + self.data_rank * per_rank
-                    places = range(first, first + per_rank)
-                    yield [] if rows is None else [(rows[place], start + place) for place in places]
+            for step in [*range(self.steps_per_generation)] * self.num_iterations:
+                first = step * self.prompts_per_step + self.data_rank * per_rank
+                places = range(first, first + per_rank)
+                yield [] if rows is None else [(rows[place], start + place) for place in places]
 
 
 def pass_rates(trainer: Any) -> Tally | None:
@@ -215,9 +204,7 @@ def pass_rates(trainer: Any) -> Tally | None:
 
 def _pools(curriculum: Curriculum, dataset: Any) -> np.ndarray:
     """Return each row's pool as an index into ``shares``, int [rows]. Raise if a row's value has no share."""
-    assert curriculum.shares is not None
-    values = [str(value) for value in _column(dataset, curriculum.column)]
-    names = list(curriculum.shares)
+    values, names = [str(value) for value in _column(dataset, curriculum.column)], list(curriculum.shares or ())
     if other := sorted({*values} - {*names}):
         raise ValueError(
             f"curriculum: the column {curriculum.column!r} has the value {other[0]!r}, which has no share (shares "
@@ -228,8 +215,7 @@ def _pools(curriculum: Curriculum, dataset: Any) -> np.ndarray:
             f"curriculum: shares has {absent[0]!r}, but the column {curriculum.column!r} has only "
             f"{listed(sorted({*values}))}: remove the share."
         )
-    place = {name: index for index, name in enumerate(names)}
-    return np.array([place[value] for value in values])
+    return np.array([names.index(value) for value in values])
 
 
 def _numbers(dataset: Any, column: str) -> np.ndarray:

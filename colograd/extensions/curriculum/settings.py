@@ -1,8 +1,7 @@
-"""`Curriculum`: the parsed setting `GRPOConfig.curriculum`."""
+"""`Curriculum`: the parsed setting `GRPOConfig.curriculum`. `CONFLICTS`: settings that exclude a curriculum."""
 
 from __future__ import annotations
 
-import bisect
 import json
 import math
 from collections.abc import Mapping
@@ -11,10 +10,22 @@ from numbers import Real
 from typing import Any
 
 from ...config import GRPOConfig
+from ...config.conflicts import ANY, SET, Conflict, equal
 
 # If `column` isn't set, each prompt is in one of these pools by its last pass rate ("new" without a pass rate).
 LEVELS = ("new", "hard", "medium", "easy")
 EXAMPLE = "{solved_at: 1.0, revisit_after: 2}"
+CONFLICTS = (
+    Conflict(
+        "curriculum", ANY, "dynamic_sampling", SET,
+        "both choose further prompts, by different rules", "remove one of them",
+    ),
+    Conflict(
+        "curriculum", ANY, "the dataset", equal("a stream"),
+        "it chooses among all prompts, and a stream is read one after the other",
+        "load it whole, or remove curriculum",
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +51,12 @@ class Schedule:
         return cls(tuple(points))
 
     def at(self, step: int) -> float:
-        """Return the number at optimizer step ``step``."""
-        place = bisect.bisect_right([at for at, _ in self.points], step)
-        if place == 0:
-            return self.points[0][1]
-        before, low = self.points[place - 1]
-        if place == len(self.points):
-            return low
-        after, high = self.points[place]
-        return low + (high - low) * (step - before) / (after - before)
+        before, low = self.points[0]
+        for after, high in self.points:
+            if step < after:
+                return low if after == before else low + (high - low) * (step - before) / (after - before)
+            before, low = after, high
+        return low
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +87,8 @@ class Curriculum:
                 raise ValueError(f"curriculum: {name} is {found[name]!r}, but must be a number: give one.")
         if (shares := found.get("shares")) is not None:
             if not isinstance(shares, Mapping) or not shares:
-                raise ValueError(
-                    f"curriculum: shares is {shares!r}, but must be a mapping of pools to shares: {{hard: 0.5, new: "
-                    "0.5}."
-                )
+                rule = "a mapping of pools to shares: {hard: 0.5, new: 0.5}"
+                raise ValueError(f"curriculum: shares is {shares!r}, but must be {rule}.")
             found["shares"] = {str(k): Schedule.of(v, f"curriculum: the share of {k}") for k, v in shares.items()}
         if found.get("difficulty_until") is not None:
             found["difficulty_until"] = Schedule.of(found["difficulty_until"], "curriculum: difficulty_until")
@@ -113,7 +119,6 @@ class Curriculum:
 
 
 def read_curriculum(config: GRPOConfig) -> Curriculum | None:
-    """Parse the setting `curriculum`, a mapping or JSON. Return None if the setting is None."""
     text = config.curriculum
     settings = json.loads(text) if isinstance(text, str) else text
     if settings is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,10 +18,9 @@ from ...engine.sampling import Sampling
 from ...policy.loading import Policy
 from ...rewards.calling import RESERVED
 from ...rollout.features import TRUNCATED, UNCORRECTED, SourceFeature, TrainerArguments
-from ...rollout.stages import RolloutSource
 from ...runtime import registry
 from ...runtime.importing import find_object
-from ...usercode.copies import own_copy
+from ...usercode.untrusted import own_copy
 
 SEQUENCES = (list, tuple, np.ndarray, torch.Tensor)
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
@@ -66,11 +66,10 @@ class UserFeature(SourceFeature):
             raise ValueError(f"{TRUNCATED} a rollout_func doesn't return the truncated distribution: {UNCORRECTED}")
         return cls(write)
 
-    def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> RolloutSource:
+    def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> Any:
         write = self.write
         if hasattr(write, "generate"):
-            source: RolloutSource = write(engine) if isinstance(write, type) else write
-            return source
+            return write(engine) if isinstance(write, type) else write
         return CustomRollouts(engine, lambda prompts: write(prompts, trainer), policy.end_tokens)
 
 
@@ -104,11 +103,9 @@ class CustomRollouts:
                 "(docs/architecture.md, Add a rollout source), or remove rollout_func."
             )
         asked = [own_copy(prompt.example["prompt"]) for prompt in prompts for _ in range(sampling.n)]
-        answer = self.function(asked)
-        rollouts = self._rollouts(answer, len(asked), version)
-        for index, prompt in enumerate(prompts):
-            of_group = tuple(rollouts[index * sampling.n : (index + 1) * sampling.n])
-            yield Group(prompt.example, of_group, prompt.position)
+        rollouts = iter(self._rollouts(self.function(asked), len(asked), version))
+        for prompt in prompts:
+            yield Group(prompt.example, tuple(itertools.islice(rollouts, sampling.n)), prompt.position)
 
     def _rollouts(self, answer: dict[str, Any], size: int, version: int) -> list[Rollout]:
         if not isinstance(answer, dict) or any(answer.get(name) is None for name in NEEDED):
@@ -130,7 +127,7 @@ class CustomRollouts:
                 )
         further = [name for name in answer if name not in (*NEEDED, "env_mask")]
         masks = answer.get("env_mask", [[1] * len(ids) for ids in answer["completion_ids"]])
-        found = []
+        rollouts = []
         for index, (prompt, ids, logprobs) in enumerate(zip(*(answer[name] for name in NEEDED), strict=True)):
             if not len(ids) == len(logprobs) == len(masks[index]) or not len(ids):
                 raise ValueError(
@@ -143,16 +140,12 @@ class CustomRollouts:
                     f"has {self.engine.vocab_size:,} rows, numbered from 0: use the tokenizer of the model."
                 )
             first = [value[0] if isinstance(value, (list, tuple)) else value for value in logprobs]
-            flat = [math.nan if value is None else float(value) for value in first]
-            found.append(
-                Rollout(
-                    input=ModelInput(tuple(int(token) for token in prompt)),
-                    completion_ids=array("i", map(int, ids)),
-                    sampler_logprobs=torch.tensor(flat, dtype=torch.float32),
-                    sampled=torch.tensor([bool(value) for value in masks[index]]),
-                    finish_reason=FinishReason.STOP if int(ids[-1]) in self.end_tokens else FinishReason.LENGTH,
-                    policy_version=version,
-                    columns={name: answer[name][index] for name in further},
-                )
+            flat = torch.tensor([math.nan if value is None else float(value) for value in first], dtype=torch.float32)
+            sampled, columns = (
+                torch.tensor(list(map(bool, masks[index]))),
+                {name: answer[name][index] for name in further},
             )
-        return found
+            end = FinishReason.STOP if int(ids[-1]) in self.end_tokens else FinishReason.LENGTH
+            input_, tokens = ModelInput(tuple(map(int, prompt))), array("i", map(int, ids))
+            rollouts.append(Rollout(input_, tokens, flat, sampled, end, version, columns=columns))
+        return rollouts

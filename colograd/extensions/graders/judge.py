@@ -61,7 +61,6 @@ class Judge:
         self._free = asyncio.Semaphore(self.parallel)
 
     def check_settings(self) -> None:
-        """Raise at a run's start if the address or the model is missing, or the scale is wrong."""
         if not (self.address or os.environ.get(ADDRESS)) or not (self.model or os.environ.get(MODEL)):
             raise ValueError(
                 f"the reward judge needs an address and a model: set {ADDRESS} (such as http://localhost:8000/v1) and "
@@ -83,11 +82,12 @@ class Judge:
         import httpx
 
         rows = [name for name, values in columns.items() if isinstance(values, list) and len(values) == len(prompts)]
-        asked = [
-            self._question(prompt, completion, {name: columns[name][index] for name in rows})
-            for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
-        ]
-        counts: Counter[str] = Counter()
+        (low, high), asked, counts = self.scale, list[str](), Counter[str]()
+        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            if not isinstance(prompt, str):
+                prompt = "\n\n".join(f"{message['role']}: {message.get('content')}" for message in prompt)
+            own = {"prompt": prompt, "completion": text_of(completion), "low": low, "high": high}
+            asked.append(self.question.format(**{name: columns[name][index] for name in rows} | own))
         unique = [*dict.fromkeys(asked)]
         async with httpx.AsyncClient(timeout=self.timeout) as client:
             found = await asyncio.gather(*(self._reply(client, question, counts) for question in unique))
@@ -97,20 +97,11 @@ class Judge:
         if log_metric is not None:
             for name in ("calls", "cached", "failed", "over_budget"):
                 log_metric(f"judge/{name}", float(counts[name]))
-        low, high = self.scale
-        scores: list[float | None] = []
-        for question in asked:
-            number = number_in(replies[question] or "")
-            in_scale = number is not None and low <= number <= high
-            scores.append((float(number or 0) - low) / (high - low) if in_scale else None)
-        return scores
-
-    def _question(self, prompt: Any, completion: Any, row: dict[str, Any]) -> str:
-        if not isinstance(prompt, str):
-            prompt = "\n\n".join(f"{message['role']}: {message.get('content')}" for message in prompt)
-        low, high = self.scale
-        own = {"prompt": prompt, "completion": text_of(completion), "low": low, "high": high}
-        return self.question.format(**(row | own))
+        numbers = [number_in(replies[question] or "") for question in asked]
+        return [
+            (float(number) - low) / (high - low) if number is not None and low <= number <= high else None
+            for number in numbers
+        ]
 
     async def _reply(self, client: Any, question: str, counts: Counter[str]) -> str | None:
         """Return the judge's reply from the cache or the address. None if requests failed or the budget is spent."""

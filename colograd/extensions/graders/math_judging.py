@@ -39,7 +39,12 @@ def judge(text: str, gold: str, bare_numbers: bool) -> Verdict:
         gold: the correct answer: a number, LaTeX with or without ``$``, or a text with a box or a final answer.
         bare_numbers: whether a number outside LaTeX counts as an answer.
     """
-    expected = _read_gold(gold)
+    # A correct answer without ``$`` is LaTeX unless it contains words, as in "the answer is 42".
+    final = _answer_in(gold.rpartition("####")[2].strip())
+    ways = [final]
+    if not _ANCHOR.search(final):
+        ways = [final, f"${final}$"] if "\\" not in final and _WORD.search(final) else [f"${final}$", final]
+    expected: list[Any] = next((parsed for way in ways if (parsed := _read(way, GOLD))), [])
     if not expected:
         return Verdict(None, "[unparseable]", "[skipped]")
     extraction = LATEX_OR_NUMBER if bare_numbers else LATEX
@@ -56,16 +61,6 @@ def _read(text: str, extraction: tuple[Any, ...], first: bool = False) -> list[A
     mode: Any = "first_match" if first else "any_match"
     parsed: list[Any] = parse(text, extraction_config=extraction, extraction_mode=mode, parsing_timeout=SECONDS)
     return parsed
-
-
-def _read_gold(gold: str) -> list[Any]:
-    """Parse the correct answer. A text without ``$`` is LaTeX unless it contains words, as in "the answer is 42"."""
-    text = _answer_in(gold.rpartition("####")[2].strip())
-    ways = [text]
-    if not _ANCHOR.search(text):
-        words = "\\" not in text and _WORD.search(text)
-        ways = [text, f"${text}$"] if words else [f"${text}$", text]
-    return next((parsed for way in ways if (parsed := _read(way, GOLD))), [])
 
 
 def _shown(parsed: list[Any]) -> str:
@@ -102,10 +97,10 @@ def _answer_in(text: str) -> str:
 def _readable(text: str) -> str:
     """Return a text without a final full stop. Rewrite numbers such as 1e-05 and the empty set for math-verify."""
     text = re.sub(r"(?<!\\)[.\s]+\Z", "", text).replace(r"\varnothing", r"\emptyset")
-    return _EXPONENT.sub(_without_exponent, text)
 
+    def without_exponent(number: re.Match[str]) -> str:
+        value = Decimal(number[0])
+        short = not value or abs(value.adjusted()) <= MOST_DIGITS
+        return f"{value:f}" if short else rf"{number[1]} \cdot 10^{{{int(number[2])}}}"
 
-def _without_exponent(number: re.Match[str]) -> str:
-    value = Decimal(number[0])
-    short = not value or abs(value.adjusted()) <= MOST_DIGITS
-    return f"{value:f}" if short else rf"{number[1]} \cdot 10^{{{int(number[2])}}}"
+    return _EXPONENT.sub(without_exponent, text)

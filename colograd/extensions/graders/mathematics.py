@@ -54,10 +54,9 @@ def reasoning_accuracy_reward(
             the completion contains is used, and its last occurrence ends the reasoning.
     """
     answers: list[str | None] = []
-    for completion in completions:
-        text = text_of(completion)
-        ends = [delimiter for delimiter in reasoning_delimiters or ["</think>"] if delimiter in text]
-        answers.append(text.rpartition(ends[0])[2] if ends else None)
+    for text in map(text_of, completions):
+        end = next((each for each in reasoning_delimiters or ["</think>"] if each in text), None)
+        answers.append(None if end is None else text.rpartition(end)[2])
     return _accuracy(answers, solution, log_extra)
 
 
@@ -74,8 +73,8 @@ def math_answer_reward(
         after_thinking(text_of(completion), within and not has_thought_apart(completion))
         for completion, within in zip(completions, begun, strict=True)
     ]
-    pairs = zip(texts, expected_answer, strict=True)
-    return [_reward_of(compare(text, expected, bare_numbers=True)) for text, expected in pairs]
+    verdicts = map(functools.partial(compare, bare_numbers=True), texts, expected_answer)
+    return [None if verdict.right is None else float(verdict.right) for verdict in verdicts]
 
 
 def _accuracy(
@@ -90,11 +89,7 @@ def _accuracy(
         log_extra("solution", list(solution))
         log_extra("gold_parsed", [verdict.gold for verdict in verdicts])
         log_extra("answer_parsed", [verdict.answer for verdict in verdicts])
-    return [_reward_of(verdict) for verdict in verdicts]
-
-
-def _reward_of(verdict: Verdict) -> float | None:
-    return None if verdict.right is None else float(verdict.right)
+    return [None if verdict.right is None else float(verdict.right) for verdict in verdicts]
 
 
 def compare(text: str, gold: Any, bare_numbers: bool) -> Verdict:

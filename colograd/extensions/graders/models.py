@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ...config import GRPOConfig
 from ...data.messages import template_messages
-from ...rewards.builtin import builtin_rewards
+from ...rewards.answers import builtin_rewards
 from ...rewards.functions import ModelReward, as_list
 from ...runtime.hub import check_model_name
 
@@ -43,16 +43,13 @@ def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) 
             f"reward_processing_classes has {len(classes)} entries for {len(given)} reward functions: give one entry "
             "for each, None for a function or for a model with its own tokenizer."
         )
-    return [
-        RewardModel(item, tokenizer, config) if _is_model(item) else item
-        for item, tokenizer in zip(given, classes, strict=True)
-    ]
-
-
-def _is_model(item: Any) -> bool:
-    if not isinstance(item, str):
-        return isinstance(item, torch.nn.Module)
-    return item not in builtin_rewards() and ":" not in item and ("/" in item or os.path.isdir(item))
+    items: list[Any] = []
+    for item, tokenizer in zip(given, classes, strict=True):
+        is_model = isinstance(item, torch.nn.Module)
+        if isinstance(item, str) and item not in builtin_rewards() and ":" not in item:
+            is_model = "/" in item or os.path.isdir(item)
+        items.append(RewardModel(item, tokenizer, config) if is_model else item)
+    return items
 
 
 class RewardModel(ModelReward):
@@ -77,7 +74,12 @@ class RewardModel(ModelReward):
         settings: Any = getattr(loaded, "config", None)
         path = model if isinstance(model, str) else getattr(settings, "_name_or_path", "")
         self.__name__ = path.rstrip("/").split("/")[-1] or shown
-        _check_outputs(shown, getattr(settings, "num_labels", 1))
+        if (labels := getattr(settings, "num_labels", 1)) != 1:
+            raise ValueError(
+                f"reward model {shown!r} has num_labels {labels}, but a reward is one number: give a model for "
+                "sequence classification with num_labels 1, or a function that turns the model's outputs into one "
+                "number."
+            )
         self.tokenizer = tokenizer if tokenizer is not None else _load_tokenizer(shown, path, config)
         self._settings: Any = None if settings is None else settings.get_text_config()
         named = self.tokenizer.pad_token_id if settings is None else getattr(self._settings, "pad_token_id", None)
@@ -89,7 +91,14 @@ class RewardModel(ModelReward):
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
         """Return one reward per completion. Any number of completions is computed in batches of similar lengths."""
-        texts = [self._joined_text(*pair) for pair in zip(prompts, completions, strict=True)]
+
+        def write(messages: list[dict[str, Any]]) -> str:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template))
+
+        texts = [
+            write(template_messages([*prompt, *own], write)) if isinstance(prompt, list) else str(prompt + own)
+            for prompt, own in zip(prompts, completions, strict=True)
+        ]
         rows = self.tokenizer(text=texts, add_special_tokens=False)
         lengths = [len(ids) for ids in rows["input_ids"]]
         rewards = [0.0] * len(texts)
@@ -118,23 +127,12 @@ class RewardModel(ModelReward):
             padding = next(token for token in itertools.count() if token not in used)
         if self._settings is not None:
             self._settings.pad_token_id = padding
-        return {
-            name: torch.nn.utils.rnn.pad_sequence(
-                [torch.tensor(row, dtype=torch.long) for row in values],
-                batch_first=True,
-                padding_value=padding if name == "input_ids" else 0,
-            ).to(self.device)
-            for name, values in rows.items()
-        }
-
-    def _joined_text(self, prompt: Any, completion: Any) -> str:
-        if not isinstance(prompt, list):
-            return str(prompt + completion)
-
-        def write(messages: list[dict[str, Any]]) -> str:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template))
-
-        return write(template_messages([*prompt, *completion], write))
+        padded, pad = {}, torch.nn.utils.rnn.pad_sequence
+        for name, values in rows.items():
+            fill = padding if name == "input_ids" else 0
+            tensors = [torch.tensor(row, dtype=torch.long) for row in values]
+            padded[name] = pad(tensors, batch_first=True, padding_value=fill).to(self.device)
+        return padded
 
 
 def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
@@ -150,35 +148,23 @@ def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
 
 
 def _load_classifier(path: str, config: GRPOConfig) -> torch.nn.Module:
-    trust = config.trust_remote_code
+    kwargs: dict[str, Any] = {"dtype": "auto", "trust_remote_code": config.trust_remote_code}
+    own: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
+    kwargs |= {name: value for name, value in own.items() if name not in POLICY_KWARGS}
     try:
         check_model_name(path)
-        settings = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        model, found = AutoModelForSequenceClassification.from_pretrained(path, output_loading_info=True, **kwargs)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"reward model {path!r} can't be loaded ({str(error).splitlines()[0]}): give a folder, a Hub id, or the "
             "import path of a function (package.module:function)."
         ) from error
-    _check_outputs(path, settings.num_labels)
-    kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
-    kwargs = {name: value for name, value in kwargs.items() if name not in POLICY_KWARGS}
-    model, found = AutoModelForSequenceClassification.from_pretrained(
-        path, **({"dtype": "auto", "trust_remote_code": trust} | kwargs), output_loading_info=True
-    )
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
             f"reward model {path!r} has no weights for {', '.join(missing[:3])}, so that it wasn't trained to give "
             "rewards: give a checkpoint of a model for sequence classification."
         )
     return model
-
-
-def _check_outputs(shown: str, labels: int) -> None:
-    if labels != 1:
-        raise ValueError(
-            f"reward model {shown!r} has num_labels {labels}, but a reward is one number: give a model for sequence "
-            "classification with num_labels 1, or a function that turns the model's outputs into one number."
-        )
 
 
 def _load_tokenizer(shown: str, path: str, config: GRPOConfig) -> Any:

@@ -26,9 +26,9 @@ from datasets import Dataset
 from ...batch import ModelInput
 from ...data import PromptDataset
 from ...data.columns import IMAGES as COLUMNS
-from ...data.messages import content_parts, text_of, without_nones
-from ...data.prompts import PromptRules, check_prompt, template_arguments, text_ids
-from ...data.vocabulary import check_rows
+from ...data.columns import check_rows
+from ...data.messages import check_prompt, content_parts, text_of, without_nones
+from ...data.prompts import PromptRules, template_arguments, text_ids
 from ...parallel import watchdog
 from ...policy.loading import Policy
 from ...rollout.features import SourceFeature

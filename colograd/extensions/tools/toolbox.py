@@ -29,7 +29,7 @@ from ...data.columns import EMPTY
 from ...rollout.texts import ToolCall
 from ...runtime.importing import find_object
 from ...usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, place_in, when_done
-from ...usercode.copies import own_copy
+from ...usercode.untrusted import own_copy
 from ...usercode.worker_pool import WorkerPool
 from .environments import Environment, Environments, factory_names
 from .threads import MainThreadAdvice, UserCall, on_this_device

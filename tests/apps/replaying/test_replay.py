@@ -19,7 +19,7 @@ from colograd.apps.cli import main
 from colograd.apps.replay import changed
 from colograd.config import given_settings
 from colograd.engine import vllm_engine
-from colograd.rollout.figures import note_figures, read_figures
+from colograd.rollout.record_file import note_figures, read_figures
 from colograd.rollout.store import FOLDER
 
 pytestmark = pytest.mark.engine
