@@ -85,7 +85,7 @@ quantized = functools.partial(knob, extension="quantized")
 recording = functools.partial(knob, extension="recording")
 tools = functools.partial(knob, extension="tools")
 
-BARE_FLAG = {"nargs": "?", "const": True}  # argparse then reads a flag without a value as true.
+BARE_FLAG: dict[str, Any] = {"nargs": "?", "const": True}  # argparse then reads a flag without a value as true.
 
 
 @functools.cache

@@ -25,7 +25,6 @@ from ..policy.logprobs import ForwardStep, policy_logprobs, with_old_logprobs
 from ..policy.packing import PackingRules, collate
 from ..policy.second_models import OF, SecondModels, fill, with_second_logprobs
 from ..reporting.events import Events
-from ..reporting.metrics import AllocRetries
 from ..rollout.sampler import SampledRound
 from ..sharding import ShardingStrategy
 from .loss_pass import checked_loss, loss_pass
@@ -55,7 +54,6 @@ class Learner:
         self.metrics: dict[str, float] = {}  # Metrics of the last trained step, over all ranks.
         self.figures: dict[str, float] = {}  # Loss and gradient norm of the present step.
         self.pack: Callable[..., StepBatch] = step_batch  # Function that packs a step's groups into rows.
-        self._alloc_retries = AllocRetries(self.config.device)
 
     def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
         """Pack the groups of one sampling phase. Yield optimizer steps in training order, `num_iterations` times."""
@@ -151,7 +149,7 @@ class Learner:
 
     def finish_step(self) -> dict[str, float]:
         """Return the metrics of the last optimizer step, including this rank's bytes sent and seconds per phase."""
-        own = self.sharding.traffic.take(), self._alloc_retries.take(), self.events.times.end_step()
+        own = self.sharding.traffic.take(), self.events.times.end_step()
         return self.metrics | {name: value for part in own for name, value in part.items()}
 
     @functools.cached_property
