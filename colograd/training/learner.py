@@ -17,7 +17,7 @@ from ..losses.entropy import EntropyController, with_step_entropy
 from ..losses.mismatch import finish_mismatch, mismatch_advice
 from ..losses.objective import Objective
 from ..memory import token_budget
-from ..memory.policy_sizes import optimizer_bytes
+from ..memory.description import optimizer_bytes
 from ..memory.shape import left_on_device
 from ..parallel.ranks import on_all_ranks
 from ..policy.loading import Policy
