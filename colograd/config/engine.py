@@ -82,15 +82,11 @@ class EngineKnobs(TrainingArguments):
                 "launched."
             )
         per_engine, per_node = self.vllm_tensor_parallel_size, process.local_world_size()
-        if per_engine < 1 or self.world_size % per_engine:
-            divisors = [str(n) for n in range(1, self.world_size + 1) if self.world_size % n == 0]
-            raise ValueError(
-                f"vllm_tensor_parallel_size is {per_engine}, but must divide the number of ranks "
-                f"({self.world_size}): choose one of {', '.join(divisors)}."
-            )
-        if per_node % per_engine:
-            divisors = [str(n) for n in range(1, per_node + 1) if per_node % n == 0 and self.world_size % n == 0]
-            raise ValueError(
-                f"vllm_tensor_parallel_size is {per_engine}, but the ranks of an engine must be on one machine, and "
-                f"each has {per_node} of them (LOCAL_WORLD_SIZE): choose one of {', '.join(divisors)}."
-            )
+        together = f"the ranks of an engine must be on one machine, and each has {per_node} of them (LOCAL_WORLD_SIZE)"
+        rules = {f"must divide the number of ranks ({self.world_size})": self.world_size, together: per_node}
+        for rule, ranks in rules.items():
+            if per_engine < 1 or ranks % per_engine:
+                divisors = [str(n) for n in range(1, ranks + 1) if ranks % n == 0 and self.world_size % n == 0]
+                raise ValueError(
+                    f"vllm_tensor_parallel_size is {per_engine}, but {rule}: choose one of {', '.join(divisors)}."
+                )

@@ -15,13 +15,12 @@ from transformers import TrainingArguments
 
 from ..parallel.ranks import attempt, join
 from ..runtime import gpus, process, registry
+from . import objective
 from .conflicts import check_conflicts
 from .engine import EngineKnobs
 from .knob import BARE_FLAG, REFUSED, RENAMED, UNUSED, Rules, check_values, knob, names_checked, unknown_name
-from .objective import AdvantageKnobs, DistillationKnobs, ObjectiveKnobs, ReferenceKnobs, RewardPenaltyKnobs
 from .outputs import TRACKERS, JournalKnobs, LogKnobs, SavingKnobs
 from .policy import CHECKPOINTING, PolicyKnobs
-from .rewards import RewardKnobs
 from .sampling import EvaluationKnobs
 from .sharding import ShardingKnobs
 from .steps import CarryOverKnobs
@@ -78,12 +77,12 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
     LogKnobs,
     JournalKnobs,
     SavingKnobs,
-    DistillationKnobs,
-    ReferenceKnobs,
-    RewardPenaltyKnobs,
-    ObjectiveKnobs,
-    AdvantageKnobs,
-    RewardKnobs,
+    objective.DistillationKnobs,
+    objective.ReferenceKnobs,
+    objective.RewardPenaltyKnobs,
+    objective.ObjectiveKnobs,
+    objective.AdvantageKnobs,
+    objective.RewardKnobs,
     EngineKnobs,
     EvaluationKnobs,
     CarryOverKnobs,

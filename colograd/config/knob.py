@@ -26,7 +26,6 @@ class Rules:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    must_be: str = ""  # `must_be`: the bounds in words, for the error.
     remedy: str = "raise it"  # `remedy`: the advice in the error for a value out of bounds.
     one_of: tuple[str, ...] = ()  # `one_of`: the allowed values, or allowed entries of a list.
     or_path: bool = False  # `or_path`: whether an import path is allowed too.
@@ -54,8 +53,8 @@ class Rules:
             return
         inside = isinstance(value, int | float) and value >= low and value != self.above
         if not (inside and (high is None or (value <= high and value != self.below))):  # NaN is out of bounds.
-            must_be = self.must_be or f"{'above' if self.at_least is None else 'at least'} {low:g}"
-            if high is not None and not self.must_be:
+            must_be = f"{'above' if self.at_least is None else 'at least'} {low:g}"
+            if high is not None:
                 begin, end = "(" if self.at_least is None else "[", ")" if self.at_most is None else "]"
                 must_be = f"in {begin}{low:g}, {high:g}{end}"
             raise ValueError(f"{name} is {value!r}, but must be {must_be}: {self.remedy}.")
