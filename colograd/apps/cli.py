@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import importlib
+import itertools
 import sys
+import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..runtime import registry
+from ..runtime.shipped import FOLDER, near_names, shipped_folder
 
 # For each command: its arguments, its help, and its function, which is imported only when the command runs.
 COMMANDS = {
     "init": ("[FOLDER]", "write a first recipe and reward function, by questions or flags", ".init:main"),
-    "recipes": ("[NAME ...] [--to FOLDER]", "list the recipes that come with Colograd, or copy some", ".recipes:main"),
+    "recipes": ("[NAME ...] [--to FOLDER]", "list the recipes that come with Colograd, or copy some", ".cli:recipes"),
     "train": ("--config recipes/X.yaml [--any_flag value]", "train by a recipe", "..train:main"),
     "doctor": ("[--config recipes/X.yaml [--any_flag value]]", "check a recipe, or the installation", ".doctor:main"),
     "plan": ("--config recipes/X.yaml | --model M [--gpus N --gpu-memory GIB]", "show what fits GPUs", ".plan:main"),
@@ -27,6 +32,7 @@ COMMANDS = {
 # Commands that print errors of bad input themselves. Errors during their training keep a traceback.
 TRAINERS = ("train", "doctor", "replay", "eval")
 READERS = ("show", "report", "watch")  # Commands that read files of the extension `recording`.
+WIDTH = 90  # Maximum characters of a recipe's description.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +66,52 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"colograd {command}: error: {error}", file=sys.stderr)
         return 2
+
+
+def recipes(argv: Sequence[str] | None = None) -> int:
+    """Run the command `colograd recipes`: list the files that come with Colograd, or copy some. Return the exit
+    status."""
+    parser = argparse.ArgumentParser(
+        prog="colograd recipes",
+        description="List the recipes that come with Colograd, accelerate's configurations, chat templates and jobs "
+        "for schedulers. Or copy some of them.",
+    )
+    add = parser.add_argument
+    add("names", nargs="*", metavar="NAME", help="a recipe, such as grpo_qwen, a file or a folder; none lists them")
+    add("--to", type=Path, metavar="FOLDER", help=f"copy below this folder, default {FOLDER}; without NAME all files")
+    options = parser.parse_args(argv)
+    root = shipped_folder()
+    paths = (path.relative_to(root) for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    files = sorted(paths, key=lambda path: (len(path.parts), path))  # Recipes, which have no subfolder, come first.
+    if not options.names and options.to is None:
+        names = {path: str(path.with_suffix("") if path.parent == Path() else path) for path in files}
+        width = max(map(len, names.values()))
+        for path, name in names.items():
+            # The purpose of a file is the first sentence of the comment at its beginning.
+            text = (root / path).read_text(encoding="utf-8").removeprefix("#!/bin/bash\n").replace("{#-", "#")
+            head = itertools.takewhile(str.strip, (line.strip("# ") for line in text.splitlines()))
+            purpose = textwrap.shorten(" ".join(head).split(". ")[0].rstrip("."), WIDTH, placeholder=" ...")
+            print(f"  {name:<{width}}   {purpose}".rstrip())
+        print("\n`colograd train --config NAME` runs a recipe; `colograd recipes NAME` copies it, `--to FOLDER` all.")
+        return 0
+    selected = [] if options.names else files
+    for name in options.names:  # A name may lack `recipes/` and `.yaml`. A folder's name means its files.
+        short = name.removeprefix(f"{FOLDER}/").rstrip("/")
+        same = [path for path in files if short in (str(path), f"{path.parent}", str(path.with_suffix("")))]
+        if not same:
+            raise ValueError(
+                f"{name!r} isn't among the shipped files ({near_names(Path(name))}): `colograd recipes` lists them."
+            )
+        selected += same
+    contents = {(options.to or Path(FOLDER)) / path: (root / path).read_bytes() for path in dict.fromkeys(selected)}
+    for path, content in contents.items():
+        if path.exists() and not (path.is_file() and path.read_bytes() == content):
+            raise ValueError(f"{path} exists with other content, and is never overwritten: choose another --to FOLDER.")
+    for path, content in contents.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    print(f"wrote {', '.join(map(str, contents))}")
+    return 0
 
 
 if __name__ == "__main__":

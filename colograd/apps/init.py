@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import dataclasses
 import functools
 import itertools
 import json
@@ -13,9 +12,8 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jinja2
 
@@ -32,20 +30,6 @@ LARGE, QWEN = 1.0, {"group": 8, "prompts": 64, "length": 512, "warmup": 5, "step
 QUICKSTART = {"group": 8, "prompts": 8, "length": 48, "warmup": 2, "steps": 30}
 RATES = ((0.3, 2.0e-5), (LARGE, 5.0e-6), (float("inf"), 1.0e-6))  # (Maximum billions of parameters, learning rate).
 LONGER = 4  # Maximum completion length for long data, as a multiple of the usual length.
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """The user's choices for a first recipe, from flags or from answers to questions."""
-
-    model: str
-    data: str  # Data: a file, a Hub id, or an import path.
-    prompt: str  # Name of the data's column with the prompt.
-    answer: str  # Name of the data's column with the answer.
-    reward: str  # Reward: `number` (the last number must be the answer), `own` (user's function), `agent`.
-    sizes: dict[str, Any]  # Numbers of the recipe, made by `sizes_for`.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,16 +57,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\ncolograd init: nothing was written", file=sys.stderr)
         return 130
     print(f"wrote {', '.join(str(path) for path in write(folder, choices))}")
-    if not Path(choices.model).is_dir():
-        print(f"model:     {choices.model} comes from the Hub; --model names another one, or a folder")
+    if not Path(choices["model"]).is_dir():
+        print(f"model:     {choices['model']} comes from the Hub; --model names another one, or a folder")
     change = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
     print(f"check it:  {change}colograd doctor --config {RECIPE}")
     print(f"train:     {change}colograd train --config {RECIPE}")
     return 0
 
 
-def choose(options: argparse.Namespace, asks: bool) -> Choices:
-    """Take each choice from its flag. Without the flag ask the user if ``asks`` is true, else use a default."""
+def choose(options: argparse.Namespace, asks: bool) -> dict[str, Any]:
+    """Take each choice from its flag. Without the flag ask the user if ``asks`` is true, else use a default.
+
+    Returns: the recipe's numbers (`sizes_for`), ``model``, ``data`` (a file, a Hub id, or an import path), the columns
+        ``prompt`` and ``answer``, and ``reward``: `number` (the last number must be the answer), `own`, or `agent`.
+    """
     has_gpu, ask = bool(process.gpu_nodes()), functools.partial(_ask, asks)
     small = str(QUICKSTART_MODEL) if QUICKSTART_MODEL.is_dir() else "HuggingFaceTB/SmolLM2-135M-Instruct"
     usual = "Qwen/Qwen2.5-1.5B-Instruct" if has_gpu else small
@@ -116,10 +104,11 @@ def choose(options: argparse.Namespace, asks: bool) -> Choices:
     # Make paths absolute: the recipe is read in FOLDER, but flags are relative to the current directory.
     data = str(Path(data).resolve()) if data and Path(data).exists() else data or EXAMPLE
     model = str(Path(model).resolve()) if Path(model).exists() else model
-    return Choices(model, data, prompt, answer, reward, sizes_for(model, has_gpu, longest))
+    columns = {"prompt": prompt, "answer": answer}
+    return sizes_for(model, has_gpu, longest) | columns | {"model": model, "data": data, "reward": reward}
 
 
-def _ask(asks: bool, given: str | None, question: str, usual: str, accept: Callable[[str], T]) -> T:
+def _ask(asks: bool, given: str | None, question: str, usual: str, accept: Callable[[str], Any]) -> Any:
     """Return ``accept`` of a flag's value or the default. If ``asks``, prompt until ``accept`` raises no ValueError."""
     if given or not asks:
         return accept(given or usual)
@@ -209,36 +198,30 @@ def first_rows(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def write(folder: Path, choices: Choices) -> list[Path]:
+def write(folder: Path, choices: dict[str, Any]) -> list[Path]:
     """Write the recipe, a reward function unless a built-in one fits, and example data if the user has none."""
     folder.mkdir(parents=True, exist_ok=True)
-    own, agent = choices.reward == "own" or choices.answer != "answer", choices.reward == "agent"
-    model = Path(choices.model)
+    agent, answer, model = choices["reward"] == "agent", choices["answer"], Path(choices["model"])
+    own = choices["reward"] == "own" or answer != "answer"
     if model.is_dir():  # A model with a chat template, or with a name like "instruct", expects conversations.
         tokenizer, chats = model / "tokenizer_config.json", (model / "chat_template.jinja").exists()
         chats |= tokenizer.is_file() and "chat_template" in tokenizer.read_text(encoding="utf-8")
     else:
-        chats = re.search(r"instruct|chat|-it\b", choices.model, re.IGNORECASE) is not None
-    values = {"own": own, "chats": chats, "run": model.name}
-    files = {RECIPE: _filled("recipe.yaml.jinja", choices, **values, **choices.sizes)}
-    if agent:
-        files[AGENT] = _filled("myagent.py.jinja", choices, recipe=RECIPE)
-    elif own:
-        files[TASK] = _filled("mytask.py.jinja", choices, recipe=RECIPE)
+        chats = re.search(r"instruct|chat|-it\b", choices["model"], re.IGNORECASE) is not None
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), keep_trailing_newline=True, trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    environment.filters["quoted"] = functools.partial(json.dumps, ensure_ascii=False)  # YAML reads JSON strings.
+    values = choices | {"own": own, "chats": chats, "run": model.name, "recipe": RECIPE}
+    names = [RECIPE, *([AGENT] if agent else [TASK] if own else [])]
+    files = {name: environment.get_template(f"{name}.jinja").render(values) for name in names}
     question = "What is {} * {}?" if agent else "What is {} + {}? Give only the number."
-    if choices.data == EXAMPLE:
+    if choices["data"] == EXAMPLE:
         files[EXAMPLE] = "".join(
-            json.dumps({"prompt": question.format(a, b), choices.answer: str(a * b if agent else a + b)}) + "\n"
-            for a in range(10)
-            for b in range(10)
+            json.dumps({"prompt": question.format(a, b), answer: str(a * b if agent else a + b)}) + "\n"
+            for a, b in itertools.product(range(10), repeat=2)
         )
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [folder / name for name in files]
-
-
-def _filled(template: str, choices: Choices, **values: Any) -> str:
-    source = Path(__file__).with_name(template).read_text(encoding="utf-8")
-    environment = jinja2.Environment(keep_trailing_newline=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters["quoted"] = functools.partial(json.dumps, ensure_ascii=False)  # YAML reads JSON strings.
-    return environment.from_string(source).render(dataclasses.asdict(choices) | values)

@@ -15,20 +15,15 @@ from transformers import TrainingArguments
 
 from ..parallel.ranks import attempt, join
 from ..runtime import process, registry
+from . import objective
 from .conflicts import check_conflicts
 from .engine import EngineKnobs
 from .knob import BARE_FLAG, REFUSED, RENAMED, UNUSED, Rules, check_values, knob, names_checked, unknown_name
-from .objective import AdvantageKnobs, DistillationKnobs, ObjectiveKnobs, ReferenceKnobs, RewardPenaltyKnobs
 from .outputs import TRACKERS, JournalKnobs, LogKnobs, SavingKnobs
 from .policy import CHECKPOINTING, PolicyKnobs
-from .rewards import RewardKnobs
 from .sampling import EvaluationKnobs
 from .sharding import ShardingKnobs
 from .steps import CarryOverKnobs
-
-_HELP = {name: f"No effect: {reason}." for name, reason in UNUSED.items()}
-_HELP |= {name: f"Another value is an error: {reason}." for name, reason in REFUSED.items()}
-_HELP |= {name: f"The old name of `{present}`." for name, present in RENAMED.items()}
 
 
 @dataclass
@@ -37,22 +32,20 @@ class TRLKnobs(TrainingArguments):
     TRL's recipes may set these fields. The fields have no effect, or are errors with a value that isn't TRL's default.
     """
 
-    use_vllm: bool = knob(True, _HELP["use_vllm"])
+    use_vllm: bool = knob(True)
     vllm_mode: str = knob("colocate", "Always `colocate`; TRL's other mode, `server`, is an error.")
-    ds3_gather_for_generation: bool = knob(True, _HELP["ds3_gather_for_generation"])
-    pad_to_multiple_of: int | str | None = knob("auto", _HELP["pad_to_multiple_of"])
-    vllm_server_base_url: str | None = knob(None, _HELP["vllm_server_base_url"])
-    vllm_server_host: str = knob("0.0.0.0", _HELP["vllm_server_host"])
-    vllm_server_port: int = knob(8000, _HELP["vllm_server_port"])
-    vllm_server_timeout: float = knob(240.0, _HELP["vllm_server_timeout"])
-    vllm_group_port: int = knob(51216, _HELP["vllm_group_port"])
-    cache_implementation: str | None = knob(None, _HELP["cache_implementation"])
-    use_transformers_continuous_batching: bool = knob(False, _HELP["use_transformers_continuous_batching"])
-    transformers_continuous_batching_config: dict[str, Any] | str | None = knob(
-        None, _HELP["transformers_continuous_batching_config"]
-    )
-    use_transformers_paged: bool = knob(False, _HELP["use_transformers_paged"])
-    vllm_importance_sampling_cap: float | None = knob(None, _HELP["vllm_importance_sampling_cap"])
+    ds3_gather_for_generation: bool = knob(True)
+    pad_to_multiple_of: int | str | None = knob("auto")
+    vllm_server_base_url: str | None = knob(None)
+    vllm_server_host: str = knob("0.0.0.0")
+    vllm_server_port: int = knob(8000)
+    vllm_server_timeout: float = knob(240.0)
+    vllm_group_port: int = knob(51216)
+    cache_implementation: str | None = knob(None)
+    use_transformers_continuous_batching: bool = knob(False)
+    transformers_continuous_batching_config: dict[str, Any] | str | None = knob(None)
+    use_transformers_paged: bool = knob(False)
+    vllm_importance_sampling_cap: float | None = knob(None)
 
     def _take_old_names(self) -> list[str]:
         """Copy settings with an old name in TRL to their present names. Return one log line per old name in use."""
@@ -84,12 +77,12 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
     LogKnobs,
     JournalKnobs,
     SavingKnobs,
-    DistillationKnobs,
-    ReferenceKnobs,
-    RewardPenaltyKnobs,
-    ObjectiveKnobs,
-    AdvantageKnobs,
-    RewardKnobs,
+    objective.DistillationKnobs,
+    objective.ReferenceKnobs,
+    objective.RewardPenaltyKnobs,
+    objective.ObjectiveKnobs,
+    objective.AdvantageKnobs,
+    objective.RewardKnobs,
     EngineKnobs,
     EvaluationKnobs,
     CarryOverKnobs,
@@ -113,49 +106,30 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
     ]  # fmt: skip
 
     # Fields of TrainingArguments with other defaults or meanings than in transformers.
-    learning_rate: float = knob(
-        1e-6, "Peak learning rate of AdamW. With `warmup_steps` the first step has 0, as in transformers."
-    )
+    learning_rate: float = knob(1e-6)
+    """Peak learning rate of AdamW. With `warmup_steps` the first step has 0, as in transformers."""
     logging_steps: float = knob(10, "Log every so many optimizer steps.")
-    gradient_checkpointing: str | None = knob(
-        None,
-        "Recompute activations in the backward: less memory, about a third more training time. Unset, the memory "
-        "plan chooses no layer, or every fourth, second or each one (`gradient_checkpointing_kwargs: "
-        "{every_n_layers: 2}` sets it). `offload`: each layer's input waits in page-locked host memory, to the "
-        "same bits; `true` on a CPU.",
-        **BARE_FLAG,
-    )
-    bf16: bool | None = knob(
-        None,
-        "With `dtype: float32`, run the forward under bfloat16 autocast: on unless false, as in TRL. No effect "
-        "with a bfloat16 policy.",
-        **BARE_FLAG,
-    )
+    gradient_checkpointing: str | None = knob(None, **BARE_FLAG)
+    """Recompute activations in the backward: less memory, about a third more training time. Unset, the memory plan
+    chooses no layer, or every fourth, second or each one (`gradient_checkpointing_kwargs: {every_n_layers: 2}` sets
+    it). `offload`: each layer's input waits in page-locked host memory, to the same bits; `true` on a CPU."""
+    bf16: bool | None = knob(None, **BARE_FLAG)
+    """With `dtype: float32`, run the forward under bfloat16 autocast: on unless false, as in TRL. No effect with a
+    bfloat16 policy."""
     remove_unused_columns: bool | None = knob(False, "Pass only the column `prompt` to reward functions.")
-    optim: str = knob(
-        "auto",
-        "`auto`: `adamw_split` for a bfloat16 policy, else `adamw_torch`. `adamw_split`: AdamW on an exact "
-        "float32 master, kept as the bfloat16 parameter and 16 more bits; one compiled kernel on a GPU, unless "
-        "`optim_args: compiled=false`. `muon`: Muon for the layers' matrices on such a master, `adamw_split` for "
-        "the rest. Or an optimizer name of transformers.",
-        extension={"muon": "muon"},
-    )
-    torch_compile: bool = knob(
-        False,
-        "Compile the policy's decoder layers: norms, rotary embedding, activation and residuals become a few "
-        "fused kernels. One compilation at start (a minute or more) serves all layers and lengths. Needs packed "
-        "rows.",
-    )
-    use_liger_kernel: bool = knob(
-        False,
-        "On a GPU, use Liger's Triton kernels for norms, rotary embedding and activation in policy and reference;"
-        " they are compared with the model's at start. Liger's losses aren't used. Needs the package "
-        "liger-kernel.",
-        extension="liger",
-    )
-    liger_kernel_config: dict[str, Any] | str | None = knob(
-        None, "Which of Liger's kernels are used, such as `{rope: false}`; default: all for the model."
-    )
+    optim: str = knob("auto", extension={"muon": "muon"})
+    """`auto`: `adamw_split` for a bfloat16 policy, else `adamw_torch`. `adamw_split`: AdamW on an exact float32 master,
+    kept as the bfloat16 parameter and 16 more bits; one compiled kernel on a GPU, unless `optim_args: compiled=false`.
+    `muon`: Muon for the layers' matrices on such a master, `adamw_split` for the rest. Or an optimizer name of
+    transformers."""
+    torch_compile: bool = knob(False)
+    """Compile the policy's decoder layers: norms, rotary embedding, activation and residuals become a few fused
+    kernels. One compilation at start (a minute or more) serves all layers and lengths. Needs packed rows."""
+    use_liger_kernel: bool = knob(False, extension="liger")
+    """On a GPU, use Liger's Triton kernels for norms, rotary embedding and activation in policy and reference; they are
+    compared with the model's at start. Liger's losses aren't used. Needs the package liger-kernel."""
+    liger_kernel_config: dict[str, Any] | str | None = knob(None)
+    """Which of Liger's kernels are used, such as `{rope: false}`; default: all for the model."""
 
     def __post_init__(self) -> None:
         self.__dict__.setdefault("notes", [])  # The `__init__` of a derived dataclass doesn't create `notes`.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
+import sys
+import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -22,12 +26,12 @@ class Rules:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    must_be: str = ""  # `must_be`: the bounds in words, for the error.
     remedy: str = "raise it"  # `remedy`: the advice in the error for a value out of bounds.
     one_of: tuple[str, ...] = ()  # `one_of`: the allowed values, or allowed entries of a list.
     or_path: bool = False  # `or_path`: whether an import path is allowed too.
     note: str = ""  # `note`: text after "isn't supported" in the error.
-    spellings: Mapping[str, Any] = field(default_factory=dict)  # `spellings`: alternative spelling -> value.
+    # `spellings`: alternative spelling -> value. YAML reads a bare `off` as False.
+    spellings: Mapping[str, Any] = field(default_factory=dict)
     # `extension`: the extension that every value but the default needs, or value -> extension.
     extension: str | Mapping[str, str] = ""
 
@@ -49,8 +53,8 @@ class Rules:
             return
         inside = isinstance(value, int | float) and value >= low and value != self.above
         if not (inside and (high is None or (value <= high and value != self.below))):  # NaN is out of bounds.
-            must_be = self.must_be or f"{'above' if self.at_least is None else 'at least'} {low:g}"
-            if high is not None and not self.must_be:
+            must_be = f"{'above' if self.at_least is None else 'at least'} {low:g}"
+            if high is not None:
                 begin, end = "(" if self.at_least is None else "[", ")" if self.at_most is None else "]"
                 must_be = f"in {begin}{low:g}, {high:g}{end}"
             raise ValueError(f"{name} is {value!r}, but must be {must_be}: {self.remedy}.")
@@ -62,9 +66,9 @@ class Help(str):
     rules: Rules
 
 
-def knob(default: Any, meaning: str, **words: Any) -> Any:
-    """Declare a dataclass field for a setting. ``meaning`` is the help text. ``words`` are fields of `Rules` and
-    keyword arguments of argparse's `add_argument`."""
+def knob(default: Any, meaning: str = "", **words: Any) -> Any:
+    """Declare a dataclass field for a setting. ``meaning`` is the help text; a longer text stands below the field, and
+    `names_checked` reads it. ``words`` are fields of `Rules` and keyword arguments of argparse's `add_argument`."""
     text = Help(meaning)
     text.rules = Rules(**{name: words.pop(name) for name in Rules.__annotations__ if name in words})
     metadata = {"help": text, **words}
@@ -80,7 +84,7 @@ quantized = functools.partial(knob, extension="quantized")
 recording = functools.partial(knob, extension="recording")
 tools = functools.partial(knob, extension="tools")
 
-BARE_FLAG = {"nargs": "?", "const": True}  # argparse then reads a flag without a value as true.
+BARE_FLAG: dict[str, Any] = {"nargs": "?", "const": True}  # argparse then reads a flag without a value as true.
 
 
 @functools.cache
@@ -138,6 +142,10 @@ UNUSED: dict[str, str] = {
 INERT = (("max_prompt_length", None),)  # INERT: removed settings, each with a value that requests nothing.
 NONE_IS_OFF = ("max_grad_norm",)  # NONE_IS_OFF: fields of transformers that accept None against their type.
 RENAMED = {"vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}  # RENAMED: old name -> present name.
+# Help texts of the settings above.
+MEANINGS = {name: f"No effect: {reason}." for name, reason in UNUSED.items()}
+MEANINGS |= {name: f"Another value is an error: {reason}." for name, reason in REFUSED.items()}
+MEANINGS |= {name: f"The old name of `{present}`." for name, present in RENAMED.items()}
 
 
 def unknown_name(name: str, known: Iterable[str]) -> str:
@@ -176,11 +184,28 @@ def never_none(cls: type) -> dict[str, Any]:
     }
 
 
+def _complete_help(cls: type) -> None:
+    """Set each knob's empty help to the text below the knob's field in the source, or to its text in `MEANINGS`."""
+    meanings = dict(MEANINGS)
+    for module in {base.__module__ for base in cls.__mro__ if base.__module__.startswith(f"{__package__}.")}:
+        for group in ast.parse(inspect.getsource(sys.modules[module])).body:
+            for pair in itertools.pairwise(group.body if isinstance(group, ast.ClassDef) else ()):
+                match pair:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        meanings[name] = " ".join(text.split())
+    for each in dataclasses.fields(cls):
+        if each.metadata.get("help") == "":
+            help_text = Help(meanings[each.name])
+            help_text.rules = each.metadata["help"].rules
+            each.metadata = types.MappingProxyType({**each.metadata, "help": help_text})
+
+
 T = TypeVar("T")
 
 
 def names_checked(cls: type[T]) -> type[T]:
     """Decorate a dataclass: unknown keyword arguments raise a ValueError. ``notes`` gets log lines on None values."""
+    _complete_help(cls)
     plain_init, defaults = cls.__init__, never_none(cls)
 
     @functools.wraps(plain_init)

@@ -37,13 +37,11 @@ class SamplingKnobs:
     top_k: int = knob(0, "Top-k sampling; 0 is off.")
     min_p: float | None = knob(None, "Minimum probability relative to the top token's.")
     repetition_penalty: float = knob(1.0, "Penalty on tokens that are already present; 1.0: off.")
-    generation_kwargs: dict[str, Any] | str | None = knob(
-        None,
-        "Other `vllm.SamplingParams`, such as `stop`, `stop_token_ids`, `bad_words`, `repetition_detection` or "
-        "`structured_outputs` (`{json: <schema>}`, `{regex: ...}`, `{choice: [...]}`). `skip_special_tokens: "
-        "false` keeps special tokens in the texts of rewards and logs. Unsupported parameters are errors; names "
-        "of transformers may stay with values that change nothing.",
-    )
+    generation_kwargs: dict[str, Any] | str | None = knob(None)
+    """Other `vllm.SamplingParams`, such as `stop`, `stop_token_ids`, `bad_words`, `repetition_detection` or
+    `structured_outputs` (`{json: <schema>}`, `{regex: ...}`, `{choice: [...]}`). `skip_special_tokens: false` keeps
+    special tokens in the texts of rewards and logs. Unsupported parameters are errors; names of transformers may stay
+    with values that change nothing."""
     vllm_structured_outputs_regex: str | None = knob(None, "A regular expression that every completion matches.")
 
     def _drop_what_is_done_anyway(self) -> list[str]:
@@ -79,24 +77,16 @@ def shaping(settings: Mapping[str, Any]) -> dict[str, Any]:
 class EvaluationKnobs(SamplingKnobs, StepKnobs):
     """Settings of evaluation."""
 
-    num_generations_eval: int | None = knob(
-        None,
-        "Completions per prompt in `evaluate`; default `num_generations`, or 1 if evaluation is greedy.",
-        at_least=1,
-    )
-    temperature_eval: float | None = knob(
-        None, "Temperature in `evaluate`; default `temperature`, 0 is greedy.", at_least=0
-    )
-    max_completion_length_eval: int | None = knob(
-        None, "Tokens a completion may have in `evaluate`; default `max_completion_length`."
-    )
+    num_generations_eval: int | None = knob(None, at_least=1)
+    """Completions per prompt in `evaluate`; default `num_generations`, or 1 if evaluation is greedy."""
+    temperature_eval: float | None = knob(None, at_least=0)
+    """Temperature in `evaluate`; default `temperature`, 0 is greedy."""
+    max_completion_length_eval: int | None = knob(None)
+    """Tokens a completion may have in `evaluate`; default `max_completion_length`."""
     pass_threshold_eval: float = knob(1.0, "Weighted reward from which a completion counts as a pass in `eval_pass@k`.")
-    loss_eval: bool | None = knob(
-        None,
-        "Run the policy's forward on the completions of `evaluate`, for `eval_loss`, the entropy and TRL's other "
-        "metrics of the loss. Unset: true, as in TRL, unless `temperature_eval` differs from `temperature`.",
-        **BARE_FLAG,
-    )
+    loss_eval: bool | None = knob(None, **BARE_FLAG)
+    """Run the policy's forward on the completions of `evaluate`, for `eval_loss`, the entropy and TRL's other metrics
+    of the loss. Unset: true, as in TRL, unless `temperature_eval` differs from `temperature`."""
 
     def eval_generations(self) -> int:
         """Return the number of completions per prompt in `evaluate`; 1 by default if evaluation is greedy."""

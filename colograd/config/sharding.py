@@ -24,45 +24,31 @@ class ShardingKnobs(TrainingArguments):
 
     sharding: str = knob(
         "none",
-        "What is divided among ranks: `none`, `optimizer` (optimizer state, ZeRO-1), `gradients` (gradients too, "
-        "ZeRO-2), `tensor` (with `vllm_tensor_parallel_size`: each rank trains the tensors that its engine's rank"
-        " samples with; `tensor+optimizer` and `tensor+gradients` divide the rest among engines), `fsdp` (weights"
-        " too, FSDP2), or `auto`: the first that leaves room for the planned KV cache. Accelerate and DeepSpeed "
-        "files select the same. Or the import path of your own `ShardingStrategy`, package.module:Class. See "
-        "docs/guide/several-gpus.md.",
         one_of=("none", "optimizer", "gradients", *TENSOR, "fsdp", "auto"),
         or_path=True,
         note=" in this version",
         extension={**dict.fromkeys(TENSOR, "tensor_parallel"), "fsdp": "fsdp"},
     )
-    fsdp_reshard_after_forward: bool = knob(
-        True,
-        "With `sharding: fsdp`, free a block's weights after its forward and gather them again for its backward. "
-        "`false`: fewer exchanges, the whole policy in memory.",
-        extension="fsdp",
-    )
-    fsdp_offload_params: bool = knob(
-        False,
-        "With `sharding: fsdp` on a GPU, keep this rank's weights, gradients and optimizer state in host memory; "
-        "the optimizer runs there. No effect on a CPU.",
-        extension="fsdp",
-    )
+    """What is divided among ranks: `none`, `optimizer` (optimizer state, ZeRO-1), `gradients` (gradients too, ZeRO-2),
+    `tensor` (with `vllm_tensor_parallel_size`: each rank trains the tensors that its engine's rank samples with;
+    `tensor+optimizer` and `tensor+gradients` divide the rest among engines), `fsdp` (weights too, FSDP2), or `auto`:
+    the first that leaves room for the planned KV cache. Accelerate and DeepSpeed files select the same. Or the
+    import path of your own `ShardingStrategy`, package.module:Class. See docs/guide/several-gpus.md."""
+    fsdp_reshard_after_forward: bool = knob(True, extension="fsdp")
+    """With `sharding: fsdp`, free a block's weights after its forward and gather them again for its backward. `false`:
+    fewer exchanges, the whole policy in memory."""
+    fsdp_offload_params: bool = knob(False, extension="fsdp")
+    """With `sharding: fsdp` on a GPU, keep this rank's weights, gradients and optimizer state in host memory; the
+    optimizer runs there. No effect on a CPU."""
 
-    offload_gradients: bool = knob(
-        False,
-        "On a GPU, add each gradient to float32 sums in page-locked host memory during the backward and free it. "
-        "The optimizer (`adamw_split`) reads the sums there, to the same bits. No effect on a CPU.",
-        extension="offload",
-    )
+    offload_gradients: bool = knob(False, extension="offload")
+    """On a GPU, add each gradient to float32 sums in page-locked host memory during the backward and free it. The
+    optimizer (`adamw_split`) reads the sums there, to the same bits. No effect on a CPU."""
 
-    sequence_parallel_size: int = knob(
-        1,
-        "Neighbouring ranks of one machine that divide the tokens of each row; in attention each has all tokens "
-        "for a part of the heads. A rank's activations are divided by it. Each rank samples for itself. Works "
-        "with `sharding: none`, `optimizer`, `gradients` and the three of `tensor`; see "
-        "docs/guide/several-gpus.md.",
-        extension="sequence_parallel",
-    )
+    sequence_parallel_size: int = knob(1, extension="sequence_parallel")
+    """Neighbouring ranks of one machine that divide the tokens of each row; in attention each has all tokens for a part
+    of the heads. A rank's activations are divided by it. Each rank samples for itself. Works with `sharding: none`,
+    `optimizer`, `gradients` and the three of `tensor`; see docs/guide/several-gpus.md."""
 
     def _take_sharding(self) -> None:
         """Set ``sharding`` and its options from accelerate's or DeepSpeed's file, before transformers does."""

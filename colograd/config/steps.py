@@ -20,66 +20,42 @@ class StepKnobs(TrainingArguments):
     """Settings of prompts, groups and steps."""
 
     num_generations: int | None = knob(8, "G: completions per prompt; at least 2.")
-    prompts_per_step: int | None = knob(
-        None,
-        "Prompts (groups) per optimizer step over all ranks. It replaces TRL's product "
-        "`per_device_train_batch_size * gradient_accumulation_steps * ranks / num_generations`.",
-    )
-    steps_per_generation: int | None = knob(
-        None,
-        "Batches of `per_device_train_batch_size` that are sampled together; default "
-        "`gradient_accumulation_steps`, one optimizer step per generation. A divisor of it means the same.",
-    )
-    generation_batch_size: int | None = knob(
-        None, "TRL's alternative to `steps_per_generation`: completions sampled together."
-    )
+    prompts_per_step: int | None = knob(None)
+    """Prompts (groups) per optimizer step over all ranks. It replaces TRL's product `per_device_train_batch_size *
+    gradient_accumulation_steps * ranks / num_generations`."""
+    steps_per_generation: int | None = knob(None)
+    """Batches of `per_device_train_batch_size` that are sampled together; default `gradient_accumulation_steps`, one
+    optimizer step per generation. A divisor of it means the same."""
+    generation_batch_size: int | None = knob(None)
+    """TRL's alternative to `steps_per_generation`: completions sampled together."""
     num_iterations: int = knob(1, "Times each generation's batches are trained on.", at_least=1)
-    max_tokens_per_microbatch: int | str | None = knob(
-        "auto",
-        "Tokens in one forward and backward. `auto`: measured on a GPU before the first step, 4096 on a CPU. "
-        "Halved when memory runs out; the update doesn't depend on it.",
-    )
-    balance_ranks: bool = knob(
-        True,
-        "After scoring, move groups (their token ids) from the rank with the longest training to others, if that "
-        "shortens the step by more than a tenth. The update is the same up to rounding.",
-    )
-    overlap: str = knob(
-        "off",
-        "`auto`: a rank that has sampled its groups trains while other ranks sample; with `balance_ranks` it "
-        "takes their finished groups too. Training stays on-policy. Nothing is trained early with "
-        "`sharding: gradients` or `fsdp`; a line at start names the reason. The last bits of a step depend on clocks; "
-        "resumed and replayed steps have the recorded bits. `off`: training begins after sampling.",
-        one_of=("auto", "off"),
-        spellings={"false": "off"},  # YAML reads a bare `off` as False
-        extension="overlap",
-    )
-    rank_timeout: float | None = knob(
-        1500.0,
-        "Seconds without progress (an engine step, a micro-batch, a reward call, an exchange, a stage of the "
-        "start) after which a rank ends the run on all ranks, with its stage and stack. Waiting for other ranks "
-        "and downloads don't count. Must be longer than vLLM's compilation and the longest call of a reward "
-        "function, tool or `rollout_func`, and below `ddp_timeout` (1,800). `null`: never.",
-        above=0,
-        remedy="set it to null for no limit",
-    )
-    curriculum: dict[str, Any] | str | None = knob(
-        None,
-        "Draw prompts by their pass rates, such as `{solved_at: 1.0, revisit_after: 2}`. Keys: `solved_at`, "
-        "`revisit_after`, `pass_threshold`, `shares` with `column`, `difficulty` with `difficulty_until`; see "
-        "docs/guide/distillation.md.",
-        extension="curriculum",
-    )
+    max_tokens_per_microbatch: int | str | None = knob("auto")
+    """Tokens in one forward and backward. `auto`: measured on a GPU before the first step, 4096 on a CPU. Halved when
+    memory runs out; the update doesn't depend on it."""
+    balance_ranks: bool = knob(True)
+    """After scoring, move groups (their token ids) from the rank with the longest training to others, if that shortens
+    the step by more than a tenth. The update is the same up to rounding."""
+    overlap: str = knob("off", one_of=("auto", "off"), spellings={"false": "off"}, extension="overlap")
+    """`auto`: a rank that has sampled its groups trains while other ranks sample; with `balance_ranks` it takes their
+    finished groups too. Training stays on-policy. Nothing is trained early with `sharding: gradients` or `fsdp`; a line
+    at start names the reason. The last bits of a step depend on clocks; resumed and replayed steps have the recorded
+    bits. `off`: training begins after sampling."""
+    rank_timeout: float | None = knob(1500.0, above=0, remedy="set it to null for no limit")
+    """Seconds without progress (an engine step, a micro-batch, a reward call, an exchange, a stage of the start) after
+    which a rank ends the run on all ranks, with its stage and stack. Waiting for other ranks and downloads don't count.
+    Must be longer than vLLM's compilation and the longest call of a reward function, tool or `rollout_func`, and below
+    `ddp_timeout` (1,800). `null`: never."""
+    curriculum: dict[str, Any] | str | None = knob(None, extension="curriculum")
+    """Draw prompts by their pass rates, such as `{solved_at: 1.0, revisit_after: 2}`. Keys: `solved_at`,
+    `revisit_after`, `pass_threshold`, `shares` with `column`, `difficulty` with `difficulty_until`; see
+    docs/guide/distillation.md."""
     shuffle_dataset: bool | None = knob(True, "Shuffle the prompts, anew in each epoch.")
-    max_prompt_tokens: int | None = knob(
-        None, "Maximum tokens of a prompt; default: the engine's context minus `max_completion_length`."
-    )
-    overlong_prompts: str = knob(
-        "drop", "Prompts over the limit: `drop` (and count), or `error`.", one_of=("drop", "error")
-    )
-    chat_template_path: str | None = knob(
-        None, "A file with a chat template that replaces the tokenizer's; saved with the model."
-    )
+    max_prompt_tokens: int | None = knob(None)
+    """Maximum tokens of a prompt; default: the engine's context minus `max_completion_length`."""
+    overlong_prompts: str = knob("drop", one_of=("drop", "error"))
+    """Prompts over the limit: `drop` (and count), or `error`."""
+    chat_template_path: str | None = knob(None)
+    """A file with a chat template that replaces the tokenizer's; saved with the model."""
     chat_template_kwargs: dict[str, Any] | str | None = knob(None, "Keyword arguments of the chat template.")
 
     def _resolve_budget(self, on_cpu: bool) -> None:
@@ -175,22 +151,18 @@ class CarryOverKnobs(StepKnobs):
 
     carry_over: float | None = knob(
         None,
-        "Sample more groups at once than a round needs, and end the round when this share of them is done (0.5 to"
-        " below 1, e.g. 0.8). The others stop and go on in the next round, under its weights; the sampler's "
-        "correction weighs each token by the version that sampled it. Unset: a round waits for its last "
-        "completion. See docs/guide/long-completions.md.",
         at_least=0.5,
         below=1,
         remedy="0.8 is usual; leave it out for rounds that wait for all",
-        spellings={"false": None, "off": None},  # YAML reads `off` as False
+        spellings={"false": None, "off": None},
         extension="carry_over",
     )
-    carry_over_max_age: int = knob(
-        2,
-        "Maximum number of rounds over which `carry_over` carries a group; the next round waits for it.",
-        at_least=1,
-        extension="carry_over",
-    )
+    """Sample more groups at once than a round needs, and end the round when this share of them is done (0.5 to below 1,
+    e.g. 0.8). The others stop and go on in the next round, under its weights; the sampler's correction weighs each
+    token by the version that sampled it. Unset: a round waits for its last completion. See
+    docs/guide/long-completions.md."""
+    carry_over_max_age: int = knob(2, at_least=1, extension="carry_over")
+    """Maximum number of rounds over which `carry_over` carries a group; the next round waits for it."""
 
     @property
     def groups_per_round(self) -> int:

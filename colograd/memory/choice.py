@@ -22,9 +22,8 @@ def plan_or_raise(run: RunDescription, strategy: str) -> MemoryPlan:
         plan = dataclasses.replace(plan, remedies=remedies(run, strategy))
         if run.devices.on_gpu:
             raise ValueError(too_large(run, plan))
-    if run.kv_bytes or (run.devices.on_gpu and run.overruled):
-        return plan
-    return plan.with_cache(run.need) if run.devices.on_gpu else plan.with_cpu_cache(run.need)
+    on_gpu = run.devices.on_gpu
+    return plan if run.kv_bytes or (on_gpu and run.overruled) else plan.with_cache(run.need, on_gpu)
 
 
 def best_plan(run: RunDescription, strategy: str) -> MemoryPlan:
@@ -86,7 +85,6 @@ def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int])
     the size that the user set is unknown, return the last number.
     """
     tokens = run.tokens or max(BUSY_TOKENS * run.ranks_per_sequence, run.length)
-
     for every in able:
         plan = estimate(dataclasses.replace(run, checkpointing=every), strategy, tokens)
         if not (run.overruled or run.kv_bytes):
@@ -101,9 +99,8 @@ def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int])
 
 def remedies(run: RunDescription, strategy: str) -> str:
     """Return changes that would make the run fit, joined by "; ", without a full stop. Extensions propose them."""
-    return (
-        "; ".join(offer(run, strategy) for offer in registry.hooks("remedies")) or "take a smaller model or larger GPUs"
-    )
+    proposals = "; ".join(offer(run, strategy) for offer in registry.hooks("remedies"))
+    return proposals or "take a smaller model or larger GPUs"
 
 
 def too_large(run: RunDescription, plan: MemoryPlan) -> str:

@@ -72,11 +72,7 @@ class MemoryPlan:
         cache = (f"KV cache, {self.kv_tokens:,} tokens", self.kv_bytes, 0 if self.sleeps else self.kv_bytes)
         return [
             ("held by others", held, held),
-            *(
-                (f"weights of the {name}", size, size)
-                for name, size in weights.items()
-                if size or name.startswith("policy")
-            ),
+            *((f"weights of the {name}", size, size) for name, size in weights.items() if size or "policy" in name),
             (f"gradients{of_gradients}", 0, self.gradients),
             *([(exchange, 0, self.exchange)] if self.exchange else []),
             (f"optimizer state{of_state}", 0 if self.offloads else self.optimizer, self.optimizer),
@@ -102,13 +98,11 @@ class MemoryPlan:
         empty = dataclasses.replace(self, kv_bytes=0)
         return self.room >= need.least and empty.remains("training") >= 0
 
-    def with_cache(self, need: CacheNeed) -> MemoryPlan:
-        """Return the plan with a KV cache for one whole generation, or a smaller one if memory is short."""
-        return dataclasses.replace(self, kv_bytes=min(need.wanted, max(self.room, 0)))
-
-    def with_cpu_cache(self, need: CacheNeed) -> MemoryPlan:
-        """Return the plan with a KV cache on a CPU: a quarter of free memory at most, one full sequence at least."""
-        return dataclasses.replace(self, kv_bytes=max(need.least, min(need.wanted, self.available // CPU_SHARE)))
+    def with_cache(self, need: CacheNeed, on_gpu: bool = True) -> MemoryPlan:
+        """Return the plan with a KV cache for one whole generation, or a smaller one if memory is short. On a CPU it
+        has a quarter of free memory at most, and room for one full sequence at least."""
+        least, most = (0, max(self.room, 0)) if on_gpu else (need.least, self.available // CPU_SHARE)
+        return dataclasses.replace(self, kv_bytes=max(least, min(need.wanted, most)))
 
     def with_engine(self, weights: int, apart: int, kv_tokens: int) -> MemoryPlan:
         """Return the plan with the built engine's bytes, and the bytes of policy weights ``apart`` from the engine."""

@@ -78,7 +78,17 @@ class Console(TrainerCallback):
             if name in seconds and metrics.get(f"train/{tokens}_tokens"):
                 rates[name] = f" ({metrics[f'train/{tokens}_tokens'] / seconds[name]:,.0f} tok/s)"
         left = self._time_left(step, max_steps)
-        self.say(_fitting(head, seconds, rates, f" | {left}" if left else ""))
+        tail = f" | {left}" if left else ""
+        # Use `COLUMNS` characters for the longest phases. Token rates are dropped first.
+        longest = sorted(seconds, key=seconds.__getitem__, reverse=True)
+        with_rates = [(count, rates) for count in range(len(longest), 1, -1)]
+        line = head + tail
+        for count, told in [*with_rates, *((count, {}) for count in range(len(longest), 0, -1))]:
+            parts = [f"{name} {seconds[name]:.2f}{told.get(name, '')}" for name in seconds if name in longest[:count]]
+            if len(fuller := f"{head}: {', '.join(parts)}{tail}") <= COLUMNS:
+                line = fuller
+                break
+        self.say(line)
         if not metrics.get("train/packed_tokens"):
             self.say("no group has a reward difference: nothing to train on, the optimizer steps on zeros")
 
@@ -108,17 +118,6 @@ class Console(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._training.close()
-
-
-def _fitting(head: str, seconds: Mapping[str, float], rates: Mapping[str, str], tail: str) -> str:
-    """Format a step's line in `COLUMNS` characters, with the longest phases. Token rates are dropped first."""
-    longest = sorted(seconds, key=seconds.__getitem__, reverse=True)
-    with_rates = [(count, rates) for count in range(len(longest), 1, -1)]
-    for count, told in [*with_rates, *((count, {}) for count in range(len(longest), 0, -1))]:
-        shown = [f"{name} {seconds[name]:.2f}{told.get(name, '')}" for name in seconds if name in longest[:count]]
-        if len(fuller := f"{head}: {', '.join(shown)}{tail}") <= COLUMNS:
-            return fuller
-    return head + tail
 
 
 def reward_ends(rewards: Sequence[float]) -> str:
@@ -158,14 +157,12 @@ class Progress:
     def sampled(self, tokens: int) -> None:
         """Add tokens of unfinished completions. Afterwards `update` adds no tokens, because they were counted."""
         self._is_sampled = True
-        self._go_on(0, tokens)
+        self._tokens += tokens
+        self.update(0, done=0)
 
-    def update(self, tokens: int) -> None:
+    def update(self, tokens: int, done: int = 1) -> None:
         """Count one finished item, and its tokens."""
-        self._go_on(1, 0 if self._is_sampled else tokens)
-
-    def _go_on(self, done: int, tokens: int) -> None:
-        self._done, self._tokens = self._done + done, self._tokens + tokens
+        self._done, self._tokens = self._done + done, self._tokens + (0 if self._is_sampled else tokens)
         seconds = max(time.perf_counter() - self._started, 1e-9)
         rate = f"{self._tokens / seconds:,.0f} tok/s"
         self._bar.set_postfix_str(rate, refresh=False)

@@ -1,10 +1,11 @@
-"""`Events`: passes a run's events to the console, the phase times, the run's record and the completions log."""
+"""`Events`: passes a run's events to the console, the phase times, the run's record and the completions log. `Spare`:
+turns errors of logs and trackers into one warning, because such errors must not end a run."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from transformers import TrainerCallback
 
@@ -12,68 +13,31 @@ from ..batch import Group, ScoredGroup
 from .console import Console
 from .metrics import PhaseTimes
 
-T = TypeVar("T")
-
 
 class NoRecord(TrainerCallback):
     """The recorder of a run that isn't recorded: its methods do nothing. An extension's recorder overrides all."""
 
     trackers: Any = None  # Charts that a recorder sends to trackers such as wandb.
 
-    @contextlib.contextmanager
-    def run(self) -> Iterator[None]:
-        """Context of a whole training."""
-        yield
+    def nothing(self, *args: Any, **kwargs: Any) -> Any:
+        """Do nothing. Return a context manager, for the methods that are used in a `with` statement."""
+        return contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Context of the sampling of completions on this rank."""
-        yield
-
-    def all_sampled(self) -> None:
-        """Called when all ranks have finished sampling."""
-
-    def note(self, steps: Any, statistics: Any, combine: Any) -> None:
-        """Add data that this rank recorded during sampling to the rank's statistics."""
-
-    def sampled(self, whole: Any) -> None:
-        """Record the rollout statistics of the next optimizer step, summed over all ranks."""
-
-    @contextlib.contextmanager
-    def trains(self, step: Any) -> Iterator[None]:
-        """Context of the forward and backward passes of one optimizer step."""
-        yield
-
-    @contextlib.contextmanager
-    def trains_early(self, rows: Any) -> Iterator[None]:
-        """Context of forward and backward passes of rows that are trained while other ranks still sample."""
-        yield
-
-    def keep(self, row: Any, logprobs: Any) -> None:
-        """Record the trainer's log-probabilities of a micro-batch, (N,), one per token."""
-
-    def step(self, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of an optimizer step."""
-
-    def evaluated(self, groups: Sequence[ScoredGroup], name: str) -> None:
-        """Record the scored groups of an evaluation."""
-
-
-class LogsCompletions(Protocol):
-    """The completions log. An extension offers a function (trainer) -> log or None, named ``completion_log``."""
-
-    def keep(self, groups: Sequence[Group], texts: Sequence[list[str]]) -> None: ...
-    def add(self, steps: Sequence[Sequence[ScoredGroup]], decode: Any, state: Any) -> None: ...
-    def add_evaluation(self, groups: Sequence[ScoredGroup], decode: Any, state: Any, name: str) -> None: ...
+    # Contexts: a whole training; sampling on this rank; forward and backward passes of an optimizer step; those of
+    # rows that are trained while other ranks still sample.
+    run = watching = trains = trains_early = nothing
+    # Events: all ranks have sampled; data of this rank for a step's statistics; a step's rollout statistics over all
+    # ranks; a micro-batch's log-probabilities (N,) by the trainer; a step's metrics; an evaluation's scored groups.
+    all_sampled = note = sampled = keep = step = evaluated = nothing
 
 
 class Events:
     """The console, the phase times, the run's record and the completions log as one object, for all parts of a run."""
 
-    def __init__(
-        self, times: PhaseTimes, console: Console, recorder: NoRecord, completions: LogsCompletions | None = None
-    ) -> None:
-        self.times, self.console, self.recorder, self.completions = times, console, recorder, completions
+    def __init__(self, times: PhaseTimes, console: Console, recorder: NoRecord, completions: Any = None) -> None:
+        self.times, self.console, self.recorder = times, console, recorder
+        # The completions log, or None. An extension offers a function (trainer) -> log at the seam "completion_log".
+        self.completions = completions
         self._warned: set[str] = set()
 
     def warn_once(self, about: str, line: str) -> None:
@@ -98,3 +62,35 @@ class Events:
         self.recorder.evaluated(groups, name)
         if self.completions is not None:
             self.completions.add_evaluation(groups, trainer.decode, trainer.state, name)
+
+
+# Methods of a tracker. Their errors don't end the run. Errors at a tracker's start do, so that the user can fix them.
+EVENTS = ("on_step_end", "on_log", "on_evaluate", "on_predict", "on_save", "on_train_end")
+
+
+class Spare:
+    """Makes context managers that turn an exception into a warning. Only the first exception is logged."""
+
+    def __init__(self, warn: Callable[[str], None] = lambda line: None) -> None:
+        self._warn, self._told = warn, False
+
+    @contextlib.contextmanager
+    def __call__(self, problem: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # An error of a log or tracker must not end the run.
+            if not self._told:
+                self._told = True
+                line = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+                self._warn(f"{problem} ({line}); said once")
+
+
+def spare_from_trackers(callbacks: Iterable[Any], spare: Spare) -> None:
+    """Turn errors of transformers' trackers after their start, such as a full disk, into a warning."""
+    for callback in callbacks:
+        if not type(callback).__module__.startswith("transformers.integrations"):
+            continue
+        for name in EVENTS:
+            if name not in vars(callback):
+                spared = spare(f"trackers: {type(callback).__name__} doesn't take all that is sent")
+                setattr(callback, name, spared(getattr(callback, name)))

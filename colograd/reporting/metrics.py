@@ -24,51 +24,39 @@ class Metrics:
         self._minima: dict[str, list[Any]] = defaultdict(list)
         self._maxima: dict[str, list[Any]] = defaultdict(list)
 
-    def add(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor = 1.0) -> None:
-        """Add to a mean: ``total`` is a sum of ``count`` values."""
-        entry = self._means.setdefault(name, [0.0, 0.0])
-        entry[0], entry[1] = entry[0] + total, entry[1] + count
-
     def total(self, name: str, value: float | torch.Tensor) -> None:
         self._totals[name] = self._totals.get(name, 0.0) + value
-
-    def minimum(self, name: str, value: float | torch.Tensor) -> None:
-        self._minima[name].append(value)
-
-    def maximum(self, name: str, value: float | torch.Tensor) -> None:
-        self._maxima[name].append(value)
 
     def update(self, sums: Mapping[str, tuple[Any, Any]], minima: Mapping[str, Any], maxima: Mapping[str, Any]) -> None:
         """Add the metrics of a loss: ``sums`` maps names to (sum, count)."""
         for name, (total, count) in sums.items():
-            self.add(name, total, count)
-        for name, value in minima.items():
-            self.minimum(name, value)
-        for name, value in maxima.items():
-            self.maximum(name, value)
+            entry = self._means.setdefault(name, [0.0, 0.0])
+            entry[0], entry[1] = entry[0] + total, entry[1] + count
+        for extremes, values in ((self._minima, minima), (self._maxima, maxima)):
+            for name, value in values.items():
+                extremes[name].append(value)
 
     def reduce(self, counted: bool = True) -> dict[str, float]:
         """Return all metrics by name, reduced over the ranks with ``counted`` true. Ranks communicate once."""
-        local = self._read() if counted else ({}, {}, {}, {})
-        means, totals, minima, maxima = (_by_name(ranks) for ranks in zip(*gather(local), strict=True))
-        result: dict[str, float] = {}
-        for name, parts in means.items():
-            total, count = (sum(column) for column in zip(*parts, strict=True))
-            if count:
-                result[name] = total / count
-        for found, joined in ((totals, sum), (minima, min), (maxima, max)):
-            result |= {name: joined(parts) for name, parts in found.items()}
-        return result
-
-    def _read(self) -> tuple[dict[str, Any], ...]:
         extremes = (*self._minima.values(), *self._maxima.values())
         known = iter(numbers(itertools.chain(itertools.chain(*self._means.values()), self._totals.values(), *extremes)))
-        return (
+        own: tuple[dict[str, Any], ...] = (
             {name: (next(known), next(known)) for name in self._means},
             {name: next(known) for name in self._totals},
             {name: min(next(known) for _ in values) for name, values in self._minima.items()},
             {name: max(next(known) for _ in values) for name, values in self._maxima.items()},
         )
+        result: dict[str, float] = {}
+        joins: tuple[Any, ...] = (_mean, sum, min, max)
+        for join, ranks in zip(joins, zip(*gather(own if counted else ({}, {}, {}, {})), strict=True), strict=True):
+            for name in dict.fromkeys(name for rank in ranks for name in rank):
+                result[name] = join([rank[name] for rank in ranks if name in rank])
+        return {name: value for name, value in result.items() if value is not None}
+
+
+def _mean(parts: Iterable[tuple[float, float]]) -> float | None:
+    total, count = (sum(column) for column in zip(*parts, strict=True))
+    return total / count if count else None
 
 
 def numbers(values: Iterable[float | torch.Tensor]) -> list[float]:
@@ -94,21 +82,6 @@ def _by_name(ranks: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return found
 
 
-class AllocRetries:
-    """Counts how often a GPU's allocator found no memory, freed its cache and retried. Each retry stalls the GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._so_far = device, 0
-        self.take()
-
-    def take(self) -> dict[str, float]:
-        """Return the number of retries since the last call, as ``train/alloc_retries``; an empty dict on a CPU."""
-        if self._device.type != "cuda":
-            return {}
-        before, self._so_far = self._so_far, int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
-        return {"train/alloc_retries": float(self._so_far - before)}
-
-
 class PhaseTimes:
     """Wall-clock seconds of each phase of an optimizer step. No second is counted twice."""
 
@@ -116,6 +89,7 @@ class PhaseTimes:
         self.seconds: dict[str, float] = defaultdict(float)
         self._step_began = time.perf_counter()
         self._synchronize = synchronize  # If true, wait for CUDA, so that a phase is charged with its kernels.
+        self._retries = self._alloc_retries()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -139,9 +113,15 @@ class PhaseTimes:
         self._step_began = time.perf_counter()
 
     def end_step(self) -> dict[str, float]:
-        """Return the seconds of the step's phases, ``step_time``, and ``time/other``: seconds outside all phases."""
+        """Return the seconds of the step's phases, ``step_time``, and ``time/other``: seconds outside all phases. On a
+        GPU also ``train/alloc_retries``: how often its allocator found no memory, freed its cache and retried."""
         taken, step_time = self.take(), time.perf_counter() - self._step_began
-        return {**taken, "step_time": step_time, "time/other": step_time - sum(taken.values())}
+        before, self._retries = self._retries, self._alloc_retries()
+        retries = {"train/alloc_retries": float(self._retries - before)} if self._synchronize else {}
+        return {**retries, **taken, "step_time": step_time, "time/other": step_time - sum(taken.values())}
+
+    def _alloc_retries(self) -> int:
+        return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if self._synchronize else 0
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each phase as ``time/<phase>``, and reset them to 0."""

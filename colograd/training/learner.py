@@ -18,7 +18,7 @@ from ..losses.correction import finish_mismatch, mismatch_advice
 from ..losses.entropy import EntropyController, with_step_entropy
 from ..losses.objective import Objective
 from ..memory import token_budget
-from ..memory.policy_sizes import optimizer_bytes
+from ..memory.description import optimizer_bytes
 from ..memory.shape import left_on_device
 from ..parallel import watchdog
 from ..parallel.balance import balance, pair_cost
@@ -284,7 +284,7 @@ class Learner:
 
     def finish_step(self) -> dict[str, float]:
         """Return the metrics of the last optimizer step, including this rank's bytes sent and seconds per phase."""
-        own = self.sharding.traffic.take(), self._alloc_retries.take(), self.events.times.end_step()
+        own = self.sharding.traffic.take(), self.events.times.end_step()
         return self.metrics | {name: value for part in own for name, value in part.items()}
 
     def with_constants(self, step: StepBatch) -> StepBatch:

@@ -27,9 +27,8 @@ from ..parallel.faults import ends_together
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.loading import Policy
 from ..reporting.console import Console
-from ..reporting.events import NoRecord
+from ..reporting.events import NoRecord, Spare, spare_from_trackers
 from ..reporting.metrics import PhaseTimes
-from ..reporting.spare import Spare, spare_from_trackers
 from ..rewards import RewardFunction
 from ..rollout.rounds import PlainRound
 from ..rollout.store import RolloutStore, digest_of

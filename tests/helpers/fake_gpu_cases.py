@@ -42,7 +42,7 @@ from colograd.extensions.offload.adamw import HostAdamW
 from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 from colograd.extensions.offload.on_host import WholeOnHost
 from colograd.extensions.reference.model import FrozenCopy
-from colograd.memory.policy_sizes import PolicySizes
+from colograd.memory.description import PolicySizes
 from colograd.memory.shape import Lengths, Shape, Trained, activation_bytes
 from colograd.policy import attention
 from colograd.policy.logprobs import PolicyForward, with_old_logprobs

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, Qwen2Config
 
-from colograd.memory.description import STRATEGIES, WHOLE, Devices, RunDescription
+from colograd.memory.description import STRATEGIES, WHOLE, Devices, PolicySizes, RunDescription
 from colograd.memory.estimate import RankBytes, bytes_per_rank
-from colograd.memory.policy_sizes import PolicySizes
 from colograd.memory.shape import Lengths, Shape
 from colograd.memory.table import GIB
 from colograd.policy.outline import outline, with_adapter

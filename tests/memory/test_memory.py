@@ -92,9 +92,9 @@ def test_a_plan_takes_a_cache_of_one_sequence_only_beside_training() -> None:
 
 
 def test_on_a_cpu_it_takes_a_quarter_of_what_is_free_and_one_sequence_always() -> None:
-    assert PLAN.with_cpu_cache(CacheNeed(1, GIB, 4 * GIB)).kv_bytes == 4 * GIB
-    assert PLAN.with_cpu_cache(CacheNeed(1, GIB, 400 * GIB)).kv_bytes == 98 * GIB // 4
-    assert PLAN.with_cpu_cache(CacheNeed(1, 90 * GIB, 400 * GIB)).kv_bytes == 90 * GIB
+    assert PLAN.with_cache(CacheNeed(1, GIB, 4 * GIB), on_gpu=False).kv_bytes == 4 * GIB
+    assert PLAN.with_cache(CacheNeed(1, GIB, 400 * GIB), on_gpu=False).kv_bytes == 98 * GIB // 4
+    assert PLAN.with_cache(CacheNeed(1, 90 * GIB, 400 * GIB), on_gpu=False).kv_bytes == 90 * GIB
 
 
 # -- the table

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from colograd.memory import policy_sizes as memory
+from colograd.memory import description as memory
+from colograd.memory.description import PolicySizes
 from colograd.memory.estimate import ALIVE, RankBytes
-from colograd.memory.policy_sizes import PolicySizes
 from colograd.sharding.buckets import ELEMENTS
 
 GB = 10**9

@@ -9,15 +9,15 @@ import torch
 
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.reporting import metrics as module
-from colograd.reporting.metrics import AllocRetries, Metrics, PhaseTimes
+from colograd.reporting.metrics import Metrics, PhaseTimes
 from colograd.rollout.statistics import RolloutStatistics
 
 
 def test_a_mean_is_all_sums_by_all_counts() -> None:
     metrics = Metrics()
-    metrics.add("loss", 6.0, 2)
-    metrics.add("loss", torch.tensor(2.0), torch.tensor(6.0))
-    metrics.add("plain", 3.0)
+    metrics.update({"loss": (6.0, 2)}, {}, {})
+    metrics.update({"loss": (torch.tensor(2.0), torch.tensor(6.0))}, {}, {})
+    metrics.update({"plain": (3.0, 1)}, {}, {})
     assert metrics.reduce() == {"loss": 1.0, "plain": 3.0}
 
 
@@ -32,8 +32,7 @@ def test_a_total_is_the_sum_of_all_values() -> None:
 def test_minima_and_maxima_are_of_everything_seen() -> None:
     metrics = Metrics()
     for value in (2.0, torch.tensor(-1.0), 5):
-        metrics.minimum("low", value)
-        metrics.maximum("high", value)
+        metrics.update({}, {"low": value}, {"high": value})
     assert metrics.reduce() == {"low": -1.0, "high": 5.0}
 
 
@@ -46,13 +45,13 @@ def test_a_loss_s_output_is_taken_at_once() -> None:
 
 def test_a_mean_of_nothing_is_left_out() -> None:
     metrics = Metrics()
-    metrics.add("nothing", torch.tensor(0.0), torch.tensor(0.0))
+    metrics.update({"nothing": (torch.tensor(0.0), torch.tensor(0.0))}, {}, {})
     assert metrics.reduce() == {} == Metrics().reduce()
 
 
 def test_tensors_keep_their_exact_value() -> None:
     metrics = Metrics()
-    metrics.add("x", torch.tensor(0.1), 1)
+    metrics.update({"x": (torch.tensor(0.1), 1)}, {}, {})
     assert metrics.reduce() == {"x": torch.tensor(0.1).item()}
 
 
@@ -62,11 +61,10 @@ def test_ranks_are_weighed_by_their_counts_and_totals_added(monkeypatch: pytest.
     other = (means, totals, {"low": -2.0}, {"high": 0.5, "top": 1.0})
     monkeypatch.setattr(module, "gather", lambda local: [local, other])
     metrics = Metrics()
-    metrics.add("mean", 1.0, 1)
-    metrics.add("ours", 5.0, 1)
+    metrics.update({"mean": (1.0, 1)}, {}, {})
+    metrics.update({"ours": (5.0, 1)}, {}, {})
     metrics.total("tokens", 12.0)
-    metrics.minimum("low", 3.0)
-    metrics.maximum("high", 3.0)
+    metrics.update({}, {"low": 3.0}, {"high": 3.0})
     assert metrics.reduce() == {
         "mean": 10 / 4, "ours": 5.0, "theirs": 2.0, "tokens": 42.0, "few": 2.0, "low": -2.0, "high": 3.0, "top": 1.0,
     }  # fmt: skip
@@ -106,11 +104,12 @@ def test_seconds_can_be_charged_to_another_phase(times: PhaseTimes) -> None:
 
 def test_retries_of_an_allocator_count_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = {"num_alloc_retries": 2}
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    retries = AllocRetries(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    times = PhaseTimes(synchronize=True)
     stats["num_alloc_retries"] = 5
-    assert [retries.take(), retries.take()] == [{"train/alloc_retries": 3.0}, {"train/alloc_retries": 0.0}]
-    assert AllocRetries(torch.device("cpu")).take() == {}
+    assert [times.end_step()["train/alloc_retries"] for _ in range(2)] == [3.0, 0.0]
+    assert "train/alloc_retries" not in PhaseTimes().end_step()
 
 
 def test_tokens_that_the_sampler_could_not_score_are_counted() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from paths import RECIPES
 
-from colograd.apps import recipes
+from colograd.apps import cli
 from colograd.config import parse_arguments
 from colograd.policy.loading import chat_template
 from colograd.runtime.process import is_verbose
@@ -51,16 +51,16 @@ def test_shipped_template_is_read_outside_the_clone() -> None:
 
 
 def test_copies_keep_the_folders_and_never_overwrite(folder: Path) -> None:
-    assert recipes.main(["grpo_qwen", "accelerate_configs", "--to", "mine"]) == 0
+    assert cli.recipes(["grpo_qwen", "accelerate_configs", "--to", "mine"]) == 0
     assert (folder / "mine" / "grpo_qwen.yaml").read_bytes() == QWEN.read_bytes()
     assert len([*(folder / "mine" / "accelerate_configs").iterdir()]) == 4
     (folder / "mine" / "grpo_qwen.yaml").write_text("changed")
     with pytest.raises(ValueError, match=r"grpo_qwen\.yaml exists with other content"):
-        recipes.main(["distil_qwen", "grpo_qwen", "--to", "mine"])
+        cli.recipes(["distil_qwen", "grpo_qwen", "--to", "mine"])
     assert not (folder / "mine" / "distil_qwen.yaml").exists()
 
 
 def test_unknown_name_copies_nothing(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"'grpo_qwn' isn't among the shipped files \(grpo_qwen, "):
-        recipes.main(["grpo_qwen", "grpo_qwn"])
+        cli.recipes(["grpo_qwen", "grpo_qwn"])
     assert not [*folder.iterdir()]

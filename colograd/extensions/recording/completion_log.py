@@ -14,7 +14,7 @@ from transformers import TrainerState
 from ...batch import Group, ScoredGroup
 from ...config import GRPOConfig
 from ...parallel.ranks import gather
-from ...reporting.spare import Spare
+from ...reporting.events import Spare
 from .completion_table import chosen_rows, print_table
 from .completions import FOLDER, IMAGES, TEXT, CompletionRow, columns, write_log
 from .group_views import as_utf8, completion_rows

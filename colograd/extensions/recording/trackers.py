@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ...reporting.spare import Spare
+from ...reporting.events import Spare
 
 ALERT_LEVELS = {"severe": "ERROR", "warning": "WARN", "note": "INFO"}
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 from ...config.sharding import TENSOR
 from ...memory.choice import fits
-from ...memory.description import ORDER, RunDescription
-from ...memory.policy_sizes import PolicySizes
+from ...memory.description import ORDER, PolicySizes, RunDescription
 from ...memory.shape import Shape
 from ...runtime import registry
 

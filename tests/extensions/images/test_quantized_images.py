@@ -28,7 +28,7 @@ from colograd.extensions.images.memory import Tower
 from colograd.extensions.lora.weights import AdapterWeights
 from colograd.extensions.quantized import checkpoints as quantized
 from colograd.extensions.quantized.layers import packed_weights, settle
-from colograd.memory.policy_sizes import PolicySizes
+from colograd.memory.description import PolicySizes
 from colograd.policy import outline, row_proof
 from colograd.policy.loading import load_policy
 from colograd.policy.lora import base_name, wrap

@@ -40,7 +40,7 @@ from colograd.extensions.lora.weights import AdapterWeights
 from colograd.extensions.quantized import checkpoints as quantized
 from colograd.extensions.quantized.engine.layers import ServedLayers
 from colograd.extensions.quantized.layers import packed_bytes, packed_weight, packed_weights
-from colograd.memory.policy_sizes import PolicySizes
+from colograd.memory.description import PolicySizes
 from colograd.policy import lora, outline, row_proof
 from colograd.policy.loading import load_policy
 from colograd.policy.supported import check_supported

@@ -21,7 +21,7 @@ from colograd.extensions.recording.completions import CompletionRow, read_log, w
 from colograd.extensions.recording.event_log import EventLog
 from colograd.extensions.recording.recorder import Recorder
 from colograd.reporting.console import Console
-from colograd.reporting.spare import Spare, spare_from_trackers
+from colograd.reporting.events import Spare, spare_from_trackers
 from colograd.usercode.untrusted import storable
 
 DEEP: Any = []
