@@ -33,7 +33,7 @@ class VLLMEngine(LoadedVLLM):
             for feature in self._features:
                 stack.enter_context(feature.while_generating())
             if self._lockstep is not None:
-                stack.enter_context(faults.waiting("the generation"))
+                stack.enter_context(faults.ends_together("the generation"))
                 if not self._lockstep.leads:
                     follow(self.core, self._lockstep)
                     return others
