@@ -88,10 +88,7 @@ def search(
 
 
 def find_resume(
-    wanted: str | bool | None,
-    run_dir: str,
-    steps: Sequence[Sequence[int]] | None = None,
-    damaged: Collection[int] = (),
+    wanted: str | bool | None, run_dir: str, steps: Sequence[Sequence[int]] | None = None, damaged: Collection[int] = ()
 ) -> str | None:
     """Return the folder of the checkpoint that ``resume_from_checkpoint`` (``wanted``) requests, or None for a new
     start. Raise a ValueError if the requested checkpoint doesn't exist. ``steps`` are the steps of complete checkpoints
