@@ -15,7 +15,7 @@ import torch
 from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..parallel import watchdog
-from ..parallel.lockstep import Lockstep
+from ..parallel.ranks import Lockstep
 from .arguments import blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
 from .building import buffers_stay, build_conditions, check_vllm, explained_errors, untested_vllm
 from .closing import closed_if_it_fails, closes_with

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from ..config import GRPOConfig
@@ -82,12 +83,11 @@ class ShardingStrategy(ABC):
     def share_frozen(self, model: torch.nn.Module) -> None:  # noqa: B027 (most strategies keep a frozen model whole)
         """Divide a frozen model, e.g. the reference model of the KL term, over ranks like the policy."""
 
-    @abstractmethod
     def describe(self) -> str:
         """Return one line for the log at start, or "" if nothing is divided."""
+        return ""
 
-    @abstractmethod
-    def share(self, optimizer: torch.optim.Optimizer) -> None:
+    def share(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 (the optimizer may update all parameters)
         """Leave only this rank's parts in the optimizer's groups. Gather weights after each step, unless a rank keeps
         only its part of the weights."""
 
@@ -119,20 +119,34 @@ class ShardingStrategy(ABC):
         if gradients := list(self.gradients()):
             torch._foreach_div_(gradients, denominator)
 
-    @abstractmethod
     def clip(self, largest: float) -> float:
         """Scale the gradient so that its norm over all ranks is at most ``largest``. Return the norm before scaling."""
+        gradients = self.gradients()
+        norm = self.norm_over_parts(squared_norm(gradients))
+        scale_down(gradients, norm, largest)
+        return norm
 
-    @abstractmethod
-    def discard(self) -> None:
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors that ranks exchange."""
+        return next(self.model.parameters()).device
+
+    def norm_over_parts(self, square: float) -> float:
+        """Return the norm of a gradient from ``square``, the sum of squares of this rank's parts."""
+        if self.parts > 1:
+            total = torch.tensor(square, dtype=torch.float64, device=self.device)
+            dist.all_reduce(total)
+            square = float(total)
+        return square**0.5
+
+    def discard(self) -> None:  # noqa: B027 (the caller sets gradients of parameters to None)
         """Drop the gradients of an optimizer step that failed and will be repeated."""
 
     @abstractmethod
     def owned(self) -> Sequence[Owned]:
         """Return the parts of trained parameters that this rank's optimizer updates."""
 
-    @abstractmethod
-    def gather_weights(self) -> None:
+    def gather_weights(self) -> None:  # noqa: B027 (each rank may have updated all weights)
         """Copy the weights that each rank has updated to all other ranks. Do nothing if a rank keeps only its part of
         the weights."""
 

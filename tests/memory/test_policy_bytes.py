@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from colograd.memory import policy_sizes as memory
 from colograd.memory.estimate import ALIVE, RankBytes
 from colograd.memory.policy_sizes import PolicySizes
-from colograd.sharding.buckets import ELEMENTS
+from colograd.sharding.zero import ELEMENTS
 
 GB = 10**9
 LLAMA = {

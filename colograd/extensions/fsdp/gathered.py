@@ -6,8 +6,8 @@ whole block of the policy is in memory in addition to the engine's weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -19,28 +19,19 @@ from ...weights.sync import PlannedSync
 from .rows import ELEMENTS, Rows, cuts_of, gathered
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a parameter is written in this rank's engine. The fields have the meaning of the fields of `Slice`."""
-
-    destination: torch.Tensor
-    cut: tuple[slice, ...]
-    through: Callable[[torch.Tensor], torch.Tensor] | None = None
-    rows: torch.Tensor | None = None
-
-    def of(self, rows: Rows) -> tuple[slice | torch.Tensor, torch.Tensor] | None:
-        """Return indices in ``destination`` and the values to write there, from ``rows``. None: no row belongs
-        there."""
-        if self.rows is not None:
-            indices = ((self.rows >= rows.first) & (self.rows < rows.first + len(rows.values))).nonzero()[:, 0]
-            return indices, rows.values[self.rows[indices] - rows.first]
-        place_rows = range(*self.cut[0].indices(rows.total)) if self.cut else range(rows.total)
-        first, last = max(rows.first, place_rows.start), min(rows.first + len(rows.values), place_rows.stop)
-        if first >= last:
-            return None
-        values = rows.values[first - rows.first : last - rows.first][(slice(None), *self.cut[1:])]
-        values = values if self.through is None else self.through(values)
-        return slice(first - place_rows.start, last - place_rows.start), values.to(self.destination.dtype)
+def place_of(part: Slice, rows: Rows) -> tuple[slice | torch.Tensor, torch.Tensor] | None:
+    """Return indices in a slice's ``destination`` and the values to write there, from ``rows``. None: no row belongs
+    there."""
+    if part.rows is not None:
+        indices = ((part.rows >= rows.first) & (part.rows < rows.first + len(rows.values))).nonzero()[:, 0]
+        return indices, rows.values[part.rows[indices] - rows.first]
+    place_rows = range(*part.cut[0].indices(rows.total)) if part.cut else range(rows.total)
+    first, last = max(rows.first, place_rows.start), min(rows.first + len(rows.values), place_rows.stop)
+    if first >= last:
+        return None
+    values = rows.values[first - rows.first : last - rows.first][(slice(None), *part.cut[1:])]
+    values = values if part.through is None else part.through(values)
+    return slice(first - place_rows.start, last - place_rows.start), values.to(part.destination.dtype)
 
 
 class GatheredWeights(PlannedSync):
@@ -48,10 +39,10 @@ class GatheredWeights(PlannedSync):
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice]) -> None:
         super().__init__(policy, engine)
-        # A `Place`, unlike a `Slice`, has no reference to the whole parameter, so that its memory can be freed.
-        self.places: dict[str, list[Place]] = {}
-        for part in slices:
-            self.places.setdefault(part.name, []).append(Place(part.destination, part.cut, part.through, part.rows))
+        self.places: dict[str, list[Slice]] = {}
+        for part in slices:  # Without references to the whole parameters, so that their memory can be freed.
+            place = dataclasses.replace(part, source=part.source.new_empty(0), packed=None, adapted=None)
+            self.places.setdefault(part.name, []).append(place)
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +72,7 @@ class GatheredWeights(PlannedSync):
         cuts = cuts_of(self._policy)
         for rows in gathered(cuts, device, lambda name: self.places[name][0].destination.dtype):
             for place in self.places[rows.name]:
-                if (part := place.of(rows)) is not None:
+                if (part := place_of(place, rows)) is not None:
                     yield rows.name, place.destination, *part
 
     def _addresses(self) -> dict[str, int]:

@@ -12,9 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from ...parallel import watchdog
-from ...parallel.gradients import in_buckets
 from ...parallel.ranks import rank, world_size
-from ...parallel.shards import all_gather
+from ...parallel.shards import all_gather, in_buckets
 
 # Largest number of elements in one all-gather, except that each rank sends at least one row. A decoder layer has more.
 ELEMENTS = 2**24

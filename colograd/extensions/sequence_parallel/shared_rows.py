@@ -57,7 +57,7 @@ class SharedTokens(SharedRows):
     def describe(self) -> str:
         size = self._groups.sequence.size
         rows = f"sequences: {size} ranks divide each row's tokens, and exchange heads in attention"
-        return "; ".join(filter(None, (rows, super().describe())))  # type: ignore[safe-super]
+        return "; ".join(filter(None, (rows, super().describe())))
 
 
 def _unreached(loss: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...]:
