@@ -103,14 +103,15 @@ class StopSignal:
         self._speaks, self._stop_within = speaks, stop_within
         self.names: dict[int, str] = {getattr(signal, name): name for name in names} | {signal.SIGINT: INTERRUPT}
         self._replaced: dict[int, Any] = {}  # Handlers that `_notice` has replaced, by signal.
+        self._timers: list[threading.Timer] = []
         self._reset()
 
     def _reset(self) -> None:
         self.received = ""  # Name of the first signal. After a step or with a deadline: of any rank.
         self.is_cut = False  # Whether the round must end now.
         self._noticed = False  # Whether this process received a signal.
-        self._first = self._end_at = float("inf")  # Times by `time.monotonic`.
-        self._timers: list[threading.Timer] = []
+        self._first = float("inf")  # Times by `time.monotonic`: of the first signal, and of the deadline.
+        self.forget_deadline()
 
     @classmethod
     def outside_training(cls, names: Collection[str], status: int, tell: Callable[[str, float], None]) -> StopSignal:
@@ -168,8 +169,8 @@ class StopSignal:
     def forget_deadline(self) -> None:
         """Cancel the deadline, because the training has finished."""
         self._end_at = float("inf")
-        for timer in self._timers:
-            timer.cancel()
+        while self._timers:
+            self._timers.pop().cancel()
         atexit.unregister(self.end_process)
 
     @property

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.optim import Optimizer
 from transformers.trainer import OPTIMIZER_NAME
 
 from ..parallel import watchdog
 from ..parallel.shards import Shard
-from .strategy import Owned, WriteTensors
+from .strategy import Owned, Write
 
 PATTERN = "optimizer-*-of-*.safetensors"
 SEPARATOR = "|"
@@ -41,7 +42,7 @@ class Stored(NamedTuple):
 State = Mapping[str, Mapping[str, Sequence[Stored]]]  # saved ranges by parameter name and name of the state
 
 
-def can_be_cut(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
+def can_be_cut(optimizer: Optimizer, owned: Sequence[Owned]) -> bool:
     """Return whether `save` can write an optimizer's state: tensors with as many elements as a parameter of ``owned``,
     or with one element, and settings of parameter groups that are JSON values."""
     parts = {id(piece.part) for piece in owned}
@@ -70,12 +71,7 @@ def _name(rank: int, ranks: int) -> str:
 
 
 def save(
-    optimizer: torch.optim.Optimizer,
-    owned: Sequence[Owned],
-    folder: Path,
-    rank: int,
-    ranks: int,
-    write: WriteTensors = save_file,
+    optimizer: Optimizer, owned: Sequence[Owned], folder: Path, rank: int, ranks: int, write: Write = save_file
 ) -> None:
     """Write the optimizer state of this rank's parts ``owned`` into ``folder``, as file ``rank`` of ``ranks``."""
     tensors = {}
@@ -94,12 +90,7 @@ def save(
 
 
 def load(
-    optimizer: torch.optim.Optimizer,
-    owned: Sequence[Owned],
-    folder: Path,
-    order: Sequence[str] = (),
-    rank: int = 0,
-    ranks: int = 1,
+    optimizer: Optimizer, owned: Sequence[Owned], folder: Path, order: Sequence[str] = (), rank: int = 0, ranks: int = 1
 ) -> None:
     """Read the state of this rank's parts ``owned`` into the optimizer. A missing file, or a file of another model,
     raises a ValueError. If this rank's file has all of its parts, other ranks' files may be missing. ``order`` has the
@@ -128,7 +119,7 @@ def load(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _check_settings(settings: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+def _check_settings(settings: Any, optimizer: Optimizer, folder: Path) -> None:
     def kind(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return [kind(one) for one in value]

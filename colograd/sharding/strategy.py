@@ -13,13 +13,14 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.optim import Optimizer
 
 from ..config import GRPOConfig
 from ..parallel.shards import RankGroup, Shard
 from ..runtime.failures import forget_frames
 
 # Function that writes a safetensors file, at once or later. Arguments: tensors on any device, path, metadata.
-WriteTensors = Callable[[dict[str, torch.Tensor], str | Path, dict[str, str]], Any]
+Write = Callable[[dict[str, torch.Tensor], str | Path, dict[str, str]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class ShardingStrategy(ABC):
         """Return one line for the log at start, or "" if nothing is divided."""
         return ""
 
-    def share(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 (the optimizer may update all parameters)
+    def share(self, optimizer: Optimizer) -> None:  # noqa: B027 (the optimizer may update all parameters)
         """Leave only this rank's parts in the optimizer's groups. Gather weights after each step, unless a rank keeps
         only its part of the weights."""
 
@@ -150,19 +151,17 @@ class ShardingStrategy(ABC):
         """Copy the weights that each rank has updated to all other ranks. Do nothing if a rank keeps only its part of
         the weights."""
 
-    def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
+    def cuts_optimizer(self, optimizer: Optimizer, owned: Sequence[Owned]) -> bool:
         """Return whether `save_optimizer` can write the state of this optimizer."""
         return True
 
     @abstractmethod
-    def save_optimizer(
-        self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
-    ) -> bool:
+    def save_optimizer(self, optimizer: Optimizer, folder: Path, keep: bool = True, write: Write = save_file) -> bool:
         """Write this rank's part of the optimizer state. Only with ``keep`` write state that is equal on all ranks.
         Return False, and write nothing, if the state can't be divided by elements of parameters."""
 
     @abstractmethod
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
+    def load_optimizer(self, optimizer: Optimizer, folder: Path) -> bool:
         """Read optimizer state of any number of ranks. Return False if the caller must load transformers' file."""
 
     def close(self) -> None:  # noqa: B027 (most strategies have nothing to undo)

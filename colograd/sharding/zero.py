@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.optim import Optimizer
 
 from ..config import GRPOConfig
 from ..parallel import watchdog
@@ -30,7 +31,7 @@ from ..parallel.ranks import on_all_ranks, rank, world_size
 from ..parallel.shards import all_gather, in_buckets, sum_over_ranks, zero_gradients
 from ..runtime import registry
 from . import optimizer_state
-from .strategy import Owned, ShardingStrategy, WriteTensors, drop_graph
+from .strategy import Owned, ShardingStrategy, Write, drop_graph
 
 IN_FLIGHT = 2  # Maximum number of reductions that run at once, to limit memory. Reductions overlap with the backward.
 # ELEMENTS: maximum elements of a bucket, except for a larger single parameter. 64 MiB of float32 keep a link busy.
@@ -144,18 +145,16 @@ class WholeCopies(ShardingStrategy):
         trained = self.model.named_parameters()
         return [Owned(name, p, 0, p.numel()) for name, p in trained if p.requires_grad]
 
-    def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
+    def cuts_optimizer(self, optimizer: Optimizer, owned: Sequence[Owned]) -> bool:
         return optimizer_state.can_be_cut(optimizer, owned)
 
-    def save_optimizer(
-        self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
-    ) -> bool:
+    def save_optimizer(self, optimizer: Optimizer, folder: Path, keep: bool = True, write: Write = save_file) -> bool:
         can_be_cut = self.cuts_optimizer(optimizer, self.owned())
         if keep and can_be_cut:
             optimizer_state.save(optimizer, self.owned(), folder, 0, 1, write)
         return can_be_cut
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
+    def load_optimizer(self, optimizer: Optimizer, folder: Path) -> bool:
         if is_sharded := any(folder.glob(optimizer_state.PATTERN)):
             optimizer_state.load(optimizer, self.owned(), folder)
         return is_sharded
@@ -173,7 +172,7 @@ class SharedParts(ShardingStrategy):
     def _after_step(self) -> None:
         """Drop gradients after the optimizer's step, and gather weights if every rank keeps all weights."""
 
-    def share(self, optimizer: torch.optim.Optimizer) -> None:
+    def share(self, optimizer: Optimizer) -> None:
         pieces = {piece.name: piece.part for piece in self.owned()}
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for group in optimizer.param_groups:
@@ -182,13 +181,11 @@ class SharedParts(ShardingStrategy):
             group["params"] = [pieces[name] for name in named if name in pieces]
         optimizer.register_step_post_hook(lambda *_: self._after_step())
 
-    def save_optimizer(
-        self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
-    ) -> bool:
+    def save_optimizer(self, optimizer: Optimizer, folder: Path, keep: bool = True, write: Write = save_file) -> bool:
         optimizer_state.save(optimizer, self.owned(), folder, rank(), world_size(), write)
         return True
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
+    def load_optimizer(self, optimizer: Optimizer, folder: Path) -> bool:
         optimizer_state.load(optimizer, self.owned(), folder, self._order, rank(), world_size())
         return True
 
