@@ -1,11 +1,17 @@
-"""`ShardingStrategy`: the interface that divides a policy's training over ranks."""
+"""`ShardingStrategy`: the interface that divides a policy's training over ranks.
+
+`SharedRows` is the base of strategies where several ranks train one row (packed sequences) together, e.g. tensor
+parallelism. The ranks communicate in each forward and backward. So a rank that fails must report the failure to the
+waiting ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,11 +22,15 @@ from safetensors.torch import save_file
 from torch.optim import Optimizer
 
 from ..config import GRPOConfig
+from ..parallel.faults import telling
+from ..parallel.ranks import on_all_ranks
 from ..parallel.shards import RankGroup, Shard
+from ..policy.lora import unwrap
 from ..runtime.failures import forget_frames
 
 # Function that writes a safetensors file, at once or later. Arguments: tensors on any device, path, metadata.
 Write = Callable[[dict[str, torch.Tensor], str | Path, dict[str, str]], Any]
+PATIENCE = 30.0  # seconds to wait until all ranks of a row have run out of memory at the same operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +104,7 @@ class ShardingStrategy(ABC):
 
     def agree(self, what: str) -> AbstractContextManager[None]:
         """Return a context that raises an error of any rank on all ranks, if ranks communicate in `backward`."""
-        return contextlib.nullcontext()
+        return on_all_ranks(what) if self.meets_in_backward else contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of one micro-batch.
@@ -198,3 +208,62 @@ def scale_down(gradients: Sequence[torch.Tensor], norm: float, largest: float) -
     factor = largest / (norm + 1e-6)
     if gradients and factor < 1.0:
         torch._foreach_mul_(gradients, factor)
+
+
+@contextmanager
+def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
+    """Report an error in the context to the ranks of the row, which wait in a collective.
+
+    The ranks do equal work, so all of them may run out of memory at the same operation. Then no rank waits, nothing is
+    reported, and all ranks can try again.
+    """
+    shortage: torch.OutOfMemoryError | None = None
+    with telling(what):
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            forget_frames(error)  # the frames hold activations
+            if not row.meets(PATIENCE):
+                raise
+            shortage = error
+    if shortage is not None:
+        raise shortage
+
+
+class SharedRows(ShardingStrategy):
+    """A strategy where ranks train each row together. Combine it with a strategy that divides the optimizer state."""
+
+    meets_in_backward = True
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self._around(model)
+
+    @property
+    @abstractmethod
+    def row(self) -> RankGroup:
+        """The group of ranks that train a row together."""
+
+    def share_frozen(self, model: torch.nn.Module) -> None:
+        """Report errors in the frozen model's forward. The model is a copy of the divided policy."""
+        self._around(model)
+
+    def _around(self, model: torch.nn.Module) -> None:
+        # The attribute is set on the model inside a PEFT wrapper, because the check of rows at start runs that model.
+        unwrap(model).around_forward = functools.partial(telling_unless_alike, "the forward", self.row)
+
+    def close(self) -> None:
+        super().close()
+        del unwrap(self.model).around_forward
+
+    def backward(self, loss: torch.Tensor) -> None:
+        try:
+            super().backward(loss)
+        except BaseException as error:
+            drop_graph(loss, error)
+            self.failed(error)
+            raise
+
+    def failed(self, error: BaseException) -> None:
+        with contextlib.suppress(BaseException), telling_unless_alike("the backward", self.row):
+            raise error

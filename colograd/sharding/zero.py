@@ -16,7 +16,6 @@ import collections
 import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch.optim import Optimizer
 
 from ..config import GRPOConfig
 from ..parallel import watchdog
-from ..parallel.ranks import on_all_ranks, rank, world_size
+from ..parallel.ranks import rank, world_size
 from ..parallel.shards import all_gather, in_buckets, sum_over_ranks, zero_gradients
 from ..runtime import registry
 from . import optimizer_state
@@ -284,9 +283,6 @@ class SharedGradients(SharedOptimizer):
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-
-    def agree(self, what: str) -> AbstractContextManager[None]:
-        return on_all_ranks(what)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward. If this rank fails, it sends zeros in the remaining collectives of the backward."""

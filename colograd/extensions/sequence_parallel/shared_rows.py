@@ -11,8 +11,7 @@ from ...config import GRPOConfig
 from ...parallel.shards import RankGroup, parts_of
 from ...policy.lora import unwrap
 from ...runtime.sizes import num_experts
-from ...sharding.shared_rows import SharedRows
-from ...sharding.strategy import ShardingStrategy
+from ...sharding.strategy import ShardingStrategy, SharedRows
 from ...sharding.zero import SharedGradients
 from .forward import RowGroups, share_rows, whole_rows
 

@@ -21,8 +21,7 @@ from ...parallel.ranks import gather
 from ...parallel.shards import RankGroup
 from ...policy.lora import is_adapted
 from ...sharding import optimizer_state
-from ...sharding.shared_rows import SharedRows
-from ...sharding.strategy import Owned, Write, scale_down, squared_norm
+from ...sharding.strategy import Owned, SharedRows, Write, scale_down, squared_norm
 from ...sharding.weight_files import WeightFiles, all_names, completed
 from ...sharding.zero import SharedGradients, SharedOptimizer, WholeCopies
 from .layers import TensorParts

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from colograd.extensions.fsdp.gathered import place_of
-from colograd.extensions.fsdp.rows import Cut, Rows
+from colograd.extensions.fsdp.rows import Cut, Rows, place_of
 from colograd.weights.mapping import Slice
 
 
