@@ -140,7 +140,7 @@ class Sitting:
         """Run the benchmarks one after the other, and write the results after each benchmark. A collective."""
         from ..extensions.evaluation.results import table
         from ..extensions.evaluation.sitting import Host, checkers, take
-        from ..parallel.faults import waiting
+        from ..parallel.faults import ends_together
         from ..parallel.ranks import gather, on_all_ranks
         from ..reporting.console import Console
 
@@ -151,7 +151,7 @@ class Sitting:
             options.completions.unlink(missing_ok=True)
         with on_all_ranks("the checkers"):
             pool = checkers(self.benchmarks.values())
-        with contextlib.closing(pool), waiting("the benchmarks"):
+        with contextlib.closing(pool), ends_together("the benchmarks"):
             for name, benchmark in self.benchmarks.items():
                 result, judged = take(benchmark, host, pool, contextlib.nullcontext())
                 results.append(result)

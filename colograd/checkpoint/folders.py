@@ -97,11 +97,7 @@ def sweep(run_dir: str | Path) -> None:
 
 
 def rotate(
-    run_dir: str | Path,
-    limit: int | None,
-    best: str | None,
-    newest: int | None = None,
-    damaged: Collection[int] = (),
+    run_dir: str | Path, limit: int | None, best: str | None, newest: int | None = None, damaged: Collection[int] = ()
 ) -> None:
     """Delete all checkpoints except the newest ``limit`` checkpoints and the ``best`` checkpoint. A limit of None or 0
     keeps all. ``newest`` is the step that was just saved. Checkpoints of later steps were written before the run

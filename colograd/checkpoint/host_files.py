@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import xxhash
 from transformers import modeling_utils
@@ -22,10 +23,7 @@ from ..runtime.page_locked import host_pages
 from .manifest import CHUNK, Entry
 
 ALIGNED = 64  # the first tensor in a file begins at a multiple of this number of bytes
-NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+NAMES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
 
 
 class Image:

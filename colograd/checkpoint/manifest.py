@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -20,7 +19,6 @@ MANIFEST = "manifest.json"
 VERSION = 1
 LARGEST = 2**24  # Maximum bytes of a manifest, enough for a hundred thousand files.
 CHUNK = 2**24  # Number of bytes that are read or written at one time.
-OF_A_RANK = re.compile(r"(?:optimizer-(\d+)-of-\d+|rng_state_(\d+)|lengths_(\d+)|in_flight_(\d+))\.\w+")
 
 
 class Damaged(ValueError):
@@ -100,17 +98,3 @@ def check(folder: Path, files: Manifest, to_read: Iterable[str] | None = None) -
             raise Damaged(f"{name} can't be read ({os.strerror(error.errno or 0)})") from None
         if checksum != files[name].checksum:
             raise Damaged(f"{name} was changed after it was written (its checksum differs)")
-
-
-def shares(files: Iterable[str], rank: int, ranks: int, ranks_per_node: int, apart: bool) -> list[str]:
-    """Return the files of a checkpoint that this rank must verify. Ranks of a node divide the files in the node's
-    folder (``apart``: every node has a folder). In a shared folder, a rank verifies the files that belong to it (e.g.
-    optimizer shards), and each node verifies all files that belong to no rank."""
-    first = rank - rank % ranks_per_node
-    names = []
-    for index, name in enumerate(sorted(files)):
-        match = None if apart else OF_A_RANK.fullmatch(name)
-        number = None if match is None else int(next(filter(None, match.groups())))
-        if (first + index % ranks_per_node if number is None else number % ranks) == rank:
-            names.append(name)
-    return names

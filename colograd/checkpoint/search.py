@@ -88,10 +88,7 @@ def search(
 
 
 def find_resume(
-    wanted: str | bool | None,
-    run_dir: str,
-    steps: Sequence[Sequence[int]] | None = None,
-    damaged: Collection[int] = (),
+    wanted: str | bool | None, run_dir: str, steps: Sequence[Sequence[int]] | None = None, damaged: Collection[int] = ()
 ) -> str | None:
     """Return the folder of the checkpoint that ``resume_from_checkpoint`` (``wanted``) requests, or None for a new
     start. Raise a ValueError if the requested checkpoint doesn't exist. ``steps`` are the steps of complete checkpoints
@@ -130,8 +127,8 @@ def find_damage(checkpoint: str, layout: RankLayout, nodes_are_apart: bool, cons
     try:
         files = manifest.read(folder)
         if files is not None:
-            names = manifest.shares(files, layout.rank, layout.world_size, layout.ranks_per_node, nodes_are_apart)
-            manifest.check(folder, files, names)
+            ranks = layout.ranks_per_node if nodes_are_apart else layout.world_size
+            manifest.check(folder, files, sorted(files)[layout.rank % ranks :: ranks])
         reading.look(folder)
     except (ValueError, OSError) as error:
         damage = str(error)

@@ -79,7 +79,8 @@ def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
 class StopSignal:
     """Records the first signal, so that the trainer can write a checkpoint before it stops, and keeps the deadline.
 
-    A second signal ends the run at once. A second Ctrl-C interrupts as it would without the handler.
+    A second signal ends the run at once. A second Ctrl-C interrupts as it would without the handler. If several are
+    installed, only the last one gets signals.
 
     Args:
         speaks: answer Ctrl-C with a line, because the end of the round may take a while.
@@ -95,23 +96,22 @@ class StopSignal:
         self, speaks: bool = False, names: Collection[str] = ("SIGTERM",), stop_within: float | None = None,
         status: int = 0,
     ) -> None:  # fmt: skip
-        self.received = ""  # Name of the first signal. After a step or with a deadline: of any rank.
-        self.is_cut = False  # Whether the round must end now.
         self.status = status
         self.tell: Callable[[str, float], None] = lambda name, seconds: None  # Sends the seconds left to other ranks.
-        self.cut: Callable[[], None] = lambda: None  # Called in the thread when the round must end.
+        self.cut: Callable[[], None] = lambda: None  # Called in a thread when the round must end.
         self.leave: Callable[[], None] = lambda: None  # Tells other ranks that this rank may end.
         self._speaks, self._stop_within = speaks, stop_within
-        self._numbers = {getattr(signal, name): name for name in names} | {signal.SIGINT: INTERRUPT}
-        self._previous: dict[int, Any] = {}
-        self._previous_descriptor = -1
+        self.names: dict[int, str] = {getattr(signal, name): name for name in names} | {signal.SIGINT: INTERRUPT}
+        self._replaced: dict[int, Any] = {}  # Handlers that `_notice` has replaced, by signal.
+        self._timers: list[threading.Timer] = []
         self._reset()
 
     def _reset(self) -> None:
-        self.received, self.is_cut = "", False
+        self.received = ""  # Name of the first signal. After a step or with a deadline: of any rank.
+        self.is_cut = False  # Whether the round must end now.
         self._noticed = False  # Whether this process received a signal.
-        self._first = self._cut_at = self._end_at = float("inf")  # Times by `time.monotonic`.
-        self._socket: socket.socket | None = None  # The C handler writes each signal's number into it.
+        self._first = float("inf")  # Times by `time.monotonic`: of the first signal, and of the deadline.
+        self.forget_deadline()
 
     @classmethod
     def outside_training(cls, names: Collection[str], status: int, tell: Callable[[str, float], None]) -> StopSignal:
@@ -125,12 +125,10 @@ class StopSignal:
         """
         stop = cls(names=names, stop_within=0.0, status=status)
         stop.why, stop.tell = "because no training was under way", tell
-        handlers = {number: signal.getsignal(number) for number in stop._numbers}
-        stop._numbers = {
+        stop.names = {
             number: name
-            for number, name in stop._numbers.items()
-            if name != INTERRUPT
-            and (handlers[number] == signal.SIG_DFL or isinstance(getattr(handlers[number], "__self__", None), cls))
+            for number, name in stop.names.items()
+            if name != INTERRUPT and signal.getsignal(number) in (signal.SIG_DFL, _notice)
         }
         stop.install()
         return stop
@@ -141,42 +139,39 @@ class StopSignal:
             self.received = ""
             return
         self._reset()
-        ours, self._socket = socket.socketpair()
-        self._socket.setblocking(False)
-        # Python's handlers wait for the end of a call of C, such as a collective. The thread doesn't.
-        self._previous_descriptor = signal.set_wakeup_fd(self._socket.fileno(), warn_on_full_buffer=False)
+        if not _installed:
+            numbers, waker = socket.socketpair()
+            waker.setblocking(False)
+            # Python's handlers wait for the end of a call of C, such as a collective. The thread doesn't.
+            _wakeup[:] = waker, signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=_watch, args=(numbers,), name="colograd-stop", daemon=True).start()
         _installed.append(self)
-        self._thread = threading.Thread(target=self._watch, args=(ours,), name="colograd-stop", daemon=True)
-        self._thread.start()
-        self._previous = {number: signal.signal(number, self._notice) for number in self._numbers}
+        self._replaced = {number: signal.signal(number, _notice) for number in self.names}
 
     def remove(self) -> None:
         """Restore the previous signal handlers. A deadline that is already set stays in force."""
-        self._restore()
-        if not self.has_deadline:
-            self._end_thread()
-
-    def _restore(self) -> None:
-        if self not in _installed or self._socket is None:
+        if self not in _installed:
             return
+        later = _installed[_installed.index(self) + 1 :]
         _installed.remove(self)
-        for number, handler in self._previous.items():
-            if signal.getsignal(number) == self._notice:  # else the user's script has installed another handler
+        for number, handler in self._replaced.items():
+            heir = next((each for each in later if each._replaced.get(number) is _notice), None)
+            if heir is not None:  # another trainer's, which must not restore this handler
+                heir._replaced[number] = handler
+            elif signal.getsignal(number) is _notice:  # else the user's script has installed another handler
                 signal.signal(number, handler)
-        descriptor = self._socket.fileno()
-        if (present := signal.set_wakeup_fd(self._previous_descriptor)) != descriptor:
-            signal.set_wakeup_fd(present)
-        for later in _installed:  # another trainer's must not restore these handlers
-            later._previous |= {n: self._previous[n] for n, each in later._previous.items() if each == self._notice}
-            if later._previous_descriptor == descriptor:
-                later._previous_descriptor = self._previous_descriptor
+        if not _installed:
+            waker, before = _wakeup
+            if (present := signal.set_wakeup_fd(before)) != waker.fileno():
+                signal.set_wakeup_fd(present)
+            waker.close()  # The thread ends, because its socket has no other end.
 
     def forget_deadline(self) -> None:
         """Cancel the deadline, because the training has finished."""
-        self._cut_at = self._end_at = float("inf")
+        self._end_at = float("inf")
+        while self._timers:
+            self._timers.pop().cancel()
         atexit.unregister(self.end_process)
-        if self not in _installed:  # else keep the socket open: the C handler writes into it until `remove`
-            self._end_thread()
 
     @property
     def has_deadline(self) -> bool:
@@ -191,13 +186,6 @@ class StopSignal:
                 stream.flush()
         os._exit(self.status if getattr(sys, "last_value", None) is None else 1)
 
-    def _end_thread(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-            if threading.current_thread() is not self._thread:
-                self._thread.join(1.0)  # It ends at once, because its socket has no other end.
-
     def stop(self, name: str, seconds: float) -> None:
         """Stop this rank within so many seconds. Another rank got the signal. Callable in any thread."""
         now = time.monotonic()
@@ -207,52 +195,36 @@ class StopSignal:
             cut, end = schedule(seconds, self.save_seconds)
             if not self.has_deadline:
                 atexit.register(self.end_process)  # runs before exit functions that libraries registered earlier
-            self._cut_at, self._end_at = min(self._cut_at, now + cut), now + end
-        if (waker := self._socket) is not None:
-            with contextlib.suppress(OSError):
-                waker.send(b"\0")
+            self._end_at = now + end
+            for delay, action in ((cut, self._cut), (end, self._end)):
+                self._timers.append(timer := threading.Timer(delay, action))
+                timer.daemon = True
+                timer.start()
 
-    def _notice(self, number: int, frame: FrameType | None) -> None:
+    def take(self, name: str) -> None:
+        """Begin the stop at the first signal. End the process at a second one, unless a launcher repeated the first."""
+        now, first = time.monotonic(), self._first
+        seconds: float | None = 0.0
+        if now - first <= REPEATED:
+            seconds = seconds_left(self._stop_within, os.environ, time.time(), name) if first == float("inf") else None
+        self._first, self.received = min(first, now), self.received or name
+        if seconds is not None:
+            self.tell(name, seconds)
+            self.stop(name, seconds)
+
+    def notice(self, number: int) -> None:
         if number == signal.SIGINT and self._noticed:  # `received` may be another rank's, of the same Ctrl-C
             self.remove()
             raise KeyboardInterrupt
         self._noticed = True
-        self.received = self.received or self._numbers[signal.Signals(number)]
+        self.received = self.received or self.names[number]
         if number == signal.SIGINT and self._speaks:  # not with print: the signal may interrupt one
             os.write(2, b"\nCtrl-C: the run ends with a checkpoint after this round; a second one ends it at once\n")
 
-    # -- the thread
-
-    def _watch(self, signals: socket.socket) -> None:
-        with signals:
-            while True:
-                until = self._end_at if self.is_cut else self._cut_at
-                signals.settimeout(None if until == float("inf") else max(0.01, until - time.monotonic()))
-                with contextlib.suppress(TimeoutError):
-                    if not (numbers := signals.recv(64)):
-                        return
-                    for name in (self._numbers.get(number) for number in numbers):
-                        if name not in (None, INTERRUPT):
-                            self._take(name)
-                now = time.monotonic()
-                if now >= self._cut_at and not self.is_cut:
-                    self.is_cut = True
-                    self.cut()
-                if now >= self._end_at:
-                    self._end()
-
-    def _take(self, name: str) -> None:
-        """Begin the stop at the first signal. End the process at a second one, unless a launcher repeated the first."""
-        now = time.monotonic()
-        if now - self._first > REPEATED:
-            self.stop(name, 0.0)
-            self.tell(name, 0.0)
-            return
-        is_first, self._first = self._first == float("inf"), min(self._first, now)
-        self.received = self.received or name
-        if is_first and (seconds := seconds_left(self._stop_within, os.environ, time.time(), name)) is not None:
-            self.stop(name, seconds)
-            self.tell(name, seconds)
+    def _cut(self) -> None:
+        was_cut, self.is_cut = self.is_cut, True
+        if not was_cut:
+            self.cut()
 
     def _end(self) -> NoReturn:
         with contextlib.suppress(Exception):
@@ -262,11 +234,27 @@ class StopSignal:
         os._exit(self.status)
 
 
-def _detach_child() -> None:
-    """Give a forked child the handlers that the process had before, so that a pool can end its workers by SIGTERM."""
-    for stop in reversed(_installed[:]):
-        stop._restore()
-
-
 _installed: list[StopSignal] = []  # in the order of their installation
-os.register_at_fork(after_in_child=_detach_child)
+# The socket that Python's C handler writes each signal's number into, and the descriptor that was set before.
+_wakeup: list[Any] = []
+
+
+def _watch(numbers: socket.socket) -> None:
+    with numbers:
+        while received := numbers.recv(64):
+            for number in received:
+                if (stop := _last_of(number)) is not None and number != signal.SIGINT:
+                    stop.take(stop.names[number])
+
+
+def _notice(number: int, frame: FrameType | None) -> None:
+    if (stop := _last_of(number)) is not None:
+        stop.notice(number)
+
+
+def _last_of(number: int) -> StopSignal | None:
+    return next((stop for stop in reversed(_installed) if number in stop.names), None)
+
+
+# A forked child gets the handlers that the process had before, so that a pool can end its workers by SIGTERM.
+os.register_at_fork(after_in_child=lambda: [*map(StopSignal.remove, reversed(_installed[:]))])

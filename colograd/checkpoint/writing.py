@@ -72,19 +72,19 @@ class Writer:
     def __init__(self) -> None:
         self.present: Save | None = None
         self._name = f"colograd/notes/{next(_numbers)}"
-        self._notes: dict[str, Any] = {}  # Reports of this rank in a run with one rank, which has no store.
+        self._store: dist.Store = dist.HashStore()
         self.number = 1  # Number of the next save, a part of folder names and keys.
-        self._subjects: list[str] = []  # Keys of this rank's reports in the store.
+        self._keys: list[str] = []  # Keys of this rank's reports in the store.
         self._deadline = float("inf")  # Time until which this rank waits for reports of other ranks.
 
     def begin(self, save: Save, in_background: bool) -> None:
         number, self.number = self.number, self.number + 1
         self.present, self._deadline = save, float("inf")
+        for key in self._keys:  # no rank reads the last save's reports any more
+            self._store.delete_key(key)
+        self._keys = []
         if world_size() > 1:
-            for subject in self._subjects:  # no rank reads the last save's reports any more
-                _store().delete_key(f"{self._name}/{subject}/{rank()}")
-        self._subjects = []
-        self._notes.clear()
+            self._store = dist.distributed_c10d._get_default_store()
         if in_background:
             threading.Thread(target=self._run, args=(save, number), name="colograd-save", daemon=True).start()
         else:
@@ -121,18 +121,15 @@ class Writer:
     def _run(self, save: Save, number: int) -> None:
         try:
             if save.leads:  # delete the remains of failed saves
-                for folder in save.aside.parent.glob("checkpoint-*"):
-                    if folder != save.aside:
-                        shutil.rmtree(folder, ignore_errors=True)
+                for folder in set(save.aside.parent.glob("checkpoint-*")) - {save.aside}:
+                    shutil.rmtree(folder, ignore_errors=True)
             try:
-                note: Any = {name: list(_write(source, save.aside / name)) for name, source in save.sources.items()}
+                note: Any = {name: _write(source, save.aside / name) for name, source in save.sources.items()}
             except Exception as error:
-                note = _text(error)
+                note = save.error = _text(error)
             self._leave(f"{number}/written", note)
             if save.leads:
                 self._complete(save, number)
-            elif isinstance(note, str):
-                save.error = note
         except Exception as error:
             save.error = _text(error)
         finally:
@@ -162,28 +159,20 @@ class Writer:
     def _leave(self, subject: str, note: Any) -> None:
         """Write a report (a JSON value) for the other ranks to the process group's store, because this thread must not
         take part in the training thread's collectives."""
-        self._subjects.append(subject)
-        if world_size() == 1:
-            self._notes[subject] = note
-        else:
-            _store().set(f"{self._name}/{subject}/{rank()}", json.dumps(note))
+        self._keys.append(f"{self._name}/{subject}/{rank()}")
+        self._store.set(self._keys[-1], json.dumps(note))
 
     def _read(self, subject: str, of: int) -> Any:
         """Wait for the report of rank ``of`` on ``subject``, up to the deadline or `ddp_timeout`, and return the
         report."""
-        if world_size() == 1:
-            return self._notes[subject]
-        store, key, until = _store(), f"{self._name}/{subject}/{of}", time.monotonic() + time_limit().total_seconds()
-        while not store.check([key]):  # `get` would block the store for the training thread
+        key, started = f"{self._name}/{subject}/{of}", time.monotonic()
+        while not self._store.check([key]):  # `get` would block the store for the training thread
+            until = started + time_limit().total_seconds()
             if time.monotonic() > min(until, self._deadline):
                 reason = "this one ends by an error" if self._deadline < until else "ddp_timeout has passed"
                 raise RuntimeError(f"rank {of} hasn't reported that its files are written: {reason}")
             time.sleep(POLL)
-        return json.loads(store.get(key))
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
+        return json.loads(self._store.get(key))
 
 
 def _longest() -> float:

@@ -18,7 +18,7 @@ import torch
 from ..batch import Group, ModelInput, Prompt, Rollout
 from ..config import GRPOConfig
 from ..parallel import faults, watchdog
-from ..parallel.lockstep import Lockstep
+from ..parallel.ranks import Lockstep
 from ..riders import with_shared_riders
 from ..runtime import cpu_products, process
 from . import building
@@ -215,7 +215,7 @@ class VLLMEngine:
             for feature in self._features:
                 stack.enter_context(feature.while_generating())
             if self._lockstep is not None:
-                stack.enter_context(faults.waiting("the generation"))
+                stack.enter_context(faults.ends_together("the generation"))
                 if not self._lockstep.leads:
                     follow(self.core, self._lockstep)
                     return others

@@ -22,8 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config.sharding import TENSOR
-from ..sharding.buckets import ELEMENTS
-from ..sharding.zero import IN_FLIGHT
+from ..sharding.zero import ELEMENTS, IN_FLIGHT
 from .description import RunDescription
 from .shape import Trained, activation_bytes, engine_bytes, left_on_device
 from .table import MemoryPlan

@@ -7,7 +7,8 @@ every few seconds). Rank 0 learns of four kinds of failure. A rank that raises a
 connection times out. If a process is stopped, its signs of life end. Rank 0 then sends the failed rank's message to all
 ranks. Each rank ends by itself, or by force after `GRACE` seconds.
 
-A process has one `FailureDetector`, from the first call of `waiting` to `leave`. A run of one rank has only a watchdog.
+A process has one `FailureDetector`, from the first call of `ends_together` to `leave`. A run of one rank has only a
+watchdog.
 """
 
 from __future__ import annotations
@@ -19,23 +20,20 @@ import itertools
 import json
 import os
 import secrets
-import selectors
 import socket
+import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from ..runtime import process
 from . import watchdog
 from .ranks import RankError, part, rank, time_limit, world_size
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 GRACE = 10.0  # Seconds after a rank's failure until the ranks that wait for the failed rank are ended by force.
 GRACE_OF_HANGING = 5.0  # Seconds in place of GRACE if a rank made no progress, because other ranks waited already.
@@ -55,6 +53,11 @@ class Fault:
     hangs: bool = False  # True if the process still exists, but makes no progress.
 
 
+_present: FailureDetector | None = None
+_alone = watchdog.Watchdog(end=lambda description: _exit(f"The only rank {description}"))
+_numbers = itertools.count(1)  # all ranks create failure detectors in equal order, so their numbers agree
+
+
 @contextlib.contextmanager
 def ends_together(what: str) -> Iterator[None]:
     """Decorate a function that all ranks run together, so that the function ends on all ranks if one rank fails.
@@ -66,27 +69,14 @@ def ends_together(what: str) -> Iterator[None]:
     Args:
         what: the name of the function in messages, such as "training".
     """
-    with waiting(what):
-        yield
-
-
-_present: FailureDetector | None = None
-_alone = watchdog.Watchdog(end=lambda description: _exit(f"The only rank {description}"))
-_numbers = itertools.count(1)  # all ranks create failure detectors in equal order, so their numbers agree
-
-
-def waiting(what: str) -> AbstractContextManager[None]:
-    """Return a context manager that ends its body on all ranks if one rank fails in the body, as `ends_together`
-    does."""
     global _present
-    if world_size() == 1:
-        return _alone.inside(what)
-    if _present is None:
+    if world_size() > 1 and _present is None:
         atexit.unregister(part)  # register `part` before `leave`, because atexit calls the last function first
         atexit.register(part)
         _present = FailureDetector()
         atexit.register(_present.leave)
-    return _present.body(what)
+    with _alone.inside(what) if _present is None or world_size() == 1 else _present.body(what):
+        yield
 
 
 @contextlib.contextmanager
@@ -115,16 +105,12 @@ def tell_stop(name: str, seconds: float) -> None:
     """Send a signal that this rank received (e.g. SIGTERM) to all other ranks, with the seconds until the run must
     end."""
     if _present is not None:
-        _present.tell_stop(name, seconds)
-
-
-def _stop(name: str, seconds: float) -> None:
-    for listener in stop_listeners:
-        listener(name, seconds)
+        _present.send(stop=name, seconds=seconds)
 
 
 def leave() -> None:
-    """End the failure detection, because no collective follows and ranks may end at any time. `waiting` restarts it."""
+    """End the failure detection, because no collective follows and ranks may end at any time. `ends_together` restarts
+    it."""
     global _present
     if _present is not None:
         atexit.unregister(_present.leave)
@@ -139,13 +125,35 @@ def is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and names_library)
 
 
+@dataclass(eq=False, slots=True)
+class _Link:
+    """A connection between rank 0 and another rank, with the state that one end keeps of the rank at the other end."""
+
+    connection: socket.socket
+    rank: int  # Index of the rank at the other end.
+    last_words: str = ""  # Text of the last failure that this rank reported of itself.
+    signs: int = 1  # Number of "signs of life" (short messages) from this rank. 0 means that it was reported as silent.
+    stage: str = "the start"  # Description of this rank's progress in its last message.
+    silence: watchdog.Idle = field(default_factory=watchdog.Idle)  # Time since the last message from this rank.
+
+    def send(self, **message: Any) -> None:
+        """Send a message as a line of JSON."""
+        with contextlib.suppress(OSError):  # the thread that reads the other end's messages detects a lost connection
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def send_fault(self, fault: Fault) -> None:
+        if self.rank != fault.rank or fault.hangs:  # a hanging rank may go on
+            self.send(**asdict(fault))
+
+
 class FailureDetector:
-    """Reports a failure of this rank to all other ranks, and ends this rank's process if a different rank failed."""
+    """Reports a failure of this rank to all other ranks, and ends this rank's process if a different rank failed.
+
+    Rank 0 has a link to each other rank, and sends the failures that it receives to all of them."""
 
     def __init__(self) -> None:
         self.rank = rank()
         self.grace = min(GRACE, time_limit().total_seconds())
-        self.silence = min(SILENCE, int(time_limit().total_seconds()))
         self._key = f"colograd/watch/{next(_numbers)}"
         self._changed = threading.Condition()
         self._faults: list[Fault] = []
@@ -153,19 +161,25 @@ class FailureDetector:
         self._section = ""  # Last section (code that all ranks run together) and its number, e.g. "training 3".
         self._inside = ""  # Name of the section that runs now, or "".
         self._has_left = False
-        self._hub: _Coordinator | None = None
-        self._connection: socket.socket | None = None
-        self._is_connected = threading.Event()
+        self._links: list[_Link] = []
+        self._sockets: list[socket.socket] = []  # All sockets, to shut down in `leave`.
+        self._told: list[Fault] = []  # All failures that were sent, to send to ranks that connect later.
         self._sending = threading.Lock()
-        self._signs = 0  # Number of messages ("signs of life") from rank 0. 0 means: not connected, or none expected.
-        self._last_stage = "the start"  # Description of rank 0's progress in its last message.
-        self._since_sign = watchdog.Idle()  # Time since the last message from rank 0.
+        self._is_connected = threading.Event()
         self._watchdog = watchdog.Watchdog(self._end_hanging, self._exchange_signs)
         if self.rank == 0:
-            self._hub = _Coordinator(self.silence, self._receive)
-            dist.distributed_c10d._get_default_store().set(self._key, self._hub.address)
+            self._is_connected.set()
+            several_nodes = process.local_world_size() < world_size()
+            host, dual = ("", socket.has_dualstack_ipv6()) if several_nodes else ("127.0.0.1", False)
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            server = socket.create_server((host, 0), family=family, dualstack_ipv6=dual)
+            self._sockets.append(server)
+            token = secrets.token_hex(16)  # secret of this run, because any program can connect to the port
+            address = f"{host or os.environ['MASTER_ADDR']} {server.getsockname()[1]} {token}"
+            dist.distributed_c10d._get_default_store().set(self._key, address)
+            _start(self._accept, server, token)
         else:
-            threading.Thread(target=self._listen, name="colograd-ranks", daemon=True).start()
+            _start(self._connect)
             # Wait for the connection, because rank 0 can't detect the death of a rank that hasn't connected. Don't wait
             # longer, because rank 0 may start much later.
             self._is_connected.wait(CAUSE)
@@ -192,8 +206,11 @@ class FailureDetector:
         except RankError:
             raise  # a `RankError` is known to all ranks already
         except BaseException as error:
-            if (cause := self._cause(error)) is not None:
-                raise RankError(cause.text) from error
+            if is_lost_connection(error):
+                with self._changed:
+                    fault = self._changed.wait_for(self._fault, CAUSE)
+                if fault is not None:
+                    raise RankError(fault.text) from error
             self.report(what, error)
             raise
         finally:
@@ -203,58 +220,41 @@ class FailureDetector:
     def report(self, what: str, error: BaseException) -> None:
         """Send an error of this rank to all other ranks. ``what`` names the code that raised, such as "training"."""
         text = f"Rank {self.rank} failed in {what}: {type(error).__name__}: {error}"
-        self._send_fault(Fault(self.rank, self._section, text))
+        self._tell(Fault(self.rank, self._section, text))
 
-    def tell_stop(self, name: str, seconds: float) -> None:
-        """Send a stop signal that this rank received to all other ranks, through rank 0, with the seconds left."""
-        if self._hub is not None:
-            self._hub.tell_stop(name, seconds)
-        else:
-            with contextlib.suppress(OSError):  # if rank 0 is gone, all ranks detect its failure
-                self._send(stop=name, seconds=seconds)
+    def send(self, **message: Any) -> None:
+        """Send a message from rank 0 to all other ranks, or from another rank to rank 0."""
+        with self._sending:
+            for link in self._links:
+                link.send(**message)
 
     def _fault(self) -> Fault | None:
         """Return the first failure of a rank that this rank waits for: the failed rank has left the present section
         (code that all ranks run together), has ended, or makes no progress."""
         return next((fault for fault in self._faults if fault.body in (GONE, self._section)), None)
 
-    def _cause(self, error: BaseException) -> Fault | None:
-        """Return the failure of a different rank that caused this rank's exception, or None."""
-        if not is_lost_connection(error):
-            return None
-        with self._changed:
-            self._changed.wait_for(lambda: self._fault() is not None, CAUSE)
-            return self._fault()
-
     def leave(self) -> None:
-        """Close the connection after telling rank 0 that this rank ends: as planned, or by an uncaught exception."""
+        """Close the links after telling the other ranks that this rank ends: as planned, or by an uncaught
+        exception."""
         error = getattr(sys, "last_value", None)  # the uncaught exception that ends the process
         if error is not None:
-            self._send_fault(Fault(self.rank, GONE, f"Rank {self.rank} failed: {type(error).__name__}: {error}"))
+            self._tell(Fault(self.rank, GONE, f"Rank {self.rank} failed: {type(error).__name__}: {error}"))
         self._has_left = True
         self._watchdog.close()
-        if self._hub is not None:
-            self._hub.close()
-        if self._connection is not None:
+        self.send(bye=True)
+        for one in self._sockets:
             with contextlib.suppress(OSError):
-                self._send(bye=True)
-                self._connection.shutdown(socket.SHUT_RDWR)
-
-    def _send_fault(self, fault: Fault) -> None:
-        """Send a rank's failure to all other ranks: directly from rank 0, or through rank 0."""
-        if self._hub is not None:
-            self._hub.broadcast(fault)
-        elif self._is_connected.wait(CAUSE):
-            with contextlib.suppress(OSError):  # if rank 0 is gone, all ranks detect its failure
-                self._send(**asdict(fault))
-
-    def _send(self, **message: Any) -> None:
-        """Send a message to rank 0 as a line of JSON, if this rank is connected."""
-        with self._sending:
-            if self._connection is not None:
-                self._connection.sendall(_line(**message))
+                one.shutdown(socket.SHUT_RDWR)  # `close` wouldn't wake the thread that reads or accepts
 
     # Methods that other threads of this process call.
+
+    def _tell(self, fault: Fault) -> None:
+        """Send a rank's failure from rank 0 to all other ranks, or from another rank to rank 0."""
+        self._is_connected.wait(CAUSE)
+        with self._sending:
+            self._told.append(fault)
+            for link in self._links:
+                link.send_fault(fault)
 
     def _receive(self, fault: Fault) -> None:
         """Record the failure of a different rank. If this rank waits for the failed rank, start a thread that ends this
@@ -264,7 +264,7 @@ class FailureDetector:
             self._changed.notify_all()
             section, is_first = self._section, self._fault() is fault
         if is_first:
-            threading.Thread(target=self._end, args=(fault, section), name="colograd-ranks-end", daemon=True).start()
+            _start(self._end, fault, section)
 
     def _end(self, fault: Fault, section: str) -> None:
         """Wait for the grace period. Then end this process by force, unless it has finished ``section``, the code in
@@ -279,7 +279,7 @@ class FailureDetector:
     def _end_hanging(self, description: str) -> None:
         """Report that this rank makes no progress to all ranks, then end this process by force."""
         text = f"Rank {self.rank} {description}"
-        self._send_fault(Fault(self.rank, GONE, text, hangs=True))
+        self._tell(Fault(self.rank, GONE, text, hangs=True))
         time.sleep(DELIVERY)
         _exit(text)
 
@@ -287,245 +287,118 @@ class FailureDetector:
         """Send a sign of life (a short message), and check when other ranks sent a sign of life last. Time (``passed``
         seconds since the last call) counts only in code that all ranks run together, where ranks wait for each
         other."""
-        passed = passed if self._inside else 0.0
-        if self._hub is not None:
-            for lost in self._hub.exchange_signs(passed):
-                self._hub.broadcast(lost)
-                self._receive(lost)
-            return
-        with contextlib.suppress(OSError):  # If rank 0 is gone, `_listen` detects its failure.
-            self._send(stage=watchdog.stage())
-        if self._signs and self._since_sign.is_silent(self._signs, passed):
-            lost = _silent(0, self._since_sign.seconds, self._last_stage)
-            self._signs = 0  # Report the failure of rank 0 only once.
-            with contextlib.suppress(OSError):  # If rank 0 is suspended, it reads this message after it continues.
-                self._send(**asdict(lost))
-            self._receive(lost)
+        lost = []
+        with self._sending:
+            for link in self._links:
+                link.send(stage=watchdog.stage())
+                if link.signs and link.silence.is_silent(link.signs, passed if self._inside else 0.0):
+                    text = (
+                        f"Rank {link.rank} hasn't been heard of for {link.silence.seconds:,.0f} s (rank_timeout), last "
+                        f"in {link.stage}: its process is stopped, or in a call that blocks all of its threads."
+                    )
+                    lost.append(Fault(link.rank, GONE, text, hangs=True))
+                    link.signs = 0  # Report a rank's failure only once.
+        for fault in lost:
+            self._tell(fault)
+            self._receive(fault)
 
-    def _listen(self) -> None:
-        """Read the messages from rank 0 (runs on all other ranks), until this rank leaves or rank 0 is gone."""
+    def _accept(self, server: socket.socket, token: str) -> None:
+        """Accept the connections of all other ranks (runs on rank 0), until rank 0 leaves."""
+        with server, contextlib.suppress(OSError):
+            while True:
+                _start(self._greet, server.accept()[0], token)
+
+    def _greet(self, connection: socket.socket, token: str) -> None:
+        _prepare(connection)
+        # A sender of other messages, or with another token, isn't a rank of this run.
+        with (
+            connection,
+            connection.makefile("rb") as lines,
+            contextlib.suppress(ValueError, TypeError, KeyError, OSError),
+        ):
+            greeting = json.loads(lines.readline())
+            if greeting["token"] == token:
+                self._read(_Link(connection, greeting["rank"]), lines)
+
+    def _connect(self) -> None:
+        """Connect to rank 0, at the address that rank 0 has written to the process group's store, and read its
+        messages (runs on all other ranks)."""
+        store = dist.distributed_c10d._get_default_store()
+        until = time.monotonic() + time_limit().total_seconds()
         try:
-            self._connection, self._signs = self._connect(), 1
+            while not store.check([self._key]):  # `get` would block the store for the training thread
+                if self._has_left or time.monotonic() > until:
+                    raise RuntimeError("rank 0 didn't write its network address to the process group's store")
+                time.sleep(0.1)
+            host, port, token = store.get(self._key).decode().split()
+            connection = socket.create_connection((host, int(port)), _silence())
+            connection.settimeout(None)
+            _prepare(connection)
+            link = _Link(connection, 0)
+            link.send(token=token, rank=self.rank)
         except (OSError, RuntimeError) as error:
             if not self._has_left:
                 print(f"ranks: rank {self.rank} can't receive failures of other ranks: {error}", file=sys.stderr)
-            return
-        finally:
             self._is_connected.set()
+            return
+        with connection, connection.makefile("rb") as lines:
+            self._read(link, lines)
+
+    def _read(self, link: _Link, lines: Iterable[bytes]) -> None:
+        """Read the messages of the rank at the other end of a link, until that rank leaves or is gone."""
+        with self._sending:
+            self._links.append(link)
+            self._sockets.append(link.connection)
+            for fault in self._told:
+                link.send_fault(fault)
+        self._is_connected.set()
         reason = ""
         try:
-            for line in self._connection.makefile("rb"):
+            for line in lines:
                 message = json.loads(line)
                 if "bye" in message:
-                    self._signs = 0  # rank 0 has left, and sends no more messages
                     return
                 if "stage" in message:
-                    self._last_stage = message["stage"]
-                    self._signs += 1
+                    link.stage = message["stage"]
+                    link.signs += 1
                 elif "stop" in message:
-                    _stop(message["stop"], message["seconds"])
+                    for listener in stop_listeners:
+                        listener(message["stop"], message["seconds"])
+                    if self.rank == 0:
+                        self.send(**message)
                 else:
-                    self._receive(Fault(**message))
+                    fault = Fault(**message)
+                    link.last_words = fault.text if fault.rank == link.rank else link.last_words
+                    if self.rank == 0:
+                        self._tell(fault)
+                    self._receive(fault)
         except OSError as error:
-            reason = str(error)
+            reason = f" ({error})"
+        finally:
+            with self._sending:
+                self._links.remove(link)
         if not self._has_left:
-            self._receive(_missed(0, reason))
-
-    def _connect(self) -> socket.socket:
-        """Connect to rank 0, at the address that rank 0 has written to the process group's store."""
-        store = dist.distributed_c10d._get_default_store()
-        until = time.monotonic() + time_limit().total_seconds()
-        while not store.check([self._key]):  # `get` would block the store for the training thread
-            if self._has_left or time.monotonic() > until:
-                raise RuntimeError("rank 0 didn't write its network address to the process group's store")
-            time.sleep(0.1)
-        host, port, token = store.get(self._key).decode().split()
-        connection = socket.create_connection((host, int(port)), self.silence)
-        connection.settimeout(None)
-        _notice_silence(connection, self.silence)
-        connection.sendall(_line(token=token, rank=self.rank))
-        return connection
+            text = link.last_words or (
+                f"Rank {link.rank} ended without a word{reason}: it was killed, ran out of memory, or its machine is "
+                "gone. See also that rank's output."
+            )
+            self._tell(Fault(link.rank, GONE, text))
+            self._receive(Fault(link.rank, GONE, text))
 
 
-@dataclass(eq=False, slots=True)
-class _Caller:
-    """The state that rank 0 keeps for the connection of each other rank."""
-
-    connection: socket.socket
-    rank: int = -1  # Index of the connected rank, or -1 before the first message.
-    pending: bytes = b""  # Received bytes of an incomplete line.
-    last_words: str = ""  # Text of the last failure that the connected rank reported.
-    signs: int = 0  # Number of "signs of life" (short messages) from the connected rank.
-    stage: str = "the start"  # Description of the connected rank's progress in its last message.
-    silence: watchdog.Idle = field(default_factory=watchdog.Idle)
+def _start(function: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=function, args=args, name="colograd-ranks", daemon=True).start()
 
 
-class _Coordinator:
-    """Rank 0's server for the connections of all other ranks. It sends each rank's failure to all other ranks.
-
-    Args:
-        silence: seconds without an answer after which a machine counts as lost.
-        receive: function that the server's thread calls with each failure of a rank other than 0.
-    """
-
-    def __init__(self, silence: int, receive: Callable[[Fault], None]) -> None:
-        self._silence, self._receive = silence, receive
-        several_nodes = process.local_world_size() < world_size()
-        host = os.environ["MASTER_ADDR"] if several_nodes else "127.0.0.1"
-        self._server = _server() if several_nodes else socket.create_server((host, 0))
-        self._token = secrets.token_hex(16)  # secret of this run, because any program can connect to the port
-        self.address = f"{host} {self._server.getsockname()[1]} {self._token}"
-        self._callers: list[_Caller] = []
-        self._faults: list[Fault] = []  # all reported failures, to send to ranks that connect later
-        self._lock = threading.Lock()
-        self._stop, self._stopped = socket.socketpair()
-        threading.Thread(target=self._run, name="colograd-ranks-hub", daemon=True).start()
-
-    def broadcast(self, fault: Fault) -> None:
-        """Send a rank's failure to all other ranks except the failed rank."""
-        with self._lock:
-            self._faults.append(fault)
-            for caller in self._callers:
-                self._send_fault(caller, fault)
-
-    def tell_stop(self, name: str, seconds: float) -> None:
-        """Send the name of a stop signal and the seconds left to all other ranks."""
-        with self._lock:
-            for caller in self._callers:
-                self._send(caller, stop=name, seconds=seconds)
-
-    def exchange_signs(self, passed: float) -> list[Fault]:
-        """Send a sign of life to all other ranks. Return a failure for each rank that sent none for `rank_timeout`.
-
-        Args:
-            passed: seconds since the last call.
-        """
-        lost = []
-        with self._lock:
-            for caller in self._callers:
-                self._send(caller, stage=watchdog.stage())
-                if caller.signs and caller.silence.is_silent(caller.signs, passed):
-                    lost.append(_silent(caller.rank, caller.silence.seconds, caller.stage))
-                    caller.signs = 0  # Report a rank's failure only once.
-        return lost
-
-    def close(self) -> None:
-        """Close the server, because rank 0 leaves. All other ranks continue without failure detection."""
-        with self._lock:
-            for caller in self._callers:
-                self._send(caller, bye=True)
-        self._stop.close()
-
-    def _spread(self, fault: Fault) -> None:
-        """Send a rank's failure to all other ranks, and handle the failure on rank 0."""
-        self.broadcast(fault)
-        self._receive(fault)
-
-    def _send_fault(self, caller: _Caller, fault: Fault) -> None:
-        if caller.rank != fault.rank or fault.hangs:  # a hanging rank may go on
-            self._send(caller, **asdict(fault))
-
-    def _send(self, caller: _Caller, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # the server's thread detects a lost connection
-            caller.connection.sendall(_line(**message))
-
-    def _run(self) -> None:
-        with selectors.DefaultSelector() as selector, self._server, self._stopped:
-            selector.register(self._server, selectors.EVENT_READ)
-            selector.register(self._stopped, selectors.EVENT_READ)
-            while True:
-                for key, _ in selector.select():
-                    if key.fileobj is self._stopped:
-                        return
-                    if key.fileobj is self._server:
-                        connection, _ = self._server.accept()
-                        connection.settimeout(CAUSE)  # time limit of a send to a process that doesn't read
-                        _notice_silence(connection, self._silence)
-                        selector.register(connection, selectors.EVENT_READ, _Caller(connection))
-                    elif not self._read(key.data):
-                        selector.unregister(key.data.connection)
-                        key.data.connection.close()
-
-    def _read(self, caller: _Caller) -> bool:
-        """Read a connection's messages. Return False to close the connection, because the process isn't a rank of this
-        run, has left, or is gone."""
-        reason = ""
-        try:
-            data = caller.connection.recv(65536)
-        except OSError as error:
-            data, reason = b"", str(error)
-        *lines, caller.pending = (caller.pending + data).split(b"\n")
-        try:
-            if not all(self._handle(caller, json.loads(line)) for line in lines):
-                return False
-        except (ValueError, TypeError, KeyError):  # the sender isn't a rank of this run
-            return False
-        if not data and caller in self._callers:
-            with self._lock:
-                self._callers.remove(caller)
-            last_fault = Fault(caller.rank, GONE, caller.last_words)
-            self._spread(last_fault if caller.last_words else _missed(caller.rank, reason))
-        return bool(data)
-
-    def _handle(self, caller: _Caller, message: dict[str, Any]) -> bool:
-        """Handle a message from a rank. Return False if the connection must be closed."""
-        if caller.rank < 0:
-            if message["token"] != self._token:
-                return False
-            with self._lock:
-                caller.rank, caller.signs = message["rank"], 1
-                self._callers.append(caller)
-                for fault in self._faults:
-                    self._send_fault(caller, fault)
-        elif "bye" in message:
-            with self._lock:
-                self._callers.remove(caller)
-            return False
-        elif "stage" in message:
-            caller.stage = message["stage"]
-            caller.signs += 1
-        elif "stop" in message:
-            _stop(message["stop"], message["seconds"])
-            self.tell_stop(message["stop"], message["seconds"])
-        else:
-            fault = Fault(**message)
-            caller.last_words = fault.text
-            self._spread(fault)
-        return True
+def _silence() -> int:
+    return min(SILENCE, int(time_limit().total_seconds()))
 
 
-def _missed(lost: int, reason: str) -> Fault:
-    """Return the failure of the rank ``lost`` after its connection closed, with the ``reason`` if it is known."""
-    detail = f" ({reason})" if reason else ""
-    text = (
-        f"Rank {lost} ended without a word{detail}: it was killed, ran out of memory, or its machine is gone. See also "
-        "that rank's output."
-    )
-    return Fault(lost, GONE, text)
-
-
-def _silent(lost: int, seconds: float, stage: str) -> Fault:
-    """Return the failure of the rank ``lost``, which sent its last sign of life ``seconds`` ago, in ``stage``."""
-    text = (
-        f"Rank {lost} hasn't been heard of for {seconds:,.0f} s (rank_timeout), last in {stage}: its process is "
-        "stopped, or in a call that blocks all of its threads."
-    )
-    return Fault(lost, GONE, text, hangs=True)
-
-
-def _line(**message: Any) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-def _server() -> socket.socket:
-    """Open a TCP server socket on all network addresses of this machine, with a free port."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
-
-
-def _notice_silence(connection: socket.socket, seconds: int) -> None:
-    """Make the system probe the machine at the other end, and close the connection after ``seconds`` without answer."""
+def _prepare(connection: socket.socket) -> None:
+    """Make the system probe the machine at the other end, and close the connection if there is no answer. Limit the
+    time of a send to a process that doesn't read."""
+    seconds = _silence()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(CAUSE), 0))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     pause = max(1, seconds // 6)
     options = {"TCP_KEEPIDLE": pause, "TCP_KEEPINTVL": pause, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 1000 * seconds}

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.optim import Optimizer
 from transformers.trainer import OPTIMIZER_NAME
 
 from ..parallel import watchdog
 from ..parallel.shards import Shard
-from .strategy import Owned, WriteTensors
+from .strategy import Owned, Write
 
 PATTERN = "optimizer-*-of-*.safetensors"
 SEPARATOR = "|"
@@ -41,7 +42,7 @@ class Stored(NamedTuple):
 State = Mapping[str, Mapping[str, Sequence[Stored]]]  # saved ranges by parameter name and name of the state
 
 
-def can_be_cut(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
+def can_be_cut(optimizer: Optimizer, owned: Sequence[Owned]) -> bool:
     """Return whether `save` can write an optimizer's state: tensors with as many elements as a parameter of ``owned``,
     or with one element, and settings of parameter groups that are JSON values."""
     parts = {id(piece.part) for piece in owned}
@@ -70,12 +71,7 @@ def _name(rank: int, ranks: int) -> str:
 
 
 def save(
-    optimizer: torch.optim.Optimizer,
-    owned: Sequence[Owned],
-    folder: Path,
-    rank: int,
-    ranks: int,
-    write: WriteTensors = save_file,
+    optimizer: Optimizer, owned: Sequence[Owned], folder: Path, rank: int, ranks: int, write: Write = save_file
 ) -> None:
     """Write the optimizer state of this rank's parts ``owned`` into ``folder``, as file ``rank`` of ``ranks``."""
     tensors = {}
@@ -93,38 +89,27 @@ def save(
     write(tensors, folder / _name(rank, ranks), header | ({"shards": json.dumps(shards)} if shards else {}))
 
 
-def is_sharded(folder: Path) -> bool:
-    return any(folder.glob(PATTERN))
-
-
 def load(
-    optimizer: torch.optim.Optimizer,
-    owned: Sequence[Owned],
-    folder: Path,
-    order: Sequence[str] = (),
-    rank: int = 0,
-    ranks: int = 1,
+    optimizer: Optimizer, owned: Sequence[Owned], folder: Path, order: Sequence[str] = (), rank: int = 0, ranks: int = 1
 ) -> None:
     """Read the state of this rank's parts ``owned`` into the optimizer. A missing file, or a file of another model,
     raises a ValueError. If this rank's file has all of its parts, other ranks' files may be missing. ``order`` has the
     names of all trained parameters as in an optimizer without sharding."""
+    own, names = _name(rank, ranks), sorted(path.name for path in folder.glob(PATTERN))
+    parts = {id(piece.part): piece for piece in owned}
+    numbered = [parts[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     with contextlib.ExitStack() as files:
-        if is_sharded(folder):
-            stored, settings = _in_shards(folder, files, folder / _name(rank, ranks), owned)
-        else:
-            stored, settings = _in_one_file(folder, order)
-        parts = {id(piece.part): piece for piece in owned}
-        numbered = [parts[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-        if stored and (missing := sorted({piece.name for piece in numbered} - stored.keys())):
-            raise ValueError(
-                f"The checkpoint's optimizer state is incomplete: {str(folder)!r} lacks {len(missing)} trained "
-                f"parameters ({', '.join(missing[:3])}). Resume from a complete checkpoint of this model."
-            )
-        state = {
-            index: {key: _assemble(piece, key, ranges, folder) for key, ranges in stored[piece.name].items()}
-            for index, piece in enumerate(numbered)
-            if piece.name in stored
-        }
+        if own in names:
+            stored, settings = _in_files(folder, [own], files)
+            state, missing = _assemble(numbered, stored)
+        if own not in names or missing:
+            stored, settings = _in_files(folder, _complete(folder, names), files) if names else _in_one(folder, order)
+            state, missing = _assemble(numbered, stored)
+    if missing:
+        raise ValueError(
+            f"The checkpoint's optimizer state is incomplete: {str(folder)!r} lacks elements of {len(missing)} trained "
+            f"parameters ({', '.join(missing[:3])}). Resume from a complete checkpoint of this model."
+        )
     _check_settings(settings, optimizer, folder)
     counts = iter(range(len(numbered)))
     groups = [
@@ -134,7 +119,7 @@ def load(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _check_settings(settings: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+def _check_settings(settings: Any, optimizer: Optimizer, folder: Path) -> None:
     def kind(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return [kind(one) for one in value]
@@ -155,36 +140,22 @@ def _check_settings(settings: Any, optimizer: torch.optim.Optimizer, folder: Pat
                 )
 
 
-def _in_shards(
-    folder: Path, files: contextlib.ExitStack, rank_file: Path, owned: Sequence[Owned]
-) -> tuple[State, list[dict[str, Any]]]:
-    """Return states and settings from this rank's file if it has all parts ``owned``, else from all ranks' files."""
-    if rank_file.is_file():
-        stored, settings = _in_files([rank_file], files)
-        for piece in owned:
-            states = stored.get(piece.name, {}).values()
-            if not states or not all(_spans(r, piece.shard, piece.start, piece.stop) for r in states if not _scalar(r)):
-                break
-        else:
-            return stored, settings
-    names = {path.name for path in folder.glob(PATTERN)}
-    ranks = int(Path(min(names)).stem.rpartition("-")[2])
-    missing = [name for name in (_name(rank, ranks) for rank in range(ranks)) if name not in names]
-    if not missing:
-        return _in_files([folder / name for name in sorted(names)], files)
-    if rank_file.is_file() and not stored:  # an optimizer without state needs no other files
-        return stored, settings
-    raise ValueError(
-        f"The checkpoint's optimizer state is incomplete: {str(folder)!r} was written by {ranks} ranks, but "
-        f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing there. Resume with the same number of "
-        "ranks, nodes and sharding, or copy the missing files from the machines that wrote them."
-    )
+def _complete(folder: Path, names: Sequence[str]) -> Sequence[str]:
+    """Return the ``names`` of all ranks' files. If some ranks' files are missing, raise a ValueError."""
+    ranks = int(Path(names[0]).stem.rpartition("-")[2])
+    if missing := [name for name in (_name(rank, ranks) for rank in range(ranks)) if name not in names]:
+        raise ValueError(
+            f"The checkpoint's optimizer state is incomplete: {str(folder)!r} was written by {ranks} ranks, but "
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing there. Resume with the same number "
+            "of ranks, nodes and sharding, or copy the missing files from the machines that wrote them."
+        )
+    return names
 
 
-def _in_files(paths: Sequence[Path], files: contextlib.ExitStack) -> tuple[State, list[dict[str, Any]]]:
+def _in_files(folder: Path, names: Sequence[str], files: contextlib.ExitStack) -> tuple[State, list[dict[str, Any]]]:
     stored: dict[str, dict[str, list[Stored]]] = defaultdict(lambda: defaultdict(list))
-    for path in paths:
-        file = files.enter_context(safe_open(path, framework="pt", device="cpu"))
+    for name in names:
+        file = files.enter_context(safe_open(folder / name, framework="pt", device="cpu"))
         header = file.metadata()
         settings = json.loads(header["param_groups"])
         shards = {name: Shard.from_json(value) for name, value in json.loads(header.get("shards", "{}")).items()}
@@ -197,7 +168,7 @@ def _in_files(paths: Sequence[Path], files: contextlib.ExitStack) -> tuple[State
     return stored, settings
 
 
-def _in_one_file(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, Any]]]:
+def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, Any]]]:
     path = folder / OPTIMIZER_NAME
     if not path.is_file():
         raise ValueError(
@@ -219,55 +190,48 @@ def _in_one_file(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[s
     return stored, _settings(saved["param_groups"])
 
 
-def _assemble(piece: Owned, key: str, ranges: Sequence[Stored], folder: Path) -> torch.Tensor:
-    """Assemble a part's state from saved ranges, in the part's shape. Several files may hold equal ranges."""
-    if _scalar(ranges):
-        scalar: torch.Tensor = ranges[0].values.clone()
-        return scalar
-    if spans := _spans(ranges, piece.shard, piece.start, piece.stop):
-        return _join(spans).view(piece.part.shape)
-    shards = [shard for shard in (piece.shard, *(r.shard for r in ranges)) if shard is not None]
-    whole = _whole_value(ranges, shards[0].shape) if shards else None
-    if whole is None:
-        raise ValueError(
-            f"The checkpoint's optimizer state is incomplete: {str(folder)!r} lacks elements of {piece.name} ({key}). "
-            "Resume from a complete checkpoint of this model."
-        )
-    return piece.of(whole).clone()
+def _assemble(pieces: Sequence[Owned], stored: State) -> tuple[dict[int, dict[str, Any]], list[str]]:
+    """Assemble each part's state from saved ranges, in the part's shape. Several files may hold equal ranges. Return
+    the states by the part's index, and the names of parameters with missing elements."""
+    states: dict[int, dict[str, Any]] = {}
+    missing = []
+    for index, piece in enumerate(pieces if stored else ()):
+        states[index] = {}
+        for key, ranges in stored.get(piece.name, {}).items():
+            if ranges[0].start == ranges[0].stop:
+                states[index][key] = ranges[0].values.clone()
+            elif (values := _join(ranges, piece.shard, piece.start, piece.stop)) is not None:
+                states[index][key] = values.view(piece.part.shape)
+            else:
+                shards = [shard for shard in (piece.shard, *(r.shard for r in ranges)) if shard is not None]
+                whole = _whole_value(ranges, shards[0].shape) if shards else None
+                states[index][key] = None if whole is None else piece.of(whole).clone()
+        if piece.name not in stored or any(value is None for value in states[index].values()):
+            missing.append(piece.name)
+    return states, missing
 
 
-def _scalar(ranges: Sequence[Stored]) -> bool:
-    return ranges[0].start == ranges[0].stop
-
-
-def _spans(ranges: Sequence[Stored], shard: Shard | None, start: int, stop: int) -> list[tuple[Stored, int, int]]:
-    """Return pieces of saved ranges that make up elements ``start`` to ``stop`` - 1; [] if elements are missing."""
-    spans, at = [], start
+def _join(ranges: Sequence[Stored], shard: Shard | None, start: int, stop: int) -> torch.Tensor | None:
+    """Concatenate elements ``start`` to ``stop`` - 1 of a part from its saved ranges; None if elements are missing."""
+    values, at = [], start
     for stored in sorted((r for r in ranges if r.shard == shard), key=lambda r: r.start):
-        if stored.start <= at < min(stored.stop, stop):
-            spans.append((stored, at - stored.start, min(stored.stop, stop) - stored.start))
-            at = min(stored.stop, stop)
-    return spans if at == stop else []
-
-
-def _join(spans: Sequence[tuple[Stored, int, int]]) -> torch.Tensor:
-    return torch.cat([stored.values[first:last] for stored, first, last in spans])
+        if stored.start <= at < (end := min(stored.stop, stop)):
+            values.append(stored.values[at - stored.start : end - stored.start])
+            at = end
+    return torch.cat(values) if values and at == stop else None
 
 
 def _whole_value(ranges: Sequence[Stored], shape: Sequence[int]) -> torch.Tensor | None:
-    """Assemble a whole parameter's state from saved ranges of the parameter and its parts; None if some are missing."""
+    """Assemble a whole parameter's state from saved ranges of the parameter or its parts; None if some are missing."""
     missing = torch.ones(*shape, dtype=torch.bool)
     whole: torch.Tensor | None = None
     for shard in dict.fromkeys(r.shard for r in ranges):
-        if shard is None:
-            for stored in (r for r in ranges if r.shard is None):
-                values = stored.values[0 : stored.stop - stored.start]
-                whole = torch.empty(*shape, dtype=values.dtype) if whole is None else whole
-                whole.view(-1)[stored.start : stored.stop] = values
-                missing.view(-1)[stored.start : stored.stop] = False
-        elif spans := _spans(ranges, shard, 0, torch.Size(shard.local_shape).numel()):
-            local = _join(spans).view(shard.local_shape)
+        local_shape = torch.Size(shape if shard is None else shard.local_shape)
+        local = _join(ranges, shard, 0, local_shape.numel())
+        if local is not None and shard is None:
+            return local.view(local_shape)
+        if local is not None and shard is not None:
             whole = torch.empty(*shape, dtype=local.dtype) if whole is None else whole
-            shard.write(local, whole)
-            shard.write(torch.zeros(shard.local_shape, dtype=torch.bool), missing)
+            shard.write(local.view(local_shape), whole)
+            shard.write(torch.zeros(local_shape, dtype=torch.bool), missing)
     return None if missing.any() else whole

@@ -1,24 +1,36 @@
-"""`ShardingStrategy`: the interface that divides a policy's training over ranks."""
+"""`ShardingStrategy`: the interface that divides a policy's training over ranks.
+
+`SharedRows` is the base of strategies where several ranks train one row (packed sequences) together, e.g. tensor
+parallelism. The ranks communicate in each forward and backward. So a rank that fails must report the failure to the
+waiting ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.optim import Optimizer
 
 from ..config import GRPOConfig
+from ..parallel.faults import telling
+from ..parallel.ranks import on_all_ranks
 from ..parallel.shards import RankGroup, Shard
+from ..policy.lora import unwrap
 from ..runtime.failures import forget_frames
 
 # Function that writes a safetensors file, at once or later. Arguments: tensors on any device, path, metadata.
-WriteTensors = Callable[[dict[str, torch.Tensor], str | Path, dict[str, str]], Any]
+Write = Callable[[dict[str, torch.Tensor], str | Path, dict[str, str]], Any]
+PATIENCE = 30.0  # seconds to wait until all ranks of a row have run out of memory at the same operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +94,17 @@ class ShardingStrategy(ABC):
     def share_frozen(self, model: torch.nn.Module) -> None:  # noqa: B027 (most strategies keep a frozen model whole)
         """Divide a frozen model, e.g. the reference model of the KL term, over ranks like the policy."""
 
-    @abstractmethod
     def describe(self) -> str:
         """Return one line for the log at start, or "" if nothing is divided."""
+        return ""
 
-    @abstractmethod
-    def share(self, optimizer: torch.optim.Optimizer) -> None:
+    def share(self, optimizer: Optimizer) -> None:  # noqa: B027 (the optimizer may update all parameters)
         """Leave only this rank's parts in the optimizer's groups. Gather weights after each step, unless a rank keeps
         only its part of the weights."""
 
     def agree(self, what: str) -> AbstractContextManager[None]:
         """Return a context that raises an error of any rank on all ranks, if ranks communicate in `backward`."""
-        return contextlib.nullcontext()
+        return on_all_ranks(what) if self.meets_in_backward else contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of one micro-batch.
@@ -119,36 +130,48 @@ class ShardingStrategy(ABC):
         if gradients := list(self.gradients()):
             torch._foreach_div_(gradients, denominator)
 
-    @abstractmethod
     def clip(self, largest: float) -> float:
         """Scale the gradient so that its norm over all ranks is at most ``largest``. Return the norm before scaling."""
+        gradients = self.gradients()
+        norm = self.norm_over_parts(squared_norm(gradients))
+        scale_down(gradients, norm, largest)
+        return norm
 
-    @abstractmethod
-    def discard(self) -> None:
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors that ranks exchange."""
+        return next(self.model.parameters()).device
+
+    def norm_over_parts(self, square: float) -> float:
+        """Return the norm of a gradient from ``square``, the sum of squares of this rank's parts."""
+        if self.parts > 1:
+            total = torch.tensor(square, dtype=torch.float64, device=self.device)
+            dist.all_reduce(total)
+            square = float(total)
+        return square**0.5
+
+    def discard(self) -> None:  # noqa: B027 (the caller sets gradients of parameters to None)
         """Drop the gradients of an optimizer step that failed and will be repeated."""
 
     @abstractmethod
     def owned(self) -> Sequence[Owned]:
         """Return the parts of trained parameters that this rank's optimizer updates."""
 
-    @abstractmethod
-    def gather_weights(self) -> None:
+    def gather_weights(self) -> None:  # noqa: B027 (each rank may have updated all weights)
         """Copy the weights that each rank has updated to all other ranks. Do nothing if a rank keeps only its part of
         the weights."""
 
-    def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
+    def cuts_optimizer(self, optimizer: Optimizer, owned: Sequence[Owned]) -> bool:
         """Return whether `save_optimizer` can write the state of this optimizer."""
         return True
 
     @abstractmethod
-    def save_optimizer(
-        self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
-    ) -> bool:
+    def save_optimizer(self, optimizer: Optimizer, folder: Path, keep: bool = True, write: Write = save_file) -> bool:
         """Write this rank's part of the optimizer state. Only with ``keep`` write state that is equal on all ranks.
         Return False, and write nothing, if the state can't be divided by elements of parameters."""
 
     @abstractmethod
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
+    def load_optimizer(self, optimizer: Optimizer, folder: Path) -> bool:
         """Read optimizer state of any number of ranks. Return False if the caller must load transformers' file."""
 
     def close(self) -> None:  # noqa: B027 (most strategies have nothing to undo)
@@ -185,3 +208,62 @@ def scale_down(gradients: Sequence[torch.Tensor], norm: float, largest: float) -
     factor = largest / (norm + 1e-6)
     if gradients and factor < 1.0:
         torch._foreach_mul_(gradients, factor)
+
+
+@contextmanager
+def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
+    """Report an error in the context to the ranks of the row, which wait in a collective.
+
+    The ranks do equal work, so all of them may run out of memory at the same operation. Then no rank waits, nothing is
+    reported, and all ranks can try again.
+    """
+    shortage: torch.OutOfMemoryError | None = None
+    with telling(what):
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            forget_frames(error)  # the frames hold activations
+            if not row.meets(PATIENCE):
+                raise
+            shortage = error
+    if shortage is not None:
+        raise shortage
+
+
+class SharedRows(ShardingStrategy):
+    """A strategy where ranks train each row together. Combine it with a strategy that divides the optimizer state."""
+
+    meets_in_backward = True
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self._around(model)
+
+    @property
+    @abstractmethod
+    def row(self) -> RankGroup:
+        """The group of ranks that train a row together."""
+
+    def share_frozen(self, model: torch.nn.Module) -> None:
+        """Report errors in the frozen model's forward. The model is a copy of the divided policy."""
+        self._around(model)
+
+    def _around(self, model: torch.nn.Module) -> None:
+        # The attribute is set on the model inside a PEFT wrapper, because the check of rows at start runs that model.
+        unwrap(model).around_forward = functools.partial(telling_unless_alike, "the forward", self.row)
+
+    def close(self) -> None:
+        super().close()
+        del unwrap(self.model).around_forward
+
+    def backward(self, loss: torch.Tensor) -> None:
+        try:
+            super().backward(loss)
+        except BaseException as error:
+            drop_graph(loss, error)
+            self.failed(error)
+            raise
+
+    def failed(self, error: BaseException) -> None:
+        with contextlib.suppress(BaseException), telling_unless_alike("the backward", self.row):
+            raise error

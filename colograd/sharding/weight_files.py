@@ -102,8 +102,7 @@ class WeightFiles:
         return None
 
     def tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self.file(name).get_tensor(name)
-        return tensor
+        return self.file(name).get_tensor(name)
 
     def file(self, name: str) -> Any:
         file = self.file_of[name]

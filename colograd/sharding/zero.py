@@ -4,38 +4,132 @@ With ZeRO the optimizer of a rank has views of its N-th of every bucket (group o
 policy's tensors. An all-gather writes the elements of other ranks into the policy's tensors. If the policy shares the
 engine's memory, the engine gets the new weights by that all-gather. With `WholeCopies` (`sharding: none`) every rank
 has the whole summed gradient and the whole optimizer state.
+
+`strategy_of` selects the run's strategy. Extensions register further strategies (classes with a `name`) as "sharding",
+and variants of strategies as "sharding_variant". A variant is a function of the selected class and the configuration.
+It returns the class, or a subclass.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.optim import Optimizer
 
+from ..config import GRPOConfig
 from ..parallel import watchdog
-from ..parallel.gradients import sum_over_ranks, zero_gradients
-from ..parallel.ranks import on_all_ranks, rank, world_size
+from ..parallel.ranks import rank, world_size
+from ..parallel.shards import all_gather, in_buckets, sum_over_ranks, zero_gradients
+from ..runtime import registry
+from ..runtime.importing import find_object, is_import_path
 from . import optimizer_state
-from .buckets import Bucket, buckets_of, reduce_scatter
-from .strategy import Owned, ShardingStrategy, WriteTensors, drop_graph, scale_down, squared_norm
+from .strategy import Owned, ShardingStrategy, Write, drop_graph
 
 IN_FLIGHT = 2  # Maximum number of reductions that run at once, to limit memory. Reductions overlap with the backward.
+# ELEMENTS: maximum elements of a bucket, except for a larger single parameter. 64 MiB of float32 keep a link busy.
+ELEMENTS = 2**24
+
+# torch 2.13 has renamed reduce_scatter_tensor to reduce_scatter_single.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Bucket:
+    """A group of parameters that are exchanged as one flat tensor, padded to one equal part per rank.
+
+    This rank updates one part. The flat tensor exists only during an exchange. If the bucket has one parameter, and the
+    number of ranks divides its size, the parameter's memory is the flat tensor.
+
+    Args:
+        group: process group of the ranks. None means all ranks.
+    """
+
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter], rank: int, ranks: int, group: Any = None
+    ) -> None:
+        self.parameters, self.ranks, self.group = parameters, ranks, group
+        # The flat tensor concatenates the parameters. ``starts`` are their offsets. ``part`` is the number of elements
+        # per rank, with padding. ``begin`` is the offset of this rank's part. ``in_place`` means that a parameter's
+        # memory is the flat tensor. ``sum`` [part] is this rank's part of the summed gradient. ``places`` maps pieces
+        # of parameters to ranges of this rank's part.
+        self.sizes = [parameter.numel() for parameter in parameters]
+        self.starts = list(itertools.accumulate(self.sizes, initial=0))[:-1]
+        self.part = -(-sum(self.sizes) // ranks)
+        self.begin = rank * self.part
+        self.in_place = len(parameters) == 1 and self.sizes[0] == self.part * ranks
+        self.sum: torch.Tensor | None = None
+        self.places: dict[Owned, slice] = {}
+        for name, parameter, start in zip(names, parameters, self.starts, strict=True):
+            first = min(max(self.begin - start, 0), parameter.numel())
+            last = min(max(self.begin + self.part - start, 0), parameter.numel())
+            if first < last:
+                piece = torch.nn.Parameter(parameter.data.view(-1)[first:last])
+                if self.gradient_dtype != piece.dtype:
+                    piece.grad_dtype = self.gradient_dtype
+                begin = start + first - self.begin
+                self.places[Owned(name, piece, first, last)] = slice(begin, begin + last - first)
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        first = self.parameters[0]
+        return getattr(first, "grad_dtype", None) or first.dtype
+
+    def flat(self, tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+        """Concatenate one tensor per parameter into ``[part * ranks]``. None and padding become zeros."""
+        if self.in_place and tensors[0] is not None and tensors[0].is_contiguous():
+            return tensors[0].view(-1).to(self.parameters[0].device)
+        flat = torch.zeros(self.part * self.ranks, dtype=dtype, device=self.parameters[0].device)
+        for tensor, start, size in zip(tensors, self.starts, self.sizes, strict=True):
+            if tensor is not None:
+                flat[start : start + size].copy_(tensor.reshape(-1))
+        return flat
+
+    def add(self, summed: torch.Tensor) -> None:
+        """Add ``summed`` [part], a gradient summed over ranks, to this rank's gradient that the optimizer reads."""
+        self.sum = summed if self.sum is None else self.sum.add_(summed)
+        for piece, place in self.places.items():
+            piece.part.grad = self.sum[place]
+
+    def discard(self) -> None:
+        self.sum = None
+        for piece in self.places:
+            piece.part.grad = None
+
+    @torch.no_grad()
+    def gather(self) -> int:
+        """Write all ranks' updated weights into the parameters by an all-gather. Return the collective's bytes."""
+        flat = self.flat([parameter.data for parameter in self.parameters], self.parameters[0].dtype)
+        all_gather(flat, flat[self.begin : self.begin + self.part], group=self.group)
+        watchdog.progress()
+        if not self.in_place:
+            for parameter, start, size in zip(self.parameters, self.starts, self.sizes, strict=True):
+                parameter.data.copy_(flat[start : start + size].view_as(parameter))
+        return flat.nbytes
+
+
+def buckets_of(
+    model: torch.nn.Module, rank: int, ranks: int, elements: int = ELEMENTS, group: Any = None
+) -> list[Bucket]:
+    """Return the trained parameters in buckets of one dtype and of at most ``elements`` elements, in about the order of
+    their gradients in a backward. ``group`` is the process group of the ranks; None means all ranks."""
+    trained = [(name, p) for name, p in reversed(list(model.named_parameters())) if p.requires_grad]
+    buckets = []
+    for _, same_kind in itertools.groupby(trained, key=lambda item: (item[1].dtype, item[1].device)):
+        for members in in_buckets(same_kind, elements, lambda item: item[1].numel()):
+            names, parameters = zip(*members, strict=True)
+            buckets.append(Bucket(names, parameters, rank, ranks, group))
+    return buckets
 
 
 class WholeCopies(ShardingStrategy):
     name = "none"
-
-    def describe(self) -> str:
-        return ""
-
-    def share(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing, because every rank's optimizer updates all parameters."""
 
     def sum_gradients(self) -> None:
         parameters, size = list(self.model.parameters()), world_size() if self.among is None else self.among.size
@@ -47,39 +141,23 @@ class WholeCopies(ShardingStrategy):
     def gradients(self) -> Sequence[torch.Tensor]:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
-    def clip(self, largest: float) -> float:
-        gradients = self.gradients()
-        norm = squared_norm(gradients) ** 0.5
-        scale_down(gradients, norm, largest)
-        return norm
-
-    def discard(self) -> None:
-        """Do nothing, because the caller sets gradients to None before it repeats a step."""
-
     def owned(self) -> Sequence[Owned]:
         trained = self.model.named_parameters()
         return [Owned(name, p, 0, p.numel()) for name, p in trained if p.requires_grad]
 
-    def gather_weights(self) -> None:
-        """Do nothing, because each rank has updated all weights."""
-
-    def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
+    def cuts_optimizer(self, optimizer: Optimizer, owned: Sequence[Owned]) -> bool:
         return optimizer_state.can_be_cut(optimizer, owned)
 
-    def save_optimizer(
-        self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
-    ) -> bool:
-        if not self.cuts_optimizer(optimizer, self.owned()):
-            return False
-        if keep:
+    def save_optimizer(self, optimizer: Optimizer, folder: Path, keep: bool = True, write: Write = save_file) -> bool:
+        can_be_cut = self.cuts_optimizer(optimizer, self.owned())
+        if keep and can_be_cut:
             optimizer_state.save(optimizer, self.owned(), folder, 0, 1, write)
-        return True
+        return can_be_cut
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
-        if not optimizer_state.is_sharded(folder):
-            return False
-        optimizer_state.load(optimizer, self.owned(), folder)
-        return True
+    def load_optimizer(self, optimizer: Optimizer, folder: Path) -> bool:
+        if is_sharded := any(folder.glob(optimizer_state.PATTERN)):
+            optimizer_state.load(optimizer, self.owned(), folder)
+        return is_sharded
 
 
 class SharedParts(ShardingStrategy):
@@ -94,7 +172,7 @@ class SharedParts(ShardingStrategy):
     def _after_step(self) -> None:
         """Drop gradients after the optimizer's step, and gather weights if every rank keeps all weights."""
 
-    def share(self, optimizer: torch.optim.Optimizer) -> None:
+    def share(self, optimizer: Optimizer) -> None:
         pieces = {piece.name: piece.part for piece in self.owned()}
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for group in optimizer.param_groups:
@@ -103,26 +181,11 @@ class SharedParts(ShardingStrategy):
             group["params"] = [pieces[name] for name in named if name in pieces]
         optimizer.register_step_post_hook(lambda *_: self._after_step())
 
-    def clip(self, largest: float) -> float:
-        sums = self.gradients()
-        total = torch.tensor(squared_norm(sums), dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        norm = float(total) ** 0.5
-        scale_down(sums, norm, largest)
-        return norm
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """The device of the tensors that ranks exchange."""
-
-    def save_optimizer(
-        self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
-    ) -> bool:
+    def save_optimizer(self, optimizer: Optimizer, folder: Path, keep: bool = True, write: Write = save_file) -> bool:
         optimizer_state.save(optimizer, self.owned(), folder, rank(), world_size(), write)
         return True
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, folder: Path) -> bool:
+    def load_optimizer(self, optimizer: Optimizer, folder: Path) -> bool:
         optimizer_state.load(optimizer, self.owned(), folder, self._order, rank(), world_size())
         return True
 
@@ -189,10 +252,6 @@ class SharedOptimizer(SharedParts):
     def gradients(self) -> Sequence[torch.Tensor]:
         return [bucket.sum for bucket in self.buckets if bucket.sum is not None]
 
-    @property
-    def device(self) -> torch.device:
-        return self.buckets[0].parameters[0].device
-
     def discard(self) -> None:
         for bucket in self.buckets:
             bucket.discard()
@@ -226,9 +285,6 @@ class SharedGradients(SharedOptimizer):
         for hook in self._hooks:
             hook.remove()
 
-    def agree(self, what: str) -> AbstractContextManager[None]:
-        return on_all_ranks(what)
-
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward. If this rank fails, it sends zeros in the remaining collectives of the backward."""
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
@@ -241,8 +297,7 @@ class SharedGradients(SharedOptimizer):
             self.model.zero_grad(set_to_none=True)  # free memory for the backward's remaining collectives
             raise
         finally:
-            while self._next < len(self.buckets):
-                self._reduce_next()
+            self._reduce_complete(all_buckets=True)
             self._finish()
 
     def _goes_alike(self, loss: torch.Tensor) -> bool:
@@ -254,12 +309,12 @@ class SharedGradients(SharedOptimizer):
         if not self._amid or self._next == len(self.buckets):
             return
         self._missing[index] -= 1
-        while self._next < len(self.buckets) and not self._missing[self._next]:
-            self._reduce_next()
+        self._reduce_complete()
 
-    def _reduce_next(self) -> None:
-        self._reduce(self.buckets[self._next])
-        self._next += 1
+    def _reduce_complete(self, all_buckets: bool = False) -> None:
+        while self._next < len(self.buckets) and (all_buckets or not self._missing[self._next]):
+            self._reduce(self.buckets[self._next])
+            self._next += 1
 
     def sum_gradients(self) -> None:
         """Set gradients of buckets without a summed gradient to zeros, e.g. in a step without a micro-batch."""
@@ -267,3 +322,51 @@ class SharedGradients(SharedOptimizer):
             if not self._has(bucket):
                 zeros = torch.zeros(bucket.part, dtype=bucket.gradient_dtype, device=bucket.parameters[0].device)
                 self._keep(bucket, zeros)
+
+
+STRATEGIES: dict[str, type[ShardingStrategy]] = {
+    way.name: way for way in (WholeCopies, SharedOptimizer, SharedGradients)
+}
+
+
+def strategy_name(config: GRPOConfig) -> str:
+    return config.sharding if config.world_size > 1 or is_import_path(config.sharding) else "none"
+
+
+def strategy_of(config: GRPOConfig) -> type[ShardingStrategy]:
+    name = strategy_name(config)
+    if is_import_path(name):
+        return find_strategy(name)
+    way = STRATEGIES.get(name) or next(way for way in registry.hooks("sharding") if way.name == name)
+    for variant in registry.hooks("sharding_variant"):
+        way = variant(way, config)
+    return way
+
+
+def find_strategy(path: str) -> type[ShardingStrategy]:
+    """Import the user's `ShardingStrategy` class from ``path``. Another object, or a missing one, is a ValueError."""
+    way = find_object(path, "sharding", lambda value: isinstance(value, type))
+    if not (isinstance(way, type) and issubclass(way, ShardingStrategy)):
+        raise ValueError(
+            f"sharding is {path!r}, which isn't a class derived from colograd.sharding.ShardingStrategy: derive it "
+            "from that class, or from colograd.sharding.zero.WholeCopies to change a part."
+        )
+    if missing := sorted(way.__abstractmethods__):
+        raise ValueError(
+            f"sharding is {path!r}, a class without the method {missing[0]}: define it, see "
+            "colograd/sharding/strategy.py."
+        )
+    return way
+
+
+def check_sharding(config: GRPOConfig, optimizer: Any) -> None:
+    """Raise a ValueError if the user's strategy can't be found, or if the user's optimizer is combined with sharding:
+    its state may need whole parameters."""
+    if is_import_path(config.sharding):
+        find_strategy(config.sharding)
+    if optimizer is not None and config.sharding != "none":
+        raise ValueError(
+            f"sharding is {config.sharding!r}, which can't use the optimizer passed to the trainer "
+            f"({type(optimizer).__name__}): each rank's optimizer has slices of parameters. Remove the argument "
+            "optimizers and set optim, or set sharding: none."
+        )

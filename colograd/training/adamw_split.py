@@ -21,7 +21,7 @@ from torch.utils._triton import has_triton
 
 from ..config import GRPOConfig
 from ..config.policy import KEEPS_MASTER
-from ..parallel.gradients import in_buckets
+from ..parallel.shards import in_buckets
 from ..policy.sending import to_device_async
 from ..runtime import registry
 from ..sharding.strategy import Owned

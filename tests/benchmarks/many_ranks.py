@@ -41,7 +41,7 @@ from colograd.policy import attention  # noqa: E402
 from colograd.policy.logprobs import policy_logprobs  # noqa: E402
 from colograd.policy.packing import collate  # noqa: E402
 from colograd.runtime import registry  # noqa: E402
-from colograd.sharding import buckets  # noqa: E402
+from colograd.sharding import zero  # noqa: E402
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32  # noqa: E402
 
 # Llama 3.1's hidden and inner size, layers, attention heads and key-value heads.
@@ -49,7 +49,7 @@ MODELS = {"8B": (4096, 14336, 32, 32, 8), "70B": (8192, 28672, 80, 64, 8)}
 VOCABULARY = 128256
 SHAPE = (1024, 1024, 7)  # tokens of a prompt and of a completion, and completions per group
 WAYS = ("tensor", "tensor+optimizer", "tensor+gradients")
-COLLECTIVES = ((dist, "all_reduce"), (dist, "broadcast"), (buckets, "reduce_scatter"), (buckets, "all_gather"))
+COLLECTIVES = ((dist, "all_reduce"), (dist, "broadcast"), (zero, "reduce_scatter"), (zero, "all_gather"))
 
 
 class Counted:

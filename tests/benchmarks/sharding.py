@@ -35,7 +35,7 @@ from colograd.parallel.ranks import gather, rank, world_size  # noqa: E402
 from colograd.policy import attention  # noqa: E402
 from colograd.policy.logprobs import policy_logprobs  # noqa: E402
 from colograd.policy.packing import collate  # noqa: E402
-from colograd.sharding.selection import STRATEGIES  # noqa: E402
+from colograd.sharding.zero import STRATEGIES  # noqa: E402
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32  # noqa: E402
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,9 @@ import pytest
 
 from colograd.checkpoint import manifest
 from colograd.checkpoint.folders import aside_folder, check, commit, complete_steps
-from colograd.checkpoint.manifest import MANIFEST, Damaged, shares
+from colograd.checkpoint.manifest import MANIFEST, Damaged
+from colograd.checkpoint.search import find_damage
+from colograd.parallel.layout import RankLayout
 
 FILES = {
     "model.safetensors": b"w" * 1000,
@@ -113,17 +114,13 @@ def test_a_hostile_manifest_is_one_clear_error(folder: Path, text: str, said: st
         manifest.read(folder)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_ranks_share_the_work_and_leave_nothing_out(apart: bool) -> None:
-    """A node's ranks check the files that the node reads. In a shared folder each rank checks its own rank files."""
-    names = [*FILES, "rng_state_1.pth", "rng_state_2.pth", "rng_state_3.pth", "lengths_1.json"]
-    of_ranks = [shares(names, rank, 4, 2, apart) for rank in range(4)]
-    for node in (of_ranks[:2], of_ranks[2:]):
-        together = sorted(chain.from_iterable(node))
-        assert len(together) == len(set(together))
-        assert {"model.safetensors", "trainer_state.json", "below/config.json"} <= set(together)
-        assert not apart or together == sorted(names)
-    assert set(chain.from_iterable(of_ranks)) == set(names)
-    if not apart:
-        for rank in range(4):
-            assert [name for name in of_ranks[rank] if name.startswith("rng")] == [f"rng_state_{rank}.pth"]
+@pytest.mark.parametrize(("apart", "readers"), [(False, 1), (True, 2)])
+def test_ranks_share_the_work_and_leave_nothing_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, apart: bool, readers: int
+) -> None:
+    """With separate folders the ranks of each node check all files, else all ranks together."""
+    names: list[str] = []
+    monkeypatch.setattr(manifest, "check", lambda folder, files, to_read: names.extend(to_read))
+    for rank in range(4):
+        find_damage(str(folder), RankLayout(rank, 4, ranks_per_node=2), apart, None)  # type: ignore[arg-type]
+    assert sorted(names) == sorted([*FILES] * readers)

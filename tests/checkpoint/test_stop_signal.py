@@ -186,7 +186,7 @@ def test_handlers_of_two_trainers_end_in_any_order() -> None:
     signal.set_wakeup_fd(descriptor)
     first, second = (StopSignal.outside_training(["SIGTERM"], 143, lambda *_: None) for _ in range(2))
     first.remove()
-    assert signal.getsignal(signal.SIGTERM) == second._notice
+    assert signal.getsignal(signal.SIGTERM) is stop_signal._notice
     second.remove()
     assert signal.getsignal(signal.SIGTERM) == before
     assert signal.set_wakeup_fd(descriptor) == descriptor

@@ -129,10 +129,10 @@ LEFT = 2**19  # bytes that the process keeps after a trainer has closed, at most
 # don't count, since its runner here is the one for CPUs.
 WAITS = {
     # once in a step, or less often
-    "loop.py Loop._log_evaluate_save", "loop.py Loop._prepare", "extensions/offload/turns.py OptimizerOffload._wait",
+    "loop.py Loop._log_evaluate_save", "loop.py Loop._prepare", "extensions/offload/adamw.py OptimizerOffload._wait",
     "reporting/metrics.py PhaseTimes._now", "reporting/metrics.py numbers",
-    "extensions/offload/host_sums.py HostSums.squared_norm", "extensions/offload/on_host.py OnHost.clip",
-    "sharding/zero.py SharedParts.clip", "sharding/strategy.py squared_norm",
+    "extensions/offload/host_sums.py HostSums.squared_norm", "sharding/strategy.py squared_norm",
+    "sharding/strategy.py ShardingStrategy.norm_over_parts",
     "extensions/tensor_parallel/strategy.py TensorStrategy._sum_of_squares", "trainer.py GRPOTrainer.training_step",
     "extensions/recording/recorder.py by_completion",
     "loop.py Loop.run", "extensions/recording/utilisation.py _measured",

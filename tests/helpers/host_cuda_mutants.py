@@ -69,7 +69,7 @@ MUTANTS = (
         "        tensor = place.copy_(tensor)\n", "bfloat16",
     ),
     Mutant(
-        "a stale pointer after a move", "extensions/offload/turns.py",
+        "a stale pointer after a move", "extensions/offload/adamw.py",
         "tensor.data = torch.empty_like(tensor, device=device)",
         "tensor.detach().data = torch.empty_like(tensor, device=device)",
         "lora and teacher",

@@ -228,7 +228,7 @@ def test_nothing_is_left_to_do(path: Path) -> None:
 def test_one_room_knows_each_way_of_sharding() -> None:
     """No other room uses their classes. Only rooms in `told` may use the names."""
     from colograd.runtime import registry
-    from colograd.sharding.selection import STRATEGIES
+    from colograd.sharding.zero import STRATEGIES
 
     classes = {way.__name__ for way in (*STRATEGIES.values(), *registry.hooks("sharding"))}
     told = {"config", "sharding", "memory", "apps", "weights", "policy", "extensions"}

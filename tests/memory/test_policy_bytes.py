@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from colograd.memory import description as memory
 from colograd.memory.description import PolicySizes
 from colograd.memory.estimate import ALIVE, RankBytes
-from colograd.sharding.buckets import ELEMENTS
+from colograd.sharding.zero import ELEMENTS
 
 GB = 10**9
 LLAMA = {

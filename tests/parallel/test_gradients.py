@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from colograd.parallel import gradients
+from colograd.parallel import shards
 
 
 def test_a_large_gradient_is_summed_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,7 +17,7 @@ def test_a_large_gradient_is_summed_where_it_lies(monkeypatch: pytest.MonkeyPatc
     sent: list[torch.Tensor] = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: sent.append(tensor.mul_(2)))
     places = [parameter.grad.data_ptr() for parameter in parameters]
-    assert gradients.sum_over_ranks([parameter.grad for parameter in parameters], bucket_bytes=100) == 4 * 1009
+    assert shards.sum_over_ranks([parameter.grad for parameter in parameters], bucket_bytes=100) == 4 * 1009
     assert [parameter.grad.data_ptr() for parameter in parameters] == places
     assert [float(parameter.grad.max()) for parameter in parameters] == [0.0, 2.0, 4.0, 6.0]
     assert [len(tensor) for tensor in sent] == [5, 1000, 4] and sent[1].data_ptr() == places[2]

@@ -94,7 +94,7 @@ def test_stages_come_from_agreements_and_phases() -> None:
     with PhaseTimes().phase("publish"):
         assert watchdog.stage() == "publish"
     assert watchdog.stage() == "what follows publish"
-    with faults.waiting("saving"):
+    with faults.ends_together("saving"):
         assert watchdog.stage() == "saving"
 
 

@@ -31,8 +31,8 @@ from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 from colograd.extensions.offload.on_host import ON_HOST
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy.lora import unwrap
-from colograd.sharding import buckets
-from colograd.sharding.selection import STRATEGIES
+from colograd.sharding import zero
+from colograd.sharding.zero import STRATEGIES
 from colograd.training.adamw_split import accumulate_in_float32
 
 WAYS = ("", "stream", "gradients", "activations", "stream, gradients, activations")
@@ -82,7 +82,7 @@ def train(kind: str, dtype: str, strategy: str, way: str) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    buckets.buckets_of.__defaults__ = (4096, None)
+    zero.buckets_of.__defaults__ = (4096, None)
     adamw.ELEMENTS = host_sums.ELEMENTS = 1000
     host_sums.LIMIT = 20000
     results = {

@@ -46,7 +46,7 @@ from colograd.policy.lora import unwrap, wrap
 from colograd.policy.packing import collate, dummy, plan_rows
 from colograd.policy.row_proof import choose_rows
 from colograd.sharding import zero
-from colograd.sharding.buckets import buckets_of
+from colograd.sharding.zero import buckets_of
 
 CPU = torch.device("cpu")
 

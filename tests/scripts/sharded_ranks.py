@@ -26,8 +26,8 @@ from colograd.extensions.fsdp.strategy import FullySharded
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy.logprobs import calls
 from colograd.runtime import registry
-from colograd.sharding import ShardingStrategy, buckets
-from colograd.sharding.selection import STRATEGIES as OF_CORE
+from colograd.sharding import ShardingStrategy, zero
+from colograd.sharding.zero import STRATEGIES as OF_CORE
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 
 ON_HOST: dict[str, type[ShardingStrategy]] = {}
@@ -166,7 +166,7 @@ def train(name: str, dtype: str, checkpoints: Path | None, out: Path) -> dict[st
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    buckets.buckets_of.__defaults__ = (4096, None)  # several buckets, with one parameter and with many
+    zero.buckets_of.__defaults__ = (4096, None)  # several buckets, with one parameter and with many
     out = Path(sys.argv[1])
     checkpoints = Path(sys.argv[2]) if len(sys.argv) > 2 else None
     results = {}

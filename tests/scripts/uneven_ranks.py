@@ -22,8 +22,8 @@ from colograd.batch import FinishReason, Group, Prompt, Rollout, SampledStep, St
 from colograd.losses.entropy import with_step_entropy
 from colograd.losses.objective import Objective
 from colograd.losses.token_losses import SAPOLoss
-from colograd.parallel.gradients import sum_over_ranks, zero_gradients
 from colograd.parallel.ranks import rank, world_size
+from colograd.parallel.shards import sum_over_ranks, zero_gradients
 from colograd.policy import attention
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import PackingRules, collate

@@ -21,9 +21,8 @@ from paths import SCRIPTS
 
 from colograd.batch import LossOutput
 from colograd.sharding import optimizer_state
-from colograd.sharding.buckets import Bucket, buckets_of
 from colograd.sharding.strategy import Owned
-from colograd.sharding.zero import SharedGradients
+from colograd.sharding.zero import Bucket, SharedGradients, buckets_of
 from colograd.training import learner
 from colograd.training.adamw_split import AdamWSplit
 
@@ -243,10 +242,10 @@ def test_missing_file_is_named_unless_own_file_suffices(tmp_path) -> None:
 
 def test_state_of_another_model_is_refused(tmp_path) -> None:
     optimizer, owned = saved(tmp_path)
-    with pytest.raises(ValueError, match="lacks 1 trained parameters \\(other\\)"):
+    with pytest.raises(ValueError, match="lacks elements of 1 trained parameters \\(other\\)"):
         optimizer_state.load(optimizer, [Owned("other", owned[0].part, 0, 4)], tmp_path)
     longer = torch.nn.Parameter(torch.zeros(6))
-    with pytest.raises(ValueError, match="lacks elements of weight"):
+    with pytest.raises(ValueError, match=r"lacks elements of 1 trained parameters \(weight\)"):
         optimizer_state.load(AdamWSplit([longer]), [Owned("weight", longer, 0, 6)], tmp_path)
     with pytest.raises(ValueError, match="has no optimizer state"):
         optimizer_state.load(optimizer, owned, tmp_path / "nowhere")

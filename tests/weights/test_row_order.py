@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from colograd.extensions.fsdp.gathered import Place
-from colograd.extensions.fsdp.rows import Rows
+from colograd.extensions.fsdp.rows import Rows, place_of
 from colograd.weights.mapping import Slice, with_row_orders
 from colograd.weights.sync import copy, obstacle
 
@@ -47,11 +46,11 @@ def test_row_order_is_detected_and_kept_when_publishing(order, heads, place: int
     for (name, parameter), part in zip(policy.named_parameters(), parts, strict=True):
         wanted = order(parameter.detach(), place, ranks)
         assert torch.equal(engine[f"layer.{name}"], wanted)
-        target = Place(torch.zeros_like(wanted), part.cut, rows=part.rows)
+        target = torch.zeros_like(wanted)
         for first in range(0, len(parameter), 7):  # as ranks that hold some rows gather them
-            where, values = target.of(Rows(name, first, parameter.detach()[first : first + 7], len(parameter)))
-            target.destination[where] = values
-        assert torch.equal(target.destination, wanted)
+            where, values = place_of(part, Rows(name, first, parameter.detach()[first : first + 7], len(parameter)))
+            target[where] = values
+        assert torch.equal(target, wanted)
 
 
 def test_trained_or_rounded_values_keep_checkpoint_order() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from colograd.engine.tensors import VLLMTensors
-from colograd.extensions.fsdp.gathered import Place
-from colograd.extensions.fsdp.rows import Rows
+from colograd.extensions.fsdp.rows import Rows, place_of
 from colograd.weights import mapping
 from colograd.weights.mapping import map_parameters
 from colograd.weights.sync import copy, obstacle
@@ -31,8 +30,7 @@ def test_a_publish_writes_the_function_of_a_parameter() -> None:
     copy([part])
     assert part.equal() and torch.equal(engine.mixer.A, wanted)
 
-    place = Place(part.destination, part.cut, part.through)
-    where, values = place.of(Rows("mixer.A_log", 1, policy.mixer.A_log.detach()[1:3], total=4))
+    where, values = place_of(part, Rows("mixer.A_log", 1, policy.mixer.A_log.detach()[1:3], total=4))
     assert torch.equal(values, wanted[1:3]) and where == slice(1, 3)
 
 

@@ -1,7 +1,7 @@
 """On-policy distillation: the reverse KL divergence from a teacher model is added to the loss."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
-    "conflicts": "conflicts:CONFLICTS",
+    "conflicts": "run:CONFLICTS",
     "context": "teacher:check_teacher_context",
     "loaded_policy": "teacher:check_teacher",
     "loss_term": "losses:teacher_term",

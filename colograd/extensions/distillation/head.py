@@ -128,16 +128,6 @@ class TeacherLogits:
 REST = 1e-6  # Minimum probability of all tokens outside the top K, because 1 minus the sum of the top K is inexact.
 
 
-class TopTokens:
-    """Stand-in for a `TeacherHead` with `distillation_kl: top_k`. It reads the teacher's most probable tokens for
-    each label (target token) from a micro-batch."""
-
-    @staticmethod
-    def beside(micro_batch: MicroBatch, temperature: float, candidates: Candidates | None) -> TeacherTop:
-        ids, logprobs = micro_batch.scores["teacher_top"].unbind(1)
-        return TeacherTop(ids.long(), logprobs)
-
-
 @dataclass(slots=True, eq=False)
 class TeacherTop:
     """The teacher's K most probable tokens for each of N labels (target tokens), and the KL divergence computed with
@@ -146,6 +136,12 @@ class TeacherTop:
     ids: torch.Tensor  # Ids of the teacher's most probable tokens, (N, K) int64.
     logprobs: torch.Tensor  # The teacher's log-probabilities of these tokens, (N, K).
     own: torch.Tensor = field(init=False)  # The policy's logits of these tokens, (N, K).
+
+    @classmethod
+    def beside(cls, micro_batch: MicroBatch, temperature: float, candidates: Candidates | None) -> TeacherTop:
+        """Read the tokens from a micro-batch's field `teacher_top`."""
+        ids, logprobs = micro_batch.scores["teacher_top"].unbind(1)
+        return cls(ids.long(), logprobs)
 
     def sums(self, like: torch.Tensor) -> TeacherTop:
         self.own = like.new_full(self.ids.shape, HIDDEN)
@@ -196,7 +192,7 @@ class TeacherTop:
 class TeacherStep(ForwardStep):
     """Forward step of the policy that computes, in addition to log-probabilities, the KL divergence from a teacher."""
 
-    def __init__(self, head: TeacherHead | TopTokens) -> None:
+    def __init__(self, head: TeacherHead | type[TeacherTop]) -> None:
         self.head = head
 
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
@@ -216,18 +212,16 @@ def label_top_tokens(k: int, row: Pass) -> tuple[torch.Tensor, ...]:
 
     def top(hidden: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-            logits = TeacherHead.of(row.model).logits(hidden, row.temperature, row.candidates)
-            return top_tokens(logits, k, tile_shape(len(hidden), len(logits.weight), hidden.device))
+            return top_tokens(TeacherHead.of(row.model).logits(hidden, row.temperature, row.candidates), k)
 
     with calls(head, top):
-        found: torch.Tensor = head(hidden)
-    return (found,)
+        return (head(hidden),)
 
 
-def top_tokens(logits: TeacherLogits, k: int, tile: tuple[int, int]) -> torch.Tensor:
-    """Compute the K most probable tokens for each label (target token): ids and log-probabilities, (N, 2, K) float32.
-    ``tile`` is the shape (labels, tokens) of the logits that are in memory at one time."""
-    found = []
+def top_tokens(logits: TeacherLogits, k: int) -> torch.Tensor:
+    """Compute the K most probable tokens for each label (target token): ids and log-probabilities, (N, 2, K)
+    float32."""
+    found, tile = [], tile_shape(len(logits.states), len(logits.weight), logits.states.device)
     for row in parts(len(logits.states), tile[0]):
         best = logits.states.new_empty((row.stop - row.start, 0), dtype=logits.head.exact)
         ids = best.long()

@@ -14,7 +14,7 @@ from ...config import GRPOConfig
 from ...losses.objective import LossTerm
 from ...losses.tokens import Means
 from ...policy.logprobs import ForwardStep
-from .head import TeacherStep, TopTokens
+from .head import TeacherStep, TeacherTop
 from .teacher import UNTAUGHT
 
 # Value of the setting `distillation_kl` -> micro-batch field with the teacher's values for the loss term.
@@ -56,7 +56,7 @@ class DivergenceTerm(LossTerm):
         return (self.field,)
 
     def steps(self, second_models: Mapping[str, Any]) -> tuple[ForwardStep, ...]:
-        return (TeacherStep(TopTokens() if self.field == "teacher_top" else second_models[self.field].head),)
+        return (TeacherStep(TeacherTop if self.field == "teacher_top" else second_models[self.field].head),)
 
     def of_tokens(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self.weight * self._in_loss(batch, values)

@@ -41,15 +41,7 @@ from .head import TeacherHead, label_states, label_top_tokens
 SCALE = ("lora_alpha", "r", "use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 
 
-class Unsaved:
-    """Base class of teachers. Checkpoints don't contain a teacher, because the next start loads it again."""
-
-    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None: ...
-
-    def load(self, checkpoint: str | Path) -> None: ...
-
-
-class Teacher(Unsaved, FrozenModel):
+class Teacher(FrozenModel):
     """Teacher as a separate model in addition to the policy.
 
     Args:
@@ -66,6 +58,11 @@ class Teacher(Unsaved, FrozenModel):
         super().__init__(model, device, offload)
         self.name, self.head, self.top = name, head, top
 
+    # Checkpoints don't contain a teacher, because the next start loads it again.
+    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None: ...
+
+    def load(self, checkpoint: str | Path) -> None: ...
+
     def describe(self) -> str:
         dtype, packed = str(self.model.dtype).removeprefix("torch."), len(packed_weights(unwrap(self.model)))
         also = f", {packed} matrices quantised" if packed else ""
@@ -73,14 +70,14 @@ class Teacher(Unsaved, FrozenModel):
         return f"teacher: {self.name}, {size}, {self.where()}"
 
 
-class OtherAdapter(Unsaved):
+class OtherAdapter(Teacher):
     """Teacher that is the policy's model with another adapter: while the teacher runs, the teacher's adapter values
     replace the trained values."""
 
     of_policy = True
 
     def __init__(self, name: str, model: Any, values: dict[str, torch.Tensor], top: int = 0) -> None:
-        self.name, self.model, self.head, self.top = name, model, TeacherHead.of(unwrap(model)), top
+        super().__init__(name, model, model.device, False, TeacherHead.of(unwrap(model)), top)
         parameters = dict(model.named_parameters())
         self.values = [(parameters[key], value.to(parameters[key])) for key, value in values.items()]
 
@@ -108,12 +105,9 @@ class _Source:
     @property
     def quantization(self) -> dict[str, Any] | None:
         """Quantisation settings of the teacher, as in a checkpoint's config.json. None: the teacher isn't quantised."""
-        found = (of(self.configuration(), self.loading, self.path) for of in registry.hooks("quantization"))
+        path = self.adapter or self.base
+        found = (of(self.configuration(), self.loading, path) for of in registry.hooks("quantization"))
         return next(filter(None, found), None)
-
-    @property
-    def path(self) -> str:
-        return self.adapter or self.base
 
     def configuration(self) -> Any:
         return AutoConfig.from_pretrained(self.base, revision=self.revision, trust_remote_code=self.trust)
@@ -141,15 +135,13 @@ def _source_of(config: GRPOConfig, policy: Policy) -> _Source:
     loading.model_init_kwargs = arguments
     revision, trust = arguments.get("revision"), bool(arguments.get("trust_remote_code", config.trust_remote_code))
     saved = adapter_folder(name)
-    if saved is None:
-        return _Source(name, name, "", loading, revision, trust)
-    base = str(saved.get("base_model_name_or_path") or "")
+    base = name if saved is None else str(saved.get("base_model_name_or_path") or "")
     if not base:
         raise ValueError(
             f"teacher_model_name_or_path {name!r} holds an adapter that doesn't name its base: set "
             "base_model_name_or_path in its adapter_config.json."
         )
-    return _Source(name, base, name, loading, revision, trust)
+    return _Source(name, base, "" if saved is None else name, loading, revision, trust)
 
 
 def configs_of(config: GRPOConfig) -> dict[str, GRPOConfig]:
@@ -175,7 +167,9 @@ def check_teacher(policy: Policy, config: GRPOConfig, samples: bool = True) -> P
                 f"differently: choose a teacher of the policy's model type, {own}."
             )
         settings = source.quantization
-        wanted = Wanted(source.configuration(), source.loading, source.path, has_adapter=True, has_images=False)
+        wanted = Wanted(
+            source.configuration(), source.loading, source.adapter or source.base, has_adapter=True, has_images=False
+        )
         check_installed(wanted)
         for feature in registry.hooks_of("quantized", "model_feature"):
             feature().check(wanted)
@@ -324,8 +318,6 @@ def _adapter_values(file: str) -> dict[str, torch.Tensor]:
 
 UNTAUGHT = float("inf")  # Stands for a teacher's log-probability where the prompt names no teacher.
 
-Read = Callable[[Any, Any, PackedRow, float], torch.Tensor]  # Function like `Kind.read`, without the teacher's name.
-
 
 def _states(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:
     """Compute the teacher's last hidden states for a row's target tokens, on the host, because they are large."""
@@ -339,8 +331,9 @@ def _top(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.T
 
 
 def _of_its_groups(
-    field: str, read: Read, second: Any, model: Any, row: PackedRow, temperature: float, name: str
-) -> torch.Tensor:
+    field: str, read: Callable[..., torch.Tensor], second: Any, model: Any, row: PackedRow, temperature: float,
+    name: str,
+) -> torch.Tensor:  # fmt: skip
     """Compute a teacher's values for a row, (N,). With several teachers compute only values of groups that have
     ``name`` as their teacher. Values of all other groups stay as they are, or are UNTAUGHT. An empty ``name`` means a
     single teacher."""
@@ -359,9 +352,7 @@ def _of_its_groups(
     return values
 
 
-def _kind(field: str, read: Read) -> Kind:
-    return Kind(field, "teacher", teacher_of, teacher_bytes, functools.partial(_of_its_groups, field, read), configs_of)
-
-
-LOGPROBS = _kind("teacher_logprobs", own_logprobs)
-STATES, TOP = _kind("teacher_states", _states), _kind("teacher_top", _top)
+LOGPROBS, STATES, TOP = (
+    Kind(field, "teacher", teacher_of, teacher_bytes, functools.partial(_of_its_groups, field, read), configs_of)
+    for field, read in (("teacher_logprobs", own_logprobs), ("teacher_states", _states), ("teacher_top", _top))
+)

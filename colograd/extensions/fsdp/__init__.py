@@ -1,6 +1,6 @@
 """FSDP2 (`sharding: fsdp`): each rank has some rows of every weight, and gathers whole weights block by block."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
-    "gathered_weights": "gathered:gathered_weights",
+    "gathered_weights": "rows:gathered_weights",
     "sharding": "strategy:FullySharded",
 }

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from ...parallel import watchdog
 from ...parallel.ranks import world_size
@@ -22,7 +21,7 @@ from ...parallel.shards import all_gather
 from ...policy.layers import decoder_layers
 from ...policy.towers import keep_gradients_out, tower_layers
 from ...runtime.page_locked import host_empty
-from ...sharding.buckets import reduce_scatter
+from ...sharding.zero import reduce_scatter
 
 
 class Exchange(NamedTuple):
@@ -73,29 +72,24 @@ class Blocks(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Comm:
+    """The collectives of a block, an all-gather of weights and a reduce-scatter of gradients."""
+
     block: FSDPModule
     strategy: Any  # The `FullySharded` strategy. Its `on_gather` or `on_reduce` is called at each exchange.
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class _Gather(_Comm):
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any = None, async_op: Any = False
     ) -> dist.Work | None:
-        self.strategy.on_gather(self.block, output_tensor)
-        work: dist.Work | None = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        return work
-
-
-class _Reduce(_Comm):
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> dist.Work | None:
-        self.strategy.on_reduce(self.block, input_tensor)
-        work: dist.Work | None = reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        self.strategy.take(output_tensor)
+        work: dist.Work | None
+        if op is None:
+            self.strategy.on_gather(self.block, output_tensor)
+            work = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        else:
+            self.strategy.on_reduce(self.block, input_tensor, output_tensor)
+            work = reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return work
 
 
@@ -155,18 +149,9 @@ def cut(
         if has_dtype and hasattr(block, "set_reduce_scatter_unused_params"):
             # torch makes the zeros for unused parameters in the parameters' dtype, which must be that of the sums.
             block.set_reduce_scatter_unused_params(True)
-        block.set_custom_all_gather(_Gather(block, strategy))
-        block.set_custom_reduce_scatter(_Reduce(block, strategy))
+        block.set_custom_all_gather(_Comm(block, strategy))
+        block.set_custom_reduce_scatter(_Comm(block, strategy))
     return blocks
-
-
-def whole_parameters(block: Any) -> list[torch.nn.Parameter]:
-    """Return a block's unsharded parameters, which FSDP allocates only during the block's forward and backward. A
-    collective call: all ranks take part."""
-    block.unshard()
-    whole = [parameter for parameter in block.parameters() if not isinstance(parameter, DTensor)]
-    block.reshard()
-    return whole
 
 
 def ends(model: Any) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ...config import GRPOConfig
 from ...parallel.faults import telling
@@ -24,7 +25,7 @@ from ...parallel.ranks import on_all_ranks, rank
 from ...sharding.strategy import Owned, drop_graph
 from ...sharding.weight_files import WeightFiles, all_names, completed
 from ...sharding.zero import SharedParts
-from .blocks import Blocks, Exchange, cut, whole_parameters
+from .blocks import Blocks, Exchange, cut
 from .rows import Cut, cuts_of, gathered
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -60,7 +61,11 @@ class FullySharded(SharedParts):
         # hooks have read from `_summed`.
         self._summed, self._offset = torch.empty(0), 0
         self.blocks = self._cut(model, self._reshard)
-        self._whole = [p for block in self.blocks.all() for p in whole_parameters(block) if p.requires_grad]
+        self._whole: list[Any] = []  # Unsharded parameters, which FSDP allocates only during a forward and backward.
+        for block in self.blocks.all():
+            block.unshard()
+            self._whole += [p for p in block.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+            block.reshard()
         for parameter in self._whole:
             if hasattr(parameter, "grad_dtype"):
                 parameter.grad_dtype = self._gradients  # A tied embedding adds up two gradients in one backward.
@@ -131,7 +136,7 @@ class FullySharded(SharedParts):
         self._exchanges.append(Exchange(block))
         self.traffic.gathered += whole.nbytes
 
-    def on_reduce(self, block: FSDPModule, whole: torch.Tensor) -> None:
+    def on_reduce(self, block: FSDPModule, whole: torch.Tensor, rows: torch.Tensor) -> None:
         if whole.numel() != self._sizes[block]:
             raise RuntimeError(
                 f"Gradients of a {type(block).__name__.removeprefix('FSDP')} have {whole.numel():,} elements, not "
@@ -140,8 +145,6 @@ class FullySharded(SharedParts):
             )
         self._exchanges.append(Exchange(block, whole.numel()))
         self.traffic.reduced += whole.nbytes
-
-    def take(self, rows: torch.Tensor) -> None:
         self._summed, self._offset = rows, 0
 
     @contextmanager
@@ -215,9 +218,6 @@ class FullySharded(SharedParts):
 
     def owned(self) -> Sequence[Owned]:
         return list(self._pieces.values())
-
-    def gather_weights(self) -> None:
-        """Do nothing, because each forward and backward gathers the weights that it needs."""
 
     @telling("saving")
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:

@@ -2,11 +2,11 @@
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "cheapest": "ways:cheapest",
-    "conflicts": "conflicts:CONFLICTS",
+    "conflicts": "ways:CONFLICTS",
     "host_remedies": "ways:remedies",
     "left_on_device": "ways:LeftOnDevice",
     "optimizer": "adamw:host_adamw_of",
-    "optimizer_moves": "turns:moves_of",
+    "optimizer_moves": "adamw:moves_of",
     "sharding_variant": "on_host:on_host",
     "training_context": "layer_inputs:inputs_of_run",
 }

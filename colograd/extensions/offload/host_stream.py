@@ -45,10 +45,10 @@ class HostStream:
         self._lanes: list[_Lane] = []
         self._turns = itertools.cycle(range(BUFFERS))
 
-    def event(self) -> Any:
-        """Return an event that ends after all work that is now queued on the present stream."""
+    def event(self, stream: Any = None) -> Any:
+        """Return an event that ends after all work that is now queued on a stream. None means the present stream."""
         event = self._torch.Event()
-        event.record(self._torch.current_stream())
+        event.record(stream or self._torch.current_stream())
         return event
 
     @torch.no_grad()
@@ -95,9 +95,7 @@ class HostStream:
 
     def sent(self) -> Any:
         """Return an event that ends when all copies to the host that are now queued have arrived."""
-        event = self._torch.Event()
-        event.record(self.emptying)
-        return event
+        return self.event(self.emptying)
 
     def let_wait(self, event: Any) -> None:
         """Make the present stream wait for ``event``, so that memory isn't reused while a copy still reads it."""

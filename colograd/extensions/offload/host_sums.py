@@ -37,7 +37,7 @@ class HostSums:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = HostStream(device, apart=True)
-        self._places: dict[Hashable, torch.Tensor] = {}
+        self.places: dict[Hashable, torch.Tensor] = {}  # Host memory of each sum, by key.
         self._arrived: dict[Hashable, Any] = {}  # Event of the last copy to the host, by the sum's key.
         # Gradients on their way to the host, each with an event at the end of its copy.
         self._on_way: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()
@@ -49,10 +49,11 @@ class HostSums:
     def get(self, key: Hashable) -> torch.Tensor | None:
         """Return the gradient sum of a key. Call `settle` first. None means that this step has added nothing to the
         sum."""
-        return self._places[key] if key in self else None
+        return self.places[key] if key in self else None
 
-    def keep_at(self, key: Hashable, place: torch.Tensor) -> None:
-        self._places[key] = place
+    def pop(self, key: Hashable) -> torch.Tensor | None:
+        """Return the gradient sum of a key like `get`, and forget it."""
+        return None if self._arrived.pop(key, None) is None else self.places[key]
 
     @torch.no_grad()
     def add(self, key: Hashable, gradient: torch.Tensor) -> None:
@@ -90,14 +91,11 @@ class HostSums:
         self.let_go()
         self._arrived.clear()
 
-    def forget(self, key: Hashable) -> None:
-        self._arrived.pop(key, None)
-
     @torch.no_grad()
     def squared_norm(self) -> float:
         """Return the sum of squares of all gradient sums, computed in float64. Call `settle` first."""
         norms: list[torch.Tensor] = []
-        pieces = [piece for key in self._arrived for piece in self._places[key].view(-1).split(ELEMENTS)]
+        pieces = [piece for key in self._arrived for piece in self.places[key].view(-1).split(ELEMENTS)]
 
         def measure(tensors: Any) -> None:
             norms.append(torch.linalg.vector_norm(tensors[0], dtype=torch.float64))
@@ -106,8 +104,8 @@ class HostSums:
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
     def _place(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        place = self._places.get(key)
+        place = self.places.get(key)
         if place is None:
             watchdog.progress()
-            place = self._places[key] = host_empty(like.shape, dtype or like.dtype, self.device)
+            place = self.places[key] = host_empty(like.shape, dtype or like.dtype, self.device)
         return place

@@ -11,16 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ...config import GRPOConfig
 from ...parallel import watchdog
-from ...parallel.gradients import sum_over_ranks
 from ...parallel.ranks import world_size
+from ...parallel.shards import sum_over_ranks
 from ...runtime.page_locked import host_empty
-from ...sharding.buckets import Bucket
 from ...sharding.strategy import ShardingStrategy
-from ...sharding.zero import SharedGradients, SharedOptimizer, WholeCopies
+from ...sharding.zero import Bucket, SharedGradients, SharedOptimizer, WholeCopies
 from .host_sums import HostSums
 
 
@@ -43,15 +41,13 @@ class OnHost(ShardingStrategy):
         return self.sums.get(part)
 
     def clip(self, largest: float) -> float:
-        total = torch.tensor(self.sums.squared_norm(), dtype=torch.float64, device=self.sums.device)
-        if self.parts > 1:
-            dist.all_reduce(total)
-        norm = float(total) ** 0.5
+        norm = self.norm_over_parts(self.sums.squared_norm())
         self.factor = largest / (norm + 1e-6)
         return norm
 
-    def _present(self, names: Sequence[Any]) -> list[torch.Tensor]:
-        return [total for name in names if (total := self.sums.get(name)) is not None]
+    def gradients(self) -> Sequence[torch.Tensor]:
+        keys: Sequence[Any] = getattr(self, "buckets", self.trained)
+        return [total for key in keys if (total := self.sums.get(key)) is not None]
 
     def discard(self) -> None:
         self.sums.discard()
@@ -87,7 +83,6 @@ class WholeOnHost(AddedInBackward, WholeCopies):
     """Strategy of `sharding: none` with `offload_gradients`: one gradient sum in host memory per parameter."""
 
     def share(self, optimizer: Any) -> None:
-        WholeCopies.share(self, optimizer)
         optimizer.host_gradients = self
         optimizer.register_step_post_hook(lambda *_: self.discard())
 
@@ -100,9 +95,6 @@ class WholeOnHost(AddedInBackward, WholeCopies):
                     sums.zero(parameter, parameter, getattr(parameter, "grad_dtype", None) or parameter.dtype)
         if world_size() > 1:
             self.traffic.reduced += sum_over_ranks(self.gradients(), sums.device)
-
-    def gradients(self) -> Sequence[torch.Tensor]:
-        return self._present(self.trained)
 
 
 class PartsOnHost(OnHost, SharedOptimizer):
@@ -131,9 +123,6 @@ class PartsOnHost(OnHost, SharedOptimizer):
         super().sum_gradients()
         self.sums.settle()
 
-    def gradients(self) -> Sequence[torch.Tensor]:
-        return self._present(self.buckets)
-
 
 class OptimizerOnHost(AddedInBackward, PartsOnHost):
     """Strategy of `sharding: optimizer` with `offload_gradients`. A bucket's local gradient sums are contiguous in host
@@ -145,18 +134,15 @@ class OptimizerOnHost(AddedInBackward, PartsOnHost):
             watchdog.progress()
             flat = host_empty(torch.Size([bucket.part * bucket.ranks]), bucket.gradient_dtype, self.sums.device)
             for parameter, start, size in zip(bucket.parameters, bucket.starts, bucket.sizes, strict=True):
-                self.sums.keep_at(parameter, flat[start : start + size].view(parameter.shape))
-            self.sums.keep_at(bucket, flat[bucket.begin : bucket.begin + bucket.part])
+                self.sums.places[parameter] = flat[start : start + size].view(parameter.shape)
+            self.sums.places[bucket] = flat[bucket.begin : bucket.begin + bucket.part]
 
     def sum_gradients(self) -> None:
         self.sums.settle()
         super().sum_gradients()
 
     def _whole(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
-        sums = [self.sums.get(parameter) for parameter in bucket.parameters]
-        for parameter in bucket.parameters:
-            self.sums.forget(parameter)
-        return sums
+        return [self.sums.pop(parameter) for parameter in bucket.parameters]
 
 
 class GradientsOnHost(PartsOnHost, SharedGradients):

@@ -1,4 +1,5 @@
-"""Combinations of offloading settings (ways) that make a run fit on its GPU, and their seconds on the bus."""
+"""Combinations of offloading settings (ways) that make a run fit on its GPU, and their seconds on the bus. `CONFLICTS`
+has settings that can't be combined with offloading."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ...config.conflicts import SET, Conflict, equal, other_than
 from ...config.sharding import TENSOR
 from ...memory.choice import best_plan, fits
 from ...memory.description import RunDescription
@@ -33,6 +35,25 @@ WAYS: dict[str, dict[str, Any]] = {
     "stream, gradients, activations": STREAM | GRADIENTS | ACTIVATIONS,
 }
 
+CONFLICTS = (
+    Conflict(
+        "offload_gradients", SET, "sharding", equal("fsdp"),
+        "then gradients go to the host together with a rank's rows",
+        "set fsdp_offload_params: true in its place, or sharding: gradients",
+    ),
+    Conflict(
+        "offload_optimizer", equal("stream"), "optim", other_than("auto", "adamw_split"),
+        "that optimizer's state can't pass through the GPU piece by piece",
+        "set optim: adamw_split, or offload_optimizer: sampling",
+        lambda settings: settings.streams_optimizer,
+    ),
+    Conflict(
+        "offload_gradients", SET, "optim", other_than("auto", "adamw_split"),
+        "that optimizer takes gradients from the GPU alone", "set optim: adamw_split, or offload_gradients: false",
+        lambda settings: settings.offloads_gradients,
+    ),
+)  # fmt: skip
+
 
 class LeftOnDevice:
     inputs = KEPT
@@ -45,6 +66,7 @@ class Way:
     and ``to_host`` are bytes over the bus per step, for all sequences of a generation at full length."""
 
     name: str
+    run: RunDescription
     plan: MemoryPlan
     fits: bool
     to_gpu: int
@@ -62,11 +84,10 @@ def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
     for name, changes in WAYS.items():
         changed = dataclasses.replace(run, **changes)
         able = run.can_stream or not (changes.keys() & {"streams", "offloads_gradients"})
-        able = able and not (run.ranks_per_sequence > 1 and changes.keys() & {"offloads_gradients"})
-        if able and changed not in seen:
+        if able and changed not in seen and (run.ranks_per_sequence == 1 or "offloads_gradients" not in changes):
             seen.append(changed)
             plan = best_plan(changed, strategy)
-            yield Way(name, plan, fits(changed, strategy), *bus_bytes(changed, plan.tokens))
+            yield Way(name, changed, plan, fits(changed, strategy), *bus_bytes(changed, plan.tokens))
 
 
 def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
@@ -96,14 +117,13 @@ def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict
     that a rank may use."""
     if strategy == "fsdp" or strategy in TENSOR:
         return {}
-    fitting = []
-    for way in ways(run, strategy):
-        changed = dataclasses.replace(run, **WAYS[way.name])
-        inputs = again(run.shape, changed.checkpointing) * -(-way.plan.tokens // run.ranks_per_sequence)
-        needed = run.sizes.optimizer * changed.streams + run.sizes.gradients * changed.offloads_gradients
-        needed += inputs * run.shape.hidden * run.sizes.itemsize * changed.offloads_activations
-        if way.fits and needed <= host:
-            fitting.append(way)
+
+    def on_host(way: Way) -> float:
+        inputs = again(run.shape, way.run.checkpointing) * -(-way.plan.tokens // run.ranks_per_sequence)
+        sums = run.sizes.optimizer * way.run.streams + run.sizes.gradients * way.run.offloads_gradients
+        return sums + inputs * run.shape.hidden * run.sizes.itemsize * way.run.offloads_activations
+
+    fitting = [way for way in ways(run, strategy) if way.fits and on_host(way) <= host]
     return WAYS[min(fitting, key=lambda way: way.seconds(BUS)).name] if fitting else {}
 
 

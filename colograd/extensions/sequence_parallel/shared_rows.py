@@ -12,8 +12,7 @@ from ...parallel.shards import RankGroup, parts_of
 from ...policy.lora import unwrap
 from ...policy.supported import ModelFeature, check_shared_rows
 from ...runtime.sizes import num_experts
-from ...sharding.shared_rows import SharedRows
-from ...sharding.strategy import ShardingStrategy
+from ...sharding.strategy import ShardingStrategy, SharedRows
 from ...sharding.zero import SharedGradients
 from .forward import RowGroups, share_rows, whole_rows
 
@@ -61,7 +60,7 @@ class SharedTokens(SharedRows):
     def describe(self) -> str:
         size = self._groups.sequence.size
         rows = f"sequences: {size} ranks divide each row's tokens, and exchange heads in attention"
-        return "; ".join(filter(None, (rows, super().describe())))  # type: ignore[safe-super]
+        return "; ".join(filter(None, (rows, super().describe())))
 
 
 def _unreached(loss: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...]:

@@ -21,8 +21,7 @@ from ...parallel.ranks import gather
 from ...parallel.shards import RankGroup
 from ...policy.lora import is_adapted
 from ...sharding import optimizer_state
-from ...sharding.shared_rows import SharedRows
-from ...sharding.strategy import Owned, WriteTensors, scale_down, squared_norm
+from ...sharding.strategy import Owned, SharedRows, Write, scale_down, squared_norm
 from ...sharding.weight_files import WeightFiles, all_names, completed
 from ...sharding.zero import SharedGradients, SharedOptimizer, WholeCopies
 from .layers import TensorParts
@@ -148,7 +147,7 @@ class TensorParallel(TensorStrategy, WholeCopies):
         return True
 
     def save_optimizer(
-        self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: WriteTensors = save_file
+        self, optimizer: torch.optim.Optimizer, folder: Path, keep: bool = True, write: Write = save_file
     ) -> bool:
         """Write the optimizer state of this rank's part if ``keep`` is true on any rank of its engine. A collective."""
         engine = self.cut.engine

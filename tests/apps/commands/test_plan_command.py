@@ -24,7 +24,7 @@ from colograd.memory.description import ORDER, STRATEGIES
 from colograd.memory.estimate import ALIVE
 from colograd.memory.table import GIB, MARGIN
 from colograd.policy.outline import note_on_cpu
-from colograd.sharding.buckets import ELEMENTS
+from colograd.sharding.zero import ELEMENTS
 
 LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from colograd import GRPOConfig, GRPOTrainer
 from colograd.batch import MicroBatch, PackedRow, ScoredGroup, StepBatch
-from colograd.extensions.distillation.head import TeacherHead, TeacherStep, TeacherTop, TopTokens
+from colograd.extensions.distillation.head import TeacherHead, TeacherStep, TeacherTop
 from colograd.extensions.distillation.teacher import (
     OtherAdapter,
     Teacher,
@@ -403,7 +403,7 @@ def test_the_divergence_over_the_teacher_s_top_tokens_is_a_plain_computation_s(
     assert objective.needs == ("teacher_top",) and objective.every_group
     rows = fill({"teacher_top": teacher}, rows_of(policy, budget=20), 0.7)
     forward, student, other = (
-        PolicyForward(policy.model, 0.7, steps=(TeacherStep(TopTokens()),)),
+        PolicyForward(policy.model, 0.7, steps=(TeacherStep(TeacherTop),)),
         plain(tiny_model),
         plain(large),
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from colograd.extensions.fsdp.gathered import Place
-from colograd.extensions.fsdp.rows import Cut, Rows
+from colograd.extensions.fsdp.rows import Cut, Rows, place_of
+from colograd.weights.mapping import Slice
 
 
 @pytest.mark.parametrize("ranks", (1, 2, 3, 4, 7))
@@ -29,13 +29,13 @@ CUTS = {
 def test_rows_in_small_pieces_fill_their_place(cut: tuple[slice, ...], step: int) -> None:
     whole = torch.arange(24.0).view(6, 4)
     destination = torch.full_like(whole[cut], -1)
-    place = Place(destination, cut)
+    place = Slice("p", whole, destination, cut)
     for first in range(0, 6, step):
-        if (found := place.of(Rows("p", first, whole[first : first + step], 6))) is not None:
+        if (found := place_of(place, Rows("p", first, whole[first : first + step], 6))) is not None:
             destination[found[0]] = found[1]
     assert torch.equal(destination, whole[cut])
 
 
 def test_rows_of_another_engine_rank_are_not_written() -> None:
-    place = Place(torch.zeros(2, 4), (slice(0, 2),))
-    assert place.of(Rows("p", 2, torch.ones(4, 4), 6)) is None
+    place = Slice("p", torch.zeros(6, 4), torch.zeros(2, 4), (slice(0, 2),))
+    assert place_of(place, Rows("p", 2, torch.ones(4, 4), 6)) is None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from colograd.extensions.offload.turns import OptimizerOffload
+from colograd.extensions.offload.adamw import OptimizerOffload
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 
 
