@@ -25,6 +25,7 @@ class Work:
     seed: int
     more: Callable[[list[int]], object] | None = None
     future: asyncio.Future[list[Sampled]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    is_dropped: bool = False  # Whether the session no longer waits for an answer.
 
     def finish(self, samples: list[Sampled]) -> None:
         self.tell(lambda: None if self.future.done() else self.future.set_result(samples))
@@ -45,17 +46,16 @@ class WorkQueue:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._new: deque[Work] = deque()
-        self._dropped: deque[Work] = deque()  # dropped requests: their sessions no longer wait for an answer
         self._changed = threading.Event()
         self._running: dict[str, Work] = {}
 
     def put(self, work: Work) -> None:
         self._new.append(work)
-        self._changed.set()
+        self.wake()
 
     def drop(self, work: Work) -> None:
-        self._dropped.append(work)
-        self._changed.set()
+        work.is_dropped = True
+        self.wake()
 
     def wake(self) -> None:
         """End the wait of an idle `step`."""
@@ -64,15 +64,11 @@ class WorkQueue:
     def step(self, idle_seconds: float) -> None:
         """Submit new requests, run one engine step, and answer finished requests. Without requests, wait briefly."""
         self._changed.clear()
-        dropped = {
-            self._dropped.popleft() for _ in range(len(self._dropped))
-        }  # read before `_new`, because a dropped request may still be in `_new`
-        if gone := [name for name, work in self._running.items() if work in dropped]:
-            for name in gone:
-                del self._running[name]
-            self.engine.abort(gone)
+        if dropped := [name for name, work in self._running.items() if work.is_dropped]:
+            self.engine.abort(dropped)
+            self._running = {name: work for name, work in self._running.items() if name not in dropped}
         for work in [self._new.popleft() for _ in range(len(self._new))]:
-            if work in dropped:
+            if work.is_dropped:
                 continue
             try:
                 name = self.engine.submit(work.prompt, work.sampling, work.seed, streams=work.more is not None)

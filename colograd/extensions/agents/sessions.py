@@ -37,7 +37,7 @@ from .decoding import WorkQueue
 from .endpoint import Endpoint, served
 from .engine.chat_api import ChatAPI
 from .programs import CommandProgram, FunctionProgram
-from .session import Limits, Session
+from .session import AgentSettings, Session
 from .session_log import SessionLog
 from .turn_rewards import FAILURE, SESSION, problem_with
 
@@ -116,17 +116,6 @@ class Agent:
         return FunctionProgram(self.function, given)
 
 
-@dataclass(frozen=True, slots=True)
-class AgentSettings:
-    """The settings of an agent's sessions."""
-
-    timeout: float | None  # Maximum seconds of a session. None means no limit.
-    at_once: int  # Maximum number of sessions at the same time.
-    limits: Limits
-    refuses: bool  # Whether requests with sampling settings other than the run's are errors.
-    raises: bool  # Whether a failed session ends the run. False leaves its group untrained.
-
-
 class AgentSessions:
     """A rollout source that samples groups of agent sessions.
 
@@ -155,9 +144,9 @@ class AgentSessions:
         with ExitStack() as closing:
             closing.callback(queue.close)
             address = closing.enter_context(served(endpoint.app))
-            running = _RunningSessions(self, endpoint, address, version)
+            running = _RunningSessions(self, endpoint, address, version, sampling.n)
             closing.callback(running.close)
-            yield from running.open(prompts, sampling.n)
+            yield from running.open(prompts)
             while running.waiting or running.running:
                 running.start()
                 queue.step(POLL)
@@ -174,23 +163,22 @@ class AgentSessions:
 class _RunningSessions:
     """The unfinished sessions of one call of `AgentSessions.generate`."""
 
-    def __init__(self, parent: AgentSessions, endpoint: Endpoint, address: str, version: int) -> None:
+    def __init__(self, parent: AgentSessions, endpoint: Endpoint, address: str, version: int, size: int) -> None:
         self.agent, self.settings, self.counts, self.form = parent.agent, parent.settings, parent.counts, parent.form
         self.model, self.endpoint, self.address, self.version = parent.api.model, endpoint, address, version
         self._log = parent.log()
         self.waiting: list[Session] = []
         self.running: list[Session] = []
         self._over: dict[int, dict[int, Rollout]] = {}  # Ended sessions: prompt's position -> index in the group.
-        self._again: set[tuple[int, int]] = set()  # Sessions that run a second time.
-        self._size = 0
-
-    def open(self, prompts: Sequence[Prompt], size: int) -> Iterator[Group]:
-        """Queue the sessions of all prompts that aren't in the log. Yield groups with all sessions in the log."""
         self._size = size
+
+    def open(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
+        """Queue the sessions of all prompts that aren't in the log. Yield groups with all sessions in the log."""
+        size = self._size
         for prompt in prompts:
             known = self._log.recall(prompt) if self._log is not None else {}
             done = self._over[prompt.position] = {i: rollout for i, rollout in known.items() if i < size}
-            self.waiting += [Session(prompt, i, self.form, self.settings.limits) for i in range(size) if i not in done]
+            self.waiting += [Session(prompt, i, self.form, self.settings) for i in range(size) if i not in done]
             yield from self._complete(prompt)
 
     def _complete(self, prompt: Prompt) -> Iterator[Group]:
@@ -221,13 +209,11 @@ class _RunningSessions:
             else:
                 continue
             self.running.remove(session)
-            place = prompt.position, session.index
-            if outcome.kind == "died" and outcome.value[0] in TERMINATED and place not in self._again:
+            if outcome.kind == "died" and outcome.value[0] in TERMINATED and not session.is_repeated:
                 # A scheduler has sent a signal to all processes of the job. Run the session once more.
-                self._again.add(place)
                 self.endpoint.close(session, "its program was terminated")
                 program.stop()
-                self.waiting.insert(0, Session(prompt, session.index, self.form, self.settings.limits))
+                self.waiting.insert(0, Session(prompt, session.index, self.form, self.settings, is_repeated=True))
                 continue
             rollout = self._end(session, outcome)
             self._over[prompt.position][session.index] = rollout

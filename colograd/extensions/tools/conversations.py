@@ -24,9 +24,10 @@ from ...engine.protocol import Engine, Sampled
 from ...engine.sampling import Sampling, request_seed
 from ...riders import Media, Rider, joined_riders, with_shared_riders
 from ...usercode.untrusted import CHARACTERS
+from .environments import Environment
 from .tool_calls import Answers, characters, shown_content, text_of
 from .tool_format import ToolFormat
-from .toolbox import ConversationTools, Toolbox
+from .toolbox import Toolbox
 
 POLL = 0.02  # maximum seconds of a wait for tools while the engine is idle
 
@@ -37,7 +38,7 @@ class Conversation:
 
     prompt: Prompt
     index: int  # index of the completion in its group
-    session: ConversationTools
+    environment: Environment | None
     input: ModelInput  # Tokens of the prompt, with the text that the environment's `reset` returned.
     asked: Any  # Messages of the prompt, with the content that `reset` returned.
     read: ModelInput  # Tokens that the engine reads for the next turn: the input and all later tokens.
@@ -63,19 +64,13 @@ class Conversation:
     def rollout(self, version: int) -> Rollout:
         assert self.finish_reason is not None
         columns: dict[str, Any] = {}
-        if (environment := self.session.environment) is not None:
-            columns = {"environments": None if environment.stuck else environment.instance, "prompts": self.asked}
-        return Rollout(
-            input=self.input,
-            completion_ids=self.ids,
-            sampler_logprobs=torch.frombuffer(self.logprobs, dtype=torch.float32),
-            sampled=torch.tensor(self.sampled, dtype=torch.bool),
-            finish_reason=self.finish_reason,
-            policy_version=version,
-            messages=tuple(self.messages),
-            columns=columns,
-            riders=(*joined_riders(self.riders, len(self.input)), *self.media),
-        )
+        if self.environment is not None:
+            instance = None if self.environment.stuck else self.environment.instance
+            columns = {"environments": instance, "prompts": self.asked}
+        riders = (*joined_riders(self.riders, len(self.input)), *self.media)
+        values = torch.frombuffer(self.logprobs, dtype=torch.float32), torch.tensor(self.sampled, dtype=torch.bool)
+        reason, messages = self.finish_reason, tuple(self.messages)
+        return Rollout(self.input, self.ids, *values, reason, version, messages, columns, riders=riders)
 
 
 class Conversations:
@@ -90,11 +85,7 @@ class Conversations:
         self, engine: Engine, tools: Toolbox, form: ToolFormat, rules: PromptRules, max_iterations: int | None
     ) -> None:
         self.engine, self.tools, self.form = engine, tools, form
-        self.rules, self.max_iterations = rules, max_iterations
-
-    def take_counts(self) -> dict[str, float]:
-        """Return the sums of the metrics ``tools/...`` since the last call of `take_counts`."""
-        return self.tools.take_counts()
+        self.rules, self.max_iterations, self.take_counts = rules, max_iterations, tools.take_counts
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
@@ -137,9 +128,9 @@ class _RunningConversations:
         environments = self.tools.environments
         while self.unopened and (not self._is_limited or environments.has_room(self.sampling.n)):
             prompt, index = self.unopened.popleft()
-            session, beginning = self.tools.open(prompt.example)
+            environment, beginning = self.tools.open(prompt.example)
             asked = prompt.example.get("prompt")
-            conversation = Conversation(prompt, index, session, prompt.input, asked, read=prompt.input)
+            conversation = Conversation(prompt, index, environment, prompt.input, asked, read=prompt.input)
             if beginning is None:
                 self._submit(conversation)
             else:
@@ -159,14 +150,14 @@ class _RunningConversations:
             for request, (turn,) in self.engine.advance():
                 conversation = self.writing.pop(request)
                 shown = (*conversation.input.ids, *conversation.ids)
-                message, calls = self.form.read(turn.ids, shown, conversation.session.schemas)
+                message, calls = self.form.read(turn.ids, shown, self.tools.schemas(conversation.prompt.example))
                 conversation.add(ModelInput(tuple(turn.ids)), turn)
                 conversation.messages.append(message)
                 conversation.turns += 1
                 conversation.finish_reason = turn.finish_reason
                 is_last = self.max_iterations is not None and conversation.turns > self.max_iterations
                 if calls and turn.finish_reason is FinishReason.STOP and not is_last:
-                    self.waiting.append((conversation, self.tools.call(conversation.session, calls)))
+                    self.waiting.append((conversation, self.tools.call(conversation.environment, calls)))
                 else:
                     over.append(conversation)
         elif not any(answers.done() for _, answers in self.waiting):
@@ -225,8 +216,8 @@ class _RunningConversations:
             ValueError: the prompt with the returned value is too long.
         """
         ((_, outcome),) = answers.outcomes()
-        assert conversation.session.environment is not None
-        name, prompt = type(conversation.session.environment.instance).__name__, conversation.prompt
+        assert conversation.environment is not None
+        name, prompt = type(conversation.environment.instance).__name__, conversation.prompt
         where = f"environment {name}, prompt {prompt.position}"
         if outcome.kind != "value":
             problem = outcome.value[1] if outcome.kind == "raised" else f"it took longer than {outcome.seconds:g} s"

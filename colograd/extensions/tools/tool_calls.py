@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import inspect
 import math
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
 from ...runtime import registry
-from ...usercode.calls import Outcome, raised_outcome
+from ...usercode.calls import Outcome, awaited_outcome, event_loop, raised_outcome
 from ...usercode.untrusted import clean
-from .environments import Environment
-from .threads import MainThreadAdvice, UserCall
+from .environments import Advise, Environment
 
 PARTS = ("text", "image", "image_url", "audio", "video")  # types of content parts in chat templates
+
+
+def run_call(future: Future[Outcome], function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Run a call in this thread and set the future. Do nothing if the call has run or was cancelled."""
+    if future.done() or not future.set_running_or_notify_cancel():
+        return
+    started = time.perf_counter()
+    try:
+        value = function(**arguments)
+        if inspect.isawaitable(value):  # async method of an environment; waiting here keeps the order of its calls
+            outcome = asyncio.run_coroutine_threadsafe(awaited_outcome(value, None), event_loop()).result()
+        else:
+            outcome = Outcome("value", value, time.perf_counter() - started)
+    except BaseException as error:  # SystemExit would end the thread and leave the conversation without an outcome
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
+        outcome = raised_outcome(error)
+    future.set_result(outcome)
 
 
 @dataclass(slots=True)
@@ -25,24 +46,17 @@ class RunningCall:
     name: str
     future: Future[Outcome]
     deadline: float = math.inf  # Latest time to wait for the call, in `time.monotonic` seconds.
-    asker_runs: UserCall | None = None  # Call that the requesting thread runs (main_thread_tools).
+    run: Callable[[], None] | None = None  # Runs the call in the thread that requests the outcome (main_thread_tools).
     environment: Environment | None = None  # Environment of a method. None for a tool.
     declarable: str | None = None  # Name that could be added to main_thread_tools, or None.
 
-    @classmethod
-    def failed(cls, name: str, line: str) -> RunningCall:
-        """Return a call that failed before it started, with the error text ``line``."""
-        future = Future[Outcome]()
-        future.set_result(Outcome("raised", (line, ""), 0.0))
-        return cls(name, future)
-
     def done(self) -> bool:
         """Return whether the call has ended, is late, or runs only in the requesting thread."""
-        return self.asker_runs is not None or self.future.done() or time.monotonic() > self.deadline
+        return self.run is not None or self.future.done() or time.monotonic() > self.deadline
 
     def abandon(self) -> None:
         """Cancel the call. If an environment's thread still runs the call, the environment becomes stuck."""
-        if self.environment is not None and self.asker_runs is None and not self.future.done():
+        if self.environment is not None and self.run is None and not self.future.done():
             self.environment.stuck = True
         self.future.cancel()
 
@@ -53,7 +67,7 @@ class Answers:
 
     calls: list[RunningCall]
     timeout: float | None
-    advice: MainThreadAdvice
+    advise: Advise
 
     def done(self) -> bool:
         """Return whether no call needs further waiting."""
@@ -63,8 +77,8 @@ class Answers:
         """Return (tool's name, outcome) for each call, in order. A call that hasn't ended gets the outcome ``late``."""
         outcomes = []
         for call in self.calls:
-            if call.asker_runs is not None:
-                call.asker_runs.run()
+            if call.run is not None:
+                call.run()
             outcome = Outcome("late", None, self.timeout or 0.0)
             if not call.future.done():
                 call.abandon()
@@ -74,7 +88,7 @@ class Answers:
                 except (Exception, CancelledError) as error:  # e.g. an async tool called without a required argument
                     outcome = raised_outcome(error)
             if call.declarable is not None:
-                self.advice.give(call.declarable, outcome)
+                self.advise(call.declarable, outcome)
             outcomes.append((call.name, outcome))
         return outcomes
 
@@ -129,18 +143,14 @@ def characters(content: Any) -> int:
 
 
 def _is_parts(content: Any) -> bool:
-    return (
-        isinstance(content, list)
-        and bool(content)
-        and all(isinstance(part, dict) and part.get("type") in PARTS for part in content)
-    )
+    is_list = isinstance(content, list) and bool(content)
+    return is_list and all(isinstance(part, dict) and part.get("type") in PARTS for part in content)
 
 
 def text_of(content: Any) -> str:
     """Return a tool's value as text. A list of content parts becomes the joined texts of its parts."""
     if not _is_parts(content):
         return str(clean(str(content)))
-    for part in content:
-        if part["type"] != "text":
-            raise ValueError(f"A part of type {part['type']!r} can't be shown to the model, which reads only text.")
+    if others := [part["type"] for part in content if part["type"] != "text"]:
+        raise ValueError(f"A part of type {others[0]!r} can't be shown to the model, which reads only text.")
     return str(clean("".join(str(part["text"]) for part in content)))

@@ -20,7 +20,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
 from typing import Any
 
 from transformers.utils import get_json_schema
@@ -31,19 +31,13 @@ from ...runtime.importing import find_object
 from ...usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, place_in, when_done
 from ...usercode.copies import own_copy
 from ...usercode.worker_pool import WorkerPool
-from .environments import Environment, Environments, factory_names
-from .threads import MainThreadAdvice, UserCall, on_this_device
-from .tool_calls import Answers, RunningCall, answer_content, shown_content
+from .environments import Environment, Environments, factory_names, on_this_device
+from .tool_calls import Answers, RunningCall, answer_content, run_call, shown_content
 
 COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
-
-
-@dataclass(frozen=True, slots=True)
-class ConversationTools:
-    """The tools of one conversation, and its environment if the run has environments."""
-
-    schemas: list[dict[str, Any]]  # JSON schemas of the conversation's tools, for chat templates
-    environment: Environment | None = None
+# Texts of Python's errors when a thread other than the main thread sets a signal handler (for `signal.alarm`), or uses
+# a database connection that the main thread opened.
+NEEDS_MAIN = ("signal only works in main thread", "SQLite objects created in a thread can only be used in that same")
 
 
 class Toolbox:
@@ -60,14 +54,10 @@ class Toolbox:
     """
 
     def __init__(
-        self,
-        tools: Sequence[Callable[..., Any] | str] | None = None,
-        environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | str | None = None,
-        workers: int = 0,
-        timeout: float | None = None,
-        main_thread: Sequence[str] | None = None,
-        most_environments: int | None = None,
-    ) -> None:
+        self, tools: Sequence[Callable[..., Any] | str] | None = None,
+        environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | str | None = None, workers: int = 0,
+        timeout: float | None = None, main_thread: Sequence[str] | None = None, most_environments: int | None = None,
+    ) -> None:  # fmt: skip
         self.timeout = timeout
         self.counts: dict[str, float] = defaultdict(float)  # Sums of the metrics ``tools/...`` since `take_counts`.
         # Callback that gets a tool's name and the start and end times of a call.
@@ -75,136 +65,135 @@ class Toolbox:
         self._tools: dict[str, Callable[..., Any]] = {}
         for tool in tools or ():
             function = find_object(tool, "tool", callable) if isinstance(tool, str) else tool
-            if not callable(function) or not getattr(function, "__name__", None):
+            name = getattr(function, "__name__", None)
+            if not callable(function) or not name:
                 raise ValueError(
                     f"tools holds {function!r}, but a tool must be a function: give functions or import paths."
                 )
-            if function.__name__ in self._tools:
-                called = f"{function.__name__!r}, by which the model calls them"
-                raise ValueError(f"two tools are called {called}: rename one.")
-            self._tools[function.__name__] = function
+            if name in self._tools:
+                raise ValueError(f"two tools are called {name!r}, by which the model calls them: rename one.")
+            self._tools[name] = function
         if isinstance(environment_factory, str):
             environment_factory = find_object(environment_factory, "environment_factory", callable)
         self.by_name = isinstance(environment_factory, dict)
-        self._factories: dict[str | None, Callable[[], Any]] = {}
+        # Environment factories by the name in a row's column ``environment``.
+        self.factories: dict[str | None, Callable[[], Any]] = {}
         if environment_factory is not None:
-            self._factories = dict(environment_factory) if self.by_name else {None: environment_factory}  # type: ignore
-        self.has_environments = bool(self._factories)
+            self.factories = dict(environment_factory) if self.by_name else {None: environment_factory}  # type: ignore
         sync = [name for name, function in self._tools.items() if not inspect.iscoroutinefunction(function)]
-        able = [*sync, *dict.fromkeys(name for pair in self._factories.items() for name in factory_names(*pair))]
+        able = [*sync, *dict.fromkeys(name for pair in self.factories.items() for name in factory_names(*pair))]
         self._main_thread = {*(main_thread or ())}
         if unable := [name for name in main_thread or () if name not in able]:
             raise ValueError(
                 f"main_thread_tools has {', '.join(map(repr, unable))}, but must name sync tools and environments of "
                 f"this run: name some of {', '.join(able) or 'none'}, or leave main_thread_tools out."
             )
-        self._advice = MainThreadAdvice()
-        self._told_of: set[tuple[str, str]] = set()  # (kind of failure, tool) pairs that were warned about
-        self.environments = Environments(self._factories, frozenset(self._main_thread), self._advice, most_environments)
-        classes = dict.fromkeys(type(environment.instance) for environment in self.environments.first.values())
+        self._warned: set[tuple[str, str]] = set()  # (kind of failure, tool) pairs that were warned about
+        pooled = {name: self._tools[name] for name in sync if name not in self._main_thread}
+        self._pool = WorkerPool("tools", pooled, workers, timeout)
+        self.notes = self._pool.notes
+        main = frozenset(self._main_thread)
+        self.environments = Environments(self.factories, main, self._advise_main_thread, most_environments)
+        first = self.environments.first
+        classes = dict.fromkeys(type(environment.instance) for environment in first.values())
         # Classes of environments that have a method `get_reward`. Each class becomes a reward function.
         self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]
+        # Functions that the model may call: all tools, then the methods of one environment per factory.
+        self.functions = [*self._tools.values()]
         shared = [_schema(name, function) for name, function in self._tools.items()]
         self._schemas: dict[str | None, list[dict[str, Any]]] = {None: shared}
-        for key, environment in self.environments.first.items():
+        for key, environment in first.items():
             methods = environment.methods
             if taken := methods.keys() & self._tools.keys():
                 of = type(environment.instance).__name__
                 raise ValueError(f"tool {taken.pop()!r} is also a method of the environment {of}: rename the tool.")
             self._schemas[key] = shared + [_schema(name, method) for name, method in methods.items()]
-        pooled = {name: self._tools[name] for name in sync if name not in self._main_thread}
-        self._pool = WorkerPool("tools", pooled, workers, timeout)
-        self._advice.move = self._move_to_main_thread
-        self.notes = self._pool.notes
-
-    @property
-    def functions(self) -> list[Callable[..., Any]]:
-        """Functions that the model may call: all tools, then the methods of one environment per factory."""
-        first = self.environments.first.values()
-        return [*self._tools.values(), *(method for environment in first for method in environment.methods.values())]
-
-    @property
-    def factories(self) -> dict[str | None, Callable[[], Any]] | None:
-        """Environment factories by the name in a row's column ``environment``. None if the run has no environments."""
-        return self._factories or None
+            self.functions += methods.values()
 
     def schemas(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the JSON schemas of the tools that the conversation of a dataset row may call."""
         return self._schemas[self._factory_of(row)]
 
-    def open(self, row: dict[str, Any]) -> tuple[ConversationTools, Answers | None]:
-        """Begin a row's conversation. Return its tools and the pending answer of the environment's ``reset(**row)``."""
-        key = self._factory_of(row)
-        if not self.has_environments:
-            return ConversationTools(self._schemas[key]), None
-        environment = self.environments.lend(key)
+    def open(self, row: dict[str, Any]) -> tuple[Environment | None, Answers | None]:
+        """Begin a row's conversation. Return its environment and the pending answer of its ``reset(**row)``, or None
+        twice if the run has no environments."""
+        if not self.factories:
+            return None, None
+        environment = self.environments.lend(self._factory_of(row))
         arguments = {name: value for name, value in row.items() if not (self.by_name and name == "environment")}
         if arguments.get("prompt") == EMPTY:
             del arguments["prompt"]
-        begun = self._start_method(environment, "reset", arguments)
-        return ConversationTools(self._schemas[key], environment), Answers([begun], self.timeout, self._advice)
+        begun = self._start("reset", environment.instance.reset, arguments, environment)
+        return environment, Answers([begun], self.timeout, self._advise_main_thread)
 
-    def call(self, session: ConversationTools, calls: Sequence[ToolCall]) -> Answers:
+    def call(self, environment: Environment | None, calls: Sequence[ToolCall]) -> Answers:
         """Start the tool calls of one assistant message. Return their pending answers without waiting."""
         self.counts["tools/calls"] += len(calls)
-        environment, of_environment = session.environment, 0
-        methods = environment.methods if environment is not None else {}
+        methods, of_environment = environment.methods if environment is not None else {}, 0
         running = []
         for call in calls:
             if call.name in self._tools:
-                running.append(self._start(call))
-            elif environment is None or call.name not in methods:
-                running.append(RunningCall.failed(call.name, f"ValueError: Tool {call.name} not found."))
-            elif environment.stuck:
-                running.append(RunningCall.failed(call.name, "RuntimeError: The environment is stuck."))
-            else:
-                running.append(self._start_method(environment, call.name, call.arguments, of_environment))
+                running.append(self._start(call.name, self._tools[call.name], call.arguments))
+            elif environment is not None and call.name in methods and not environment.stuck:
+                method = methods[call.name]
+                running.append(self._start(call.name, method, call.arguments, environment, of_environment))
                 of_environment += 1
+            else:
+                line = f"ValueError: Tool {call.name} not found."
+                if call.name in methods:
+                    line = "RuntimeError: The environment is stuck."
+                running.append(RunningCall(call.name, Future()))
+                running[-1].future.set_result(Outcome("raised", (line, ""), 0.0))
         if self.on_call is not None:
             for begun in running:
                 when_done(begun.future, functools.partial(self.on_call, begun.name))
-        return Answers(running, self.timeout, self._advice)
+        return Answers(running, self.timeout, self._advise_main_thread)
 
-    def _start(self, call: ToolCall) -> RunningCall:
-        """Start a call of a tool function, which isn't a method of an environment."""
-        name, function, arguments = call.name, self._tools[call.name], own_copy(call.arguments)
-        if name in self._pool:  # the pool of worker processes enforces the timeout
+    def _start(
+        self, name: str, function: Callable[..., Any], arguments: dict[str, Any],
+        environment: Environment | None = None, earlier: int = 0,
+    ) -> RunningCall:  # fmt: skip
+        """Start a call of a tool, or of a method of ``environment`` whose thread has to run ``earlier`` calls first."""
+        arguments, is_async = own_copy(arguments), inspect.iscoroutinefunction(function)
+        deadline = math.inf if self.timeout is None else time.monotonic() + (1 + earlier) * self.timeout
+        if environment is None and name in self._pool:  # the pool of worker processes enforces the timeout
             return RunningCall(name, self._pool.submit(name, arguments))
-        if inspect.iscoroutinefunction(function):
+        if environment is None and is_async:
 
             async def awaited() -> Outcome:
                 return await awaited_outcome(function(**arguments), self.timeout)
 
             running = asyncio.run_coroutine_threadsafe(awaited(), event_loop())
-            return RunningCall(name, running, self._deadline() + GRACE)  # reached only if a tool blocks the loop
-        user_call = UserCall(function, arguments)
-        if name in self._main_thread:
-            return RunningCall(name, user_call.future, asker_runs=user_call)
-        threading.Thread(target=on_this_device(user_call.run), name="colograd-tool", daemon=True).start()
-        return RunningCall(name, user_call.future, self._deadline(), declarable=name)
+            return RunningCall(name, running, deadline + GRACE)  # reached only if a tool blocks the loop
+        future = Future[Outcome]()
+        run = functools.partial(run_call, future, function, arguments)
+        if name in self._main_thread if environment is None else environment.thread is None:
+            return RunningCall(name, future, run=run, environment=environment)
+        if environment is None:
+            threading.Thread(target=on_this_device(run), name="colograd-tool", daemon=True).start()
+            return RunningCall(name, future, deadline, declarable=name)
+        assert environment.thread is not None
+        environment.thread.ask(run)
+        declarable = None if is_async else environment.name
+        return RunningCall(name, future, deadline, environment=environment, declarable=declarable)
 
-    def _start_method(
-        self, environment: Environment, name: str, arguments: dict[str, Any], earlier: int = 0
-    ) -> RunningCall:
-        """Start an environment's method. ``earlier`` is the number of calls that its thread has to run first."""
-        user_call = UserCall(getattr(environment.instance, name), own_copy(arguments))
-        if environment.thread is None:
-            return RunningCall(name, user_call.future, asker_runs=user_call, environment=environment)
-        environment.thread.ask(user_call.run)
-        deadline = self._deadline(1 + earlier)
-        declarable = None if inspect.iscoroutinefunction(user_call.function) else environment.name
-        return RunningCall(name, user_call.future, deadline, environment=environment, declarable=declarable)
-
-    def _deadline(self, calls: int = 1) -> float:
-        """Return the deadline of ``calls`` calls that run one after the other, in `time.monotonic` seconds."""
-        return math.inf if self.timeout is None else time.monotonic() + calls * self.timeout
-
-    def _move_to_main_thread(self, name: str) -> bool:
-        """Run a tool's later calls in the main thread. Return False if no tool of this name runs in a thread."""
-        moves = name in self._tools and name not in self._pool
-        if moves:
+    def _advise_main_thread(self, name: str, outcome: Outcome) -> None:
+        """Warn once about each tool or environment whose failed call needs the main thread. Run the later calls of a
+        tool that runs in a thread there."""
+        needs_main = outcome.kind == "raised" and any(part in outcome.value[1] for part in NEEDS_MAIN)
+        if not needs_main or ("main thread", name) in self._warned:
+            return
+        self._warned.add(("main thread", name))
+        remedy = f"set main_thread_tools: [{name}]"
+        if name in self._tools and name not in self._pool:
             self._main_thread.add(name)
-        return moves
+            remedy = f"from now on it runs there (from the first call with main_thread_tools: [{name}])"
+        warnings.warn(
+            f"{name} failed outside the main thread, which alone may set a signal handler or use a connection that was "
+            f"opened there: {remedy}, and the engine waits meanwhile. With tool_workers a tool runs in a process of "
+            "its own.",
+            stacklevel=3,
+        )
 
     def told(self, answers: Answers, images: bool = False) -> list[dict[str, Any]]:
         """Wait for the calls. Return one message of role `tool` per call, with the returned value or the error."""
@@ -217,7 +206,7 @@ class Toolbox:
             except Exception as error:
                 self.counts["tools/failures"] += 1
                 if outcome.kind == "value":
-                    self._tell_of_unshown(name, error)
+                    self._warn_once("unshown", name, f"what tool {name!r} returned can't be shown ({error})")
                 elif outcome.kind == "raised" and (place := place_in(outcome.value[1])):  # the tool's own code raised
                     self._warn_once("raised", name, f"tool {name!r} raised {outcome.value[0]} ({place})")
                 content = str({"error": str(error)})
@@ -230,19 +219,17 @@ class Toolbox:
         for message in messages:
             if isinstance(shown_content(message["content"], images=True), list):
                 self.counts["tools/failures"] += 1
+                what = f"what tool {message['name']!r} returned can't be shown ({error})"
                 remedy = " The chat template must write images in tools' answers."
-                self._tell_of_unshown(message["name"], error, remedy)
+                self._warn_once("unshown", message["name"], what, remedy)
                 message = {**message, "content": str({"error": str(error)})}
             shown.append(message)
         return shown
 
-    def _tell_of_unshown(self, name: str, error: Exception, remedy: str = "") -> None:
-        self._warn_once("unshown", name, f"what tool {name!r} returned can't be shown ({error})", remedy)
-
     def _warn_once(self, kind: str, name: str, what: str, remedy: str = "") -> None:
         """Warn once per tool and kind of failure, because otherwise only the model would see the error."""
-        if (kind, name) not in self._told_of:
-            self._told_of.add((kind, name))
+        if (kind, name) not in self._warned:
+            self._warned.add((kind, name))
             warnings.warn(
                 f"{what}. The model is told so, now and whenever it happens again; the share of failed calls is "
                 f"tools/failures of tools/calls.{remedy}",
@@ -264,10 +251,10 @@ class Toolbox:
         if not self.by_name:
             return None
         key = row.get("environment")
-        if key not in self._factories:
+        if key not in self.factories:
             raise ValueError(
                 f"a row's column `environment` is {key!r}, but environment_factory has "
-                f"{', '.join(map(str, self._factories))}: each row must name one of these environments."
+                f"{', '.join(map(str, self.factories))}: each row must name one of these environments."
             )
         return key
 
