@@ -25,9 +25,8 @@ from starlette.types import Receive, Scope, Send
 from ...engine.sampling import Sampling, request_seed
 from ...usercode.untrusted import CHARACTERS, parse_json
 from .context import Context, TooLong, UnreadableMessages
-from .decoding import Work, WorkQueue
 from .engine.chat_api import STREAMS, BadRequest, Call, ChatAPI, Choice, Stream
-from .session import Session
+from .session import Session, Work, WorkQueue
 
 APIS = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/messages": "messages"}
 GRACE_SECONDS = 1  # Seconds for the server to finish sending answers when it ends.

@@ -15,8 +15,7 @@ from ...runtime.importing import find_object, is_import_path
 from .context import ChatFormat
 from .engine.chat_api import ChatAPI
 from .session import AgentSettings
-from .session_log import SessionLog
-from .sessions import Agent, AgentSessions, agent_reward
+from .sessions import Agent, AgentSessions, SessionLog, agent_reward
 from .turn_rewards import with_turn_rewards
 
 MESSAGES = 4096  # tokens reserved behind the longest prompt for an agent's messages and tools

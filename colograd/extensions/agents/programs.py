@@ -39,10 +39,8 @@ SHOWN = 2000  # Maximum characters of the output in an error.
 
 
 class FunctionProgram:
-    """Runs a sync or async agent function in its own thread, so that a blocking function delays no other session.
-
-    An async function has its own event loop, and `stop` cancels the function. A sync function can't be stopped.
-    """
+    """Runs a sync or async agent function in its own thread, so that a blocking function delays no other session. An
+    async function has its own event loop, and `stop` cancels the function. A sync function can't be stopped."""
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         self.future: Future[Outcome] = Future()  # the function's end completes the future; `stop` doesn't
@@ -75,10 +73,8 @@ class FunctionProgram:
 
 
 class CommandProgram:
-    """Runs an agent command in a new process, which dies with the trainer. `stop` kills its process group.
-
-    The command reads ``given`` (JSON) from its standard input. Its value is its last printed line, if that is JSON.
-    """
+    """Runs an agent command in a new process, which dies with the trainer. `stop` kills its process group. The command
+    reads ``given`` (JSON) from its standard input. Its value is its last printed line, if that is JSON."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], given: Any) -> None:
         if shutil.which(command[0]) is None:

@@ -44,10 +44,8 @@ class TokenTree:
         number: int | None = None,
     ) -> None:  # fmt: skip
         """Add a request's context ``read`` and answer ``wrote``. The requests that it continues must be in the tree.
-
         Tokens of a context that are already in the tree are shared. Answers are never shared: two equal samples remain
-        two answers, and both are trained. ``number`` is the answer's key in `places`.
-        """
+        two answers, and both are trained. ``number`` is the answer's key in `places`."""
         children = self._read(array("i", read))
         if len(wrote):
             children.append(Node(array("i", wrote), array("f", logprobs), trained, number=number))

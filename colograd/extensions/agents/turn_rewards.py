@@ -112,14 +112,12 @@ def with_turn_rewards(
 
 def agent_stages(sampler: Any) -> Callable[[Stages], Stages] | None:
     """Return a function that changes agents' stages: failed groups abstain, and answers may have rewards, or None."""
-    if not getattr(sampler.source, "may_fail", False):
-        return None
 
     def change(stages: Stages) -> Stages:
         begin_score = functools.partial(Abstaining, stages.begin_score, len(sampler.scorer.rewards))
         return dataclasses.replace(stages, begin_score=begin_score, take_turns=sampler.scorer.take_turns)
 
-    return change
+    return change if getattr(sampler.source, "may_fail", False) else None
 
 
 def has_failed(group: Group) -> bool:

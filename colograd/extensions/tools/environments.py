@@ -38,10 +38,8 @@ def on_this_device(work: Callable[[], None]) -> Callable[[], None]:
 
 
 class EnvironmentThread:
-    """A thread that makes one environment and runs its sync methods.
-
-    A database connection or a browser of an environment may work only in the thread that opened it.
-    """
+    """A thread that makes one environment and runs its sync methods. A database connection or a browser of an
+    environment may work only in the thread that opened it."""
 
     def __init__(self) -> None:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -101,11 +99,9 @@ def factory_names(key: str | None, factory: Callable[[], Any]) -> list[str]:
 
 
 class Environments:
-    """Makes environments, lends each to one conversation, and makes it free again after scoring.
-
-    An environment is lent until the reward functions that may read it have returned. A factory's key is the name in a
-    row's column `environment`, or None if the run has a single factory.
-    """
+    """Makes environments, lends each to one conversation, and makes it free again after scoring. An environment is lent
+    until the reward functions that may read it have returned. A factory's key is the name in a row's column
+    `environment`, or None if the run has a single factory."""
 
     def __init__(
         self, factories: Mapping[Any, Callable[[], Any]], main_thread: Collection[str], advise: Advise,

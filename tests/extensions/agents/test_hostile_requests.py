@@ -16,10 +16,9 @@ from colograd.batch import FinishReason, ModelInput, Prompt
 from colograd.engine.protocol import Sampled
 from colograd.engine.sampling import Sampling
 from colograd.extensions.agents.context import ChatFormat
-from colograd.extensions.agents.decoding import Work, WorkQueue
 from colograd.extensions.agents.endpoint import Endpoint
 from colograd.extensions.agents.engine.chat_api import ChatAPI
-from colograd.extensions.agents.session import AgentSettings, Session
+from colograd.extensions.agents.session import AgentSettings, Session, Work, WorkQueue
 from colograd.extensions.agents.sessions import returned
 from colograd.usercode.calls import Outcome
 

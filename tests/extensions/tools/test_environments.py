@@ -25,9 +25,8 @@ from tool_cases import Counter, Silent
 from colograd.batch import FinishReason, Group, ModelInput, Rollout
 from colograd.data.columns import EMPTY
 from colograd.extensions.tools.feature import ToolFeature
-from colograd.extensions.tools.tool_calls import text_of
 from colograd.extensions.tools.tool_format import ToolCall
-from colograd.extensions.tools.toolbox import Toolbox, environment_reward
+from colograd.extensions.tools.toolbox import Toolbox, environment_reward, text_of
 from colograd.rewards import Scorer, resolve_rewards
 from colograd.training.prompts import train_prompts_of
 
