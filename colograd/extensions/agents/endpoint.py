@@ -34,7 +34,7 @@ STOP_SECONDS = 10.0  # Maximum seconds to wait for the server's thread to end.
 KEEP_ALIVE_SECONDS = 600  # Seconds to keep an idle connection, because a tool may run for long between two requests.
 
 
-GONE = object()  # News of a request whose program has closed the connection.
+GONE = object()  # Stands for an answer once the program has closed the connection.
 
 
 class _Events(StreamingResponse):

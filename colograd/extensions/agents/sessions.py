@@ -189,7 +189,7 @@ class AgentSessions:
         if not prompts:  # in an evaluation a rank may have no prompts
             return
         log, size, running = self.log(), sampling.n, list[Session]()
-        # Ended sessions by the prompt's position and the index in the group. The log has some of them.
+        # Ended sessions by the prompt's position and the index in the group. The log may have recorded some sessions.
         known = {prompt.position: log.recall(prompt) if log is not None else {} for prompt in prompts}
         over = {at: {index: each for index, each in own.items() if index < size} for at, own in known.items()}
         pairs = [(prompt, index) for prompt in prompts for index in range(size) if index not in over[prompt.position]]

@@ -19,7 +19,7 @@ from ...batch import Group
 from ...rewards.functions import function_name
 from ...usercode.calls import Outcome, place_in, raised_outcome
 
-Advise = Callable[[str, Outcome], None]  # Warns about a tool or environment (name) whose call needs the main thread.
+Advise = Callable[[str, Outcome], None]  # Warns about a tool or environment (name) if its call needs the main thread.
 PIECE = 0.2  # maximum seconds of one wait for a reward
 CONTROL = ("reset", "get_reward")  # public methods of an environment that the model can't call
 

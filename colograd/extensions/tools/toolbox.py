@@ -234,7 +234,7 @@ class Toolbox:
         self, name: str, function: Callable[..., Any], arguments: dict[str, Any],
         environment: Environment | None = None, earlier: int = 0,
     ) -> RunningCall:  # fmt: skip
-        """Start a call of a tool, or of a method of ``environment`` whose thread has to run ``earlier`` calls first."""
+        """Start a call of a tool, or of a method of ``environment``, which has ``earlier`` calls to run first."""
         arguments, is_async = own_copy(arguments), inspect.iscoroutinefunction(function)
         deadline = math.inf if self.timeout is None else time.monotonic() + (1 + earlier) * self.timeout
         if environment is None and name in self._pool:  # the pool of worker processes enforces the timeout
@@ -259,7 +259,7 @@ class Toolbox:
         return RunningCall(name, future, deadline, environment=environment, declarable=declarable)
 
     def _advise_main_thread(self, name: str, outcome: Outcome) -> None:
-        """Warn once about each tool or environment whose failed call needs the main thread. Run the later calls of a
+        """Warn once about each tool or environment if its failed call needs the main thread. Run the later calls of a
         tool that runs in a thread there."""
         needs_main = outcome.kind == "raised" and any(part in outcome.value[1] for part in NEEDS_MAIN)
         if not needs_main or ("main thread", name) in self._warned:
