@@ -163,8 +163,8 @@ def sides(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     from colograd.engine.vllm_engine import VLLMEngine
     from colograd.extensions.agents.context import ChatFormat
     from colograd.extensions.agents.engine.chat_api import ChatAPI
-    from colograd.extensions.agents.session import Limits
-    from colograd.extensions.agents.sessions import Agent, AgentSessions, AgentSettings
+    from colograd.extensions.agents.session import AgentSettings
+    from colograd.extensions.agents.sessions import Agent, AgentSessions
 
     config = GRPOConfig(output_dir=folder, num_generations=2, report_to="none")
     config.per_device_train_batch_size = options.sessions
@@ -197,7 +197,7 @@ def sides(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         return float(reply["usage"]["completion_tokens"])
 
     api, form = ChatAPI(tokenizer, "policy", "", "", ""), ChatFormat(tokenizer, {}, [tokenizer.eos_token_id])
-    settings = AgentSettings(None, options.sessions, Limits(8, 8), refuses=True, raises=True)
+    settings = AgentSettings(None, options.sessions, 8, 8, refuses=True, raises=True)
     programs = {"light": by_light, "openai": by_openai}
     writers: dict[str, Any] = {PLAIN: engine}
     writers |= {name: AgentSessions(engine, Agent.of(programs[name]), api, form, settings) for name in options.clients}

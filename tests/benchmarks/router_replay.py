@@ -33,8 +33,7 @@ from phases import versions  # noqa: E402
 from colograd import GRPOTrainer  # noqa: E402
 from colograd.batch import MicroBatch, ScoredGroup  # noqa: E402
 from colograd.engine.sampling import Sampling  # noqa: E402
-from colograd.extensions.experts.rider import UNKNOWN, RowExperts  # noqa: E402
-from colograd.extensions.experts.router_replay import APART, routers_of  # noqa: E402
+from colograd.extensions.experts.router_replay import APART, UNKNOWN, RowExperts, routers_of  # noqa: E402  # noqa: E402
 from colograd.policy.logprobs import PolicyForward  # noqa: E402
 from colograd.policy.packing import pack  # noqa: E402
 

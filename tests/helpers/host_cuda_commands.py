@@ -25,7 +25,7 @@ def main(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     from colograd.apps import cli, doctor
-    from colograd.extensions.tools.threads import EnvironmentThread
+    from colograd.extensions.tools.environments import EnvironmentThread
 
     host_cuda_cases.shorten()
     doctor.bus_speed.__defaults__ = (2**20,)  # bytes

@@ -30,10 +30,8 @@ from row_cases import PACKED, RECURRENT, SHAPE, make, make_groups
 from saved_tensors import kept
 
 from colograd.batch import Branch, PackedRow, Rollout, ScoredGroup
-from colograd.extensions.experts.losses import RoutingStep, routing_in
-from colograd.extensions.experts.rider import UNKNOWN, RowExperts
-from colograd.extensions.experts.router_replay import make_replaying
-from colograd.extensions.experts.routing import tells_routing
+from colograd.extensions.experts.losses import RoutingStep
+from colograd.extensions.experts.router_replay import UNKNOWN, RowExperts, make_replaying
 from colograd.extensions.kept_tokens.rider import KeptStep, KeptTokens
 from colograd.extensions.sequence_parallel import shared_rows
 from colograd.extensions.sequence_parallel.forward import RowGroups, share_rows, whole_rows
@@ -41,6 +39,7 @@ from colograd.extensions.sequence_parallel.shared_rows import _unreached as unre
 from colograd.parallel.layout import RankLayout
 from colograd.parallel.ranks import gather, rank, world_size
 from colograd.policy import attention
+from colograd.policy.layers import tells_routing
 from colograd.policy.logprobs import PolicyForward, install, policy_logprobs
 from colograd.policy.lora import unwrap, wrap
 from colograd.policy.packing import collate, dummy, plan_rows
@@ -138,9 +137,8 @@ def run(model: Any, name: str) -> tuple[list[torch.Tensor], dict[str, torch.Tens
             logprobs, entropy, values = forward(batch)
             more = [torch.zeros(())]
             if routed:
-                routing = routing_in(values)
-                sums = [getattr(routing, field.name) for field in dataclasses.fields(routing)]
-                more = [*sums, routing.balance_loss]
+                routing = [value for name, value in values.items() if name.startswith("routing/")]
+                more = [*routing, values["routing/balance_loss"]]
             loss = (logprobs * first).sum() + (entropy * second).sum() + 3.0 * more[-1]
             loss.backward()
         found += [logprobs.detach(), entropy.detach(), loss.detach(), *(x.detach() for x in more)]

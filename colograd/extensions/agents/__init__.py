@@ -2,7 +2,7 @@
 
 `AgentSessions` (`sessions`) is the rollout source. It starts one run of the program (a session) per completion
 (`programs`). During a generation an HTTP server on loopback answers the programs' requests (`endpoint`). All requests
-go into the queue of one engine (`decoding`). `context` converts a request to token ids, and keeps the sampled ids of
+go into the queue of one engine (`WorkQueue`). `context` converts a request to token ids, and keeps the sampled ids of
 earlier answers. Each session (`session`) becomes a `Rollout` with branches (`tree`).
 """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,20 +85,14 @@ class ChatFormat:
 
     def write(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], begins: bool = True) -> str:
         """Return the messages as text. If ``begins``, the text ends with the beginning of the model's next message.
-
-        Raises:
-            UnreadableMessages: the template can't write the messages.
-        """
+        Raise UnreadableMessages if the template can't write the messages."""
         merged = self.arguments | {name: value for name, value in arguments.items() if value is not None}
         try:
-            return str(
-                self.tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=begins, **merged)
-            )
+            apply = functools.partial(self.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=begins)
+            return str(apply([*messages], **merged))
         except Exception as error:  # a template may raise anything for messages that it wasn't made for
-            raise UnreadableMessages(
-                f"the chat template of {self.tokenizer.name_or_path} can't write these messages: "
-                f"{type(error).__name__}: {error}"
-            ) from None
+            whose, problem = self.tokenizer.name_or_path, f"{type(error).__name__}: {error}"
+            raise UnreadableMessages(f"the chat template of {whose} can't write these messages: {problem}") from None
 
     def encode(self, text: str, behind: int | None = None) -> list[int]:
         """Return the ids of a text behind the token ``behind``. Some tokenizers encode a text's start differently."""
@@ -126,11 +121,8 @@ class SessionContexts:
     def context(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], most: int | None = None
     ) -> Context:
-        """Return the context for a request's messages.
-
-        Raises:
-            UnreadableMessages: the template can't write the messages, or the text has more than ``most`` characters.
-        """
+        """Return the context for a request's messages. Raise UnreadableMessages if the template can't write the
+        messages, or if the text has more than ``most`` characters."""
         written = [as_written(message) for message in messages]
         text = self.form.write(written, arguments)
         if most is not None and len(text) > most:
@@ -189,9 +181,7 @@ class SessionContexts:
 
     def _pieces(self, messages: Sequence[dict[str, Any]], known: int, text: str, at: int) -> Iterator[str | list[int]]:
         """Yield ``text[at:]`` in pieces: sampled ids where the text repeats model replies, and the texts between them.
-
-        ``known`` is the number of messages that end before ``at``.
-        """
+        ``known`` is the number of messages that end before ``at``."""
         turns: dict[int, Turn] = {}  # turns by message index; of equal replies the last message gets the newest turn
         left = {key: [*equal] for key, equal in self._by_key.items()}
         for index in reversed(range(len(messages))):
@@ -245,10 +235,8 @@ class SessionContexts:
 
 
 def as_written(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message of the API in the format of chat templates.
-
-    Content parts become one text, arguments of calls become objects, reasoning gets all its names, nulls are dropped.
-    """
+    """Return a message of the API in the format of chat templates. Content parts become one text, arguments of calls
+    become objects, reasoning gets all its names, nulls are dropped."""
     found = {name: value for name, value in message.items() if value is not None}
     content = found.get("content")
     if isinstance(content, list):

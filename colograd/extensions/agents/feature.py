@@ -14,9 +14,8 @@ from ...rollout.store import RolloutStore
 from ...runtime.importing import find_object, is_import_path
 from .context import ChatFormat
 from .engine.chat_api import ChatAPI
-from .session import Limits
-from .session_log import SessionLog
-from .sessions import Agent, AgentSessions, AgentSettings, agent_reward
+from .session import AgentSettings
+from .sessions import Agent, AgentSessions, SessionLog, agent_reward
 from .turn_rewards import with_turn_rewards
 
 MESSAGES = 4096  # tokens reserved behind the longest prompt for an agent's messages and tools
@@ -72,12 +71,9 @@ class AgentFeature(SourceFeature):
             config.agent_tool_parser, config.agent_reasoning_parser, str(policy.model.config.model_type),
         )  # fmt: skip
         settings = AgentSettings(
-            config.agent_timeout,
-            config.agent_sessions or engine.max_sequences,
-            Limits(config.agent_requests, config.agent_parallel),
-            refuses=config.agent_sampling == "refuse",
-            raises=config.agent_on_error == "raise",
-        )
+            config.agent_timeout, config.agent_sessions or engine.max_sequences, config.agent_requests,
+            config.agent_parallel, refuses=config.agent_sampling == "refuse", raises=config.agent_on_error == "raise",
+        )  # fmt: skip
 
         def log() -> SessionLog | None:
             journal: RolloutStore | None = trainer.journal if trainer.is_in_train else None

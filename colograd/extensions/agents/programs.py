@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,10 +39,8 @@ SHOWN = 2000  # Maximum characters of the output in an error.
 
 
 class FunctionProgram:
-    """Runs a sync or async agent function in its own thread, so that a blocking function delays no other session.
-
-    An async function has its own event loop, and `stop` cancels the function. A sync function can't be stopped.
-    """
+    """Runs a sync or async agent function in its own thread, so that a blocking function delays no other session. An
+    async function has its own event loop, and `stop` cancels the function. A sync function can't be stopped."""
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         self.future: Future[Outcome] = Future()  # the function's end completes the future; `stop` doesn't
@@ -74,25 +73,21 @@ class FunctionProgram:
 
 
 class CommandProgram:
-    """Runs an agent command in a new process, which dies with the trainer. `stop` kills its process group.
-
-    The command reads ``given`` (JSON) from its standard input. Its value is its last printed line, if that is JSON.
-    """
+    """Runs an agent command in a new process, which dies with the trainer. `stop` kills its process group. The command
+    reads ``given`` (JSON) from its standard input. Its value is its last printed line, if that is JSON."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], given: Any) -> None:
         if shutil.which(command[0]) is None:
             raise FileNotFoundError(f"the command {command[0]!r} isn't found on PATH: install it, or correct agent.")
         self.future: Future[Outcome] = Future()
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", STARTER, *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
-            start_new_session=True,
-        )
+        with tempfile.TemporaryFile() as row:  # not a pipe, because the command may not read it
+            row.write(json.dumps(given, default=str).encode())
+            row.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", STARTER, *command], stdin=row, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, env={**os.environ, **environment}, start_new_session=True,
+            )  # fmt: skip
         threading.Thread(target=self._run, name="colograd-agent", daemon=True).start()
-        threading.Thread(target=self._feed, args=(json.dumps(given, default=str).encode(),), daemon=True).start()
         threading.Thread(target=self._reap, daemon=True).start()
 
     def stop(self) -> None:
@@ -107,24 +102,14 @@ class CommandProgram:
         status = process.wait()
         process.stdout.close()
         seconds, printed = time.perf_counter() - started, output.decode(errors="replace")
-        if status:
-            self.future.set_result(Outcome("died", (status, printed[-SHOWN:]), seconds))
-            return
-        lines = printed.strip().splitlines()
-        try:
-            value = parse_json(lines[-1]) if lines else None
-        except ValueError:
-            value = None
-        self.future.set_result(Outcome("value", value, seconds))
+        value = None
+        with contextlib.suppress(ValueError, IndexError):  # the last line isn't JSON, or there is none
+            value = parse_json(printed.strip().splitlines()[-1])
+        died = Outcome("died", (status, printed[-SHOWN:]), seconds)
+        self.future.set_result(died if status else Outcome("value", value, seconds))
 
     def _reap(self) -> None:
         """Wait for the command's end, then kill the processes that it left behind, which may keep its output open."""
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # WNOWAIT keeps the process id reserved
             self.stop()
-
-    def _feed(self, row: bytes) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # the command has ended, or closed its input
-            self._process.stdin.write(row)
-            self._process.stdin.close()

@@ -1,34 +1,120 @@
-"""`Session`: one run of an agent's program for one completion: API key, limits, requests and answers."""
+"""`Session`: one run of an agent's program for one completion: API key, limits, requests and answers.
+
+A `WorkQueue` passes requests from the endpoint's thread to the engine's thread, which runs them between steps.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 import threading
 import time
 from array import array
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ...batch import FinishReason, Prompt, Rollout
-from ...engine.protocol import Sampled
+from ...engine.protocol import Engine, Sampled
+from ...engine.sampling import Sampling
+from ...usercode.calls import Outcome
 from .context import ChatFormat, Context, SessionContexts
-from .decoding import Work
 from .engine.chat_api import BadRequest, Call, Choice
 from .programs import CommandProgram, FunctionProgram
 from .tree import TokenTree
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The limits of one session's requests to the HTTP endpoint."""
+@dataclass(eq=False, slots=True)
+class Work:
+    """A session's request to the engine. ``future`` belongs to the endpoint's event loop. If ``more`` isn't None, the
+    event loop calls it with all sampled tokens whenever there are new tokens."""
 
-    requests: int  # Maximum number of requests.
-    at_once: int  # Maximum number of unfinished completions. A request for n completions adds n.
+    prompt: Sequence[int]
+    sampling: Sampling
+    seed: int
+    more: Callable[[list[int]], object] | None = None
+    future: asyncio.Future[list[Sampled]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    is_dropped: bool = False  # Whether the session no longer waits for an answer.
+
+    def finish(self, samples: list[Sampled]) -> None:
+        self.tell(lambda: None if self.future.done() else self.future.set_result(samples))
+
+    def fail(self, error: BaseException) -> None:
+        self.tell(lambda: None if self.future.done() else self.future.set_exception(error))
+
+    def tell(self, then: Callable[..., object], *arguments: object) -> None:
+        """Call a function in the endpoint's event loop."""
+        loop = self.future.get_loop()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(then, *arguments)
+
+
+class WorkQueue:
+    """Requests to an engine. Any thread may add requests. The thread that owns the engine runs them in `step`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._new: deque[Work] = deque()
+        self._changed = threading.Event()
+        self._running: dict[str, Work] = {}
+
+    def put(self, work: Work) -> None:
+        self._new.append(work)
+        self.wake()
+
+    def drop(self, work: Work) -> None:
+        work.is_dropped = True
+        self.wake()
+
+    def wake(self) -> None:
+        """End the wait of an idle `step`."""
+        self._changed.set()
+
+    def step(self, idle_seconds: float) -> None:
+        """Submit new requests, run one engine step, and answer finished requests. Without requests, wait briefly."""
+        self._changed.clear()
+        if dropped := [name for name, work in self._running.items() if work.is_dropped]:
+            self.engine.abort(dropped)
+            self._running = {name: work for name, work in self._running.items() if name not in dropped}
+        for work in [self._new.popleft() for _ in range(len(self._new))]:
+            if work.is_dropped:
+                continue
+            try:
+                name = self.engine.submit(work.prompt, work.sampling, work.seed, streams=work.more is not None)
+                self._running[name] = work
+            except Exception as error:  # not every version of vLLM raises ValueError for invalid requests
+                work.fail(BadRequest(f"the engine refuses the request: {error}"))
+        if not self._running:
+            self._changed.wait(idle_seconds)
+            return
+        finished_requests = self.engine.advance()
+        for name, ids in self.engine.written():
+            if (running := self._running.get(name)) is not None and running.more is not None:
+                running.tell(running.more, list(ids))
+        for name, samples in finished_requests:
+            if (finished := self._running.pop(name, None)) is not None:
+                finished.finish(samples)
+
+    def close(self) -> None:
+        """Abort all running requests."""
+        self.engine.abort([*self._running])
+        self._running.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """The settings of an agent's sessions."""
+
+    timeout: float | None  # Maximum seconds of a session. None means no limit.
+    at_once: int  # Maximum number of sessions at the same time.
+    requests: int  # Maximum number of a session's requests to the HTTP endpoint.
+    parallel: int  # Maximum number of a session's unfinished completions. A request for n completions adds n.
+    refuses: bool  # Whether requests with sampling settings other than the run's are errors.
+    raises: bool  # Whether a failed session ends the run. False leaves its group untrained.
     body: int = 32 * 2**20  # Maximum bytes of a request's body.
 
 
@@ -39,11 +125,11 @@ class Session:
     prompt: Prompt
     index: int  # index of the completion in its group
     form: ChatFormat
-    limits: Limits
+    settings: AgentSettings
+    is_repeated: bool = False  # Whether the session runs a second time.
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(32)}")
     turns: list[dict[str, Any]] = field(default_factory=list)  # one dict per answer of the model
-    is_open: bool = True
-    why_closed: str = ""
+    why_closed: str = ""  # The reason why the session is over. Empty: it isn't over.
 
     def __post_init__(self) -> None:
         self.began = time.perf_counter()
@@ -59,22 +145,26 @@ class Session:
     def begin(self, n: int) -> None:
         """Count a request for ``n`` completions as open. Raise BadRequest if the session is over or reached a limit."""
         with self._lock:
-            self._check_open()
-            if self._requests + 1 > self.limits.requests:
-                raise BadRequest(
-                    f"this session has made {self.limits.requests} requests, the maximum that agent_requests allows.",
-                    403,
-                    "session_limit",
+            if self.why_closed:
+                raise self.over()
+            most, total = self.settings.requests, self._open_requests + n
+            if self._requests >= most:
+                told = f"this session has made {most} requests, the maximum that agent_requests allows."
+                raise BadRequest(told, 403, "session_limit")
+            if total > (most := self.settings.parallel):
+                told = (
+                    f"this session would have {total} completions open at once, but may have {most} (agent_parallel)."
                 )
-            if self._open_requests + n > self.limits.at_once:
-                raise BadRequest(
-                    f"this session would have {self._open_requests + n} completions open at once, but may have "
-                    f"{self.limits.at_once} (agent_parallel).",
-                    429,
-                    "too_many_requests",
-                )
-            self._requests += 1
-            self._open_requests += n
+                raise BadRequest(told, 429, "too_many_requests")
+            self._requests, self._open_requests = self._requests + 1, total
+
+    def outcome(self) -> Outcome | None:
+        """Return the outcome of the program if it has ended or exceeded the timeout, else None."""
+        if self.program.future.done():
+            return self.program.future.result()
+        limit = self.settings.timeout
+        is_late = limit is not None and time.perf_counter() > self.began + limit
+        return Outcome("late", None, limit or 0.0) if is_late else None
 
     def end(self, n: int) -> None:
         """Count a request for ``n`` completions as closed."""
@@ -94,25 +184,17 @@ class Session:
     ) -> None:  # fmt: skip
         """Record the answers to a request. Raise BadRequest if the session is over."""
         with self._lock:
-            self._check_open()
+            if self.why_closed:
+                raise self.over()
             for sample, choice in zip(samples, choices, strict=True):
                 self.contexts.add(context, sample.ids, choice.message, choice.stop is None)
                 self._samples.append((ids, sample, not call.shaping))
                 after, messages = (None, []) if context is None else (context.after, context.messages)
                 known = sum(len(turn["messages"]) + 1 for turn in self._path(after))
-                self.turns.append(
-                    {
-                        "after": after,
-                        "messages": messages[known:],
-                        "reply": choice.message,
-                        "finish": choice.finish_reason,
-                        "prompt_tokens": len(ids),
-                        "tokens": len(sample.ids),
-                        "trained": not call.shaping,
-                        "began": round(began - self.began, 3),
-                        "seconds": round(time.perf_counter() - began, 3),
-                    }
-                )
+                turn: dict[str, Any] = {"after": after, "messages": messages[known:], "reply": choice.message}
+                turn |= {"finish": choice.finish_reason, "prompt_tokens": len(ids), "tokens": len(sample.ids)}
+                seconds = {"began": round(began - self.began, 3), "seconds": round(time.perf_counter() - began, 3)}
+                self.turns.append({**turn, "trained": not call.shaping, **seconds})
 
     def _path(self, number: int | None) -> list[dict[str, Any]]:
         """Return the answers (turns) of the conversation that ends with turn ``number``, oldest first."""
@@ -122,20 +204,17 @@ class Session:
             number = path[-1]["after"]
         return path[::-1]
 
-    def _check_open(self) -> None:
-        if not self.is_open:
-            raise BadRequest(f"this session is over: {self.why_closed}.", 410, "session_over")
+    def over(self) -> BadRequest:
+        return BadRequest(f"this session is over: {self.why_closed}.", 410, "session_over")
 
     def close(self, why: str) -> None:
         """End the session for the reason ``why``. Later answers aren't recorded."""
         with self._lock:
-            if self.is_open:
-                self.is_open, self.why_closed = False, why
+            self.why_closed = self.why_closed or why
 
     def rollout(self, version: int, columns: dict[str, Any]) -> Rollout:
         """Return the session's contexts and answers as a rollout with branches. A session without answers becomes one
-        untrained token. The rollout's messages are the last conversation, without its initial messages.
-        """
+        untrained token. The rollout's messages are the last conversation, without its initial messages."""
         messages: list[dict[str, Any]] = []
         for place, turn in enumerate(self._path(len(self.turns) - 1 if self.turns else None)):
             messages += [*(turn["messages"] if place else ()), turn["reply"]]
@@ -149,12 +228,6 @@ class Session:
         rollout = tree.rollout(version, FinishReason.LENGTH if truncated else FinishReason.STOP, **further)
         for number, turn in enumerate(self.turns):
             turn["at"] = tree.places.get(number, 0)  # an answer without tokens has index 0
-        return rollout or Rollout(
-            input=self.prompt.input,
-            completion_ids=array("i", [min(self.form.ends, default=0)]),
-            sampler_logprobs=torch.zeros(1),
-            sampled=torch.zeros(1, dtype=torch.bool),
-            finish_reason=FinishReason.ABORT,
-            policy_version=version,
-            **further,
-        )
+        ids = array("i", [min(self.form.ends, default=0)])
+        nothing = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
+        return rollout or Rollout(self.prompt.input, ids, *nothing, FinishReason.ABORT, version, **further)

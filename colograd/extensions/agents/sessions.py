@@ -6,8 +6,10 @@ batch, because all requests go into the queue of one engine.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
+import json
 import math
 import numbers
 import os
@@ -18,26 +20,28 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...batch import Group, Prompt, Rollout
+import pyarrow as pa
+import torch
+
+from ...batch import Group, Logged, Prompt, Rollout
 from ...engine.protocol import Engine
 from ...engine.sampling import Sampling
 from ...parallel import watchdog
 from ...rewards.calling import PARTS as JUDGED
 from ...rewards.functions import code_digest
+from ...rollout.group_records import NONSENSE, JournalError, RewardedGroup, group_bytes, group_of
+from ...rollout.record_file import Record, RecordFile, read_records
 from ...usercode.calls import Outcome, place_in
 from ...usercode.untrusted import clean, own_copy
 from .context import ChatFormat
-from .decoding import WorkQueue
 from .endpoint import Endpoint, served
 from .engine.chat_api import ChatAPI
 from .programs import CommandProgram, FunctionProgram
-from .session import Limits, Session
-from .session_log import SessionLog
+from .session import AgentSettings, Session, WorkQueue
 from .turn_rewards import FAILURE, SESSION, problem_with
 
 POLL = 0.05  # Maximum seconds of a wait while the engine has no requests.
@@ -47,16 +51,67 @@ TERMINATED = {  # Exit statuses of commands (or their shells) that a scheduler's
 }
 GIVEN = ("base_url", "api_key", "model", "row")  # Parameters that an agent function may take.
 LARGEST_SCRIPT = 2**20  # Maximum bytes of a program's file in the digest. Larger files are interpreters.
+SUFFIX = ".sessions"
+HEAD = -1  # Position of a file's first record, which has the conditions of the sessions.
+PLACE = 4  # Bytes before a session's record, which hold the session's index in its group.
+
+
+class SessionLog:
+    """A log of the finished agent sessions of unfinished groups, so that a resumed run doesn't repeat them.
+
+        RUN/_journal/step-00000012/rank-00000.sessions     conditions, then a record per session, like a group of one
+
+    Methods raise no errors, because a missing record only means that a killed run repeats the session.
+
+    Args:
+        conditions: JSON-serializable conditions of the sessions. Files with other conditions are deleted.
+    """
+
+    def __init__(self, folder: Path, rank: int, conditions: Mapping[str, Any]) -> None:
+        self._path, self._head = folder / f"rank-{rank:05d}{SUFFIX}", json.dumps(dict(conditions)).encode()
+        self._file: RecordFile | None = None  # Opened when the first session ends, because most runs have no agent.
+        self._found: dict[int, dict[int, bytes]] = {}  # Recorded bytes: prompt's position -> index in the group.
+        for path in sorted(folder.glob(f"rank-*{SUFFIX}")):
+            with contextlib.suppress(OSError):  # another rank has deleted the file
+                records = read_records(path)
+                if next(records, None) != Record(HEAD, self._head):
+                    path.unlink()
+                    continue
+                for record in records:
+                    of_prompt = self._found.setdefault(record.position, {})
+                    of_prompt[int.from_bytes(record.content[:PLACE], "big")] = record.content[PLACE:]
+
+    def add(self, prompt: Prompt, index: int, rollout: Rollout) -> None:
+        """Write a finished session. When `add` returns, the record survives the end of the process."""
+        group = Group(prompt.example, (rollout,), prompt.position)
+        recorded = RewardedGroup(group, torch.zeros(1, 1), Logged({}, {}))
+        with contextlib.suppress(OSError, pa.ArrowException, *NONSENSE):
+            if self._file is None:
+                self._file = RecordFile(self._path)
+                if self._file.is_new:
+                    self._file.append(Record(HEAD, self._head))
+            self._file.append(Record(prompt.position, index.to_bytes(PLACE, "big") + group_bytes(recorded)))
+
+    def recall(self, prompt: Prompt) -> dict[int, Rollout]:
+        """Return a prompt's recorded sessions as rollouts, by their index in the group."""
+        rollouts = {}
+        for index, content in self._found.get(prompt.position, {}).items():
+            with contextlib.suppress(JournalError):  # the record belongs to a different prompt: skip it
+                rollouts[index] = group_of(content, prompt).group.rollouts[0]
+        return rollouts
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """The user's agent program: a function, or a command.
-
-    A function gets base_url, api_key, model and row (the dataset's row, a dict), if it has parameters of these names. A
-    command has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and COLOGRAD_MODEL in its
-    environment, and gets the row as JSON on its standard input.
-    """
+    """The user's agent program: a function, or a command. A function gets base_url, api_key, model and row (the
+    dataset's row, a dict), if it has parameters of these names. A command has OPENAI_BASE_URL, OPENAI_API_KEY,
+    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and COLOGRAD_MODEL in its environment, and gets the row as JSON on its
+    standard input."""
 
     name: str
     function: Callable[..., Any] | None
@@ -72,12 +127,8 @@ class Agent:
             return cls(os.path.basename(command[-1]), None, command)
         if not callable(given):
             raise ValueError(f"agent is {given!r}, but must be a function, its import path, or a command line.")
-        needed = [
-            parameter.name
-            for parameter in inspect.signature(given).parameters.values()
-            if parameter.default is parameter.empty
-            and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        ]
+        parameters = [p for p in inspect.signature(given).parameters.values() if p.default is p.empty]
+        needed = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         if unknown := [name for name in needed if name not in GIVEN]:
             raise ValueError(
                 f"agent {getattr(given, '__name__', given)!r} takes {unknown[0]!r}, but gets only {', '.join(GIVEN)}: "
@@ -86,10 +137,8 @@ class Agent:
         return cls(getattr(given, "__name__", type(given).__name__), given)
 
     def digest(self) -> str:
-        """Return a digest of a function's source, or of a command's words and of the files that the words name.
-
-        The program's file is included if it is small enough for a script. Larger files are interpreters.
-        """
+        """Return a digest of a function's source, or of a command's words and of the files that the words name. The
+        program's file is included if it is small enough for a script. Larger files are interpreters."""
         if self.function is not None:
             return code_digest(self.function)
         found = hashlib.blake2b("\0".join(self.command).encode(), digest_size=8)
@@ -115,17 +164,6 @@ class Agent:
         return FunctionProgram(self.function, given)
 
 
-@dataclass(frozen=True, slots=True)
-class AgentSettings:
-    """The settings of an agent's sessions."""
-
-    timeout: float | None  # Maximum seconds of a session. None means no limit.
-    at_once: int  # Maximum number of sessions at the same time.
-    limits: Limits
-    refuses: bool  # Whether requests with sampling settings other than the run's are errors.
-    raises: bool  # Whether a failed session ends the run. False leaves its group untrained.
-
-
 class AgentSessions:
     """A rollout source that samples groups of agent sessions.
 
@@ -149,98 +187,59 @@ class AgentSessions:
         self.engine.require(version)
         if not prompts:  # in an evaluation a rank may have no prompts
             return
+        log, size, running = self.log(), sampling.n, list[Session]()
+        # Ended sessions by the prompt's position and the index in the group. The log may have recorded some sessions.
+        known = {prompt.position: log.recall(prompt) if log is not None else {} for prompt in prompts}
+        over = {at: {index: each for index, each in own.items() if index < size} for at, own in known.items()}
+        pairs = [(prompt, index) for prompt in prompts for index in range(size) if index not in over[prompt.position]]
+        waiting = [Session(prompt, index, self.form, self.settings) for prompt, index in pairs]
         queue = WorkQueue(self.engine)
         endpoint = Endpoint(self.api, queue, sampling, (seed, purpose), self.engine.context, self.settings.refuses)
-        with ExitStack() as closing:
+
+        def stop(sessions: Sequence[Session], why: str) -> None:
+            for session in sessions:
+                endpoint.close(session, why)
+                session.program.stop()  # also kills processes that the command left behind
+
+        with contextlib.ExitStack() as closing:
             closing.callback(queue.close)
             address = closing.enter_context(served(endpoint.app))
-            running = _RunningSessions(self, endpoint, address, version)
-            closing.callback(running.close)
-            yield from running.open(prompts, sampling.n)
-            while running.waiting or running.running:
-                running.start()
+            closing.callback(stop, running, "the generation was aborted")
+            while True:
+                for prompt in [prompt for prompt in prompts if len(over.get(prompt.position, ())) == size]:
+                    rollouts = tuple(rollout for _, rollout in sorted(over.pop(prompt.position).items()))
+                    yield Group(prompt.example, rollouts, prompt.position)
+                if not over:
+                    return
+                while waiting and len(running) < self.settings.at_once:
+                    session = waiting.pop(0)
+                    endpoint.sessions[session.key] = session
+                    session.began = time.perf_counter()
+                    session.program = self.agent.start(address, session.key, self.api.model, session.prompt.example)
+                    session.program.future.add_done_callback(lambda _: queue.wake())
+                    running.append(session)
                 queue.step(POLL)
                 watchdog.progress("agents' sessions")
-                yield from running.finished()
+                for session in [*running]:
+                    if (outcome := session.outcome()) is None:
+                        continue
+                    running.remove(session)
+                    prompt, index = session.prompt, session.index
+                    if outcome.kind == "died" and outcome.value[0] in TERMINATED and not session.is_repeated:
+                        # A scheduler has sent a signal to all processes of the job. Run the session once more.
+                        stop([session], "its program was terminated")
+                        waiting.insert(0, Session(prompt, index, self.form, self.settings, is_repeated=True))
+                        continue
+                    late = f"agent_timeout ({outcome.seconds:g} s) is over"
+                    stop([session], late if outcome.kind == "late" else "its program has ended")
+                    over[prompt.position][index] = rollout = self._end(session, outcome, version)
+                    if log is not None:
+                        log.add(prompt, index, rollout)
 
-    def take_counts(self) -> dict[str, float]:
-        """Return the sums of the metrics ``agent/...`` since the last call of `take_counts`."""
-        taken = dict(self.counts)
-        self.counts.clear()
-        return taken
-
-
-class _RunningSessions:
-    """The unfinished sessions of one call of `AgentSessions.generate`."""
-
-    def __init__(self, parent: AgentSessions, endpoint: Endpoint, address: str, version: int) -> None:
-        self.agent, self.settings, self.counts, self.form = parent.agent, parent.settings, parent.counts, parent.form
-        self.model, self.endpoint, self.address, self.version = parent.api.model, endpoint, address, version
-        self._log = parent.log()
-        self.waiting: list[Session] = []
-        self.running: list[Session] = []
-        self._over: dict[int, dict[int, Rollout]] = {}  # Ended sessions: prompt's position -> index in the group.
-        self._again: set[tuple[int, int]] = set()  # Sessions that run a second time.
-        self._size = 0
-
-    def open(self, prompts: Sequence[Prompt], size: int) -> Iterator[Group]:
-        """Queue the sessions of all prompts that aren't in the log. Yield groups with all sessions in the log."""
-        self._size = size
-        for prompt in prompts:
-            known = self._log.recall(prompt) if self._log is not None else {}
-            done = self._over[prompt.position] = {i: rollout for i, rollout in known.items() if i < size}
-            self.waiting += [Session(prompt, i, self.form, self.settings.limits) for i in range(size) if i not in done]
-            yield from self._complete(prompt)
-
-    def _complete(self, prompt: Prompt) -> Iterator[Group]:
-        """Yield the prompt's group if all its sessions have ended."""
-        if len(self._over[prompt.position]) == self._size:
-            rollouts = tuple(rollout for _, rollout in sorted(self._over.pop(prompt.position).items()))
-            yield Group(prompt.example, rollouts, prompt.position)
-
-    def start(self) -> None:
-        """Start waiting sessions until `at_once` sessions run."""
-        while self.waiting and len(self.running) < self.settings.at_once:
-            session = self.waiting.pop(0)
-            self.endpoint.sessions[session.key] = session
-            session.began = time.perf_counter()
-            session.program = self.agent.start(self.address, session.key, self.model, session.prompt.example)
-            session.program.future.add_done_callback(lambda _: self.endpoint.queue.wake())
-            self.running.append(session)
-
-    def finished(self) -> Iterator[Group]:
-        """End sessions that finished or exceeded the timeout. Yield the groups that became complete."""
-        now, limit = time.perf_counter(), self.settings.timeout
-        for session in [*self.running]:
-            prompt, program = session.prompt, session.program
-            if program.future.done():
-                outcome = program.future.result()
-            elif limit is not None and now > session.began + limit:
-                outcome = Outcome("late", None, limit)
-            else:
-                continue
-            self.running.remove(session)
-            place = prompt.position, session.index
-            if outcome.kind == "died" and outcome.value[0] in TERMINATED and place not in self._again:
-                # A scheduler has sent a signal to all processes of the job. Run the session once more.
-                self._again.add(place)
-                self.endpoint.close(session, "its program was terminated")
-                program.stop()
-                self.waiting.insert(0, Session(prompt, session.index, self.form, self.settings.limits))
-                continue
-            rollout = self._end(session, outcome)
-            self._over[prompt.position][session.index] = rollout
-            if self._log is not None:
-                self._log.add(prompt, session.index, rollout)
-            yield from self._complete(prompt)
-
-    def _end(self, session: Session, outcome: Outcome) -> Rollout:
-        late = outcome.kind == "late"
-        over = f"agent_timeout ({outcome.seconds:g} s) is over" if late else "its program has ended"
-        self.endpoint.close(session, over)
-        if late:
+    def _end(self, session: Session, outcome: Outcome, version: int) -> Rollout:
+        """Count an ended session, and return its rollout."""
+        if outcome.kind == "late":
             self.counts["agent/timeouts"] += 1
-        session.program.stop()  # also kills processes that the command left behind
         columns, failure = returned(outcome)
         failure = failure or problem_with(columns, len(session.turns))
         self.counts["agent/sessions"] += 1
@@ -254,13 +253,13 @@ class _RunningSessions:
                     f"{failure} Correct the program, or set agent_on_error: abstain (groups of failed sessions "
                     "aren't trained)."
                 )
-        return session.rollout(self.version, {**columns, SESSION: session.turns, FAILURE: failure})
+        return session.rollout(version, {**columns, SESSION: session.turns, FAILURE: failure})
 
-    def close(self) -> None:
-        """End all running sessions."""
-        for session in self.running:
-            self.endpoint.close(session, "the generation was aborted")
-            session.program.stop()
+    def take_counts(self) -> dict[str, float]:
+        """Return the sums of the metrics ``agent/...`` since the last call of `take_counts`."""
+        taken = dict(self.counts)
+        self.counts.clear()
+        return taken
 
 
 def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:

@@ -9,7 +9,6 @@ form the prompt p p p with the branches [a a], [t b] after [a a], and [s c] afte
 
 from __future__ import annotations
 
-import operator
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,10 +44,8 @@ class TokenTree:
         number: int | None = None,
     ) -> None:  # fmt: skip
         """Add a request's context ``read`` and answer ``wrote``. The requests that it continues must be in the tree.
-
         Tokens of a context that are already in the tree are shared. Answers are never shared: two equal samples remain
-        two answers, and both are trained. ``number`` is the answer's key in `places`.
-        """
+        two answers, and both are trained. ``number`` is the answer's key in `places`."""
         children = self._read(array("i", read))
         if len(wrote):
             children.append(Node(array("i", wrote), array("f", logprobs), trained, number=number))
@@ -57,20 +54,20 @@ class TokenTree:
         """Follow a context's tokens from the root, and add missing tokens. Return the children of the last node."""
         children, at = self._roots, 0
         while at < len(ids):
-            shared, node = max(
-                ((_shared(node, ids, at), node) for node in children), key=operator.itemgetter(0), default=(0, None)
-            )
-            if node is None or not shared:
+            lengths = [_shared(node, ids, at) for node in children]
+            if shared := max(lengths, default=0):
+                node = children[lengths.index(shared)]
+                if shared < len(node.ids):
+                    logprobs = node.logprobs  # split: the node's other tokens become its only child
+                    rest = Node(node.ids[shared:], logprobs and logprobs[shared:], node.trained, node.children)
+                    node.ids, node.logprobs, node.children = node.ids[:shared], logprobs and logprobs[:shared], [rest]
+            else:
                 node, shared = Node(ids[at:], None, False), len(ids) - at
                 children.append(node)
-            elif shared < len(node.ids):
-                logprobs = node.logprobs  # split: the node's other tokens become its only child
-                rest = Node(node.ids[shared:], logprobs and logprobs[shared:], node.trained, node.children)
-                node.ids, node.logprobs, node.children = node.ids[:shared], logprobs and logprobs[:shared], [rest]
             children, at = node.children, at + shared
         return children
 
-    def rollout(self, version: int, finish_reason: FinishReason, **further: Any) -> Rollout | None:
+    def rollout(self, version: int, reason: FinishReason, **further: Any) -> Rollout | None:
         """Return the session as a rollout with the first request's context as prompt. None if no tokens follow it."""
         asked, ids, logprobs = self._prompt, array("i"), array("f")
         sampled: list[bool] = []
@@ -98,16 +95,9 @@ class TokenTree:
             todo += [(child, len(branches) - 1, -1) for child in reversed(run[-1].children)]
         if not ids:
             return None
-        return Rollout(
-            input=ModelInput(tuple(asked)),
-            completion_ids=ids,
-            sampler_logprobs=torch.frombuffer(logprobs, dtype=torch.float32),
-            sampled=torch.tensor(sampled, dtype=torch.bool),
-            finish_reason=finish_reason,
-            policy_version=version,
-            branches=() if branches == [Branch(len(ids), None, len(asked))] else tuple(branches),
-            **further,
-        )
+        further["branches"] = () if branches == [Branch(len(ids), None, len(asked))] else tuple(branches)
+        values = torch.frombuffer(logprobs, dtype=torch.float32), torch.tensor(sampled, dtype=torch.bool)
+        return Rollout(ModelInput(tuple(asked)), ids, *values, reason, version, **further)
 
 
 def _shared(node: Node, ids: array[int], at: int) -> int:

@@ -9,6 +9,7 @@ A group with a failed session gets no rewards: every reward function abstains, a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,8 +20,9 @@ import torch
 
 from ...batch import Group, Rollout
 from ...losses.advantages import AdvantageEstimator, group_advantages
+from ...rewards import Ready
 from ...rewards.calling import PARTS as JUDGED
-from ...rollout.stages import BeginScore, PendingRewards, Stages
+from ...rollout.stages import BeginScore, Stages
 
 FAILURE = "agent_failure"  # Column of a rollout with the reason of a failure, or an empty text.
 SESSION = "session"  # Column of a rollout with the agent's answers.
@@ -110,18 +112,12 @@ def with_turn_rewards(
 
 def agent_stages(sampler: Any) -> Callable[[Stages], Stages] | None:
     """Return a function that changes agents' stages: failed groups abstain, and answers may have rewards, or None."""
-    if not getattr(sampler.source, "may_fail", False):
-        return None
 
     def change(stages: Stages) -> Stages:
-        def begin_score(groups: Sequence[Group]) -> PendingRewards:
-            if any(map(has_failed, groups)):
-                return Abstaining(groups, stages.begin_score, len(sampler.scorer.rewards))
-            return stages.begin_score(groups)
-
+        begin_score = functools.partial(Abstaining, stages.begin_score, len(sampler.scorer.rewards))
         return dataclasses.replace(stages, begin_score=begin_score, take_turns=sampler.scorer.take_turns)
 
-    return change
+    return change if getattr(sampler.source, "may_fail", False) else None
 
 
 def has_failed(group: Group) -> bool:
@@ -136,21 +132,12 @@ class Abstaining:
         functions: R, the number of reward functions.
     """
 
-    def __init__(self, groups: Sequence[Group], begin: BeginScore, functions: int) -> None:
-        self._groups, self._functions = groups, functions
+    def __init__(self, begin: BeginScore, functions: int, groups: Sequence[Group]) -> None:
+        self._judged = torch.tensor([not has_failed(group) for group in groups for _ in group.rollouts])
+        self._rewards = torch.full((len(self._judged), functions), torch.nan)
         whole = [group for group in groups if not has_failed(group)]
-        self._pending = begin(whole) if whole else None
-
-    def done(self) -> bool:
-        return self._pending is None or self._pending.done()
-
-    def cancel(self) -> None:
-        if self._pending is not None:
-            self._pending.cancel()
+        self._pending = begin(whole) if whole else Ready(self._rewards[:0])
+        self.done, self.cancel = self._pending.done, self._pending.cancel
 
     def result(self) -> torch.Tensor:
-        rewards = torch.full((sum(len(group.rollouts) for group in self._groups), self._functions), torch.nan)
-        if self._pending is not None:
-            judged = [not has_failed(group) for group in self._groups for _ in group.rollouts]
-            rewards[torch.tensor(judged)] = self._pending.result()
-        return rewards
+        return self._rewards.masked_scatter(self._judged[:, None], self._pending.result())

@@ -4,7 +4,7 @@ others."""
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "advice": "conflicts:advice",
     "conflicts": "conflicts:CONFLICTS",
-    "riders": "rider:Versions",
+    "riders": "in_flight:Versions",
     "round": "rounds:carried_round",
-    "source": "source:CarryOverFeature",
+    "source": "rounds:CarryOverFeature",
 }

@@ -13,22 +13,15 @@ OF_A_TOKEN = ("top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos")
 LEAVE = "leave one of the two out"
 UNCORRECTED = "that leaves tokens of older weights uncorrected"
 
-
+OTHERS = (
+    ("dynamic_sampling", SET, "dynamic_sampling chooses a round's groups among all that were sampled"),
+    ("curriculum", ANY, "curriculum draws prompts by the pass rates of whole rounds"),
+    ("overlap", other_than("off"), "overlap trains groups of a round whose groups aren't known yet"),
+    ("router_replay", SET, "router_replay needs the experts of completions that were stopped"),
+    ("vllm_importance_sampling_correction", equal(False), UNCORRECTED),
+)
 CONFLICTS = (
-    Conflict(
-        "carry_over", ANY, "dynamic_sampling", SET,
-        "dynamic_sampling chooses a round's groups among all that were sampled", LEAVE,
-    ),
-    Conflict("carry_over", ANY, "curriculum", ANY, "curriculum draws prompts by the pass rates of whole rounds", LEAVE),
-    Conflict(
-        "carry_over", ANY, "overlap", other_than("off"),
-        "overlap trains groups of a round whose groups aren't known yet", LEAVE,
-    ),
-    Conflict(
-        "carry_over", ANY, "router_replay", SET,
-        "router_replay needs the experts of completions that were stopped", LEAVE,
-    ),
-    Conflict("carry_over", ANY, "vllm_importance_sampling_correction", equal(False), UNCORRECTED, LEAVE),
+    *(Conflict("carry_over", ANY, name, when, why, LEAVE) for name, when, why in OTHERS),
     Conflict(
         "carry_over", ANY,
         "the sampler's distribution", When("changed (a `top_k` with `top_p` or `min_p` may stay)", bool),

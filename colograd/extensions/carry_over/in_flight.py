@@ -9,6 +9,7 @@ after each round in the rollout log.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from array import array
@@ -19,15 +20,79 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from ...batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout
+from ...batch import FinishReason, Group, Logged, ModelInput, PackedRow, Prompt, Rollout
 from ...engine.protocol import Sampled
-from ...riders import Rider, joined_riders
+from ...policy.sending import to_device_async
+from ...riders import Rider, RowRider, joined_riders
 from ...rollout.group_records import NONSENSE, JournalError, RewardedGroup, group_bytes, group_of
 from ...rollout.record_file import Record, RecordFile, read_records
-from .rider import Versions, VersionSpan
 
 FILE = "in_flight_{rank}.records"  # Name of a rank's file in a checkpoint.
 HEAD = 0  # Position number of a file's first record, which has no group but the number of groups.
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Consecutive tokens of a completion that were sampled with the same weights."""
+
+    length: int  # Number of tokens.
+    version: int  # Optimizer step of the weights that sampled the tokens.
+
+
+@dataclass(frozen=True, slots=True)
+class Versions(Rider):
+    """Rider (per-token data of a rollout) with the versions of the weights that sampled a completion's tokens. All
+    tokens of a completion without this rider have the version `Rollout.policy_version`.
+
+    Example: the round at step 7 sampled two tokens of a completion, and the round at step 8 two further tokens:
+
+        completion_ids   22 23 | 24  2
+        spans            VersionSpan(2, version=7), VersionSpan(2, version=8)
+    """
+
+    spans: tuple[VersionSpan, ...]
+
+    KEY = "spans"
+
+    def statistics(self, rollout: Rollout) -> tuple[dict[str, float], dict[str, float]]:
+        ages = rollout.policy_version - versions_of(rollout)
+        sums = {"carry_over/old_tokens": float((ages > 0).sum()), "carry_over/ages": float(ages.sum())}
+        return sums, {"carry_over/max_age": float(ages.max())}
+
+    @classmethod
+    def of_row(cls, row: PackedRow) -> TokenAges:
+        rollouts = [rollout for part in row.parts for rollout in part.rollouts]
+        ages = torch.cat([rollout.policy_version - versions_of(rollout) for rollout in rollouts]).float()
+        return TokenAges(to_device_async(ages, row.device))
+
+    def to_json(self) -> Any:
+        return [[span.length, span.version] for span in self.spans]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Sequence[Any]], rollout: Rollout) -> Self:
+        spans = tuple(VersionSpan(int(length), int(version)) for length, version in value)
+        assert sum(span.length for span in spans) == len(rollout.completion_ids), "versions don't fit"
+        return cls(spans)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenAges(RowRider):
+    """Ages of a packed row's labels (target tokens): the step of a label's round minus the step of its sampler's
+    weights."""
+
+    ages: torch.Tensor  # Age of each label in optimizer steps, (N,) float32.
+
+    def metrics(self, difference: torch.Tensor, scored: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        old = scored * (self.ages > 0)
+        return {"carry_over/old_logp_difference": ((difference * old).sum(), old.sum())}
+
+
+def versions_of(rollout: Rollout) -> torch.Tensor:
+    """Return for each token of a completion the optimizer step of the weights that sampled it, [C] int64."""
+    versions = rollout.get(Versions)
+    if versions is None:
+        return torch.full((len(rollout.completion_ids),), rollout.policy_version)
+    return torch.cat([torch.full((span.length,), span.version) for span in versions.spans])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +114,10 @@ class PartialCompletion:
     @classmethod
     def of_record(cls, rollout: Rollout) -> Self:
         """Rebuild a partial completion from a rollout that `recorded` returned."""
-        spans, riders = rollout.get(Versions), tuple(r for r in rollout.riders if not isinstance(r, Versions))
+        versions, riders = rollout.get(Versions), tuple(r for r in rollout.riders if not isinstance(r, Versions))
         logprobs = array("f", rollout.sampler_logprobs.numpy().tobytes())
         ended = None if rollout.finish_reason is FinishReason.ABORT else rollout.finish_reason
-        return cls(rollout.completion_ids, logprobs, () if spans is None else spans.spans, riders, ended)
+        return cls(rollout.completion_ids, logprobs, () if versions is None else versions.spans, riders, ended)
 
     def recorded(self, prompt: ModelInput, since: int) -> Rollout:
         """Return the tokens so far as a `Rollout`, because the rollout log records completions in this form."""
@@ -65,9 +130,8 @@ class PartialCompletion:
         """Return a whole completion as a rollout of the round at optimizer step ``version``."""
         assert self.finish_reason is not None
         whole = Sampled(self.ids, self.logprobs, self.finish_reason, self.riders).rollout(prompt, version)
-        if all(span.version == version for span in self.spans):
-            return whole
-        return whole.carrying(Versions(self.spans))
+        is_new = all(span.version == version for span in self.spans)
+        return whole if is_new else whole.carrying(Versions(self.spans))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +156,16 @@ class RoundEnd(NamedTuple):
     carried: tuple[GroupInFlight, ...]  # Groups that the next round continues, the oldest first.
 
 
+@dataclass(slots=True)
 class InFlight:
-    """Groups in flight that a rank carries from one round of sampling to the next.
+    """Groups in flight that a rank carries from one round of sampling to the next."""
 
-    Args:
-        takes: number of groups that a round trains.
-        size: number of groups that are sampled at the same time.
-        max_age: maximum number of optimizer steps between the beginning of a group and its last round.
-        completions: number of completions in a group.
-        longest: maximum number of tokens in a completion.
-    """
-
-    def __init__(self, takes: int, size: int, max_age: int, completions: int, longest: int) -> None:
-        self.takes, self.size, self.max_age = takes, size, max_age
-        self.completions, self.longest = completions, longest
-        self.groups: tuple[GroupInFlight, ...] = ()  # Groups in flight, the oldest first.
+    takes: int  # Number of groups that a round trains.
+    size: int  # Number of groups that are sampled at the same time.
+    max_age: int  # Maximum number of optimizer steps between the beginning of a group and its last round.
+    completions: int  # Number of completions in a group.
+    longest: int  # Maximum number of tokens in a completion.
+    groups: tuple[GroupInFlight, ...] = ()  # Groups in flight, the oldest first.
 
     def begin(self, prompts: Sequence[Prompt], version: int) -> list[GroupInFlight]:
         """Return a group for each prompt of the round at step ``version``: a carried group, or a new one without
@@ -146,13 +205,11 @@ class InFlight:
                     f"{folder} has unfinished groups of {len(group.completions)} completions, but num_generations is "
                     f"{self.completions}: set num_generations back, or drop these groups by ignore_data_skip: true."
                 )
-            completions = [  # A completion that already has the maximum number of tokens of this run is finished.
-                dataclasses.replace(each, finish_reason=FinishReason.LENGTH)
-                if each.finish_reason is None and len(each.ids) >= self.longest
-                else each
-                for each in group.completions
-            ]
-            groups.append(dataclasses.replace(group, completions=tuple(completions)))
+            parts = [*group.completions]
+            for index, each in enumerate(parts):  # A completion with this run's maximum number of tokens is finished.
+                if each.finish_reason is None and len(each.ids) >= self.longest:
+                    parts[index] = dataclasses.replace(each, finish_reason=FinishReason.LENGTH)
+            groups.append(dataclasses.replace(group, completions=tuple(parts)))
         self.groups = tuple(groups)
         return ""
 
@@ -161,20 +218,16 @@ def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
     """Write a round's trained positions and carried groups to a file, in place of an older file. ``ranks``: number of
     ranks that divide the round's prompts."""
     path.unlink(missing_ok=True)
-    file = RecordFile(path)
     head = {"done": end.done, "ranks": ranks, "groups": len(end.carried)}
-    try:
+    with contextlib.closing(RecordFile(path)) as file:
         file.append(Record(HEAD, json.dumps(head).encode()))
         for group in end.carried:
             prompt = group.prompt
             rollouts = tuple(part.recorded(prompt.input, group.since) for part in group.completions)
-            recorded = RewardedGroup(
-                Group(prompt.example, rollouts, prompt.position), torch.zeros(len(rollouts), 1), Logged({}, {})
-            )
+            whole = Group(prompt.example, rollouts, prompt.position)
+            recorded = RewardedGroup(whole, torch.zeros(len(rollouts), 1), Logged({}, {}))
             file.append(Record(prompt.position, group_bytes(recorded)))
         file.flush()
-    finally:
-        file.close()
 
 
 def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks: int) -> RoundEnd | None:

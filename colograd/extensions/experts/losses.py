@@ -1,9 +1,13 @@
-"""Terms of the objective for a mixture of experts: the load-balancing loss, and the metrics of router replay."""
+"""Terms of the objective for a mixture of experts: the load-balancing loss, and the metrics of router replay.
+
+The routing statistics of a packed row tell how the row's tokens are spread over the experts. A packed row contains a
+prompt once for G completions. The prompt's tokens count G times, as in G separate rows.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,34 +18,89 @@ from ...config import GRPOConfig
 from ...losses.objective import LossTerm
 from ...losses.tokens import Means
 from ...parallel.ranks import gather
+from ...policy.attention import RowPart
 from ...policy.logprobs import Compute, ForwardStep, Pass
 from ...policy.packing import NOBODY, is_dummy
-from .rider import UNKNOWN
-from .router_replay import APART, experts_of
-from .routing import Routing, routing_of
+from ...policy.sending import to_device_async
+from .router_replay import APART, UNKNOWN, experts_of
 
 LOGITS = "router_logits"  # Key of the routers' logits in the output of the model without its head.
-FIELDS = tuple(field.name for field in dataclasses.fields(Routing))
 
 
 class RoutingStep(ForwardStep):
+    """Forward step that adds the routing statistics (`routing_of`) to the values of a row."""
+
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
         row.of_layers[LOGITS], row.inputs["output_router_logits"] = [], True
-        found = inner(row)
+        outputs = inner(row)
         chosen = row.model.config.get_text_config().num_experts_per_tok
-        routing = routing_of(row.of_layers[LOGITS], chosen, row.batch, row.inputs.get("row_part"))
-        row.values |= {f"routing/{name}": getattr(routing, name) for name in FIELDS}
-        return found
+        row.values |= routing_of(row.of_layers[LOGITS], chosen, row.batch, row.inputs.get("row_part"))
+        return outputs
 
 
-def routing_in(values: Mapping[str, torch.Tensor]) -> Routing:
-    """Return the routing statistics (`Routing`) from the values of a forward that ran with a `RoutingStep`."""
-    return Routing(*(values[f"routing/{name}"] for name in FIELDS))
+def routing_of(
+    router_logits: Sequence[torch.Tensor], chosen: int, micro_batch: MicroBatch, part: RowPart | None = None
+) -> dict[str, torch.Tensor]:
+    """Compute a packed row's routing statistics from each layer's ``router_logits`` (T, E), in the row's token order.
+    ``chosen`` is the number of experts per token. ``part`` is this rank's part of the row, if the logits are of this
+    rank's tokens only (sequence parallelism)."""
+    weights = token_weights(micro_batch)
+    weights = weights if part is None else part.own_weights(weights)
+    loads, probabilities, entropy = [], [], []
+    for logits in router_logits:
+        logprobs = logits.float().log_softmax(-1)
+        of_experts = logprobs.exp()
+        probabilities.append(weights @ of_experts)
+        with torch.no_grad():
+            picked = of_experts.topk(chosen, dim=-1).indices.flatten()
+            loads.append(torch.zeros_like(of_experts[0]).index_add(0, picked, weights.repeat_interleave(chosen)))
+            entropy.append(weights @ torch.special.entr(of_experts).sum(-1))
+    sums = weights.sum(), torch.stack(loads), torch.stack(probabilities).sum(0), torch.stack(entropy).sum()
+    return statistics(*(sums if part is None else map(part.sum, sums)))
+
+
+def statistics(
+    tokens: torch.Tensor, loads: torch.Tensor, probabilities: torch.Tensor, entropy: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return the routing statistics of a packed row, each (), from sums over its tokens. L layers have E experts each.
+
+    ``routing/balance_loss`` is E times the sum over experts of (fraction of tokens) times (mean probability). All
+    layers are pooled. An even spread with K experts per token gives K. From Switch Transformer, arXiv 2101.03961,
+    equations 4 to 6, as in transformers' `load_balancing_loss_func`. Only the probabilities have a gradient.
+    ``routing/largest_load`` is the largest load of an expert in a layer divided by the mean load, averaged over layers.
+    ``routing/entropy`` is the mean entropy of a router's distribution over the experts of a layer, per token, in nats.
+
+    Args:
+        tokens: number of tokens of all sequences, ().
+        loads: number of tokens that each expert got, (L, E).
+        probabilities: sum of the routers' probabilities over tokens and layers, (E,).
+        entropy: sum of the routers' entropies over tokens and layers in nats, ().
+    """
+    rows = (tokens * len(loads)).clamp(min=1)
+    return {
+        "routing/tokens": tokens,
+        "routing/balance_loss": loads.shape[1] * (loads.sum(0) / rows * probabilities / rows).sum(),
+        "routing/largest_load": (loads.amax(1) / loads.mean(1).clamp(min=torch.finfo(loads.dtype).tiny)).mean(),
+        "routing/entropy": entropy / rows,
+    }
+
+
+def token_weights(micro_batch: MicroBatch) -> torch.Tensor:
+    """Return for each token of a row the number of sequences that contain the token, (T,) float32. 0 in dummy rows."""
+    layout = micro_batch.layout
+    counts = [0] * len(layout.lengths)
+    within = {segment for seen in layout.attends_to for segment in seen}
+    if any(identity.position != NOBODY for identity in micro_batch.rollouts):  # A dummy row has no real rollout.
+        for end in set(range(len(counts))) - within:
+            for segment in (*layout.attends_to[end], end):
+                counts[segment] += 1
+    weights = torch.tensor(counts, dtype=torch.float32).repeat_interleave(torch.tensor(layout.lengths))
+    return to_device_async(weights, micro_batch.input_ids.device)
 
 
 @dataclass(frozen=True, slots=True)
 class BalanceTerm(LossTerm):
-    """The load-balancing loss of a mixture: `Routing.balance_loss` of each row, averaged over the step's tokens."""
+    """The load-balancing loss of a mixture: each row's ``routing/balance_loss``, averaged over the step's tokens."""
 
     coefficient: float  # Factor of the loss in the objective. With 0 the term only computes metrics.
 
@@ -60,28 +119,24 @@ class BalanceTerm(LossTerm):
         if not self.coefficient:
             return step
         own = sum(row.sequence_tokens for row in step.rows if step.counted and not is_dummy(row))
-        tokens, rows = float(max(1, sum(gather(own)))), []
-        for row in step.rows:
-            constants = dataclasses.replace(row.step_constants, sequence_tokens=tokens)
-            rows.append(dataclasses.replace(row, step_constants=constants))
-        return dataclasses.replace(step, rows=tuple(rows))
+        tokens = float(max(1, sum(gather(own))))
+        constants = [dataclasses.replace(row.step_constants, sequence_tokens=tokens) for row in step.rows]
+        pairs = zip(step.rows, constants, strict=True)
+        return dataclasses.replace(step, rows=tuple(dataclasses.replace(row, step_constants=c) for row, c in pairs))
 
     def of_row(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         if not self.coefficient:
             return None
-        routing, of_step = routing_in(values), batch.step_constants
-        of_all = routing.tokens.clamp(min=1) if of_step.sequence_tokens is None else of_step.sequence_tokens
-        return (self.coefficient * of_step.denominator * routing.tokens / of_all) * routing.balance_loss
+        tokens, of_step = values["routing/tokens"], batch.step_constants
+        of_all = tokens.clamp(min=1) if of_step.sequence_tokens is None else of_step.sequence_tokens
+        return (self.coefficient * of_step.denominator * tokens / of_all) * values["routing/balance_loss"]
 
     @torch.no_grad()
     def observe(self, old: torch.Tensor, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> Means:
         """Compute the routing metrics of a micro-batch, weighted by its number of tokens."""
-        routing, tokens = routing_in(values), values["routing/tokens"]
-        return {
-            "aux_loss": (routing.balance_loss * tokens, tokens),
-            "router/load_max": (routing.largest_load * tokens, tokens),
-            "router/entropy": (routing.mean_entropy * tokens, tokens),
-        }
+        tokens = values["routing/tokens"]
+        names = {"aux_loss": "balance_loss", "router/load_max": "largest_load", "router/entropy": "entropy"}
+        return {metric: (values[f"routing/{name}"] * tokens, tokens) for metric, name in names.items()}
 
     def in_loss(self, metrics: Mapping[str, float]) -> float:
         return self.coefficient * metrics.get("aux_loss", 0.0)
@@ -96,8 +151,8 @@ class ReplayTerm(LossTerm):
             return {}
         if (experts := experts_of(batch)) is None:
             return {"router/replayed": (0.0, batch.layout.num_tokens)}
-        told = (experts[:, 0, 0] != UNKNOWN).sum()
-        return {"router/replayed": (told, batch.layout.num_tokens), "router/disagreement": tuple(values[APART])}
+        replayed = (experts[:, 0, 0] != UNKNOWN).sum()
+        return {"router/replayed": (replayed, batch.layout.num_tokens), "router/disagreement": tuple(values[APART])}
 
 
 def balance_term(config: GRPOConfig, policy: Any) -> LossTerm | None:

@@ -32,6 +32,10 @@ def tokens_of(scored: ScoredGroup) -> int:
     return len(rollouts[0].input) + sum(len(rollout.completion_ids) for rollout in rollouts)
 
 
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
 class FinishedGroups:
     """Finished groups (sampled and scored) of the next optimizer step, shared between ranks while ranks still sample.
 
@@ -48,6 +52,7 @@ class FinishedGroups:
         self._others = [owner for owner in owners if owner != layout.rank]  # Ranks that may have groups for this rank.
         self._wanted = "wanted/all" if between_engines else f"wanted/{layout.data_rank}"
         self._number, self._round, self._offered = next(_numbers), 0, 0
+        self._store: dist.Store = _store()  # In a round: the store with a prefix of the round.
 
     def begin(self, positions: Iterable[int]) -> None:
         """Begin a round (the prompts sampled with one set of weights) on all ranks, with a collective between two
@@ -59,15 +64,16 @@ class FinishedGroups:
             notes += ["sampled", "training"] if rank == 0 else []
             notes += [self._wanted] if rank == 0 or (first_of_engine and not self.between_engines) else []
             for note in notes:
-                self._store().delete_key(self._key(note))
+                self._store.delete_key(note)
         self._round += 1
+        self._store = dist.PrefixStore(f"colograd/finished/{self._number}/{self._round}", _store())
         self._positions = set(positions)
         self._own: list[ScoredGroup] = []  # This rank's accepted groups, in the order of finishing.
         self._known: set[int] = set()  # Positions of finished groups, whether accepted or not.
         self._offered = 0  # Number of groups offered in the store. These are the first groups of `_own`.
         self._sizes: list[int] = []  # Tokens of each offered group. 0 means that other ranks can't take the group.
         self._gone: set[tuple[int, int]] = set()  # (owner, index) of each group that this rank knows to be taken.
-        self._is_sampled = self._is_hungry = self._is_last = False
+        self._is_sampled = self._is_hungry = False
         self._looked = 0.0
 
     def add(self, scored: ScoredGroup) -> None:
@@ -86,7 +92,7 @@ class FinishedGroups:
         if now - self._looked < EVERY or self._offered == len(self._own):
             return
         self._looked = now
-        if self._count(self._wanted, 0):
+        if self._store.add(self._wanted, 0):
             self._offer()
 
     def _offer(self) -> None:
@@ -99,7 +105,7 @@ class FinishedGroups:
             if is_left and not any(r.all(Media) or r.input.media is not None for r in rollouts):
                 content = pickle.dumps(scored.for_training())
             if is_sent := 0 < len(content) <= LARGEST:
-                self._store().set(self._key(f"group/{self.layout.rank}/{index}"), content)
+                self._store.set(f"group/{self.layout.rank}/{index}", content)
             self._sizes.append(tokens_of(scored) if is_sent else 0)
         self._offered = len(self._own)
         self._tell_sizes()
@@ -108,30 +114,29 @@ class FinishedGroups:
         """Count this rank among the ranks that have stopped sampling. Called even if sampling failed."""
         if not self._is_sampled:
             self._is_sampled = True
-            self._count("sampled", 1)
+            self._store.add("sampled", 1)
 
     def all_sampled(self) -> bool:
-        self._is_last = self._is_last or self._count("sampled", 0) >= self.layout.world_size
-        return self._is_last
+        return bool(self._store.add("sampled", 0) >= self.layout.world_size)
 
     def is_over(self) -> bool:
         """Return whether all ranks have stopped sampling, and no rank trains groups that it has taken."""
-        return self.all_sampled() and self._count("training", 0) <= 0
+        return self.all_sampled() and self._store.add("training", 0) <= 0
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        self._count("training", 1)
+        self._store.add("training", 1)
         try:
             yield
         finally:
-            self._count("training", -1)
+            self._store.add("training", -1)
 
     def take(self, budget: int) -> list[ScoredGroup]:
         """Take finished groups for a row of ``budget`` tokens, and return them. Empty: there is no group to take. This
         rank's groups come first, then other ranks', each time the largest first. A group above the budget is taken
         without further groups. When all ranks have sampled, take only a fraction of one rank's remaining groups, so
         that all ranks end at the same time."""
-        hungry = self._count(self._wanted, 0)
+        hungry = self._store.add(self._wanted, 0)
         if hungry:
             self._offer()
         shares = 1 + max(hungry, 1) if self.all_sampled() else 0
@@ -142,15 +147,14 @@ class FinishedGroups:
         if not taken:
             if not self._is_hungry and self._others:
                 self._is_hungry = True
-                self._count(self._wanted, 1)
-            taken = self._take({owner: self._free_of(owner) for owner in self._others}, budget, shares)
+                self._store.add(self._wanted, 1)
+            free = {}
+            for owner in self._others:
+                key = f"sizes/{owner}"
+                sizes = json.loads(self._store.get(key)) if self._store.check([key]) else []
+                free[owner] = {i: size for i, size in enumerate(sizes) if size and (owner, i) not in self._gone}
+            taken = self._take(free, budget, shares)
         return taken
-
-    def _free_of(self, owner: int) -> dict[int, int]:
-        """Return the number of tokens of each group that rank ``owner`` offers, by the group's index."""
-        key = self._key(f"sizes/{owner}")
-        sizes = json.loads(self._store().get(key)) if self._store().check([key]) else []
-        return {index: size for index, size in enumerate(sizes) if size and (owner, index) not in self._gone}
 
     def _take(self, free: dict[int, dict[int, int]], budget: int, shares: int) -> list[ScoredGroup]:
         """Take some of the groups in ``free`` (owner's rank -> group's index -> tokens) for a row of ``budget`` tokens.
@@ -163,12 +167,12 @@ class FinishedGroups:
                 if taken and size > room:
                     continue
                 self._gone.add((owner, index))
-                is_own, key = owner == self.layout.rank, self._key(f"group/{owner}/{index}")
+                is_own, key = owner == self.layout.rank, f"group/{owner}/{index}"
                 if is_own and index >= self._offered:  # The group isn't offered, so no other rank can take it.
                     taken.append(self._own[index])
-                elif self._count(f"taken/{owner}/{index}", 1) == 1:
-                    taken.append(self._own[index] if is_own else pickle.loads(self._store().get(key)))
-                    self._store().delete_key(key)
+                elif self._store.add(f"taken/{owner}/{index}", 1) == 1:
+                    taken.append(self._own[index] if is_own else pickle.loads(self._store.get(key)))
+                    self._store.delete_key(key)
                 else:
                     continue
                 room -= size
@@ -176,14 +180,4 @@ class FinishedGroups:
 
     def _tell_sizes(self) -> None:
         sizes = [0 if (self.layout.rank, index) in self._gone else size for index, size in enumerate(self._sizes)]
-        self._store().set(self._key(f"sizes/{self.layout.rank}"), json.dumps(sizes))
-
-    def _count(self, name: str, more: int) -> int:
-        return int(self._store().add(self._key(name), more))
-
-    def _key(self, name: str) -> str:
-        return f"colograd/finished/{self._number}/{self._round}/{name}"
-
-    @staticmethod
-    def _store() -> Any:
-        return dist.distributed_c10d._get_default_store()
+        self._store.set(f"sizes/{self.layout.rank}", json.dumps(sizes))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ...batch import PackedGroup, PackedRow, ScoredGroup
 from ...parallel.balance import exchange
@@ -23,10 +24,6 @@ LARGEST = 2**26  # Maximum number of bytes that are read from the file.
 Piece = tuple[int, tuple[int, ...]]  # Position of a group, and the indices of its completions in one micro-batch.
 Row = tuple[Piece, ...]  # Pieces of groups in one micro-batch. A dummy micro-batch has one piece with position NOBODY.
 Partition = tuple[tuple[Row, ...], ...]  # Rows of each rank.
-
-
-def note_partition(folder: Path, step: int, partition: Partition) -> None:
-    add_step(folder / FILE, step, {"ranks": partition})
 
 
 def read_partition(folder: Path, step: int) -> Partition | None:
@@ -77,8 +74,7 @@ class FirstRows:
     """A step's groups on this rank: groups of first rows (trained early), and groups that must be packed."""
 
     rest: list[ScoredGroup]  # Groups that must still be packed.
-    groups: tuple[ScoredGroup, ...] = ()  # Groups of the first rows.
-    rows: tuple[PackedRow, ...] = ()  # First rows of this rank.
+    early: EarlyRows = field(default_factory=EarlyRows)  # First rows of this rank, and their groups.
     trained: bool = False  # Whether the gradients of the first rows are computed.
     moved: int = 0  # Number of groups of the first rows that another engine sampled.
     partition: Partition = ()  # First rows of all ranks.
@@ -121,11 +117,10 @@ def first_rows(
     # If memory ran out on the rank that took a group, the group has no rows. The rank that sampled the group packs it.
     taken = {position for position, _ in pieces_of(partition)}
     rest = [scored for scored in groups if scored.group.position not in taken]
-    if not early.rows:
-        return FirstRows(rest, partition=partition)
+    early = early if early.rows else EarlyRows()
     engine = rank() // rules.ranks_per_engine
     moved = sum(owners[scored.group.position] // rules.ranks_per_engine != engine for scored in early.groups)
-    return FirstRows(rest, tuple(early.groups), tuple(early.rows), trained, moved, partition)
+    return FirstRows(rest, early, trained, moved, partition)
 
 
 def _as_recorded(
@@ -144,8 +139,8 @@ def _as_recorded(
         parts = []
         for position, indices in row:
             group, advantages = by_position[position].group, advantages_of(by_position[position])
-            ids = tuple(group.rollout_ids[index] for index in indices)
-            rollouts = tuple(group.rollouts[index] for index in indices)
-            parts.append(PackedGroup(ids, rollouts, tuple(advantages[index] for index in indices), group.example))
+            columns: tuple[Any, ...] = (group.rollout_ids, group.rollouts, advantages)
+            ids, rollouts, own = (tuple(column[index] for index in indices) for column in columns)
+            parts.append(PackedGroup(ids, rollouts, own, group.example))
         rows.append(PackedRow(tuple(parts), rules.mask_truncated, rules.device))
     return EarlyRows(taken, rows)

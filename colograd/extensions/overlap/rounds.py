@@ -19,21 +19,61 @@ from typing import Any
 import torch
 
 from ...batch import Group, PackedRow, Prompt, SampledStep, ScoredGroup, StepBatch
+from ...config import GRPOConfig
 from ...engine.load import after_each_step
+from ...losses.token_losses import LOSSES
 from ...parallel import watchdog
 from ...parallel.ranks import gather
 from ...policy.packing import PackingRules, has_signal, plan_rows
 from ...policy.second_models import fill
 from ...reporting.metrics import Metrics, PhaseTimes
+from ...rollout.figures import add_step
 from ...rollout.rounds import PlainRound, Steps
 from ...rollout.stages import InScoring, Stages
 from ...rollout.statistics import RolloutStatistics
+from ...sharding import strategy_of
 from ...training.learner import loss_pass, step_batch
 from .finished_groups import FinishedGroups
-from .first_rows import EarlyRows, Partition, first_rows, note_partition, read_partition
-from .rules import why_no_overlap
+from .first_rows import FILE, EarlyRows, Partition, first_rows, read_partition
 
 EVERY = 0.01  # Seconds between two polls for finished groups.
+
+
+def why_not(trainer: Any) -> str:
+    """Return the reason why no group of a step can be trained before all are sampled. Empty: groups can be trained
+    early."""
+    config: GRPOConfig = trainer.args
+    objective, replaced = trainer.learner.objective, trainer.replaced
+    reasons: list[tuple[Any, str]] = [
+        (config.sequence_parallel_size > 1, "with sequence_parallel_size ranks exchange in each forward"),
+        (strategy_of(config).meets_in_backward, f"with sharding: {config.sharding} ranks exchange in each backward"),
+        (config.dynamic_sampling, "dynamic_sampling chooses the step's groups among all that were sampled"),
+        (trainer.estimator.step_scores is not None, "advantages are divided by a deviation over the step"),
+        (objective.top_entropy_quantile < 1, "top_entropy_quantile is of all the step's tokens"),
+        (objective.entropy_bonus, "the entropy's bonus is a mean over the step"),
+        *((term.waits, term.waits) for term in objective.terms),
+        (type(objective.loss) not in LOSSES.values(), "a loss of your own may read the step's constants"),
+        ("compute_loss" in replaced, "a compute_loss of your own may read the step's constants"),
+        (
+            "compute_advantages" in replaced,
+            "a compute_advantages of your own is called in the order of the prompts",
+        ),
+        (config.offload_reference and not config.on_cpu, "offload_reference has no room beside gradients"),
+        (config.full_determinism, "full_determinism forbids sums whose order depends on clocks"),
+        (config.world_size == 1, "there is no other rank"),
+    ]
+    return next((reason for applies, reason in reasons if applies), "")
+
+
+def note(trainer: Any) -> str:
+    config: GRPOConfig = trainer.args
+    if config.overlap == "off":
+        return ""
+    if why := why_not(trainer):
+        return f"overlap: nothing is trained before all ranks have sampled, as {why}"
+    others = ", and finished ones of other ranks," if config.balance_ranks else ""
+    later = "; only for the first optimizer step of each round" if config.round_length > 1 else ""
+    return f"overlap: a rank that has sampled trains its groups{others} while others sample{later}"
 
 
 def overlapped_round(trainer: Any) -> OverlappedRound | None:
@@ -43,7 +83,7 @@ def overlapped_round(trainer: Any) -> OverlappedRound | None:
     if args.dynamic_sampling:
         return None
     round_ = OverlappedRound(trainer)
-    if trainer.samples and args.overlap != "off" and not why_no_overlap(trainer):
+    if trainer.samples and args.overlap != "off" and not why_not(trainer):
         between_engines = args.balance_ranks and args.layout.data_size > 1
         round_.finished = FinishedGroups(args.layout, between_engines, round_.accepts)
     recorded = args.keeps_journal
@@ -124,14 +164,11 @@ class OverlappedRound(PlainRound):
                     time.sleep(EVERY * max(1.0, finished.layout.world_size / 8))
                 continue
             early.groups += groups
-            try:
-                with finished.training():
-                    rows = plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
-                    early.rows += self.train_rows(rows, early.metrics)
+            with contextlib.suppress(torch.OutOfMemoryError), finished.training():
+                rows = plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
+                early.rows += self.train_rows(rows, early.metrics)
                 continue
-            except torch.OutOfMemoryError:
-                pass
-            # Done after the `except` block, because the exception holds activations. Other ranks get the groups later.
+            # Done after the exception is dropped, because it holds activations. Other ranks get the groups later.
             self.learner.free_gradients()
             return EarlyRows(early.groups)
         return early
@@ -150,14 +187,9 @@ class OverlappedRound(PlainRound):
         return step.rows
 
     def pack(
-        self,
-        step: SampledStep,
-        statistics: RolloutStatistics,
-        rules: PackingRules,
-        reward_names: Sequence[str],
-        times: PhaseTimes,
-        tell: Callable[[RolloutStatistics], None],
-    ) -> StepBatch:
+        self, step: SampledStep, statistics: RolloutStatistics, rules: PackingRules, reward_names: Sequence[str],
+        times: PhaseTimes, tell: Callable[[RolloutStatistics], None],
+    ) -> StepBatch:  # fmt: skip
         """Pack a sampled step into a `StepBatch`. A round's first step begins with trained or recorded rows."""
         if not self._is_first:
             return step_batch(step, statistics, rules, reward_names, times, tell)
@@ -166,22 +198,23 @@ class OverlappedRound(PlainRound):
         with times.phase("pack"):
             first = first_rows([*filter(self._is_trained, step.kept)], early, self.recorded, rules)
         if early is not None and any(first.partition) and trainer.args.layout.is_main and trainer.journal:
-            trainer.journal.note_beside(lambda folder: note_partition(folder, number, first.partition))
+            entry = {"ranks": first.partition}
+            trainer.journal.note_beside(lambda folder: add_step(folder / FILE, number, entry))
         batch = step_batch(step, statistics, rules, reward_names, times, tell, first.rest)
         if not first.partition:
             return batch
-        tokens = sum(row.num_tokens for row in first.rows)
-        own = (tokens, len(first.rows), first.moved, tokens if first.trained else 0)
+        tokens = sum(row.num_tokens for row in first.early.rows)
+        own = (tokens, len(first.early.rows), first.moved, tokens if first.trained else 0)
         sums = [float(sum(column)) for column in zip(*gather(own if batch.counted else (0,) * 4), strict=True)]
         names = ("train/packed_tokens", "train/micro_batches", "train/moved_groups", "train/early_tokens")
         more = {name: batch.metrics.get(name, 0.0) + number for name, number in zip(names, sums, strict=True)}
         return dataclasses.replace(
             batch,
-            rows=first.rows + batch.rows,
-            groups=(*first.groups, *batch.groups),
+            rows=(*first.early.rows, *batch.rows),
+            groups=(*first.early.groups, *batch.groups),
             metrics=batch.metrics | more,
-            trained=len(first.rows) if first.trained else 0,
-            trained_metrics=early.metrics if early is not None and first.trained else None,
+            trained=len(first.early.rows) if first.trained else 0,
+            trained_metrics=first.early.metrics if first.trained else None,
         )
 
 

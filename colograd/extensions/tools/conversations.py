@@ -7,10 +7,11 @@ Sampled tokens are never tokenised again.
 
 from __future__ import annotations
 
+import itertools
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,11 +25,14 @@ from ...engine.protocol import Engine, Sampled
 from ...engine.sampling import Sampling, request_seed
 from ...riders import Media, Rider, joined_riders, with_shared_riders
 from ...usercode.untrusted import CHARACTERS
-from .tool_calls import Answers, characters, shown_content, text_of
+from .environments import Environment
 from .tool_format import ToolFormat
-from .toolbox import ConversationTools, Toolbox
+from .toolbox import Answers, Toolbox, characters, shown_content, text_of
 
 POLL = 0.02  # maximum seconds of a wait for tools while the engine is idle
+# A conversation in progress. It yields the name of an engine request, to be sent the completion, or tools' answers, to
+# be resumed when they are done. It returns the finished conversation.
+Talk = Generator["str | Answers", Any, "Conversation"]
 
 
 @dataclass(slots=True)
@@ -37,7 +41,7 @@ class Conversation:
 
     prompt: Prompt
     index: int  # index of the completion in its group
-    session: ConversationTools
+    environment: Environment | None
     input: ModelInput  # Tokens of the prompt, with the text that the environment's `reset` returned.
     asked: Any  # Messages of the prompt, with the content that `reset` returned.
     read: ModelInput  # Tokens that the engine reads for the next turn: the input and all later tokens.
@@ -45,7 +49,6 @@ class Conversation:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     sampled: list[bool] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
-    turns: int = 0
     finish_reason: FinishReason | None = None  # None while the conversation goes on.
     riders: list[tuple[tuple[Rider, ...], int]] = field(default_factory=list)  # (Per-token data, number of tokens).
     media: list[Media] = field(default_factory=list)  # Media in tools' answers, with positions in `ids`.
@@ -63,19 +66,13 @@ class Conversation:
     def rollout(self, version: int) -> Rollout:
         assert self.finish_reason is not None
         columns: dict[str, Any] = {}
-        if (environment := self.session.environment) is not None:
-            columns = {"environments": None if environment.stuck else environment.instance, "prompts": self.asked}
-        return Rollout(
-            input=self.input,
-            completion_ids=self.ids,
-            sampler_logprobs=torch.frombuffer(self.logprobs, dtype=torch.float32),
-            sampled=torch.tensor(self.sampled, dtype=torch.bool),
-            finish_reason=self.finish_reason,
-            policy_version=version,
-            messages=tuple(self.messages),
-            columns=columns,
-            riders=(*joined_riders(self.riders, len(self.input)), *self.media),
-        )
+        if self.environment is not None:
+            instance = None if self.environment.stuck else self.environment.instance
+            columns = {"environments": instance, "prompts": self.asked}
+        riders = (*joined_riders(self.riders, len(self.input)), *self.media)
+        values = torch.frombuffer(self.logprobs, dtype=torch.float32), torch.tensor(self.sampled, dtype=torch.bool)
+        reason, messages = self.finish_reason, tuple(self.messages)
+        return Rollout(self.input, self.ids, *values, reason, version, messages, columns, riders=riders)
 
 
 class Conversations:
@@ -90,117 +87,101 @@ class Conversations:
         self, engine: Engine, tools: Toolbox, form: ToolFormat, rules: PromptRules, max_iterations: int | None
     ) -> None:
         self.engine, self.tools, self.form = engine, tools, form
-        self.rules, self.max_iterations = rules, max_iterations
-
-    def take_counts(self) -> dict[str, float]:
-        """Return the sums of the metrics ``tools/...`` since the last call of `take_counts`."""
-        return self.tools.take_counts()
+        self.rules, self.max_iterations, self.take_counts = rules, max_iterations, tools.take_counts
+        self.shows_images = form.reader is not None  # Whether tools' answers may have images.
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
         """See `RolloutSource.generate`. Seeds depend on the conversation and its turn, not on the tools' timing."""
         self.engine.require(version)
-        self.tools.environments.take_back()
-        running = _RunningConversations(self, sampling, seed, purpose)
-        running.unopened.extend((prompt, index) for prompt in prompts for index in range(sampling.n))
-        over: dict[int, list[Conversation]] = {}  # finished conversations of incomplete groups, by prompt position
+        environments = self.tools.environments
+        environments.take_back()
+        unopened = deque((prompt, index) for prompt in prompts for index in range(sampling.n))
+        writing: dict[str, Talk] = {}  # Conversations that the engine decodes, by request.
+        waiting: list[tuple[Answers, Talk]] = []  # Conversations that wait for tools.
+        over: dict[int, list[Conversation]] = {}  # Finished conversations of incomplete groups, by prompt position.
+        is_limited, whole = True, list[list[Conversation]]()
+
+        def resume(talk: Talk, turn: Sampled | None = None) -> None:
+            try:
+                awaited = talk.send(turn)
+            except StopIteration as end:
+                group = over.setdefault(end.value.prompt.position, [])
+                group.append(end.value)
+                if len(group) == sampling.n:
+                    whole.append(group)
+                return
+            if isinstance(awaited, str):
+                writing[awaited] = talk
+            else:
+                waiting.append((awaited, talk))
+
         try:
-            while running.writing or running.waiting or running.unopened:
-                for conversation in running.advance():
-                    prompt, group = conversation.prompt, over.setdefault(conversation.prompt.position, [])
-                    group.append(conversation)
-                    if len(group) == sampling.n:
-                        group.sort(key=lambda each: each.index)
-                        rollouts = with_shared_riders(tuple(each.rollout(version) for each in group))
-                        yield Group(prompt.example, rollouts, prompt.position)
+            while writing or waiting or unopened:
+                while unopened and (not is_limited or environments.has_room(sampling.n)):
+                    resume(self._talk(*unopened.popleft(), sampling, seed, purpose))
+                if unopened and not (writing or waiting):
+                    if environments.in_scoring:  # wait for async reward functions, which make environments free
+                        time.sleep(POLL)
+                    else:  # nothing makes environments free, e.g. in a subclass that scores only when all are sampled
+                        is_limited = False
+                elif writing:
+                    for request, (turn,) in self.engine.advance():
+                        resume(writing.pop(request), turn)
+                elif not any(answers.done() for answers, _ in waiting):
+                    running = [call.future for answers, _ in waiting for call in answers.calls if not call.done()]
+                    wait(running, POLL, FIRST_COMPLETED)
+                for pair in [pair for pair in waiting if pair[0].done()]:
+                    waiting = [other for other in waiting if other is not pair]
+                    resume(pair[1])
+                while whole:
+                    group = sorted(whole.pop(0), key=lambda each: each.index)
+                    rollouts = with_shared_riders(tuple(each.rollout(version) for each in group))
+                    yield Group(group[0].prompt.example, rollouts, group[0].prompt.position)
         finally:
-            self.engine.abort(running.writing)
-            for _, answers in running.waiting:
+            self.engine.abort(writing)
+            for answers, _ in waiting:
                 answers.abandon()
 
+    def _talk(self, prompt: Prompt, index: int, sampling: Sampling, seed: int, purpose: str) -> Talk:
+        environment, beginning = self.tools.open(prompt.example)
+        asked = prompt.example.get("prompt")
+        conversation = Conversation(prompt, index, environment, prompt.input, asked, read=prompt.input)
+        if beginning is not None:
+            yield beginning
+            self._begin(conversation, beginning)
+        for number in itertools.count():
+            own = request_seed(seed, prompt.position, purpose) + index  # As in one request for n completions.
+            if number:
+                own = request_seed(seed, prompt.position, f"{purpose}/{index}/{number}")
+            spent = len(conversation.ids)
+            turn: Sampled = yield self.engine.submit(conversation.read, sampling, own, n=1, spent=spent)
+            shown = (*conversation.input.ids, *conversation.ids)
+            message, calls = self.form.read(turn.ids, shown, self.tools.schemas(prompt.example))
+            conversation.add(ModelInput(tuple(turn.ids)), turn)
+            conversation.messages.append(message)
+            conversation.finish_reason = turn.finish_reason
+            is_last = self.max_iterations is not None and number >= self.max_iterations
+            if not calls or turn.finish_reason is not FinishReason.STOP or is_last:
+                break
+            answers = self.tools.call(environment, calls)
+            yield answers
+            if not self._add_answers(conversation, answers, sampling.max_tokens):
+                conversation.finish_reason = FinishReason.LENGTH
+                break
+        return conversation
 
-class _RunningConversations:
-    """The unfinished conversations of one call of `Conversations.generate`."""
-
-    def __init__(self, parent: Conversations, sampling: Sampling, seed: int, purpose: str) -> None:
-        self.engine, self.tools, self.form, self.rules = parent.engine, parent.tools, parent.form, parent.rules
-        self.max_iterations, self.sampling, self.seed, self.purpose = parent.max_iterations, sampling, seed, purpose
-        self.writing: dict[str, Conversation] = {}  # Conversations that the engine decodes, by request id.
-        self.waiting: list[tuple[Conversation, Answers]] = []  # Conversations that wait for tools.
-        self.unopened: deque[tuple[Prompt, int]] = deque()  # (Prompt, index in its group) of conversations not begun.
-        self.shows_images = self.form.reader is not None  # Whether tools' answers may have images.
-        self._is_limited = True  # Whether the number of environments in use at once is limited.
-
-    def _open_next(self) -> None:
-        """Begin further conversations until the limit of environments in use is reached."""
-        environments = self.tools.environments
-        while self.unopened and (not self._is_limited or environments.has_room(self.sampling.n)):
-            prompt, index = self.unopened.popleft()
-            session, beginning = self.tools.open(prompt.example)
-            asked = prompt.example.get("prompt")
-            conversation = Conversation(prompt, index, session, prompt.input, asked, read=prompt.input)
-            if beginning is None:
-                self._submit(conversation)
-            else:
-                self.waiting.append((conversation, beginning))
-        if self.unopened and not (self.writing or self.waiting):
-            if environments.in_scoring:  # wait for async reward functions, which make environments free
-                time.sleep(POLL)
-            else:  # nothing makes environments free, e.g. in a subclass that scores only when all are sampled
-                self._is_limited = False
-                self._open_next()
-
-    def advance(self) -> list[Conversation]:
-        """Run one engine step, then continue conversations with finished calls. Return the conversations that ended."""
-        over = []
-        self._open_next()
-        if self.writing:
-            for request, (turn,) in self.engine.advance():
-                conversation = self.writing.pop(request)
-                shown = (*conversation.input.ids, *conversation.ids)
-                message, calls = self.form.read(turn.ids, shown, conversation.session.schemas)
-                conversation.add(ModelInput(tuple(turn.ids)), turn)
-                conversation.messages.append(message)
-                conversation.turns += 1
-                conversation.finish_reason = turn.finish_reason
-                is_last = self.max_iterations is not None and conversation.turns > self.max_iterations
-                if calls and turn.finish_reason is FinishReason.STOP and not is_last:
-                    self.waiting.append((conversation, self.tools.call(conversation.session, calls)))
-                else:
-                    over.append(conversation)
-        elif not any(answers.done() for _, answers in self.waiting):
-            running = [call.future for _, answers in self.waiting for call in answers.calls if not call.done()]
-            wait(running, POLL, FIRST_COMPLETED)
-        for pair in [pair for pair in self.waiting if pair[1].done()]:
-            self.waiting = [other for other in self.waiting if other is not pair]
-            if not self._continue(*pair):
-                over.append(pair[0])
-        return over
-
-    def _submit(self, conversation: Conversation) -> None:
-        position, index, turn = conversation.prompt.position, conversation.index, conversation.turns
-        if turn:
-            seed = request_seed(self.seed, position, f"{self.purpose}/{index}/{turn}")
-        else:  # the same seed as in one request for n completions
-            seed = request_seed(self.seed, position, self.purpose) + index
-        request = self.engine.submit(conversation.read, self.sampling, seed, n=1, spent=len(conversation.ids))
-        self.writing[request] = conversation
-
-    def _continue(self, conversation: Conversation, answers: Answers) -> bool:
-        """Append the tools' answers and request the next turn. Return False if the answers are too long."""
-        if not conversation.turns:
-            self._begin(conversation, answers)
-            return True
+    def _add_answers(self, conversation: Conversation, answers: Answers, max_tokens: int) -> bool:
+        """Append the tools' answers. Return False if the answers are too long."""
         own, images = conversation.prompt.example.get("chat_template_kwargs"), self.shows_images
-        room = min(self.sampling.max_tokens, self.engine.context - len(conversation.input)) - len(conversation.ids)
+        room = min(max_tokens, self.engine.context - len(conversation.input)) - len(conversation.ids)
         messages = self.tools.told(answers, images)
 
         def tokens() -> ModelInput:
             shown = [{**message, "content": shown_content(message["content"], images)} for message in messages]
             return self.form.answer(shown, own, conversation.ids[-1])
 
-        conversation.finish_reason = FinishReason.LENGTH
         if sum(characters(message["content"]) for message in messages) > CHARACTERS * room:
             return False
         try:
@@ -210,23 +191,17 @@ class _RunningConversations:
                 raise
             messages = self.tools.refused(messages, error)
             answer = tokens()
-        if len(answer) >= room:
-            return False
-        conversation.add(answer)
-        conversation.messages += messages
-        self._submit(conversation)
-        return True
+        if len(answer) < room:
+            conversation.add(answer)
+            conversation.messages += messages
+        return len(answer) < room
 
     def _begin(self, conversation: Conversation, answers: Answers) -> None:
-        """Append the value that the environment's `reset` returned to the prompt, and request the first turn.
-
-        Raises:
-            RuntimeError: ``reset`` raised or timed out.
-            ValueError: the prompt with the returned value is too long.
-        """
+        """Append the value that the environment's `reset` returned to the prompt. Raise a RuntimeError if ``reset``
+        raised or timed out, a ValueError if the prompt with the returned value is too long."""
         ((_, outcome),) = answers.outcomes()
-        assert conversation.session.environment is not None
-        name, prompt = type(conversation.session.environment.instance).__name__, conversation.prompt
+        assert conversation.environment is not None
+        name, prompt = type(conversation.environment.instance).__name__, conversation.prompt
         where = f"environment {name}, prompt {prompt.position}"
         if outcome.kind != "value":
             problem = outcome.value[1] if outcome.kind == "raised" else f"it took longer than {outcome.seconds:g} s"
@@ -243,7 +218,6 @@ class _RunningConversations:
                     f"{self.rules.max_prompt_tokens} tokens: raise vllm_max_model_length, or return less text."
                 )
             conversation.input = conversation.read = asked
-        self._submit(conversation)
 
     def _with_observation(self, conversation: Conversation, value: Any, where: str) -> list[dict[str, Any]]:
         """Return the prompt's messages with the value of `reset` appended to the last message's content."""

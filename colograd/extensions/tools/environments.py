@@ -1,20 +1,71 @@
-"""`Environments`: makes environments with the user's factories, and lends each to one conversation at a time."""
+"""`Environments`: makes environments with the user's factories, and lends each to one conversation at a time.
+
+Each environment has a thread of its own (`EnvironmentThread`).
+"""
 
 from __future__ import annotations
 
 import inspect
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
+
+import torch
 
 from ...batch import Group
 from ...rewards.functions import function_name
-from ...usercode.calls import place_in, raised_outcome
-from .threads import EnvironmentThread, MainThreadAdvice, wait_for_result
+from ...usercode.calls import Outcome, place_in, raised_outcome
 
+Advise = Callable[[str, Outcome], None]  # Warns about a tool or environment (name) if its call needs the main thread.
+PIECE = 0.2  # maximum seconds of one wait for a reward
 CONTROL = ("reset", "get_reward")  # public methods of an environment that the model can't call
+
+
+def on_this_device(work: Callable[[], None]) -> Callable[[], None]:
+    """Wrap ``work`` for a new thread: set the CUDA device of the calling thread first, then run ``work``."""
+    used = torch.cuda.is_available() and torch.cuda.is_initialized()
+    device = torch.cuda.current_device() if used else None
+
+    def run() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        work()
+
+    return run
+
+
+class EnvironmentThread:
+    """A thread that makes one environment and runs its sync methods. A database connection or a browser of an
+    environment may work only in the thread that opened it."""
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+
+        def run() -> None:
+            while (work := self._work.get()) is not None:
+                work()
+
+        threading.Thread(target=run, name="colograd-environment", daemon=True).start()
+
+    def ask(self, function: Callable[[], Any]) -> Future[Any]:
+        """Queue a function for the environment's thread. Return a future with the function's result or exception."""
+        future = Future[Any]()
+
+        def work() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._work.put(on_this_device(work))
+        return future
+
+    def close(self) -> None:
+        """End the environment's thread once the queued functions have run."""
+        self._work.put(None)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,20 +99,15 @@ def factory_names(key: str | None, factory: Callable[[], Any]) -> list[str]:
 
 
 class Environments:
-    """Makes environments, lends each to one conversation, and makes it free again after scoring.
-
-    An environment is lent until the reward functions that may read it have returned. A factory's key is the name in a
-    row's column `environment`, or None if the run has a single factory.
-    """
+    """Makes environments, lends each to one conversation, and makes it free again after scoring. An environment is lent
+    until the reward functions that may read it have returned. A factory's key is the name in a row's column
+    `environment`, or None if the run has a single factory."""
 
     def __init__(
-        self,
-        factories: Mapping[Any, Callable[[], Any]],
-        main_thread: Collection[str],
-        advice: MainThreadAdvice,
-        limit: int | None = None,
-    ) -> None:
-        self._factories, self._main_thread, self._advice, self._limit = factories, main_thread, advice, limit
+        self, factories: Mapping[Any, Callable[[], Any]], main_thread: Collection[str], advise: Advise,
+        limit: int | None,
+    ) -> None:  # fmt: skip
+        self._factories, self._main_thread, self._advise, self._limit = factories, main_thread, advise, limit
         self._known: dict[int, Environment] = {}  # all environments by `id(instance)`
         self._lent: list[Environment] = []
         self._returning = threading.Lock()  # Guards returns, because async reward functions end in other threads.
@@ -122,16 +168,19 @@ class Environments:
             for known in environments
         ]
         try:
-            return [
-                None if instance is None else instance.get_reward() if future is None else wait_for_result(future)
-                for instance, future in zip(instances, asked, strict=True)
-            ]
+            rewards = []
+            for instance, future in zip(instances, asked, strict=True):
+                while future is not None and not future.done():
+                    wait([future], timeout=PIECE)  # An interrupt is raised only between two waits.
+                own = None if instance is None or future is not None else instance.get_reward()
+                rewards.append(own if future is None else future.result())
+            return rewards
         except BaseException as error:
             for known, future in zip(environments, asked, strict=True):
                 if known is not None and future is not None:
                     known.stuck |= not future.done()
                     if future.done() and future.exception() is error:
-                        self._advice.give(known.name, raised_outcome(error))
+                        self._advise(known.name, raised_outcome(error))
             raise
 
     def close(self) -> None:
@@ -150,7 +199,7 @@ class Environments:
             outcome = raised_outcome(error)
             if thread is not None:
                 thread.close()
-                self._advice.give(name, outcome)
+                self._advise(name, outcome)
             place = place_in(outcome.value[1])
             most = f" Up to {self._limit} are lent at once (per_device_train_batch_size x steps_per_generation)."
             raise ValueError(

@@ -32,14 +32,14 @@ class ToolFeature(SourceFeature):
         self.rewards = [environment_reward(kind, toolbox) for kind in toolbox.reward_classes]
         self.lender, self.schemas, self.notes = toolbox.environments, toolbox.schemas, toolbox.notes
         self.close = toolbox.close  # type: ignore[method-assign]
-        if toolbox.has_environments:
+        if toolbox.factories:
             self.reserved_tokens, self.writes_prompts, self.adds_columns = OBSERVATION, True, True
         if toolbox.by_name:
             self.columns = ("environment",)
         self.trl_attributes = {
             "tools": lambda: toolbox.functions,
             "environments": lambda: toolbox.environments.latest,
-            "environment_factories": lambda: toolbox.factories,
+            "environment_factories": lambda: toolbox.factories or None,
         }
 
     @classmethod
@@ -63,7 +63,7 @@ class ToolFeature(SourceFeature):
 
     def empty_prompts(self, config: GRPOConfig) -> Dataset:
         """Return a dataset of empty prompts, one per prompt of a generation. An environment writes their texts."""
-        if not self.toolbox.has_environments:
+        if not self.toolbox.factories:
             return super().empty_prompts(config)
         if self.toolbox.by_name:
             raise ValueError(

@@ -12,6 +12,7 @@ A slow tool delays only its own conversation. If a call exceeds the timeout, the
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import math
@@ -20,6 +21,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,23 +29,95 @@ from transformers.utils import get_json_schema
 
 from ...data.columns import EMPTY
 from ...rollout.texts import ToolCall
+from ...runtime import registry
 from ...runtime.importing import find_object
-from ...usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, place_in, when_done
-from ...usercode.untrusted import own_copy
+from ...usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, place_in, raised_outcome, when_done
+from ...usercode.untrusted import clean, own_copy
 from ...usercode.worker_pool import WorkerPool
-from .environments import Environment, Environments, factory_names
-from .threads import MainThreadAdvice, UserCall, on_this_device
-from .tool_calls import Answers, RunningCall, answer_content, shown_content
+from .environments import Advise, Environment, Environments, factory_names, on_this_device
 
 COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
+PARTS = ("text", "image", "image_url", "audio", "video")  # types of content parts in chat templates
+# Texts of Python's errors when a thread other than the main thread sets a signal handler (for `signal.alarm`), or uses
+# a database connection that the main thread opened.
+NEEDS_MAIN = ("signal only works in main thread", "SQLite objects created in a thread can only be used in that same")
 
 
-@dataclass(frozen=True, slots=True)
-class ConversationTools:
-    """The tools of one conversation, and its environment if the run has environments."""
+def run_call(future: Future[Outcome], function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Run a call in this thread and set the future. Do nothing if the call has run or was cancelled."""
+    if future.done() or not future.set_running_or_notify_cancel():
+        return
+    started = time.perf_counter()
+    try:
+        value = function(**arguments)
+        if inspect.isawaitable(value):  # async method of an environment; waiting here keeps the order of its calls
+            outcome = asyncio.run_coroutine_threadsafe(awaited_outcome(value, None), event_loop()).result()
+        else:
+            outcome = Outcome("value", value, time.perf_counter() - started)
+    except BaseException as error:  # SystemExit would end the thread and leave the conversation without an outcome
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
+        outcome = raised_outcome(error)
+    future.set_result(outcome)
 
-    schemas: list[dict[str, Any]]  # JSON schemas of the conversation's tools, for chat templates
-    environment: Environment | None = None
+
+@dataclass(slots=True)
+class RunningCall:
+    """A tool call that was started. A main-thread call runs only when its outcome is requested."""
+
+    name: str
+    future: Future[Outcome]
+    deadline: float = math.inf  # Latest time to wait for the call, in `time.monotonic` seconds.
+    run: Callable[[], None] | None = None  # Runs the call in the thread that requests the outcome (main_thread_tools).
+    environment: Environment | None = None  # Environment of a method. None for a tool.
+    declarable: str | None = None  # Name that could be added to main_thread_tools, or None.
+
+    def done(self) -> bool:
+        """Return whether the call has ended, is late, or runs only in the requesting thread."""
+        return self.run is not None or self.future.done() or time.monotonic() > self.deadline
+
+    def abandon(self) -> None:
+        """Cancel the call. If an environment's thread still runs the call, the environment becomes stuck."""
+        if self.environment is not None and self.run is None and not self.future.done():
+            self.environment.stuck = True
+        self.future.cancel()
+
+
+@dataclass(slots=True)
+class Answers:
+    """The pending outcomes of all tool calls in one assistant message."""
+
+    calls: list[RunningCall]
+    timeout: float | None
+    advise: Advise
+
+    def done(self) -> bool:
+        """Return whether no call needs further waiting."""
+        return all(call.done() for call in self.calls)
+
+    def outcomes(self) -> list[tuple[str, Outcome]]:
+        """Return (tool's name, outcome) for each call, in order. A call that hasn't ended gets the outcome ``late``."""
+        outcomes = []
+        for call in self.calls:
+            if call.run is not None:
+                call.run()
+            outcome = Outcome("late", None, self.timeout or 0.0)
+            if not call.future.done():
+                call.abandon()
+            else:
+                try:
+                    outcome = call.future.result()
+                except (Exception, CancelledError) as error:  # e.g. an async tool called without a required argument
+                    outcome = raised_outcome(error)
+            if call.declarable is not None:
+                self.advise(call.declarable, outcome)
+            outcomes.append((call.name, outcome))
+        return outcomes
+
+    def abandon(self) -> None:
+        """Cancel all calls, because the conversation won't read their outcomes."""
+        for call in self.calls:
+            call.abandon()
 
 
 class Toolbox:
@@ -60,14 +134,10 @@ class Toolbox:
     """
 
     def __init__(
-        self,
-        tools: Sequence[Callable[..., Any] | str] | None = None,
-        environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | str | None = None,
-        workers: int = 0,
-        timeout: float | None = None,
-        main_thread: Sequence[str] | None = None,
-        most_environments: int | None = None,
-    ) -> None:
+        self, tools: Sequence[Callable[..., Any] | str] | None = None,
+        environment_factory: Callable[[], Any] | dict[str, Callable[[], Any]] | str | None = None, workers: int = 0,
+        timeout: float | None = None, main_thread: Sequence[str] | None = None, most_environments: int | None = None,
+    ) -> None:  # fmt: skip
         self.timeout = timeout
         self.counts: dict[str, float] = defaultdict(float)  # Sums of the metrics ``tools/...`` since `take_counts`.
         # Callback that gets a tool's name and the start and end times of a call.
@@ -75,136 +145,135 @@ class Toolbox:
         self._tools: dict[str, Callable[..., Any]] = {}
         for tool in tools or ():
             function = find_object(tool, "tool", callable) if isinstance(tool, str) else tool
-            if not callable(function) or not getattr(function, "__name__", None):
+            name = getattr(function, "__name__", None)
+            if not callable(function) or not name:
                 raise ValueError(
                     f"tools holds {function!r}, but a tool must be a function: give functions or import paths."
                 )
-            if function.__name__ in self._tools:
-                called = f"{function.__name__!r}, by which the model calls them"
-                raise ValueError(f"two tools are called {called}: rename one.")
-            self._tools[function.__name__] = function
+            if name in self._tools:
+                raise ValueError(f"two tools are called {name!r}, by which the model calls them: rename one.")
+            self._tools[name] = function
         if isinstance(environment_factory, str):
             environment_factory = find_object(environment_factory, "environment_factory", callable)
         self.by_name = isinstance(environment_factory, dict)
-        self._factories: dict[str | None, Callable[[], Any]] = {}
+        # Environment factories by the name in a row's column ``environment``.
+        self.factories: dict[str | None, Callable[[], Any]] = {}
         if environment_factory is not None:
-            self._factories = dict(environment_factory) if self.by_name else {None: environment_factory}  # type: ignore
-        self.has_environments = bool(self._factories)
+            self.factories = dict(environment_factory) if self.by_name else {None: environment_factory}  # type: ignore
         sync = [name for name, function in self._tools.items() if not inspect.iscoroutinefunction(function)]
-        able = [*sync, *dict.fromkeys(name for pair in self._factories.items() for name in factory_names(*pair))]
+        able = [*sync, *dict.fromkeys(name for pair in self.factories.items() for name in factory_names(*pair))]
         self._main_thread = {*(main_thread or ())}
         if unable := [name for name in main_thread or () if name not in able]:
             raise ValueError(
                 f"main_thread_tools has {', '.join(map(repr, unable))}, but must name sync tools and environments of "
                 f"this run: name some of {', '.join(able) or 'none'}, or leave main_thread_tools out."
             )
-        self._advice = MainThreadAdvice()
-        self._told_of: set[tuple[str, str]] = set()  # (kind of failure, tool) pairs that were warned about
-        self.environments = Environments(self._factories, frozenset(self._main_thread), self._advice, most_environments)
-        classes = dict.fromkeys(type(environment.instance) for environment in self.environments.first.values())
+        self._warned: set[tuple[str, str]] = set()  # (kind of failure, tool) pairs that were warned about
+        pooled = {name: self._tools[name] for name in sync if name not in self._main_thread}
+        self._pool = WorkerPool("tools", pooled, workers, timeout)
+        self.notes = self._pool.notes
+        main = frozenset(self._main_thread)
+        self.environments = Environments(self.factories, main, self._advise_main_thread, most_environments)
+        first = self.environments.first
+        classes = dict.fromkeys(type(environment.instance) for environment in first.values())
         # Classes of environments that have a method `get_reward`. Each class becomes a reward function.
         self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]
+        # Functions that the model may call: all tools, then the methods of one environment per factory.
+        self.functions = [*self._tools.values()]
         shared = [_schema(name, function) for name, function in self._tools.items()]
         self._schemas: dict[str | None, list[dict[str, Any]]] = {None: shared}
-        for key, environment in self.environments.first.items():
+        for key, environment in first.items():
             methods = environment.methods
             if taken := methods.keys() & self._tools.keys():
                 of = type(environment.instance).__name__
                 raise ValueError(f"tool {taken.pop()!r} is also a method of the environment {of}: rename the tool.")
             self._schemas[key] = shared + [_schema(name, method) for name, method in methods.items()]
-        pooled = {name: self._tools[name] for name in sync if name not in self._main_thread}
-        self._pool = WorkerPool("tools", pooled, workers, timeout)
-        self._advice.move = self._move_to_main_thread
-        self.notes = self._pool.notes
-
-    @property
-    def functions(self) -> list[Callable[..., Any]]:
-        """Functions that the model may call: all tools, then the methods of one environment per factory."""
-        first = self.environments.first.values()
-        return [*self._tools.values(), *(method for environment in first for method in environment.methods.values())]
-
-    @property
-    def factories(self) -> dict[str | None, Callable[[], Any]] | None:
-        """Environment factories by the name in a row's column ``environment``. None if the run has no environments."""
-        return self._factories or None
+            self.functions += methods.values()
 
     def schemas(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the JSON schemas of the tools that the conversation of a dataset row may call."""
         return self._schemas[self._factory_of(row)]
 
-    def open(self, row: dict[str, Any]) -> tuple[ConversationTools, Answers | None]:
-        """Begin a row's conversation. Return its tools and the pending answer of the environment's ``reset(**row)``."""
-        key = self._factory_of(row)
-        if not self.has_environments:
-            return ConversationTools(self._schemas[key]), None
-        environment = self.environments.lend(key)
+    def open(self, row: dict[str, Any]) -> tuple[Environment | None, Answers | None]:
+        """Begin a row's conversation. Return its environment and the pending answer of its ``reset(**row)``, or None
+        twice if the run has no environments."""
+        if not self.factories:
+            return None, None
+        environment = self.environments.lend(self._factory_of(row))
         arguments = {name: value for name, value in row.items() if not (self.by_name and name == "environment")}
         if arguments.get("prompt") == EMPTY:
             del arguments["prompt"]
-        begun = self._start_method(environment, "reset", arguments)
-        return ConversationTools(self._schemas[key], environment), Answers([begun], self.timeout, self._advice)
+        begun = self._start("reset", environment.instance.reset, arguments, environment)
+        return environment, Answers([begun], self.timeout, self._advise_main_thread)
 
-    def call(self, session: ConversationTools, calls: Sequence[ToolCall]) -> Answers:
+    def call(self, environment: Environment | None, calls: Sequence[ToolCall]) -> Answers:
         """Start the tool calls of one assistant message. Return their pending answers without waiting."""
         self.counts["tools/calls"] += len(calls)
-        environment, of_environment = session.environment, 0
-        methods = environment.methods if environment is not None else {}
+        methods, of_environment = environment.methods if environment is not None else {}, 0
         running = []
         for call in calls:
             if call.name in self._tools:
-                running.append(self._start(call))
-            elif environment is None or call.name not in methods:
-                running.append(RunningCall.failed(call.name, f"ValueError: Tool {call.name} not found."))
-            elif environment.stuck:
-                running.append(RunningCall.failed(call.name, "RuntimeError: The environment is stuck."))
-            else:
-                running.append(self._start_method(environment, call.name, call.arguments, of_environment))
+                running.append(self._start(call.name, self._tools[call.name], call.arguments))
+            elif environment is not None and call.name in methods and not environment.stuck:
+                method = methods[call.name]
+                running.append(self._start(call.name, method, call.arguments, environment, of_environment))
                 of_environment += 1
+            else:
+                line = f"ValueError: Tool {call.name} not found."
+                if call.name in methods:
+                    line = "RuntimeError: The environment is stuck."
+                running.append(RunningCall(call.name, Future()))
+                running[-1].future.set_result(Outcome("raised", (line, ""), 0.0))
         if self.on_call is not None:
             for begun in running:
                 when_done(begun.future, functools.partial(self.on_call, begun.name))
-        return Answers(running, self.timeout, self._advice)
+        return Answers(running, self.timeout, self._advise_main_thread)
 
-    def _start(self, call: ToolCall) -> RunningCall:
-        """Start a call of a tool function, which isn't a method of an environment."""
-        name, function, arguments = call.name, self._tools[call.name], own_copy(call.arguments)
-        if name in self._pool:  # the pool of worker processes enforces the timeout
+    def _start(
+        self, name: str, function: Callable[..., Any], arguments: dict[str, Any],
+        environment: Environment | None = None, earlier: int = 0,
+    ) -> RunningCall:  # fmt: skip
+        """Start a call of a tool, or of a method of ``environment``, which has ``earlier`` calls to run first."""
+        arguments, is_async = own_copy(arguments), inspect.iscoroutinefunction(function)
+        deadline = math.inf if self.timeout is None else time.monotonic() + (1 + earlier) * self.timeout
+        if environment is None and name in self._pool:  # the pool of worker processes enforces the timeout
             return RunningCall(name, self._pool.submit(name, arguments))
-        if inspect.iscoroutinefunction(function):
+        if environment is None and is_async:
 
             async def awaited() -> Outcome:
                 return await awaited_outcome(function(**arguments), self.timeout)
 
             running = asyncio.run_coroutine_threadsafe(awaited(), event_loop())
-            return RunningCall(name, running, self._deadline() + GRACE)  # reached only if a tool blocks the loop
-        user_call = UserCall(function, arguments)
-        if name in self._main_thread:
-            return RunningCall(name, user_call.future, asker_runs=user_call)
-        threading.Thread(target=on_this_device(user_call.run), name="colograd-tool", daemon=True).start()
-        return RunningCall(name, user_call.future, self._deadline(), declarable=name)
+            return RunningCall(name, running, deadline + GRACE)  # reached only if a tool blocks the loop
+        future = Future[Outcome]()
+        run = functools.partial(run_call, future, function, arguments)
+        if name in self._main_thread if environment is None else environment.thread is None:
+            return RunningCall(name, future, run=run, environment=environment)
+        if environment is None:
+            threading.Thread(target=on_this_device(run), name="colograd-tool", daemon=True).start()
+            return RunningCall(name, future, deadline, declarable=name)
+        assert environment.thread is not None
+        environment.thread.ask(run)
+        declarable = None if is_async else environment.name
+        return RunningCall(name, future, deadline, environment=environment, declarable=declarable)
 
-    def _start_method(
-        self, environment: Environment, name: str, arguments: dict[str, Any], earlier: int = 0
-    ) -> RunningCall:
-        """Start an environment's method. ``earlier`` is the number of calls that its thread has to run first."""
-        user_call = UserCall(getattr(environment.instance, name), own_copy(arguments))
-        if environment.thread is None:
-            return RunningCall(name, user_call.future, asker_runs=user_call, environment=environment)
-        environment.thread.ask(user_call.run)
-        deadline = self._deadline(1 + earlier)
-        declarable = None if inspect.iscoroutinefunction(user_call.function) else environment.name
-        return RunningCall(name, user_call.future, deadline, environment=environment, declarable=declarable)
-
-    def _deadline(self, calls: int = 1) -> float:
-        """Return the deadline of ``calls`` calls that run one after the other, in `time.monotonic` seconds."""
-        return math.inf if self.timeout is None else time.monotonic() + calls * self.timeout
-
-    def _move_to_main_thread(self, name: str) -> bool:
-        """Run a tool's later calls in the main thread. Return False if no tool of this name runs in a thread."""
-        moves = name in self._tools and name not in self._pool
-        if moves:
+    def _advise_main_thread(self, name: str, outcome: Outcome) -> None:
+        """Warn once about each tool or environment if its failed call needs the main thread. Run the later calls of a
+        tool that runs in a thread there."""
+        needs_main = outcome.kind == "raised" and any(part in outcome.value[1] for part in NEEDS_MAIN)
+        if not needs_main or ("main thread", name) in self._warned:
+            return
+        self._warned.add(("main thread", name))
+        remedy = f"set main_thread_tools: [{name}]"
+        if name in self._tools and name not in self._pool:
             self._main_thread.add(name)
-        return moves
+            remedy = f"from now on it runs there (from the first call with main_thread_tools: [{name}])"
+        warnings.warn(
+            f"{name} failed outside the main thread, which alone may set a signal handler or use a connection that was "
+            f"opened there: {remedy}, and the engine waits meanwhile. With tool_workers a tool runs in a process of "
+            "its own.",
+            stacklevel=3,
+        )
 
     def told(self, answers: Answers, images: bool = False) -> list[dict[str, Any]]:
         """Wait for the calls. Return one message of role `tool` per call, with the returned value or the error."""
@@ -217,7 +286,7 @@ class Toolbox:
             except Exception as error:
                 self.counts["tools/failures"] += 1
                 if outcome.kind == "value":
-                    self._tell_of_unshown(name, error)
+                    self._warn_once("unshown", name, f"what tool {name!r} returned can't be shown ({error})")
                 elif outcome.kind == "raised" and (place := place_in(outcome.value[1])):  # the tool's own code raised
                     self._warn_once("raised", name, f"tool {name!r} raised {outcome.value[0]} ({place})")
                 content = str({"error": str(error)})
@@ -230,19 +299,17 @@ class Toolbox:
         for message in messages:
             if isinstance(shown_content(message["content"], images=True), list):
                 self.counts["tools/failures"] += 1
+                what = f"what tool {message['name']!r} returned can't be shown ({error})"
                 remedy = " The chat template must write images in tools' answers."
-                self._tell_of_unshown(message["name"], error, remedy)
+                self._warn_once("unshown", message["name"], what, remedy)
                 message = {**message, "content": str({"error": str(error)})}
             shown.append(message)
         return shown
 
-    def _tell_of_unshown(self, name: str, error: Exception, remedy: str = "") -> None:
-        self._warn_once("unshown", name, f"what tool {name!r} returned can't be shown ({error})", remedy)
-
     def _warn_once(self, kind: str, name: str, what: str, remedy: str = "") -> None:
         """Warn once per tool and kind of failure, because otherwise only the model would see the error."""
-        if (kind, name) not in self._told_of:
-            self._told_of.add((kind, name))
+        if (kind, name) not in self._warned:
+            self._warned.add((kind, name))
             warnings.warn(
                 f"{what}. The model is told so, now and whenever it happens again; the share of failed calls is "
                 f"tools/failures of tools/calls.{remedy}",
@@ -264,10 +331,10 @@ class Toolbox:
         if not self.by_name:
             return None
         key = row.get("environment")
-        if key not in self._factories:
+        if key not in self.factories:
             raise ValueError(
                 f"a row's column `environment` is {key!r}, but environment_factory has "
-                f"{', '.join(map(str, self._factories))}: each row must name one of these environments."
+                f"{', '.join(map(str, self.factories))}: each row must name one of these environments."
             )
         return key
 
@@ -294,3 +361,56 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
             f"tool {name!r} can't be described to the model ({error}): give the tool type hints and a Google-style "
             "docstring with every argument under `Args:`."
         ) from None
+
+
+def answer_content(outcome: Outcome, images: bool = False) -> Any:
+    """Return the content of the message with a tool's outcome. ``images``: whether the model reads images. A list stays
+    a list, because reward functions get a list in TRL. The model reads the list's `shown_content`. Any other value
+    becomes text. Lone surrogates are replaced, because no tokenizer accepts them. Raise a RuntimeError if the call
+    failed, a ValueError if the value can't be shown to the model."""
+    if outcome.kind == "late":
+        raise RuntimeError(f"timed out after {outcome.seconds:g} s")
+    if outcome.kind == "died":
+        raise RuntimeError(f"the tool's process ended with status {outcome.value}")
+    if outcome.kind != "value":
+        raise RuntimeError(str(outcome.value[0]).partition(": ")[2])
+    shown = shown_content(outcome.value, images)
+    if not isinstance(outcome.value, list):
+        return shown
+    try:
+        return clean(copy.deepcopy(outcome.value))  # A copy, so that the tool can't change the message later.
+    except Exception:  # The value can't be copied, e.g. an object with a lock.
+        return shown
+
+
+def shown_content(content: Any, images: bool) -> Any:
+    """Return a tool's value for the model: text, or content parts if the value has images and ``images`` is true."""
+    if not images or not _is_parts(content) or all(part["type"] != "image" for part in content):
+        return text_of(content)
+    (in_rgb,) = registry.hooks_of("images", "picture")
+    return [
+        {"type": "image", "image": in_rgb(part.get("image"), "the tool's answer")}
+        if part["type"] == "image"
+        else {"type": "text", "text": text_of([part])}
+        for part in content
+    ]
+
+
+def characters(content: Any) -> int:
+    """Count the characters of the texts in a tool's value. Images count as 0."""
+    texts = [part.get("text", "") for part in content] if _is_parts(content) else [content]
+    return sum(len(str(text)) for text in texts)
+
+
+def _is_parts(content: Any) -> bool:
+    is_list = isinstance(content, list) and bool(content)
+    return is_list and all(isinstance(part, dict) and part.get("type") in PARTS for part in content)
+
+
+def text_of(content: Any) -> str:
+    """Return a tool's value as text. A list of content parts becomes the joined texts of its parts."""
+    if not _is_parts(content):
+        return str(clean(str(content)))
+    if others := [part["type"] for part in content if part["type"] != "text"]:
+        raise ValueError(f"A part of type {others[0]!r} can't be shown to the model, which reads only text.")
+    return str(clean("".join(str(part["text"]) for part in content)))

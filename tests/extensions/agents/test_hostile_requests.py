@@ -16,10 +16,9 @@ from colograd.batch import FinishReason, ModelInput, Prompt
 from colograd.engine.protocol import Sampled
 from colograd.engine.sampling import Sampling
 from colograd.extensions.agents.context import ChatFormat
-from colograd.extensions.agents.decoding import Work, WorkQueue
 from colograd.extensions.agents.endpoint import Endpoint
 from colograd.extensions.agents.engine.chat_api import ChatAPI
-from colograd.extensions.agents.session import Limits, Session
+from colograd.extensions.agents.session import AgentSettings, Session, Work, WorkQueue
 from colograd.extensions.agents.sessions import returned
 from colograd.usercode.calls import Outcome
 
@@ -54,7 +53,8 @@ def responses(api: ChatAPI, wrote: str, requests: list[tuple[str, Any]], refuses
     form = ChatFormat(api.tokenizer, {}, [api.tokenizer.eos_token_id])
     sampling = Sampling(1, 64, 1.0, {})
     endpoint = Endpoint(api, Written(wrote), sampling, (0, "train"), CONTEXT, refuses)
-    session = Session(Prompt({}, ModelInput((1, 2)), 0), 0, form, Limits(1000, 8))
+    settings = AgentSettings(None, 1, 1000, 8, refuses=refuses, raises=True)
+    session = Session(Prompt({}, ModelInput((1, 2)), 0), 0, form, settings)
     endpoint.sessions[session.key] = session
 
     async def ask() -> list[httpx.Response]:

@@ -21,7 +21,6 @@ from agent_cases import run
 
 from colograd.batch import Group, Rollout, ScoredGroup
 from colograd.extensions.agents import sessions
-from colograd.extensions.agents.session import Limits
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 
@@ -237,7 +236,7 @@ def test_what_is_wrong_is_a_clear_http_error_and_no_sessions_end(trained: Any) -
         assert ask(base_url, api_key, fine).status_code == 200
         return 1.0
 
-    run(trainer, wrong, size=1, limits=Limits(100, 8, body=4000))
+    run(trainer, wrong, size=1, requests=100, parallel=8, body=4000)
     for (_, status, text), response in zip(cases, told, strict=False):
         assert response.status_code == status and text in response.json()["error"]["message"], response.text
     assert [response.status_code for response in told[len(cases) :]] == [401, 404, 400, 400]
@@ -323,7 +322,7 @@ def test_who_leaves_a_stream_frees_its_place(trained: Any) -> None:
             time.sleep(0.01)  # the endpoint doesn't know yet
         return float(status)
 
-    (group,) = run(trainer, leaves, size=1, limits=Limits(1000, 1))
+    (group,) = run(trainer, leaves, size=1, requests=1000, parallel=1)
     (rollout,) = group.rollouts
     assert rollout.columns["agent_reward"] == 200
     assert len(rollout.columns["session"]) in (1, 2), "2: the stream's answer was there before it was left"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +12,10 @@ import agent_cases
 import pytest
 from template_families import FAMILIES, Family, Model, families, tokenizer_of
 
+from colograd.batch import FinishReason
+from colograd.engine.protocol import Sampled
 from colograd.engine.sampling import Sampling
-from colograd.extensions.agents.engine.chat_api import ChatAPI, Choice
-from colograd.extensions.agents.engine.chat_stream import Stream
+from colograd.extensions.agents.engine.chat_api import STREAMS, ChatAPI, Choice
 
 ODD = (
     "1 < 2, or 2 > 1?",
@@ -24,6 +26,10 @@ ODD = (
     "",
 )
 SAMPLING = Sampling(1, 80, 1.0, {})
+
+
+def sample(ids: Sequence[int]) -> Sampled:
+    return Sampled(array("i", ids), array("f", [0.0] * len(ids)), FinishReason.STOP)
 
 
 def added_up(events: Sequence[str], api: str) -> dict[str, Any]:
@@ -73,11 +79,11 @@ def test_a_stream_adds_up_to_the_message(name: str) -> None:
         ids = model.tokens(ODD[number]) if number < len(ODD) else model.turn()[0]
         kind = draw.choice(["chat", "chat", "messages", "completions"])
         call = api.read(kind, request(kind, bool(api.tool_parser) and draw.random() < 0.7), SAMPLING)
-        stream = Stream(api, call, 3)
+        stream = STREAMS[kind](api, call, 3)
         before = [*stream.begin()]
         for count in range(1, len(ids)):
             before += stream.more(ids[:count])
-        choice = api.choice(call, ids, [0.0] * len(ids), length=False, ends=model.ends)
+        choice = api.choice(call, sample(ids), model.ends)
         told = added_up([*before, *stream.end([choice])], kind)
         assert told == whole(choice), tokenizer.decode(ids)
         early += len(added_up(before, kind)["content"] + added_up(before, kind)["reasoning"]) > 0
@@ -91,8 +97,8 @@ def test_a_stop_string_is_never_sent() -> None:
     api = ChatAPI(tokenizer, "m", family.template)
     call = api.read("chat", request("chat", False) | {"stop": ["more 12"]}, SAMPLING)
     ids = tokenizer("look it up before we say more 12", add_special_tokens=False).input_ids
-    stream, sent = Stream(api, call, 3), list[str]()
+    stream, sent = STREAMS["chat"](api, call, 3), list[str]()
     for count in range(1, len(ids)):
         sent += stream.more(ids[:count])
-    sent += stream.end([api.choice(call, ids, [0.0] * len(ids), length=False, ends=[])])
+    sent += stream.end([api.choice(call, sample(ids), [])])
     assert added_up(sent, "chat")["content"] == "look it up before we say " and len(sent) > 4

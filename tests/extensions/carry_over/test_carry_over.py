@@ -23,9 +23,16 @@ from colograd.apps.replaying.replayer import Replay, Replayer
 from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout, ScoredGroup
 from colograd.engine.protocol import Sampled
 from colograd.engine.sampling import Sampling
-from colograd.extensions.carry_over import source as carry_over
-from colograd.extensions.carry_over.in_flight import GroupInFlight, InFlight, PartialCompletion
-from colograd.extensions.carry_over.rider import TokenAges, Versions, VersionSpan, versions_of
+from colograd.extensions.carry_over import rounds
+from colograd.extensions.carry_over.in_flight import (
+    GroupInFlight,
+    InFlight,
+    PartialCompletion,
+    TokenAges,
+    Versions,
+    VersionSpan,
+    versions_of,
+)
 from colograd.losses.objective import Objective
 from colograd.policy.packing import pack
 
@@ -294,7 +301,7 @@ def test_no_more_is_sampled_at_once_than_the_share_says() -> None:
     assert [group.since for group in groups] == [4, *[7] * 5], "what hasn't begun doesn't age"
     engine = SimpleNamespace(submit=lambda *given, **more: str(next(numbers)))
     numbers = iter(range(100))
-    round_ = carry_over._Round(engine, groups, set(), 2)
+    round_ = rounds._Round(engine, groups, set(), 2)
     round_.submit(Sampling(2, 9, 1.0, {}), 0, "train", in_flight.size)
     assert {position for position, _ in round_.requests.values()} == {0, 1, 2}
 

@@ -26,7 +26,7 @@ from colograd.batch import Prompt
 from colograd.engine.sampling import Sampling
 from colograd.engine.tensors import VLLMTensors
 from colograd.engine.vllm_engine import VLLMEngine
-from colograd.extensions.experts.engine import kernels, lora
+from colograd.extensions.experts.engine import kernels
 from colograd.extensions.quantized.layers import packed_weights
 from colograd.policy.loading import load_policy
 from colograd.policy.supported import check_supported
@@ -158,7 +158,7 @@ def test_an_adapter_on_attention_is_merged_on_a_cpu_and_a_base_below_it_is_the_r
 
 def test_an_adapter_is_merged_where_vllm_permutes_experts_beside_slots(models, tmp_path, monkeypatch, capsys) -> None:
     """On a B200 experts' adapters are merged, with one warning. Other GPUs and older vLLM have adapter slots."""
-    kernels = "vllm.model_executor.layers.fused_moe.experts.trtllm_lora_moe"
+    permuting = "vllm.model_executor.layers.fused_moe.experts.trtllm_lora_moe"
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
     args = tiny.config(tmp_path)
     policy = load_policy(str(models["qwen3_moe"]), None, args, adapter)
@@ -166,15 +166,15 @@ def test_an_adapter_is_merged_where_vllm_permutes_experts_beside_slots(models, t
     for runs in (True, False, None):
         kernel = SimpleNamespace(__name__="Kernel", _supports_current_device=lambda runs=runs: runs)
         module = None if runs is None else SimpleNamespace(TrtLlmBf16LoRAExperts=kernel)
-        monkeypatch.setitem(sys.modules, kernels, module)
-        found = lora.merged_beside_experts(policy, args).adapter
+        monkeypatch.setitem(sys.modules, permuting, module)
+        found = kernels.merged_beside_experts(policy, args).adapter
         assert found.why_merged == (
             "beside a LoRA vLLM permutes the experts' weights on this GPU (Kernel)" * bool(runs)
         )
         assert capsys.readouterr().out.count("merged copies") == bool(runs)
     with pytest.raises(ValueError, match=r"weights is 'adapter', but beside a LoRA .* weights: auto to merge"):
-        monkeypatch.setattr(lora, "why_no_slots", lambda on_cpu: "beside a LoRA no")
-        check_choice("adapter", lora.merged_beside_experts(policy, args).adapter)
+        monkeypatch.setattr(kernels, "why_no_slots", lambda on_cpu: "beside a LoRA no")
+        check_choice("adapter", kernels.merged_beside_experts(policy, args).adapter)
 
 
 @pytest.mark.slow

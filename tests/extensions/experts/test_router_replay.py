@@ -31,8 +31,7 @@ from colograd.engine.sampling import Sampling
 from colograd.extensions.custom_rollouts.source import UserFeature
 from colograd.extensions.experts.engine import routed
 from colograd.extensions.experts.losses import ReplayTerm
-from colograd.extensions.experts.rider import UNKNOWN, RoutedExperts, RowExperts
-from colograd.extensions.experts.router_replay import make_replaying, routers_of
+from colograd.extensions.experts.router_replay import UNKNOWN, RoutedExperts, RowExperts, make_replaying, routers_of
 from colograd.extensions.tools.toolbox import Toolbox
 from colograd.policy import attention, second_models
 from colograd.policy.logprobs import PolicyForward, policy_logprobs

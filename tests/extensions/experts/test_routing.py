@@ -15,10 +15,10 @@ import trl_oracle
 from row_cases import PACKED, SHAPE, make, make_groups
 
 from colograd.batch import LossOutput, StepBatch, StepConstants
-from colograd.extensions.experts.losses import BalanceTerm, RoutingStep
-from colograd.extensions.experts.routing import Routing, tells_routing, token_weights
+from colograd.extensions.experts.losses import BalanceTerm, RoutingStep, statistics, token_weights
 from colograd.losses.entropy import with_step_entropy
 from colograd.losses.objective import Objective
+from colograd.policy.layers import tells_routing
 from colograd.policy.logprobs import PolicyForward
 from colograd.policy.packing import collate, dummy, plan_rows
 from colograd.policy.row_proof import choose_rows
@@ -164,9 +164,10 @@ def test_a_token_goes_through_the_experts_that_it_is_sent_to() -> None:
 
 def test_an_even_spread_is_the_least_and_a_single_expert_the_most() -> None:
     tokens = torch.tensor(8.0)
-    even = Routing(tokens, torch.full((2, 4), 2.0), torch.full((4,), 4.0), torch.tensor(16 * 1.38629))
-    one = Routing(tokens, torch.tensor([[8.0, 0, 0, 0]] * 2), torch.tensor([16.0, 0, 0, 0]), torch.tensor(0.0))
-    assert (float(even.balance_loss), float(even.largest_load)) == (1.0, 1.0)
-    assert (float(one.balance_loss), float(one.largest_load), float(one.mean_entropy)) == (4.0, 4.0, 0.0)
-    assert float(even.mean_entropy) == pytest.approx(1.38629)
+    even = statistics(tokens, torch.full((2, 4), 2.0), torch.full((4,), 4.0), torch.tensor(16 * 1.38629))
+    one = statistics(tokens, torch.tensor([[8.0, 0, 0, 0]] * 2), torch.tensor([16.0, 0, 0, 0]), torch.tensor(0.0))
+    names = ("routing/balance_loss", "routing/largest_load")
+    assert [float(even[name]) for name in names] == [1.0, 1.0]
+    assert [float(one[name]) for name in (*names, "routing/entropy")] == [4.0, 4.0, 0.0]
+    assert float(even["routing/entropy"]) == pytest.approx(1.38629)
     assert StepConstants().sequence_tokens is None

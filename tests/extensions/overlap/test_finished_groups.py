@@ -13,8 +13,9 @@ import torch.distributed as dist
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.extensions.overlap import finished_groups
 from colograd.extensions.overlap.finished_groups import FinishedGroups, tokens_of
-from colograd.extensions.overlap.first_rows import FILE, fits, note_partition, read_partition
+from colograd.extensions.overlap.first_rows import FILE, fits, read_partition
 from colograd.parallel.layout import RankLayout
+from colograd.rollout.figures import add_step
 
 Make = Callable[..., list[FinishedGroups]]
 
@@ -29,7 +30,7 @@ def group(position: int, *lengths: int) -> ScoredGroup:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Make:
     store = dist.HashStore()
-    monkeypatch.setattr(FinishedGroups, "_store", staticmethod(lambda: store))
+    monkeypatch.setattr(finished_groups, "_store", lambda: store)
     monkeypatch.setattr(finished_groups, "EVERY", 0.0)
     numbers = itertools.count(1)
 
@@ -137,7 +138,7 @@ def test_rounds_begin_with_nothing_and_leave_no_notes_behind(ranks: Make) -> Non
         assert made[0].all_sampled()
         for rank, one in enumerate(made):
             one.begin(range(rank * 10, rank * 10 + 10))
-        assert made[0]._store().num_keys() == 0, number
+        assert finished_groups._store().num_keys() == 0, number
 
 
 def test_a_group_too_large_for_the_store_stays(ranks: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,10 +160,10 @@ def test_tokens_are_a_row_s(ranks: Make) -> None:
 def test_a_partition_is_read_as_it_was_noted_and_what_isn_t_one_is_none(tmp_path) -> None:
     partition = ((((4, (0, 1)), (2, (1,))), ((2, (0,)),)), ())
     assert read_partition(tmp_path, 3) is None
-    note_partition(tmp_path, 3, partition)
+    add_step(tmp_path / FILE, 3, {"ranks": partition})
     (tmp_path / FILE).write_text('{"step": 3, "ra\n[]\n{"step": 3, "ranks": [[[[1, ["x"]]]]]}\n')
     assert read_partition(tmp_path, 3) is None
-    note_partition(tmp_path, 3, partition)
+    add_step(tmp_path / FILE, 3, {"ranks": partition})
     assert read_partition(tmp_path, 3) == partition and read_partition(tmp_path, 4) is None
 
 

@@ -17,12 +17,11 @@ from overlapping import STEPS, apart, check_resumed, is_replayed, results, start
 from colograd.apps.report.recorded_run import RecordedRun
 from colograd.config import GRPOConfig
 from colograd.extensions.overlap.first_rows import first_rows, fits
-from colograd.extensions.overlap.rules import note, why_not
+from colograd.extensions.overlap.rounds import note, why_not
 from colograd.extensions.recording.event_log import events_of
 from colograd.losses.advantages import AdvantageEstimator
 from colograd.losses.objective import Objective
 from colograd.policy.packing import NOBODY, PackingRules, is_dummy
-from colograd.sharding import strategy_of
 
 
 @pytest.fixture(scope="module")
@@ -153,17 +152,19 @@ def test_where_nothing_may_be_trained_early_every_bit_is_as_without(
 # -- which runs overlap
 
 
-def why(changes: dict[str, Any], replaced: Container[str] = ()) -> str:
-    config = tiny.config("nowhere", **changes)
-    objective, estimator = Objective.from_config(config), AdvantageEstimator.of(config, [1.0])
-    return why_not(config, objective, estimator, strategy_of(config), replaced)
+ALONE = "there is no other rank"
+
+
+def trainer_of(config: GRPOConfig, replaced: Container[str] = ()) -> Any:
+    learner, estimator = SimpleNamespace(objective=Objective.from_config(config)), AdvantageEstimator.of(config, [1.0])
+    return SimpleNamespace(args=config, learner=learner, estimator=estimator, replaced=replaced)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({}, ""),
-        ({"loss_type": "dr_grpo", "beta": 0.1, "num_iterations": 2}, ""),
+        ({}, ALONE),
+        ({"loss_type": "dr_grpo", "beta": 0.1, "num_iterations": 2}, ALONE),
         ({"scale_rewards": "batch"}, "a deviation over the step"),
         ({"dynamic_sampling": True}, "dynamic_sampling chooses"),
         ({"top_entropy_quantile": 0.2}, "top_entropy_quantile"),
@@ -172,18 +173,17 @@ def why(changes: dict[str, Any], replaced: Container[str] = ()) -> str:
     ],
 )
 def test_what_needs_the_whole_step_waits_and_says_so(changes: dict[str, Any], reason: str) -> None:
-    found = why(changes)
-    assert (reason in found) and bool(found) == bool(reason)
+    assert reason in why_not(trainer_of(tiny.config("nowhere", **changes)))
 
 
 def test_one_rank_trains_nothing_early(tmp_path: Path) -> None:
-    trainer = SimpleNamespace(args=tiny.config(tmp_path, overlap="auto"))
-    assert note(trainer) == "overlap: nothing is trained before all ranks have sampled, as there is no other rank"
+    trainer = trainer_of(tiny.config(tmp_path, overlap="auto"))
+    assert note(trainer) == f"overlap: nothing is trained before all ranks have sampled, as {ALONE}"
 
 
 @pytest.mark.parametrize("stage", ["compute_loss", "compute_advantages"])
 def test_stages_of_ones_own_wait(stage: str) -> None:
-    assert f"a {stage} of your own" in why({}, {stage})
+    assert f"a {stage} of your own" in why_not(trainer_of(tiny.config("nowhere"), {stage}))
 
 
 def test_a_recorded_partition_is_for_ranks_that_train_their_own_rows() -> None:
@@ -193,9 +193,9 @@ def test_a_recorded_partition_is_for_ranks_that_train_their_own_rows() -> None:
     row, filler = ((scored.group.position, tuple(range(len(scored.group.rollouts)))),), ((NOBODY, (0,)),)
     for change in ({}, {"equal_counts": True}):
         found = first_rows([scored], None, ((row, filler),), dataclasses.replace(alone, **change))
-        assert not found.rest and [is_dummy(of_rank) for of_rank in found.rows] == [False, True]
+        assert not found.rest and [is_dummy(of_rank) for of_rank in found.early.rows] == [False, True]
     found = first_rows([scored], None, ((row,),), dataclasses.replace(alone, ranks_per_row=2))
-    assert found.rest == [scored] and not found.rows
+    assert found.rest == [scored] and not found.early.rows
 
 
 def test_ranks_that_step_together_take_a_recorded_partition_with_fillers() -> None:

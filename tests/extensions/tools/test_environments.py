@@ -25,9 +25,8 @@ from tool_cases import Counter, Silent
 from colograd.batch import FinishReason, Group, ModelInput, Rollout
 from colograd.data.columns import EMPTY
 from colograd.extensions.tools.feature import ToolFeature
-from colograd.extensions.tools.tool_calls import text_of
 from colograd.extensions.tools.tool_format import ToolCall
-from colograd.extensions.tools.toolbox import Toolbox, environment_reward
+from colograd.extensions.tools.toolbox import Toolbox, environment_reward, text_of
 from colograd.rewards import Scorer, resolve_rewards
 from colograd.training.prompts import train_prompts_of
 
@@ -252,14 +251,14 @@ def test_an_environment_lives_as_long_as_its_conversation_and_is_used_again() ->
     settle(begun)
     assert [message["content"] for message in box.told(begun)] == ["7", "10"]
     reward = environment_reward(Counter, box)
-    assert reward.__name__ == "Counter" and reward([first.environment.instance, None, second.environment.instance]) == [
+    assert reward.__name__ == "Counter" and reward([first.instance, None, second.instance]) == [
         10.0,
         None,
         7.0,
     ]
     box.environments.take_back()
     session, _ = box.open({"start": 0})
-    assert Counter.made == 2 and session.environment in (first.environment, second.environment)
+    assert Counter.made == 2 and session in (first, second)
 
 
 def test_a_late_tool_leaves_the_environment_sound() -> None:
@@ -271,7 +270,7 @@ def test_a_late_tool_leaves_the_environment_sound() -> None:
     assert [m["content"] for m in box.told(begun)] == [
         "{'error': 'timed out after 2 s'}",
         "3",
-    ] and not session.environment.stuck
+    ] and not session.stuck
 
 
 def test_an_environment_whose_call_nobody_waits_for_is_not_used_again() -> None:
@@ -280,7 +279,7 @@ def test_an_environment_whose_call_nobody_waits_for_is_not_used_again() -> None:
     settle(beginning)
     box.call(session, [ToolCall("stall", {})]).abandon()
     box.environments.take_back()
-    assert session.environment.stuck and box.open({})[0].environment is not session.environment
+    assert session.stuck and box.open({})[0] is not session
 
 
 def test_an_environment_that_is_declared_is_made_in_the_main_thread_and_keeps_its_order() -> None:
@@ -292,7 +291,7 @@ def test_an_environment_that_is_declared_is_made_in_the_main_thread_and_keeps_it
             assert beginning.done() and beginning.outcomes()[0][1].value == "so"
             begun = box.call(session, [ToolCall("step", {"by": 2}), ToolCall("look", {}), ToolCall("step", {"by": 3})])
             assert begun.done() and [m["content"] for m in box.told(begun)] == ["[0, 2]", "[0, 2]", "[0, 2, 3]"]
-            assert environment_reward(tool_cases.Alarmed, box)([session.environment.instance]) == [3.0]
+            assert environment_reward(tool_cases.Alarmed, box)([session.instance]) == [3.0]
             box.environments.take_back()
 
 
@@ -356,8 +355,8 @@ def test_a_method_that_the_model_does_not_see_raises_and_is_warned_of(method: st
             assert beginning.outcomes()[0][1].kind == "raised"
         else:
             with pytest.raises(ValueError, match="signal only works in main thread"):
-                environment_reward(Bound, box)([session.environment.instance])
-    assert not session.environment.stuck
+                environment_reward(Bound, box)([session.instance])
+    assert not session.stuck
 
 
 class Stalling(Counter):
@@ -373,15 +372,15 @@ def test_an_environment_that_never_rewards_itself_is_late_and_not_used_again() -
     session, beginning = box.open({})
     settle(beginning)
     rewards = resolve_rewards([environment_reward(Stalling, box)], None)
-    own = {"environments": session.environment.instance}
+    own = {"environments": session.instance}
     rollout = Rollout(ModelInput((1,)), (2,), torch.zeros(1), torch.ones(1).bool(), FinishReason.STOP, 0, (), own)
     group = Group({"prompt": "a"}, (rollout,), 0)
     scored = Scorer(rewards, timeout=0.3, on_error="abstain").submit([group], [["b"]]).result()
-    assert scored.isnan().all() and session.environment.stuck
+    assert scored.isnan().all() and session.stuck
     box.environments.take_back()
     again, beginning = box.open({})
     settle(beginning)
-    assert again.environment is not session.environment
+    assert again is not session
 
 
 def test_a_factory_that_is_declared_has_the_main_thread_and_another_raises() -> None:
@@ -416,7 +415,7 @@ def test_a_name_that_can_not_have_the_main_thread_is_refused(named: str) -> None
 def test_a_factory_may_give_the_same_environment_again() -> None:
     same = Counter()
     box = Toolbox(None, lambda: same)
-    environments = [box.open({})[0].environment for _ in range(2)]
+    environments = [box.open({})[0] for _ in range(2)]
     assert environments[0] is environments[1] and environments[0].instance is same
     environments[0].stuck = True
     box.environments.take_back()
@@ -452,7 +451,7 @@ def test_all_that_an_environment_does_happens_in_one_thread() -> None:
             begun = box.call(session, [ToolCall("query", {"sql": f"select {expected}"})])
             settle(begun)
             assert box.told(begun)[0]["content"] == [expected, expected]
-        assert environment_reward(Table, box)([session.environment.instance, None]) == [7.0, None]
+        assert environment_reward(Table, box)([session.instance, None]) == [7.0, None]
         box.environments.take_back()
     box.close()
 
@@ -524,12 +523,12 @@ def test_an_environment_that_is_stuck_is_left_to_itself() -> None:
     settle(beginning)
     begun = box.call(session, [ToolCall("stall", {})])
     settle(begun)
-    assert box.told(begun)[0]["content"] == "{'error': 'timed out after 2 s'}" and session.environment.stuck
+    assert box.told(begun)[0]["content"] == "{'error': 'timed out after 2 s'}" and session.stuck
     begun = box.call(session, [ToolCall("count", {"by": 1}), call("add")])
     settle(begun)
     assert [m["content"] for m in box.told(begun)] == ["{'error': 'The environment is stuck.'}", "3"]
     box.environments.take_back()
-    assert box.open({})[0].environment is not session.environment
+    assert box.open({})[0] is not session
 
 
 def test_rows_choose_among_environments() -> None:

@@ -65,7 +65,7 @@ def test_tools_are_a_list_and_environments_those_of_the_round() -> None:
     try:
         assert [tool.__name__ for tool in bare.tools] == ["add", "move"] and bare.tools[0] is add
         assert bare.environments is None and bare.environment_factories == {None: Game}
-        lent = [toolbox.open({"prompt": "x"})[0].environment.instance for _ in range(2)]
+        lent = [toolbox.open({"prompt": "x"})[0].instance for _ in range(2)]
         assert bare.environments == lent
         toolbox.environments.take_back()
         assert bare.environments == lent, "until the next round"

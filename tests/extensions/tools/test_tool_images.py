@@ -42,9 +42,8 @@ from colograd.extensions.images.rider import PER_TOKEN, STAND_IN, Images
 from colograd.extensions.recording.event_log import json_line
 from colograd.extensions.recording.group_views import TokenTexts
 from colograd.extensions.tools.conversations import Conversations
-from colograd.extensions.tools.tool_calls import answer_content, shown_content
 from colograd.extensions.tools.tool_format import ToolCall, ToolFormat
-from colograd.extensions.tools.toolbox import Toolbox
+from colograd.extensions.tools.toolbox import Toolbox, answer_content, shown_content
 from colograd.policy import row_proof
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack

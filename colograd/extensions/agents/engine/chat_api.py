@@ -1,17 +1,25 @@
 """`ChatAPI`: reads requests and writes responses of the OpenAI and Anthropic APIs, with vLLM's classes.
 
-vLLM's parsers extract tool calls and reasoning from sampled tokens. This module doesn't sample.
+vLLM's parsers extract tool calls and reasoning from sampled tokens. This module doesn't sample. A `Stream` writes the
+server-sent events of an answer while its tokens are sampled. The events add up to the message of a response without
+streaming. So text is held back while a parser may still find a tool call or reasoning in the text, or a stop string may
+begin in the text. The last events send such text and calls.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import logging
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ....batch import FinishReason
+from ....engine.protocol import Sampled
 from ....engine.sampling import Sampling
 from ....usercode.untrusted import clean, parse_json
 
@@ -40,6 +48,7 @@ TOOL_PARSERS = (
 )  # fmt: skip
 MARKERS = "<[{|"  # First characters of tool calls and of special tokens.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # Stands for a last character that lacks some of its tokens.
+OFTEN = 16  # A stream's text is parsed again after growing by 1/16, because parsing it for each token takes n² time.
 REASONING_PARSERS = (("<|channel|>", "openai_gptoss"), ("enable_thinking", "qwen3"), ("<think>", "deepseek_r1"))
 
 
@@ -57,12 +66,9 @@ class Call:
 
     api: str  # "chat", "completions" or "messages".
     request: Any  # vLLM's request object. For "messages" it is the equivalent chat request.
-    n: int
-    max_tokens: int | None
-    options: dict[str, Any]  # Arguments of vllm.SamplingParams: stop, structured_outputs, names in `SHAPING`.
+    sampling: Sampling
     shaping: dict[str, Any]  # Sampling settings by name that differ from the run's settings.
-    temperature: float | None
-    stream: bool
+    stops: list[str]  # The request's stop strings.
     messages: list[dict[str, Any]] | None = None
     prompts: list[str | list[int]] = dataclasses.field(default_factory=list)
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # chat template's arguments
@@ -77,7 +83,6 @@ class Choice:
     stop: str | None  # Stop string that ended the answer, or None.
     ids: Sequence[int]
     logprobs: Sequence[float]
-    tokens: Sequence[str]  # decoded text of each id; empty if the request wants no log-probabilities
 
 
 class ChatAPI:
@@ -131,7 +136,7 @@ class ChatAPI:
             value = getattr(request, name, None)
             if value is not None and value not in neutral:
                 raise BadRequest(f"{name} is {value!r}, which this endpoint doesn't support: leave the parameter out.")
-        n = 1 if (n := getattr(request, "n", None)) is None else n
+        n = 1 if request.n is None else request.n
         if n < 1:
             raise BadRequest(f"n is {n}, but `n` must be at least 1.")
         fields = vars(request)  # because getattr of a deprecated field would warn
@@ -145,51 +150,70 @@ class ChatAPI:
             and value not in neutral
             and value != sampling.options.get(name)
         }
-        if request.temperature is not None and request.temperature != sampling.temperature:
-            shaping["temperature"] = request.temperature
-        options = {name: value for name, value in shaping.items() if name != "temperature"}
-        if stop := request.stop:
-            options["stop"] = [stop] if isinstance(stop, str) else list(stop)
+        options = sampling.options | shaping
+        stops = [request.stop] if isinstance(request.stop, str) else list(request.stop or ())
+        if stops:
+            options["stop"] = stops
         if request.stop_token_ids:
             options["stop_token_ids"] = list(request.stop_token_ids)
-        given: dict[str, Any] = {"n": n, "max_tokens": most, "shaping": shaping, "stream": bool(request.stream)}
-        given |= {"temperature": request.temperature, "options": options}
+        temperature = sampling.temperature if request.temperature is None else request.temperature
+        if temperature != sampling.temperature:
+            shaping["temperature"] = temperature
+        arguments: dict[str, Any] = {}
         if api == "completions":
+            prompt = request.prompt
             if (request.logprobs or 0) > 1:
                 raise BadRequest(f"logprobs is {request.logprobs}, but only the sampled token's is available: use 1.")
-            prompt = request.prompt
             if prompt is None or prompt == []:
                 raise BadRequest("prompt is missing.")
-            self._add_structure(request, options)
             one = isinstance(prompt, str) or isinstance(prompt[0], int)
-            return Call(api, request, prompts=[prompt] if one else list(prompt), **given)
-        arguments = dict(request.chat_template_kwargs or {})
+            further: dict[str, Any] = {"prompts": [prompt] if one else list(prompt)}
+        else:
+            arguments |= request.chat_template_kwargs or {}
+            request = self._with_tools(request, arguments)
+            further = {"messages": _texts_only(request.messages), "arguments": arguments}
+        try:
+            structure = request.extract_structured_outputs()
+        except ValueError as error:
+            raise BadRequest(f"response_format: {error}") from None
+        if structure is not None:
+            options["structured_outputs"] = structure
+        tokens = min(most or sampling.max_tokens, sampling.max_tokens)
+        own = dataclasses.replace(sampling, n=n, max_tokens=tokens, temperature=temperature, options=options)
+        return Call(api, request, own, shaping, stops, **further)
+
+    def _with_tools(self, request: Any, arguments: dict[str, Any]) -> Any:
+        """Return a chat request with the output structure of its tools. Add its settings to the template's arguments"""
         if others := NO_ARGUMENTS & arguments.keys():
             raise BadRequest(f"chat_template_kwargs has {min(others)}, which this endpoint doesn't support: remove it.")
         if request.reasoning_effort is not None:
             arguments["reasoning_effort"] = request.reasoning_effort
             arguments.setdefault("enable_thinking", request.reasoning_effort != "none")
-        if request.tools:
-            if not self.tool_parser:
-                raise BadRequest(
-                    "tools were given, but no parser of this model's tool calls is known: the run must set "
-                    "agent_tool_parser."
-                )
-            if request.tool_choice is None:
-                request.tool_choice = "auto"
-            arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
         if request.documents:
             arguments["documents"] = request.documents
-        if self._parser is not None and request.tools and request.tool_choice != "none":
-            try:  # adds the output structure that the request's tool_choice requires
-                request = self._parser_of(request, arguments).adjust_request(request)
-            except (ValueError, TypeError, KeyError) as error:
-                raise BadRequest(f"tools: {error}") from None
-        self._add_structure(request, options)
-        return Call(api, request, messages=_texts_only(request.messages), arguments=arguments, **given)
+        if not request.tools:
+            return request
+        if not self.tool_parser:
+            raise BadRequest(
+                "tools were given, but no parser of this model's tool calls is known: the run must set "
+                "agent_tool_parser."
+            )
+        if request.tool_choice is None:
+            request.tool_choice = "auto"
+        arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
+        if request.tool_choice == "none":
+            return request
+        try:  # adds the output structure that the request's tool_choice requires
+            return self._parser_of(request, arguments).adjust_request(request)
+        except (ValueError, TypeError, KeyError) as error:
+            raise BadRequest(f"tools: {error}") from None
 
     def _request(self, api: str, body: Any) -> Any:
         from pydantic import ValidationError
+        from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+        from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
         if not isinstance(body, dict):
             raise BadRequest("the body isn't a JSON object.")
@@ -197,19 +221,11 @@ class ChatAPI:
             raise BadRequest("messages is missing, or isn't a list.")
         try:
             if api == "completions":
-                from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-
                 return CompletionRequest.model_validate(body)
-            if api == "messages":
-                from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-                from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-
-                return AnthropicServingMessages.to_chat_completion_request(
-                    AnthropicMessagesRequest.model_validate(body)
-                )
-            from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-            return ChatCompletionRequest.model_validate(body)
+            if api == "chat":
+                return ChatCompletionRequest.model_validate(body)
+            request = AnthropicMessagesRequest.model_validate(body)
+            return AnthropicServingMessages.to_chat_completion_request(request)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"][:4])
@@ -218,49 +234,37 @@ class ChatAPI:
     def _parser_of(self, request: Any, arguments: Mapping[str, Any]) -> Any:
         return self._parser(self.tokenizer, request.tools, chat_template_kwargs=dict(arguments))
 
-    def _add_structure(self, request: Any, options: dict[str, Any]) -> None:
-        try:
-            structure = request.extract_structured_outputs()
-        except ValueError as error:
-            raise BadRequest(f"response_format: {error}") from None
-        if structure is not None:
-            options["structured_outputs"] = structure
-
-    def choice(self, call: Call, ids: Sequence[int], logprobs: Sequence[float], length: bool, ends: Any) -> Choice:
-        """Convert sampled tokens to an answer. It ended by the token limit (``length``) or by a token in ``ends``."""
+    def choice(self, call: Call, sample: Sampled, ends: Any) -> Choice:
+        """Convert sampled tokens to an answer. ``ends`` are the tokens that end a message."""
+        ids, length = sample.ids, sample.finish_reason is not FinishReason.STOP
         own = ids[:-1] if not length and len(ids) and ids[-1] in ends else ids
         text, stop = self._text(call, own), None
-        if not length:
-            found = [(text.find(part), part) for part in call.options.get("stop", ()) if part in text]
-            if found:
-                at, stop = min(found)
-                text = text[:at]
+        if not length and (places := [(text.find(part), part) for part in call.stops if part in text]):
+            at, stop = min(places)
+            text = text[:at]
         reason = "length" if length else "stop"
-        # With logprobs 0 a request gets the log-probability of the sampled token, with False none.
-        asked = call.request.logprobs is not None and call.request.logprobs is not False
-        tokens = [self.tokenizer.decode([token]) for token in ids] if asked else []
         if call.api == "completions":
-            return Choice({"content": text}, reason, stop, ids, logprobs, tokens)
+            return Choice({"content": text}, reason, stop, ids, sample.logprobs)
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if self._parser is not None:
             message = self._parsed(call, text, own)
             if message.get("tool_calls") and not length:
                 reason = "tool_calls"
-        return Choice(message, reason, stop, ids, logprobs, tokens)
+        return Choice(message, reason, stop, ids, sample.logprobs)
 
     def readable(self, call: Call, ids: Sequence[int]) -> dict[str, str]:
         """Return the beginnings of ``reasoning`` and ``content`` that further tokens can't change."""
         text = self._text(call, ids)
-        if stops := call.options.get("stop"):
-            text = text[: max(0, len(text) - max(map(len, stops)) + 1)]
+        if call.stops:
+            text = text[: max(0, len(text) - max(map(len, call.stops)) + 1)]
         if call.api == "completions" or self._parser is None:
             return {"content": text.rstrip(REPLACEMENT)}
         message = self._parsed(call, text.rstrip(REPLACEMENT), ids)  # some parsers decode the ids and ignore the text
-        found = {name: str(message.get(name) or "").rstrip(REPLACEMENT) for name in ("reasoning", "content")}
-        last = "content" if found["content"] else "reasoning"
+        texts = {name: str(message.get(name) or "").rstrip(REPLACEMENT) for name in ("reasoning", "content")}
+        last = "content" if texts["content"] else "reasoning"
         # Later tokens may make the parser remove a tool call, a special token, or outer whitespace.
-        at = min((place for mark in MARKERS if (place := found[last].find(mark)) >= 0), default=len(found[last]))
-        return found | {last: "" if found[last][:1].isspace() else found[last][:at].rstrip()}
+        at = min((place for mark in MARKERS if (place := texts[last].find(mark)) >= 0), default=len(texts[last]))
+        return texts | {last: "" if texts[last][:1].isspace() else texts[last][:at].rstrip()}
 
     def _text(self, call: Call, ids: Sequence[int]) -> str:
         keeps = bool(call.arguments.get("tools")) or bool(self.reasoning_parser)
@@ -277,13 +281,11 @@ class ChatAPI:
         if reasoning:
             message["reasoning"] = reasoning
         if calls:
+            functions = [{"name": each.name, "arguments": each.arguments} for each in calls]
+            names = [each.id or f"call_{uuid.uuid4().hex[:24]}" for each in calls]
             message["tool_calls"] = [
-                {
-                    "id": each.id or f"call_{uuid.uuid4().hex[:24]}",
-                    "type": "function",
-                    "function": {"name": each.name, "arguments": each.arguments},
-                }
-                for each in calls
+                {"id": name, "type": "function", "function": function}
+                for name, function in zip(names, functions, strict=True)
             ]
         elif content is None:
             message["content"] = ""
@@ -291,49 +293,33 @@ class ChatAPI:
 
     def response(self, call: Call, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
         """Return the body of a response that isn't streamed."""
-        written = sum(len(choice.ids) for choice in choices)
-        body: dict[str, Any] = {
-            "model": self.model,
-            "usage": {
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": written,
-                "total_tokens": prompt_tokens + written,
-            },
-        }
-        if call.api == "completions":
-            from vllm.entrypoints.openai.completion.protocol import CompletionResponse
-
-            body["choices"] = [
-                {
-                    "index": index,
-                    "text": choice.message["content"],
-                    "finish_reason": choice.finish_reason,
-                    "logprobs": None if call.request.logprobs is None else _flat_logprobs(choice),
-                }
-                for index, choice in enumerate(choices)
-            ]
-            return dict(CompletionResponse.model_validate(body).model_dump(mode="json"))
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+        from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 
-        body["choices"] = [
-            {
-                "index": index,
-                "message": choice.message,
-                "finish_reason": choice.finish_reason,
-                "stop_reason": choice.stop,
-                "logprobs": None,
-            }
-            for index, choice in enumerate(choices)
-        ]
-        if call.request.logprobs:
-            for own, choice in zip(body["choices"], choices, strict=True):
-                own["logprobs"] = {
-                    "content": [
-                        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-                        for token, logprob in zip(choice.tokens, choice.logprobs, strict=True)
-                    ]
+        written, parts = sum(len(choice.ids) for choice in choices), list[dict[str, Any]]()
+        # With logprobs 0 a request gets the log-probability of the sampled token, with False none.
+        wants_logprobs = call.request.logprobs is not None and call.request.logprobs is not False
+        for index, choice in enumerate(choices):
+            tokens = [self.tokenizer.decode([token]) for token in choice.ids] if wants_logprobs else []
+            pairs = [*zip(tokens, choice.logprobs, strict=False)]
+            part: dict[str, Any] = {"index": index, "finish_reason": choice.finish_reason}
+            if call.api == "completions":
+                part["text"] = choice.message["content"]
+                logprobs: dict[str, Any] = {
+                    "tokens": tokens,
+                    "token_logprobs": [*choice.logprobs],
+                    "text_offset": [*itertools.accumulate(map(len, tokens), initial=0)][:-1],
+                    "top_logprobs": [{token: logprob} for token, logprob in pairs],
                 }
-        whole: dict[str, Any] = ChatCompletionResponse.model_validate(body).model_dump(mode="json")
+            else:
+                part |= {"message": choice.message, "stop_reason": choice.stop}
+                content = [{"token": text, "logprob": value, "bytes": list(text.encode())} for text, value in pairs]
+                logprobs = {"content": content}
+            parts.append(part | {"logprobs": logprobs if wants_logprobs else None})
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": written, "total_tokens": prompt_tokens + written}
+        kind: Any = CompletionResponse if call.api == "completions" else ChatCompletionResponse
+        body = {"model": self.model, "usage": usage, "choices": parts}
+        whole: dict[str, Any] = kind.model_validate(body).model_dump(mode="json")
         return _anthropic(whole) if call.api == "messages" else whole
 
     @staticmethod
@@ -346,34 +332,18 @@ class ChatAPI:
 
 
 def _texts_only(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    found = [dict(message) for message in messages]
-    if not found:
+    copies = [dict(message) for message in messages]
+    if not copies:
         raise BadRequest("messages is empty, but must have at least one message.")
-    for index, message in enumerate(found):
+    for index, message in enumerate(copies):
         content = message.get("content")
         if content is not None and not isinstance(content, str):
             message["content"] = parts = [dict(part) for part in content]
-            for part in parts:
-                if part.get("type", "text") not in ("text", "refusal"):
-                    raise BadRequest(
-                        f"messages.{index} has a part of type {part.get('type')!r}, but only text is supported."
-                    )
+            if others := [kind for part in parts if (kind := part.get("type", "text")) not in ("text", "refusal")]:
+                raise BadRequest(f"messages.{index} has a part of type {others[0]!r}, but only text is supported.")
         if message.get("tool_calls") is not None:
             message["tool_calls"] = [dict(call) for call in message["tool_calls"]]
-    return found
-
-
-def _flat_logprobs(choice: Choice) -> dict[str, Any]:
-    tokens, offsets = list(choice.tokens), [0]
-    for token in tokens[:-1]:
-        offsets.append(offsets[-1] + len(token))
-    tops = [{token: logprob} for token, logprob in zip(tokens, choice.logprobs, strict=True)]
-    return {
-        "tokens": tokens,
-        "token_logprobs": [*choice.logprobs],
-        "text_offset": offsets[: len(tokens)],
-        "top_logprobs": tops,
-    }
+    return copies
 
 
 def _anthropic(whole: Mapping[str, Any]) -> dict[str, Any]:
@@ -381,7 +351,7 @@ def _anthropic(whole: Mapping[str, Any]) -> dict[str, Any]:
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
 
     choice, usage = whole["choices"][0], whole["usage"]
-    message, stopped = choice["message"], choice.get("stop_reason")
+    message, stop = choice["message"], choice.get("stop_reason")
     content: list[dict[str, Any]] = []
     if message.get("reasoning"):
         content.append({"type": "thinking", "thinking": message["reasoning"], "signature": uuid.uuid4().hex})
@@ -389,23 +359,155 @@ def _anthropic(whole: Mapping[str, Any]) -> dict[str, Any]:
     if message.get("content") or not (content or calls):
         content.append({"type": "text", "text": message.get("content") or ""})
     for call in calls:
+        name, text = call["function"]["name"], call["function"]["arguments"]
         try:
-            arguments = parse_json(call["function"]["arguments"] or "{}")
+            arguments = parse_json(text or "{}")
         except ValueError:
             arguments = None
-        if not isinstance(arguments, dict):
-            arguments = {"arguments": call["function"]["arguments"]}
-        content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
-    reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-    found = AnthropicMessagesResponse.model_validate(
-        {
-            "id": f"msg_{whole['id']}",
-            "model": whole["model"],
-            "content": content,
-            "stop_reason": "stop_sequence" if isinstance(stopped, str) else reasons[choice["finish_reason"]],
-            "stop_sequence": stopped if isinstance(stopped, str) else None,
-            "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]},
-        }
-    )
-    plain: dict[str, Any] = found.model_dump(mode="json", exclude_none=True)
+        arguments = arguments if isinstance(arguments, dict) else {"arguments": text}
+        content.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
+    reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[choice["finish_reason"]]
+    body = {
+        "id": f"msg_{whole['id']}", "model": whole["model"], "content": content,
+        "stop_reason": "stop_sequence" if isinstance(stop, str) else reason,
+        "stop_sequence": stop if isinstance(stop, str) else None,
+        "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]},
+    }  # fmt: skip
+    plain: dict[str, Any] = AnthropicMessagesResponse.model_validate(body).model_dump(mode="json", exclude_none=True)
     return plain | {"stop_sequence": plain.get("stop_sequence")}
+
+
+class Stream:
+    """The server-sent events of one streamed request, in the form of OpenAI's chat completions."""
+
+    kind, prefix = "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, api: ChatAPI, call: Call, prompt_tokens: int) -> None:
+        self.api, self.call, self.prompt_tokens = api, call, prompt_tokens
+        self._sent = {"reasoning": "", "content": ""}
+        self._read = 0  # number of tokens when the text was last parsed
+        self._shared = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": api.model}
+
+    def begin(self) -> Iterator[str]:
+        for index in range(self.call.sampling.n):
+            yield self._part(index, {"role": "assistant", "content": ""})
+
+    def more(self, ids: Sequence[int]) -> Iterator[str]:
+        """Yield events for the new text of a request with a single answer. ``ids`` are the answer's tokens so far."""
+        if len(ids) < self._read + max(1, self._read // OFTEN):
+            return
+        self._read = len(ids)
+        for name, text in self.api.readable(self.call, ids).items():
+            yield from self._new(name, text)
+
+    def _new(self, name: str, text: str) -> Iterator[str]:
+        """Yield events for the part of a single answer's text that isn't sent."""
+        sent = self._sent[name]
+        if text != sent and text.startswith(sent):
+            self._sent[name] = text
+            yield from self._delta(0, name, text[len(sent) :])
+
+    def end(self, choices: Sequence[Choice]) -> Iterator[str]:
+        """Yield the last events: the unsent text of a single answer, or the whole texts of several answers."""
+        whole = self.api.response(self.call, choices, self.prompt_tokens)
+        for index, choice in enumerate(choices):
+            for name in ("reasoning", "content"):
+                text = choice.message.get(name) or ""
+                if len(choices) == 1:
+                    yield from self._new(name, text)
+                elif text:
+                    yield from self._delta(index, name, text)
+            yield from self._end_of(index, whole, choice)
+        yield from self._end(whole)
+
+    def _event(self, choices: list[dict[str, Any]], **further: Any) -> str:
+        return f"data: {json.dumps({**self._shared, 'object': self.kind, 'choices': choices, **further})}\n\n"
+
+    def _part(self, index: int, delta: dict[str, Any], **further: Any) -> str:
+        return self._event([{"index": index, "delta": delta, "finish_reason": None, **further}])
+
+    def _delta(self, index: int, name: str, text: str) -> Iterator[str]:
+        yield self._part(index, {name: text})
+
+    def _end_of(self, index: int, whole: Mapping[str, Any], choice: Choice) -> Iterator[str]:
+        for number, call in enumerate(choice.message.get("tool_calls") or ()):
+            yield self._part(index, {"tool_calls": [{**call, "index": number}]})
+        own = whole["choices"][index]
+        yield self._part(index, {}, **{name: own[name] for name in ("finish_reason", "stop_reason", "logprobs")})
+
+    def _end(self, whole: Mapping[str, Any]) -> Iterator[str]:
+        options = self.call.request.stream_options
+        if options is not None and options.include_usage:
+            yield self._event([], usage=whole["usage"])
+        yield "data: [DONE]\n\n"
+
+
+class _Completions(Stream):
+    """Events in the form of OpenAI's completions."""
+
+    kind, prefix = "text_completion", "cmpl"
+
+    def begin(self) -> Iterator[str]:
+        yield from ()
+
+    def _delta(self, index: int, name: str, text: str) -> Iterator[str]:
+        yield self._event([{"index": index, "text": text, "finish_reason": None, "logprobs": None}])
+
+    def _end_of(self, index: int, whole: Mapping[str, Any], choice: Choice) -> Iterator[str]:
+        yield self._event([{**whole["choices"][index], "text": ""}])
+
+
+class _Messages(Stream):
+    """Events in the form of Anthropic's messages API, where a request has one answer."""
+
+    _block, _open = -1, ""  # Index of the last content block, and the block's type while open.
+
+    def begin(self) -> Iterator[str]:
+        message: dict[str, Any] = {
+            "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": self.api.model,
+            "content": [], "stop_reason": None, "stop_sequence": None,
+            "usage": {"input_tokens": self.prompt_tokens, "output_tokens": 0},
+        }  # fmt: skip
+        yield self._named("message_start", message=message)
+
+    @staticmethod
+    def _named(kind: str, **content: Any) -> str:
+        return f"event: {kind}\ndata: {json.dumps({'type': kind, **content})}\n\n"
+
+    def _more(self, **delta: Any) -> str:
+        return self._named("content_block_delta", index=self._block, delta=delta)
+
+    def _start(self, kind: str, **block: Any) -> Iterator[str]:
+        yield from self._stop()
+        self._block, self._open = self._block + 1, kind
+        yield self._named("content_block_start", index=self._block, content_block={"type": kind, **block})
+
+    def _stop(self) -> Iterator[str]:
+        if self._open == "thinking":
+            yield self._more(type="signature_delta", signature=uuid.uuid4().hex)
+        if self._open:
+            yield self._named("content_block_stop", index=self._block)
+        self._open = ""
+
+    def _delta(self, index: int, name: str, text: str) -> Iterator[str]:
+        kind = "thinking" if name == "reasoning" else "text"
+        if self._open != kind:
+            yield from self._start(kind, **{kind: ""}, **({"signature": ""} if kind == "thinking" else {}))
+        yield self._more(type=f"{kind}_delta", **{kind: text})
+
+    def _end_of(self, index: int, whole: Mapping[str, Any], choice: Choice) -> Iterator[str]:
+        if self._block < 0 and whole["content"][0]["type"] == "text":  # the message is one empty text block
+            yield from self._start("text", text="")
+        for block in whole["content"]:
+            if block["type"] == "tool_use":
+                yield from self._start("tool_use", **{**block, "input": {}})
+                yield self._more(type="input_json_delta", partial_json=json.dumps(block["input"]))
+        yield from self._stop()
+
+    def _end(self, whole: Mapping[str, Any]) -> Iterator[str]:
+        delta = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
+        yield self._named("message_delta", delta=delta, usage=whole["usage"])
+        yield self._named("message_stop")
+
+
+STREAMS: dict[str, type[Stream]] = {"chat": Stream, "completions": _Completions, "messages": _Messages}

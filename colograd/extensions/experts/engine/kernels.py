@@ -1,12 +1,14 @@
 """Changes to vLLM while an engine of a mixture of experts is built.
 
 On a CPU vLLM would repack the experts' weights. Here the experts are plain matrix products with the weights as loaded,
-so that a publish (a copy of the policy's weights into the engine) can write the experts.
+so that a publish (a copy of the policy's weights into the engine) can write the experts. An adapter is merged into the
+engine's weights if vLLM can't serve it without repacking the experts' weights.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,10 +19,15 @@ from torch.nn.functional import gelu, linear, silu
 from ....config import GRPOConfig
 from ....engine.building import replaced
 from ....engine.protocol import EngineFeature, EngineUse
+from ....policy.loading import Policy
+from ....reporting.console import Console
 from ....runtime.sizes import num_experts
 
 # Constants of gpt-oss's activation, which clamps gate and up projections. In its weights the two alternate.
 SLOPE, LIMIT = 1.702, 7.0
+ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "silu": silu, "gelu": gelu, "gelu_tanh": functools.partial(gelu, approximate="tanh"),
+}  # fmt: skip
 
 
 @torch.no_grad()
@@ -37,7 +44,7 @@ def apply_experts(
         topk_weights, topk_ids: weights and indices of each token's K experts, (T, K).
     """
     count, (tokens, chosen) = len(w1), topk_ids.shape
-    activate = ACTIVATIONS[str(activation.value)]
+    activate = functools.partial(_activated, str(activation.value))
     experts, order = topk_ids.flatten().sort(stable=True)
     inputs = hidden_states[order // chosen].split(torch.bincount(experts, minlength=count).tolist())
     found = hidden_states.new_empty(tokens * chosen, w2.shape[1])
@@ -49,25 +56,12 @@ def apply_experts(
     output.copy_((found.view(tokens, chosen, -1) * shares[..., None]).sum(1))
 
 
-def _gated(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    def gated(x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return activation(gate) * up
-
-    return gated
-
-
-def _clamped(x: torch.Tensor) -> torch.Tensor:
-    gate, up = x[..., ::2].clamp(max=LIMIT), x[..., 1::2].clamp(-LIMIT, LIMIT)
-    return (up + 1) * gate * torch.sigmoid(SLOPE * gate)
-
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": _gated(silu),
-    "gelu": _gated(gelu),
-    "gelu_tanh": _gated(functools.partial(gelu, approximate="tanh")),
-    "swigluoai": _clamped,
-}
+def _activated(kind: str, x: torch.Tensor) -> torch.Tensor:
+    if kind == "swigluoai":
+        gate, up = x[..., ::2].clamp(max=LIMIT), x[..., 1::2].clamp(-LIMIT, LIMIT)
+        return (up + 1) * gate * torch.sigmoid(SLOPE * gate)
+    gate, up = x.chunk(2, dim=-1)
+    return ACTIVATIONS[kind](gate) * up
 
 
 class MixtureBuild(EngineFeature):
@@ -146,3 +140,31 @@ def groups_of_experts() -> contextlib.AbstractContextManager[None]:
             parallel_state._EP = make(engines, world.local_rank, backend, group_name="ep")
 
     return replaced(gpu_worker, "ensure_model_parallel_initialized", ensure)
+
+
+def merged_beside_experts(policy: Policy, args: GRPOConfig, samples: bool = True) -> Policy:
+    """Return the policy. If its model is a mixture that vLLM can't serve with an adapter, set the adapter's
+    `why_merged`, so that the engine gets merged weights. ``samples``: whether the run has an engine."""
+    adapter = policy.adapter
+    if not samples or adapter is None or adapter.why_merged or not num_experts(policy.model.config):
+        return policy
+    why = why_no_slots(args.on_cpu)
+    if why and args.layout.is_main:
+        Console(enabled=True, bars=False).warn(
+            f"adapter: the engine gets merged copies of the weights that it adapts, not its matrices: {why}"
+        )
+    return dataclasses.replace(policy, adapter=dataclasses.replace(adapter, why_merged=why))
+
+
+def why_no_slots(on_cpu: bool) -> str:
+    """Return why vLLM can't serve an adapter of a mixture, so that its engine gets merged weights. Empty: vLLM can."""
+    if on_cpu:
+        return "on a CPU vLLM has no experts beside a LoRA"
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.trtllm_lora_moe import TrtLlmBf16LoRAExperts as Kernel
+    except ImportError:  # An older vLLM always uses Triton's kernel for experts with LoRA.
+        return ""
+    if not Kernel._supports_current_device():
+        return ""
+    # vLLM uses this kernel for every engine with LoRA, whatever `moe_backend` is.
+    return f"beside a LoRA vLLM permutes the experts' weights on this GPU ({Kernel.__name__})"

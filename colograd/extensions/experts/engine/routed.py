@@ -19,12 +19,18 @@ from ....batch import ModelInput
 from ....config import GRPOConfig
 from ....engine.arguments import accepted, runs_v2
 from ....engine.protocol import EngineFeature, EngineUse, Sampled
-from ..rider import RoutedExperts, filled
+from ..router_replay import RoutedExperts, filled
 
 TELLS_EXPERTS = "enable_return_routed_experts"  # vLLM's engine argument to return experts, for Model Runner V2.
 
 # Pattern of vLLM's request id of a completion: "1_request-7-a06c1b92" is the second completion of our "request-7".
 NAME = re.compile(r"(?:(\d+)_)?(request-\d+)(?:-[0-9a-f]{8})?$")
+
+
+def _problem(problem: str) -> RuntimeError:
+    from vllm import __version__
+
+    return RuntimeError(f"vLLM {__version__} {problem}: set router_replay: false, or install vLLM 0.31.")
 
 
 class RouterLog(EngineFeature):
@@ -37,8 +43,6 @@ class RouterLog(EngineFeature):
         self._seen: dict[str, dict[int, torch.Tensor]] = {}
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        from vllm import __version__ as found
-
         self.itself = runs_v2(self._config, "router_replay is true", "router_replay: false")
         if not self.itself:
             return {"enable_prefix_caching": False}
@@ -48,23 +52,17 @@ class RouterLog(EngineFeature):
                 "Runner V2 stores the experts by blocks of the prefix cache: remove one of the two settings."
             )
         if not accepted(TELLS_EXPERTS):
-            raise RuntimeError(
-                f"vLLM {found} doesn't return the experts that it chooses, but router_replay needs them: install vLLM "
-                "0.31, or set router_replay: false."
-            )
+            raise _problem("doesn't return the experts that it chooses, but router_replay needs them")
         return {TELLS_EXPERTS: True}
 
     def built(self, engine: Any) -> None:
         """Start the recording of experts. Only the engine's first rank records."""
-        from vllm import __version__ as found
-
         core = engine.core
         if engine.layout.engine_place > 0:
             if self.itself:  # vLLM's worker returns experts on the first rank only. The other schedulers would fail.
                 core.engine_core.engine_core.scheduler.aux_output_connector = None
             return
         runner = core.model_executor.driver_worker.worker.model_runner
-        self.version = found
         try:
             from vllm.model_executor.layers.fused_moe.layer import MoERunner
         except ImportError:  # Some versions of vLLM have no `MoERunner` in that module.
@@ -77,9 +75,8 @@ class RouterLog(EngineFeature):
         self._step: list[torch.Tensor | None] = [None] * len(self._layers)
         routers = [getattr(layer, "router", None) for layer in self._layers]
         if not routers or not (self.itself or all(hasattr(router, "set_capture_fn") for router in routers)):
-            raise RuntimeError(
-                f"vLLM {found} has no routers for this model that report their choice of experts, which router_replay "
-                "needs: set router_replay: false, or install vLLM 0.31."
+            raise _problem(
+                "has no routers for this model that report their choice of experts, which router_replay needs"
             )
         if not self.itself:
             for place, router in enumerate(routers):
@@ -114,33 +111,26 @@ class RouterLog(EngineFeature):
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
         """Add a `RoutedExperts` rider to each completion. All completions of a request share the prompt's tensor."""
         outputs = sorted(output.outputs, key=lambda completion: int(completion.index))
-        experts = [
-            self._take(request, completion, len(prompt.ids), len(one.ids))
-            for completion, one in zip(outputs, sampled, strict=True)
-        ]
-        return [
-            dataclasses.replace(one, riders=(*one.riders, RoutedExperts(experts[0].prompt, chosen.completion)))
-            for one, chosen in zip(sampled, experts, strict=True)
-        ]
+        parts, first = [], None
+        for completion, one in zip(outputs, sampled, strict=True):
+            own = self._take(request, completion, len(prompt.ids), len(one.ids))
+            first = first or own
+            parts.append(dataclasses.replace(one, riders=(*one.riders, RoutedExperts(first.prompt, own.completion))))
+        return parts
 
     def _take(self, request: str, completion: Any, prompt: int, length: int) -> RoutedExperts:
         """Return the experts of vLLM's finished ``completion``, and remove the experts from the record."""
         if self.itself:
             told = getattr(completion, "routed_experts", None)  # Chosen experts, (tokens - 1, all layers, K).
             if told is None:
-                raise RuntimeError(
-                    f"vLLM {self.version} returned no experts for a completion, but router_replay needs them: set "
-                    "router_replay: false, or install vLLM 0.31."
-                )
+                raise _problem("returned no experts for a completion, but router_replay needs them")
             layers = [int(layer.layer_id) for layer in self._layers]
             rows = torch.from_numpy(told[: prompt + length, layers].astype("int16")).to(self.dtype)
         elif (seen := self._seen.get(request, {}).pop(completion.index, None)) is not None:
             rows = seen
         else:
-            raise RuntimeError(
-                f"vLLM {self.version} ran the request {request!r} under another name, so that router_replay doesn't "
-                "know its experts: set router_replay: false, or install vLLM 0.31."
-            )
+            why = "so that router_replay doesn't know its experts"
+            raise _problem(f"ran the request {request!r} under another name, {why}")
         whole = filled(rows, prompt + length)
         # Copy the parts, because all completions share the prompt's tensor, and ranks may send tensors separately.
         return RoutedExperts(whole[:prompt].clone(), whole[prompt:].clone())
