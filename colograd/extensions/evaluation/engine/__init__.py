@@ -1,1 +1,0 @@
-"""The log-probabilities of given texts, from vLLM."""
