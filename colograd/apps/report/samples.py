@@ -96,18 +96,20 @@ class Samples:
         groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # (Purpose, position) -> index -> completion.
         for found in self._recorded(step):  # If a completion was recorded twice, the last record wins.
             groups.setdefault((found["purpose"], found["position"]), {})[found["index"]] = found
-        for found in self._logged(step):
-            groups.setdefault((found["purpose"], found["position"]), {}).setdefault(found["index"], found)
+        for purpose, name in sorted(self.files.get(step, {}).items()):
+            if (file := open_inside(self.folder, f"{FOLDER}/{name}")) is not None:
+                with file, contextlib.suppress(Exception):  # Reading a bad parquet file can raise any error.
+                    for found in _rows(file, "train" if purpose == "completions" else text(purpose, 100)):
+                        groups.setdefault((found["purpose"], found["position"]), {}).setdefault(found["index"], found)
         kept: list[dict[str, Any]] = []
-        total, room = sum(len(group) for group in groups.values()), most_bytes
+        room = most_bytes
         for group in groups.values():  # Groups that were recorded token by token come first.
             size = sum(map(_size, group.values()))
-            if kept and size > room:
-                continue
-            room -= size
-            kept += [group[index] for index in sorted(group)]
+            if not kept or size <= room:
+                room -= size
+                kept += group.values()
         kept.sort(key=lambda found: (found["purpose"] != "train", found["purpose"], found["position"], found["index"]))
-        return kept, total - len(kept)
+        return kept, sum(map(len, groups.values())) - len(kept)
 
     def _recorded(self, step: int) -> Iterator[dict[str, Any]]:
         for name in sorted(self.stored.get(step, ()), reverse=True):
@@ -115,20 +117,12 @@ class Samples:
                 with stored, contextlib.suppress(Exception):  # Reading an untrusted file can raise any error.
                     yield from filter(None, map(_recorded, shown(stored, step)))
         lines = self.lines.get(step)
-        if not lines or (file := open_inside(self.folder, SAMPLES)) is None:
-            return
-        with file:
-            for offset, length in lines:
-                file.seek(offset)
-                entry = parse(file.read(length), b'{"step"')
-                if entry is not None and (found := _recorded(entry)) is not None:
-                    yield found
-
-    def _logged(self, step: int) -> Iterator[dict[str, Any]]:
-        for purpose, name in sorted(self.files.get(step, {}).items()):
-            if (file := open_inside(self.folder, f"{FOLDER}/{name}")) is not None:
-                with file, contextlib.suppress(Exception):  # Reading a bad parquet file can raise any error.
-                    yield from _rows(file, "train" if purpose == "completions" else text(purpose, 100))
+        if lines and (file := open_inside(self.folder, SAMPLES)) is not None:
+            with file:
+                for offset, length in lines:
+                    file.seek(offset)
+                    if (entry := parse(file.read(length), b'{"step"')) is not None:
+                        yield from filter(None, [_recorded(entry)])
 
 
 def _size(found: dict[str, Any]) -> int:
@@ -201,31 +195,19 @@ def _bits(values: Any, many: int) -> str | None:
 def _prompt(value: Any) -> Any:
     if isinstance(value, str):
         return text(value, LONGEST)
-    return [
-        {
-            text(str(name), 50): text(part, LONGEST) if isinstance(part, str) else plain(part)
-            for name, part in list(message.items())[:16]
-        }
-        for message in items(value)[:256]
-        if isinstance(message, dict)
-    ]
+    messages = (message for message in items(value)[:256] if isinstance(message, dict))
+    return [entries(each, 16, lambda v: text(v, LONGEST) if isinstance(v, str) else plain(v)) for each in messages]
 
 
 def _session(value: Any) -> list[dict[str, Any]] | None:
     """Return the answers in an agent's session, each with the index of the preceding answer. None if there are none."""
-    found = []
-    for number_of_turn, turn in enumerate(map(mapping, items(value)[:MOST_TURNS])):
+    found: list[dict[str, Any]] = []
+    for turn in map(mapping, items(value)[:MOST_TURNS]):
         after = whole(turn.get("after"))
-        found.append(
-            {
-                "after": after if after is not None and after < number_of_turn else None,
-                "messages": _prompt(turn.get("messages") or []),
-                "reply": _prompt([turn.get("reply")]),
-                "finish": text(turn.get("finish"), 20),
-                "trained": turn.get("trained") is not False,
-                **{name: number(turn.get(name)) for name in ("prompt_tokens", "tokens", "began", "seconds")},
-            }
-        )
+        shown: dict[str, Any] = {"after": after if after is not None and after < len(found) else None}
+        shown |= {name: number(turn.get(name)) for name in ("prompt_tokens", "tokens", "began", "seconds")}
+        shown |= {"messages": _prompt(turn.get("messages") or []), "reply": _prompt([turn.get("reply")])}
+        found.append(shown | {"finish": text(turn.get("finish"), 20), "trained": turn.get("trained") is not False})
     return found or None
 
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
 from ...reporting.spare import Spare
 
 ALERT_LEVELS = {"severe": "ERROR", "warning": "WARN", "note": "INFO"}
@@ -50,25 +52,23 @@ class Trackers:
     ) -> None:
         """Send a table. ``columns`` has one value per row, ``pictures`` has a list of image files per row."""
         import pandas as pd
+        from PIL import Image
 
         for name, tracker in self._running("wandb", "trackio"):
             with self._sending(name):
-                seen = {}
-                for column, rows in pictures.items():
-                    from PIL import Image
-
-                    seen[column] = [[tracker.Image(Image.open(io.BytesIO(file))) for file in files] for files in rows]
+                seen = {
+                    column: [[tracker.Image(Image.open(io.BytesIO(file))) for file in files] for files in rows]
+                    for column, rows in pictures.items()
+                }
                 self._log(name, {key: tracker.Table(dataframe=pd.DataFrame({**columns, **seen}))})
 
     def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        finite = {name: [v for v in of_name if math.isfinite(v)] for name, of_name in values.items()}
+        finite = {name: [*filter(math.isfinite, of_name)] for name, of_name in values.items()}
         finite = {name: of_name for name, of_name in finite.items() if of_name}
         for name, tracker in self._running("wandb", "trackio"):
             with self._sending(name):
                 self._log(name, {key: tracker.Histogram(of_name) for key, of_name in finite.items()})
         if (writer := self._tensorboard()) is not None:
-            import numpy as np
-
             with self._sending("tensorboard"):
                 for key, of_name in finite.items():
                     writer.add_histogram(key, np.asarray(of_name), step)
