@@ -47,7 +47,6 @@ class Samples:
         self.changed: dict[int, int] = {}
         self._read: dict[str, int] = {}  # Rollout log: file -> bytes that were read.
         self.tail = Tail(folder, SAMPLES)
-        self._folder_seen = -1
 
     @property
     def steps(self) -> list[int]:
@@ -57,29 +56,22 @@ class Samples:
         """Find new lines and files, and note them as change number ``change``. Return whether there are any."""
         touched = []
         with contextlib.suppress(OSError):
-            folder = self.folder / FOLDER
-            if (now := folder.stat().st_mtime_ns) != self._folder_seen:
-                for path in os.scandir(folder):
-                    match = _FILE.fullmatch(path.name)
-                    if match and match.group(1) not in self.files[int(match.group(2))]:
-                        touched.append(int(match.group(2)))
-                        self.files[touched[-1]][match.group(1)] = path.name
-                self._folder_seen = now
-        found: dict[str, int] = {}
+            for path in os.scandir(self.folder / FOLDER):
+                match = _FILE.fullmatch(path.name)
+                if match and match[1] not in self.files[int(match[2])]:
+                    touched.append(int(match[2]))
+                    self.files[touched[-1]][match[1]] = path.name
+        rounds: list[str] = []
         with contextlib.suppress(OSError):
-            for entry in os.scandir(self.folder / STORE):
-                for name in STORED if _ROUND.fullmatch(entry.name) else ():
-                    with contextlib.suppress(OSError):
-                        found[f"{STORE}/{entry.name}/{name}"] = os.stat(f"{entry.path}/{name}").st_size
-        for name, size in found.items():
-            if size == self._read.get(name) or (file := open_inside(self.folder, name)) is None:
-                continue
-            with file:
-                start = self._read.get(name, 0)
-                positions, end = record_positions(file, start if start <= size else 0)
-            self._read[name] = end
-            for step in steps_of(positions):
-                if whole(step) is not None:
+            rounds = [entry.name for entry in os.scandir(self.folder / STORE) if _ROUND.fullmatch(entry.name)]
+        for name in (f"{STORE}/{each}/{name}" for each in rounds for name in STORED):
+            with contextlib.suppress(OSError):  # A name may be missing.
+                size, start = os.stat(self.folder / name).st_size, self._read.get(name, 0)
+                if size == start or (file := open_inside(self.folder, name)) is None:
+                    continue
+                with file:
+                    positions, self._read[name] = record_positions(file, start if start <= size else 0)
+                for step in (step for step in steps_of(positions) if whole(step) is not None):
                     self.stored[step].add(name)
                     touched.append(step)
         for offset, line in self.tail.read():

@@ -23,16 +23,13 @@ LONGEST_TEXT = 4_000  # Maximum characters of a text, except completions.
 def open_inside(folder: Path, name: str) -> BinaryIO | None:
     """Open a regular file inside a folder without blocking. None if it doesn't exist, or is a link to the outside."""
     root = folder.resolve()
-    try:
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # Circular links raise RuntimeError, "\0" ValueError.
         path = (root / name).resolve()
-        if not path.is_relative_to(root):
-            return None
-        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (OSError, RuntimeError, ValueError):  # Circular links raise RuntimeError, a zero byte ValueError.
-        return None
-    if stat.S_ISREG(os.fstat(number).st_mode):
-        return os.fdopen(number, "rb")
-    os.close(number)
+        if path.is_relative_to(root):
+            number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            if stat.S_ISREG(os.fstat(number).st_mode):
+                return os.fdopen(number, "rb")
+            os.close(number)
     return None
 
 

@@ -71,17 +71,13 @@ def json_line(entry: Mapping[str, Any]) -> bytes:
 def plain(value: Any) -> Any:
     """Convert a value for JSON. NaN and infinities become None. Arrays, tensors, tuples and sets become lists. Values
     of other types that JSON lacks become texts."""
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(each) for each in value]
-    if hasattr(value, "tolist"):  # an array or a tensor
-        return plain(value.tolist())
-    return str(value)
+
+    def convert(other: Any) -> Any:
+        if isinstance(other, Mapping | set | frozenset):
+            return dict(other) if isinstance(other, Mapping) else list(other)
+        return other.tolist() if hasattr(other, "tolist") else str(other)
+
+    return json.loads(json.dumps(value, default=convert), parse_constant=lambda name: None)
 
 
 def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]:

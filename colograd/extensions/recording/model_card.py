@@ -7,8 +7,8 @@ import importlib.metadata
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2
@@ -39,31 +39,8 @@ _SOURCE = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="ut
 TEMPLATE = jinja2.Template(_SOURCE, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
 
 
-@dataclass(frozen=True, slots=True)
-class RunFacts:
-    """The facts of a run that its model card shows."""
-
-    model_name: str  # Name of the trained model, without an organisation.
-    base_model: str  # Hub id or local folder of the base model.
-    datasets: Sequence[str]  # Hub ids, local paths or import paths.
-    reward_names: Sequence[str]  # Names of the R reward functions.
-    reward_weights: Sequence[float]  # Weights of the R reward functions.
-    recipe: Path | None  # YAML file given with --config.
-    command: str  # Command line as typed, without absolute paths and tokens.
-    settings: dict[str, Any]  # Hyperparameters to show, in this order.
-    history: list[dict[str, Any]]  # `trainer_state.log_history`.
-    hub_model_id: str | None  # Hub id that the model is or will be pushed to.
-    adapter_rank: int = 0  # Rank of a LoRA, which is saved alone. 0 means that the whole model is saved.
-    quantization: Mapping[str, Any] | None = None  # Quantisation of the base model, as in config.json, or None.
-    images: bool = False  # Whether the model reads images.
-    base_dtype: str = "bfloat16"  # Dtype of a quantised base model when loaded.
-    tags: Sequence[str] = ()  # Tags on the Hub, in addition to the tags of every card.
-    teachers: Sequence[str] = ()  # Hub ids or local folders of the models that the run distilled from.
-    license: str = ""  # Licence of the base model by its model card. Empty means unknown.
-
-
-def write_card(folder: Path, *, run: RunFacts) -> Path:
-    """Write ``README.md``, a copy of the recipe and ``reward.png`` to a folder. Return the path of README.md."""
+def write_card(folder: Path, *, run: Any) -> Path:
+    """Write ``README.md``, a copy of the recipe and ``reward.png`` for the ``run`` that `write_card_of` describes."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = run.recipe if run.recipe is not None and run.recipe.is_file() else None
     if recipe is not None:
@@ -221,20 +198,20 @@ def write_card_of(
     settings = {name: getattr(args, name) for name in (*SETTINGS, *(OF_TEACHERS if args.teachers else ()))}
     if adapter is not None:
         settings["lora_alpha"] = policy.model.peft_config[adapter.name].lora_alpha
-    facts = RunFacts(
-        model_name=model_name or folder.name,
-        base_model=policy.path,
-        datasets=listed(dataset_name or trainer.facts.get("dataset")),
-        tags=listed(tags),
+    facts = SimpleNamespace(
+        model_name=model_name or folder.name,  # Name of the trained model, without an organisation.
+        base_model=policy.path,  # Hub id or local folder of the base model.
+        datasets=listed(dataset_name or trainer.facts.get("dataset")),  # Hub ids, local paths or import paths.
+        tags=listed(tags),  # Tags on the Hub, in addition to the tags of every card.
         reward_names=[reward.name for reward in trainer.rewards],
         reward_weights=[reward.weight for reward in trainer.rewards],
-        recipe=trainer.facts.get("recipe"),
+        recipe=trainer.facts.get("recipe"),  # YAML file given with --config.
         command=trainer.facts.get("command", ""),
-        settings=settings,
+        settings=settings,  # Hyperparameters to show, in this order.
         history=trainer.state.log_history,
         hub_model_id=args.hub_model_id,
-        adapter_rank=adapter.rank if adapter else 0,
-        quantization=quantization and quantization.settings,
+        adapter_rank=adapter.rank if adapter else 0,  # 0 means that the whole model is saved.
+        quantization=quantization and quantization.settings,  # As in config.json, or None.
         images=policy.processor is not None,
         base_dtype=str(trainer.model.dtype).removeprefix("torch."),
         teachers=[*dict.fromkeys(args.teachers.values())],
