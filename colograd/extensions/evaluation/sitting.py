@@ -14,7 +14,6 @@ import torch
 
 from ...batch import FinishReason, Group, ModelInput, Prompt, ScoredGroup
 from ...engine.load import stepping
-from ...engine.sampling import Sampling
 from ...parallel import watchdog
 from ...parallel.ranks import gather, on_all_ranks
 from ...rewards.answers import after_thinking
@@ -22,13 +21,13 @@ from ...runtime import process
 from ...training.eval_prompts import Benchmark
 from ...training.prompts import engine_context, longest_completion
 from ...usercode.worker_pool import WorkerCall, WorkerPool
+from .engine import score
 from .harness import HarnessBenchmark, LoadedTask, Question, Request, Rules, stops, thinks
 from .judging import Judge
 from .results import Answered, SuiteResult, TaskResult
 
 MOST_WORKERS = 8  # Maximum number of worker processes.
 CHECK_SECONDS = 120.0  # Maximum seconds of one call that judges a question with all filters and metrics.
-SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # settings of a request: vLLM needs one sampled token
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,29 +147,6 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
                 sat[question.row].texts[index] = texts
                 answer(question.row, index, texts)
     return [*sat.values()]
-
-
-def score(engine: Any, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
-    """Score (context, continuation) pairs of token ids on the engine's first rank. Return for each pair the sum of the
-    continuation's log-probabilities, and whether greedy decoding would write the continuation."""
-    scores: dict[int, tuple[float, bool]] = {}
-    waiting = {engine.submit([*context, *target], SCORED, seed=0): i for i, (context, target) in enumerate(parts)}
-    names = [*waiting]
-    try:
-        while waiting:
-            watchdog.progress("a step of the engine")
-            for output in engine.core.step():
-                if output.finished:
-                    index = waiting.pop(output.request_id)
-                    start = len(parts[index][0])
-                    pairs = zip(output.prompt_logprobs[start:], output.prompt_token_ids[start:], strict=True)
-                    found = [entry[token] for entry, token in pairs]
-                    scores[index] = float(sum(each.logprob for each in found)), all(each.rank == 1 for each in found)
-            for listener in engine.after_step:
-                listener()
-    finally:
-        engine.abort(names)
-    return [scores[index] for index in range(len(parts))]
 
 
 def _texts(group: Group, request: Request, tokenizer: Any) -> list[str]:

@@ -195,7 +195,7 @@ def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
         numbers = ("step", "position", "prompt_tokens", "completion_tokens")
         rows = [
             CompletionRow(
-                **{name: int(row[name]) for name in numbers},
+                **dict[str, Any]((name, int(row[name])) for name in numbers),
                 prompt=prompt_of(row["prompt"]),
                 text=row[TEXT].encode(),
                 finish_reason=str(row["finish_reason"]),

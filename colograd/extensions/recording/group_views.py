@@ -46,11 +46,11 @@ def completion_rows(
             media = rollout.input.media if images else None
             if media is not None and media.digest not in small:
                 small[media.digest] = tuple(media.thumbnails())
-            pictures = {} if media is None else {"thumbnails": small[media.digest], "sizes": media.sizes}
+            pictures = ((), ()) if media is None else (small[media.digest], media.sizes)
             lengths = len(rollout.prompt_ids), len(rollout.completion_ids), rollout.finish_reason.value
             judged = tuple(scored.rewards[i].tolist()), float(advantages[i].mean())
             extra = {name: values[i] for name, values in scored.logged.columns.items()}
-            rows.append(CompletionRow(step, scored.group.position, prompt, text, *lengths, *judged, extra, **pictures))
+            rows.append(CompletionRow(step, scored.group.position, prompt, text, *lengths, *judged, extra, *pictures))
     return rows
 
 
