@@ -24,7 +24,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +31,8 @@ from ..runtime import process, registry
 from ..runtime.waiting import while_waiting
 
 if TYPE_CHECKING:
-    from ..config import GRPOConfig
-    from ..engine.protocol import Engine
     from ..extensions.evaluation.harness import HarnessBenchmark
-    from ..extensions.evaluation.results import SuiteResult
+    from ..extensions.evaluation.sitting import Host
 
 SET = ("--report_to", "none", "--report", "false", "--save_strategy", "no", "--vllm_enable_sleep_mode", "false")
 
@@ -53,22 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             shown = os.environ.get("RANK", "0") == "0"
             waiting = while_waiting("colograd eval: loading the libraries", lambda: "", shown)
             with process.rank_variables(), process.collector_at_rest(), waiting:
-                sitting = prepare(options, flags, closing)
-            sitting.take(options)
-            leave_ranks()
+                prepared = prepare(options, flags, closing)
+            run(options, *prepared)
+            from ..parallel.faults import leave
+
+            leave()  # Each rank may end at any time, because no communication between ranks follows.
         except (ValueError, RuntimeError, OSError) as error:
             if process.is_verbose(argv):
                 raise
             print(f"colograd eval: error: {error}", file=sys.stderr)
             return 2
     return 0
-
-
-def leave_ranks() -> None:
-    """Allow each rank to end at any time, because no communication between ranks follows."""
-    from ..parallel.faults import leave
-
-    leave()
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -124,63 +116,50 @@ def model_of(name: str) -> str:
     return folder
 
 
-@dataclass(frozen=True, slots=True)
-class Sitting:
-    """One evaluation: a model in a vLLM engine, and its benchmarks."""
+def run(
+    options: argparse.Namespace, host: Host, benchmarks: dict[str, HarnessBenchmark], document: dict[str, Any]
+) -> None:
+    """Run benchmarks one after the other. Write the results into ``document`` after each benchmark. A collective."""
+    from ..extensions.evaluation.results import table
+    from ..extensions.evaluation.sitting import checkers, take
+    from ..parallel.faults import ends_together
+    from ..parallel.ranks import gather, on_all_ranks
 
-    model: str
-    config: GRPOConfig
-    engine: Engine
-    tokenizer: Any
-    benchmarks: dict[str, HarnessBenchmark]
-    request: dict[str, Any]  # Settings that results depend on. `--resume` compares them with the file's settings.
-    done: dict[str, Any]  # Results by task, with `--resume` including the results in the file.
+    is_main, results = host.config.layout.is_main, []
+    if is_main and options.completions is not None and not options.resume:
+        options.completions.unlink(missing_ok=True)
+    with on_all_ranks("the checkers"):
+        pool = checkers(benchmarks.values())
+    with contextlib.closing(pool), ends_together("the benchmarks"):
+        for name, benchmark in benchmarks.items():
+            result, judged = take(benchmark, host, pool, contextlib.nullcontext())
+            results.append(result)
+            rows = gather([*_rows(judged)]) if options.completions is not None else []
+            with on_all_ranks("writing the results"):
+                if is_main and options.json is not None:
+                    groups = {group: _named(values) for group, values in result.groups.items()}
+                    document["results"][name] = {"tasks": [each.as_json() for each in result.tasks], "groups": groups}
+                    options.json.parent.mkdir(parents=True, exist_ok=True)
+                    part = options.json.with_name(options.json.name + ".part")
+                    part.write_text(json.dumps(document, indent=1) + "\n")
+                    os.replace(part, options.json)
+                if is_main and options.completions is not None:
+                    options.completions.parent.mkdir(parents=True, exist_ok=True)
+                    with options.completions.open("a", encoding="utf-8") as file:
+                        for row in sorted(itertools.chain(*rows), key=lambda row: (row["task"], row["row"])):
+                            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+    if is_main:
+        print(*table(results), sep="\n", flush=True)
 
-    def take(self, options: argparse.Namespace) -> None:
-        """Run the benchmarks one after the other, and write the results after each benchmark. A collective."""
-        from ..extensions.evaluation.results import table
-        from ..extensions.evaluation.sitting import Host, checkers, take
-        from ..parallel.faults import ends_together
-        from ..parallel.ranks import gather, on_all_ranks
-        from ..reporting.console import Console
 
-        is_main = self.config.layout.is_main
-        host = Host(self.config, self.engine, self.tokenizer, Console(enabled=is_main, bars=True), 0)
-        results: list[SuiteResult] = []
-        if is_main and options.completions is not None and not options.resume:
-            options.completions.unlink(missing_ok=True)
-        with on_all_ranks("the checkers"):
-            pool = checkers(self.benchmarks.values())
-        with contextlib.closing(pool), ends_together("the benchmarks"):
-            for name, benchmark in self.benchmarks.items():
-                result, judged = take(benchmark, host, pool, contextlib.nullcontext())
-                results.append(result)
-                rows = gather([*_rows(judged)]) if options.completions is not None else []
-                with on_all_ranks("writing the results"):
-                    if is_main and options.json is not None:
-                        groups = {
-                            group: {",".join(key): value for key, value in values.items()}
-                            for group, values in result.groups.items()
-                        }
-                        self.done[name] = {"tasks": [each.as_json() for each in result.tasks], "groups": groups}
-                        whole = {"model": self.model, "request": self.request, "results": self.done}
-                        options.json.parent.mkdir(parents=True, exist_ok=True)
-                        part = options.json.with_name(options.json.name + ".part")
-                        part.write_text(json.dumps(whole, indent=1) + "\n")
-                        os.replace(part, options.json)
-                    if is_main and options.completions is not None:
-                        options.completions.parent.mkdir(parents=True, exist_ok=True)
-                        with options.completions.open("a", encoding="utf-8") as file:
-                            for row in sorted(itertools.chain(*rows), key=lambda row: (row["task"], row["row"])):
-                                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-        if is_main:
-            print(*table(results), sep="\n", flush=True)
+def _named(values: dict[Any, Any]) -> dict[str, Any]:
+    return {",".join(key): value for key, value in values.items()}
 
 
 def _rows(judged: Any) -> Iterator[dict[str, Any]]:
     """Yield one dict per completion, or per question that is scored without sampling, with answer and metrics."""
     for sat, verdicts in judged:
-        named = [{",".join(key): value for key, value in verdict.items()} for verdict in verdicts]
+        named = [*map(_named, verdicts)]
         row = {"task": sat.task, "row": sat.question.row, "answer": sat.question.target}
         row["prompt"] = sat.question.requests[0].arguments[0]
         rollouts = [rollout for group in sat.groups for rollout in group.rollouts]
@@ -195,8 +174,13 @@ def _rows(judged: Any) -> Iterator[dict[str, Any]]:
             yield row | {"metrics": named[0]}
 
 
-def prepare(options: argparse.Namespace, flags: Sequence[str], closing: contextlib.ExitStack) -> Sitting:
-    """Read the tasks' questions and build the engine. A collective: all ranks must call this function."""
+def prepare(
+    options: argparse.Namespace, flags: Sequence[str], closing: contextlib.ExitStack
+) -> tuple[Host, dict[str, HarnessBenchmark], dict[str, Any]]:
+    """Build the engine and load the tasks' questions. A collective: all ranks must call this function.
+
+    The third result is the document of ``--json``: the model, the ``request`` (settings that results depend on, which
+    ``--resume`` compares), and the results by task, with ``--resume`` including the results in the file."""
     registry.require("evaluation", "colograd eval")
     from ..extensions.evaluation.specs import names_of
 
@@ -225,16 +209,26 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], closing: contextl
 
     from ..config import parse_arguments
     from ..extensions.evaluation.harness import HarnessBenchmark, Rules
+    from ..extensions.evaluation.sitting import Host
     from ..parallel.ranks import gather, on_all_ranks
     from ..policy.loading import chat_template, check_tokenizer
+    from ..policy.lora import adapter_folder
+    from ..reporting.console import Console
     from ..runtime.hub import check_model_name
     from ..training.assembly import engine_alone
 
     _, config, of_model, _ = parse_arguments(["--output_dir", scratch, *SET, "--dtype", "auto", *flags])
     config.resolve_loading(**of_model.init_kwargs())
     revision, trust = of_model.model_revision, config.trust_remote_code
+    is_main, folder = config.layout.is_main, model
     with on_all_ranks("the model's files"):
-        folder = merged(model, Path(scratch), config)
+        if adapter_folder(model) is not None and config.layout.leads_node:  # Merge the adapter on each node.
+            from .export import export
+
+            if is_main:
+                print(f"model: {model} is an adapter, which is merged into a copy of its base", flush=True)
+            folder = str(Path(scratch, "merged"))
+            export(Path(model), Path(folder))
     served = gather(folder)[config.layout.node * config.layout.ranks_per_node]
     with on_all_ranks("the model's configuration"):
         check_model_name(served, revision=revision)
@@ -246,37 +240,26 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], closing: contextl
     context = int(getattr(model_config.get_text_config(), "max_position_embeddings", None) or 2**31)
     context = min(context, config.vllm_max_model_length or context)
     with on_all_ranks("the tasks' questions"):
-        template = {None: None, "true": True, "false": False}[options.chat_template]
-        own, include = dict(config.chat_template_kwargs or {}), tuple(map(str, options.include_path))  # type: ignore[arg-type]
-        sampled = {"temperature": options.temperature, "top_p": options.top_p}
-        changes = {"template": template, "template_kwargs": own, "include": include, **sampled}
-        rules = Rules(tokenizer, context, options.max_tokens, **changes)
+        rules = Rules(
+            tokenizer,
+            context,
+            options.max_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            template={None: None, "true": True, "false": False}[options.chat_template],
+            template_kwargs=dict(config.chat_template_kwargs or {}),  # type: ignore[arg-type]
+            include=tuple(map(str, options.include_path)),
+        )
         made = {text: HarnessBenchmark(text, rules) for text in texts.values()}
     length = min(max(each.longest_sequence for each in made.values()) + 1, context)
     each = max(-(-len(part) // config.layout.data_size) * part.generations for part in made.values())
     end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     engine = engine_alone(config, served, model_config, end, length, each, closing)
-    if config.layout.is_main:
+    if is_main:
         print(f"model: {model}", engine.describe(), sep="\n", flush=True)
-        for part in made.values():
-            if part.dropped:
-                print(part.dropped_line())
-    return Sitting(model, config, engine, tokenizer, made, request, done)
-
-
-def merged(model: str, scratch: Path, config: GRPOConfig) -> str:
-    """Return the model. An adapter is merged into a copy of its base first, by the first rank of each node."""
-    from ..policy.lora import adapter_folder
-
-    if adapter_folder(model) is None or not config.layout.leads_node:
-        return model
-    from .export import export
-
-    if config.layout.is_main:
-        print(f"model: {model} is an adapter, which is merged into a copy of its base", flush=True)
-    folder = scratch / "merged"
-    export(Path(model), folder)
-    return str(folder)
+        print("".join(f"{part.dropped_line()}\n" for part in made.values() if part.dropped), end="")
+    host = Host(config, engine, tokenizer, Console(enabled=is_main, bars=True), 0)
+    return host, made, {"model": model, "request": request, "results": done}
 
 
 if __name__ == "__main__":

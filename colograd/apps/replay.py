@@ -46,13 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     process.quiet_logs(process.is_verbose(argv))
 
     def replayer(**given: Any) -> Any:
-        from .replaying.replayer import Replay, Replayer, StepProfile
+        from .replaying.replayer import Replay, Replayer
 
-        layout, profile = given["args"].layout, None
-        if options.profile is not None:
-            profile = StepProfile(options.profile, layout.rank, layout.world_size)
         replay = Replay(options.run, options.step, options.to)
-        return Replayer(replay=replay, profile=profile, flags=shlex.join(flags), **given)
+        return Replayer(replay=replay, profile=options.profile, flags=shlex.join(flags), **given)
 
     with contextlib.ExitStack() as closing:
         scratch = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="colograd-replay-")))

@@ -28,7 +28,7 @@ from ..policy.logprobs import policy_logprobs, with_old_logprobs
 from ..policy.packing import PackingRules, collate, has_signal, loss_tokens, pack_step
 from ..policy.second_models import OF, SecondModels, fill, with_second_logprobs
 from ..reporting.events import Events
-from ..reporting.metrics import AllocRetries, Metrics, PhaseTimes, numbers
+from ..reporting.metrics import Metrics, PhaseTimes, numbers
 from ..rollout.sampler import SampledRound
 from ..rollout.stages import shown
 from ..rollout.statistics import RolloutStatistics
@@ -187,7 +187,6 @@ class Learner:
         self.metrics: dict[str, float] = {}  # Metrics of the last trained step, over all ranks.
         self.figures: dict[str, float] = {}  # Loss and gradient norm of the present step.
         self.pack: Callable[..., StepBatch] = step_batch  # Function that packs a step's groups into rows.
-        self._alloc_retries = AllocRetries(self.config.device)
         # Steps that wrap the model's forward because terms of the loss need further outputs.
         self.forward_steps = tuple(step for term in self.objective.terms for step in term.steps(self.second_models))
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from ...batch import Group, Prompt
@@ -46,12 +45,6 @@ class Replay:
         """Return the steps that training can start from, latest first: checkpoints before ``first``, then 0."""
         before = {step for step in complete_steps(str(self.run)) if 0 < step < self.first}
         return [*sorted(before, reverse=True), 0]
-
-    def plan(self, start: int) -> str:
-        be, also = ("is" if first == self.last else "are" for first in (start + 1, self.first))
-        shown = f", of which {steps_named(self.first, self.last)} {also} shown" if start + 1 < self.first else ""
-        origin, trained = f"checkpoint-{start}" if start else "the model", steps_named(start + 1, self.last)
-        return f"replay: {trained} of {self.run} {be} trained again from {origin} on{shown}"
 
 
 def steps_named(first: int, last: int) -> str:
@@ -109,41 +102,6 @@ class ReplayStore(RolloutStore):
         return "a replay trains the groups as they were recorded, so leave it as it was"
 
 
-class Comparison:
-    """Compares the loss, gradient norm and other figures of replayed steps with the recorded figures."""
-
-    def __init__(self, journal: RolloutStore) -> None:
-        self.recorded: dict[int, dict[str, float]] = {}
-        for folder in journal.rounds().values():
-            self.recorded |= read_figures(folder)
-        self.compared = self.equal = 0
-        self.largest: dict[str, float] = {}  # Figure's name -> largest difference from its recorded value.
-
-    def line(self, step: int, figures: Mapping[str, float]) -> str:
-        was = self.recorded.get(step)
-        line = f"replay: step {step}: {_shown(figures)}"
-        if was is None:
-            return f"{line}; no figures of its first training are recorded" if self.recorded else line
-        self.compared += 1
-        apart = {name: abs(value - was.get(name, float("nan"))) for name, value in figures.items()}
-        if not any(apart.values()):
-            self.equal += 1
-            return f"{line}; as recorded, bit for bit"
-        self.largest = {name: max(value, self.largest.get(name, 0.0)) for name, value in apart.items()}
-        return f"{line}; recorded: {_shown(was)}"
-
-    def summary(self, flags: str) -> str:
-        """Return a line on how many replayed steps equal the recorded ones. ``flags`` changed the run's settings."""
-        if not self.compared:
-            return "replay: no recorded figures to compare with"
-        line = f"replay: {self.equal} of {self.compared} step(s) came out bit for bit as recorded"
-        if self.equal == self.compared:
-            return line
-        apart = ", ".join(f"{name} {value:.2g}" for name, value in self.largest.items())
-        why = f"with {flags}" if flags else "on a GPU, or with other ranks, threads or kernels, sums round otherwise"
-        return f"{line}; the largest differences: {apart} ({why})"
-
-
 def _shown(figures: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.9g}" for name, value in figures.items())
 
@@ -171,35 +129,6 @@ class ReplaySampler(Sampler):
         yield from ()
 
 
-class StepProfile:
-    """One rank's torch profile of replayed steps: a trace for chrome://tracing or Perfetto, and an operator table."""
-
-    def __init__(self, folder: Path, rank: int, ranks: int) -> None:
-        self.folder, self.suffix = folder, f"-rank{rank}" if ranks > 1 else ""
-        self._profiler: Any = None
-
-    def start(self) -> None:
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=kinds)
-        self._profiler.__enter__()
-
-    def stop(self) -> str:
-        """End the profile and write its files. Return a line with the files' names, or with the error of writing."""
-        profiler, self._profiler = self._profiler, None
-        profiler.__exit__(None, None, None)
-        trace, table = self.folder / f"trace{self.suffix}.json", self.folder / f"operators{self.suffix}.txt"
-        by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(trace))
-            table.write_text(profiler.key_averages().table(sort_by=by, row_limit=PROFILE_ROWS), encoding="utf-8")
-        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a file that can't be opened.
-            return f"profile: {self.folder} can't be written ({error})"
-        return f"profile: {trace} (for chrome://tracing or Perfetto) and {table}"
-
-
 class Unasked:
     """A stand-in for a reward function. It raises an error when called, because a replay uses recorded rewards."""
 
@@ -212,7 +141,8 @@ class Unasked:
 
 class Replayer(GRPOTrainer):
     """A trainer of recorded steps. ``args`` is the run's configuration with a temporary output_dir and `journal: keep`,
-    without saving, evaluation and reports. ``flags`` are the command's flags that changed settings."""
+    without saving, evaluation and reports. ``flags`` are the command's flags that changed settings. ``profile`` is the
+    folder of a torch profile: a trace for chrome://tracing or Perfetto, and an operator table per rank."""
 
     samples = False
 
@@ -222,7 +152,7 @@ class Replayer(GRPOTrainer):
         replay: Replay,
         args: GRPOConfig,
         reward_funcs: Any = None,
-        profile: StepProfile | None = None,
+        profile: Path | None = None,
         flags: str = "",
         **given: Any,
     ) -> None:
@@ -242,8 +172,11 @@ class Replayer(GRPOTrainer):
             rounds.check_recorded(start, args)
         given |= {"rollout_func": None, "reward_processing_classes": None, "eval_dataset": None}
         super().__init__(reward_funcs=rewards, args=args, **given)
-        self.comparison = Comparison(self.rounds)
-        self.add_callback(_EndAfter(replay.last))
+        self._recorded: dict[int, dict[str, float]] = {}  # Figures of the run's first training, by step.
+        for folder in self.rounds.rounds().values():
+            self._recorded |= read_figures(folder)
+        self._compared = self._equal = 0  # Number of replayed steps with recorded figures, and of equal ones.
+        self._largest: dict[str, float] = {}  # Figure's name -> largest difference from its recorded value.
 
     sampler_class = ReplaySampler
 
@@ -256,26 +189,63 @@ class Replayer(GRPOTrainer):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train from the last checkpoint before the first step to the end of the last step, and print a comparison."""
         output = super().train()
-        self.console.say(self.comparison.summary(self.flags))
+        line = f"replay: {self._equal} of {self._compared} step(s) came out bit for bit as recorded"
+        if not self._compared:
+            line = "replay: no recorded figures to compare with"
+        elif self._equal < self._compared:
+            why = "on a GPU, or with other ranks, threads or kernels, sums round otherwise"
+            apart = ", ".join(f"{name} {value:.2g}" for name, value in self._largest.items())
+            line += f"; the largest differences: {apart} ({f'with {self.flags}' if self.flags else why})"
+        self.console.say(line)
         return output
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.profile is not None and self.state.global_step + 1 == self.replay.first:
-            self.profile.start()
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
         return super().training_step(*args, **kwargs)
 
     def report_step(self, metrics: Mapping[str, float]) -> None:
         """Print a replayed step with its recorded figures. Steps before the first requested step aren't printed."""
-        step = self.state.global_step
+        step, figures = self.state.global_step, self.learner.figures
+        self.control.should_training_stop |= step >= self.replay.last
         if step < self.replay.first:
             return
+        written = ""
         if self.profile is not None and step == self.replay.last:
             with on_all_ranks("the profile"):
-                line = self.profile.stop()
+                written = self._write_profile(self.profile)
+        line, was = f"replay: step {step}: {_shown(figures)}", self._recorded.get(step)
+        if was is not None:
+            self._compared += 1
+            apart = {name: abs(value - was.get(name, float("nan"))) for name, value in figures.items()}
+            if any(apart.values()):
+                self._largest = {name: max(value, self._largest.get(name, 0.0)) for name, value in apart.items()}
+                line += f"; recorded: {_shown(was)}"
+            else:
+                self._equal += 1
+                line += "; as recorded, bit for bit"
+        elif self._recorded:
+            line += "; no figures of its first training are recorded"
         self.console.step(step, self.state.max_steps, metrics)
-        self.console.say(self.comparison.line(step, self.learner.figures))
-        if self.profile is not None and step == self.replay.last:
-            self.console.say(line)
+        self.console.say(line)
+        if written:
+            self.console.say(written)
+
+    def _write_profile(self, folder: Path) -> str:
+        """End the profile and write its files. Return a line with the files' names, or with the error of writing."""
+        self._profiler.stop()
+        suffix = f"-rank{self.args.layout.rank}" if self.args.layout.world_size > 1 else ""
+        trace, table = folder / f"trace{suffix}.json", folder / f"operators{suffix}.txt"
+        by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._profiler.export_chrome_trace(str(trace))
+            rows = self._profiler.key_averages().table(sort_by=by, row_limit=PROFILE_ROWS)
+            table.write_text(rows, encoding="utf-8")
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a file that can't be opened.
+            return f"profile: {folder} can't be written ({error})"
+        return f"profile: {trace} (for chrome://tracing or Perfetto) and {table}"
 
     def make_checkpointer(self) -> Checkpointer:
         return ReplayCheckpoints(self, self.replay)
@@ -284,7 +254,11 @@ class Replayer(GRPOTrainer):
         start = step_of(checkpoint) if checkpoint else 0
         with on_all_ranks("the journal"):
             self.rounds.check_recorded(start, self.args)
-        self.console.say(self.replay.plan(start))
+        first, last = self.replay.first, self.replay.last
+        be, also = ("is" if step == last else "are" for step in (start + 1, first))
+        shown = f", of which {steps_named(first, last)} {also} shown" if start + 1 < first else ""
+        origin, trained = f"checkpoint-{start}" if start else "the model", steps_named(start + 1, last)
+        self.console.say(f"replay: {trained} of {self.replay.run} {be} trained again from {origin} on{shown}")
 
 
 class ReplayCheckpoints(Checkpointer):
@@ -307,11 +281,3 @@ class ReplayCheckpoints(Checkpointer):
                 return folder
             console.warn(f"checkpoints: {folder} is damaged and isn't taken: {damage}")
         return None
-
-
-class _EndAfter(TrainerCallback):
-    def __init__(self, last: int) -> None:
-        self.last = last
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop |= state.global_step >= self.last

@@ -182,7 +182,7 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
         "totals": run.totals,
         "alarms": run.alarms,
         "every": every,
-        "steps": steps[every - 1 :: every] if every > 1 else steps,
+        "steps": steps[every - 1 :: every],
         "columns": {name: _means(values, every) for name, values in columns.items()},
         "evaluations": {"steps": evaluated, "columns": of_evaluations},
         "spreads": {str(step): run.spreads[step] for step in sorted(spreads[::each])},
@@ -203,10 +203,9 @@ def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
     prompts: list[Any] = []  # Each prompt is stored once, because a group's completions share the prompt.
     places: dict[str, int] = {}
     for found in completions:
-        prompt = found.pop("prompt")
-        place = places.setdefault(repr(prompt), len(prompts))
+        place = places.setdefault(repr(found["prompt"]), len(prompts))
         if place == len(prompts):
-            prompts.append(prompt)
+            prompts.append(found["prompt"])
         found["prompt"] = place
     keys = list(run.prompts)
     groups = [
@@ -214,9 +213,10 @@ def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
         for group in run.groups_of(step)[:STEP_GROUPS]
         if not math.isnan(group[0])
     ]
+    of_ranks = sorted(run.rollouts.get(step, {}).items())  # "rollout" events, in the order of ranks
     return {
         "step": step,
-        "rollouts": run.rollouts_of(step),
+        "rollouts": [{"rank": rank, **json.loads(zlib.decompress(packed))} for rank, packed in of_ranks],
         "groups": groups,
         "texts": _texts(run, (group[0] for group in groups)),
         "prompts": prompts,
@@ -234,27 +234,22 @@ def pass_mark(run: RecordedRun) -> float:
     means = [group[3] for step in run.groups for group in run.groups_of(step) if not math.isnan(group[3])]
     mark = number(mapping(mapping(run.start.get("run")).get("settings")).get("pass_threshold_eval"))
     mark = 1.0 if mark is None else mark
-    if not means or max(means) >= mark - FLAT:
-        return mark
-    return (min(means) + max(means)) / 2
+    return mark if not means or max(means) >= mark - FLAT else (min(means) + max(means)) / 2
 
 
 def groups_over_time(run: RecordedRun) -> dict[str, Any]:
     """Count per step the solved, unsolved and mixed groups, and the groups that give a gradient."""
     mark = pass_mark(run)
-    found: dict[str, Any] = {"mark": number(mark), "steps": [], "solved": [], "unsolved": [], "mixed": [], "signal": []}
-    for step in sorted(run.groups):
-        counts = dict.fromkeys(("solved", "unsolved", "mixed", "signal"), 0)
+    steps = sorted(run.groups)
+    counts: dict[str, list[int]] = {name: [0] * len(steps) for name in ("solved", "unsolved", "mixed", "signal")}
+    for place, step in enumerate(steps):
         for _, _, _, mean, spread, _, signal in run.groups_of(step):
             if spread > FLAT:
-                counts["mixed"] += 1
+                counts["mixed"][place] += 1
             elif not math.isnan(mean):
-                counts["solved" if mean >= mark - FLAT else "unsolved"] += 1
-            counts["signal"] += signal == 1
-        found["steps"].append(step)
-        for name, count in counts.items():
-            found[name].append(count)
-    return found
+                counts["solved" if mean >= mark - FLAT else "unsolved"][place] += 1
+            counts["signal"][place] += signal == 1
+    return {"mark": number(mark), "steps": steps, **counts}
 
 
 def prompt_histories(run: RecordedRun) -> dict[str, Any]:
@@ -290,8 +285,6 @@ def _half(amounts: Sequence[float]) -> int:
 
 def _means(values: Sequence[float | None], every: int) -> list[float | None]:
     """Return the mean of each block of ``every`` successive values. An incomplete last block is left out."""
-    if every == 1:
-        return list(values)
     found = []
     for at in range(0, len(values) - every + 1, every):
         known = [value for value in values[at : at + every] if value is not None]
@@ -307,6 +300,5 @@ def spread_out(steps: Iterable[int], first: Iterable[int] = ()) -> Iterator[int]
     """
     rest = sorted(set(steps))
     order = [step for step in [*rest[-1:], *rest[:1], *first] if step in rest]
-    for power in range(max(len(rest) - 1, 1).bit_length(), -1, -1):
-        order += rest[:: 2**power]
+    order += [step for power in range(len(rest).bit_length(), -1, -1) for step in rest[:: 2**power]]
     yield from dict.fromkeys(order)

@@ -39,30 +39,23 @@ class Table:
     """Numbers by step and name. For each step the table also has the number of the last change."""
 
     def __init__(self) -> None:
-        self.names: dict[str, int] = {}
-        self.rows: dict[int, array[float]] = {}
+        self.names: dict[str, str] = {}  # Each name once, because all steps share it.
+        self.rows: dict[int, dict[str, float]] = {}
         self.changed: dict[int, int] = {}
 
     def put(self, step: int, values: Mapping[str, Any], change: int) -> None:
-        row = self.rows.setdefault(step, array("d"))
+        row = self.rows.setdefault(step, {})
         for name, value in values.items():
-            found = number(value)
-            if found is None or (name not in self.names and len(self.names) >= MOST_NAMES):
-                continue
-            place = self.names.setdefault(text(name, 200), len(self.names))
-            row.extend([math.nan] * (place + 1 - len(row)))
-            row[place] = found
+            found, name = number(value), text(name, 200)
+            if found is not None and (name in self.names or len(self.names) < MOST_NAMES):
+                row[self.names.setdefault(name, name)] = found
         self.changed[step] = change
 
     def columns(self, after: int = 0) -> tuple[list[int], dict[str, list[float | None]]]:
         """Return the sorted steps that changed after change number ``after``, and by name the values at these steps."""
         steps = sorted(step for step, change in self.changed.items() if change > after)
-        rows, found = [self.rows[step] for step in steps], {}
-        for name, place in self.names.items():
-            values = [None if place >= len(row) or math.isnan(row[place]) else row[place] for row in rows]
-            if any(value is not None for value in values):
-                found[name] = values
-        return steps, found
+        found = {name: [self.rows[step].get(name) for step in steps] for name in self.names}
+        return steps, {name: values for name, values in found.items() if any(v is not None for v in values)}
 
 
 class RecordedRun:
@@ -113,7 +106,7 @@ class RecordedRun:
             if (event := parse(line, b'{"kind"')) is None:
                 continue
             time, step = number(event.get("time"), 14), whole(event.get("step"))
-            self.last_time = time if time is not None else self.last_time
+            self.last_time = self.last_time if time is None else time
             if step is not None:
                 with contextlib.suppress(Exception):  # An error means that Colograd didn't write the line.
                     self._take(step, event)
@@ -137,24 +130,22 @@ class RecordedRun:
                 del self.starts[:-64]
                 self.end = None
                 rows = [mapping(row) for row in items(event.get("memory"))[:64]]
-                parts = [{name: number(row.get(name)) for name in ("sampling", "training")} for row in rows]
-                self.memory = [{"part": text(row.get("part"), 200), **of} for row, of in zip(rows, parts, strict=True)]
+                sizes = ("sampling", "training")
+                self.memory = [{"part": text(r.get("part"), 200)} | {n: number(r.get(n)) for n in sizes} for r in rows]
                 for alarm in self.alarms:  # End all alarms: a resumed run raises alarms that still hold once more.
                     alarm.setdefault("until", step)
             case "log":
                 self.take_metrics(step, event["metrics"])
             case "rollout":
-                of_rank: dict[str, Any] = {
-                    name: number(event.get(name)) for name in ("seconds", "preemptions", "tail", "until")
-                }
+                names = ("seconds", "preemptions", "tail", "until")
+                of_rank: dict[str, Any] = {name: number(event.get(name)) for name in names}
                 for name in ("running", "waiting", "kv"):
                     of_rank[name] = [[number(at, 4), number(value, 4)] for at, value in event[name][:100]]
                 for name in ("rewards", "tools", "trained"):
                     calls = items(event.get(name))[:64]
                     of_rank[name] = [[text(function, 100), *map(number, span)] for function, *span in calls]
                 if (rank := whole(event["rank"])) is not None and rank < 4096:
-                    packed = zlib.compress(json.dumps(of_rank, separators=(",", ":")).encode(), 6)
-                    self.rollouts[step][rank] = packed
+                    self.rollouts[step][rank] = zlib.compress(json.dumps(of_rank).encode())
                     self.touched["rollouts"][step] = self.change
             case "spread":
                 found: dict[str, Any] = {"functions": {}}
@@ -168,7 +159,18 @@ class RecordedRun:
                 self.spreads[step] = {name: value for name, value in found.items() if value}
                 self.touched["spreads"][step] = self.change
             case "groups":
-                self._take_groups(step, event["groups"])
+                flat = array("d")
+                for key, position, size, mean, spread, truncated, signal, *beginning in event["groups"][:512]:
+                    prompt = text(key[:64])
+                    if prompt not in self.prompts and len(self.prompts) >= MOST_PROMPTS:
+                        continue
+                    if beginning:
+                        self.texts[prompt] = text(beginning[0], BEGINNING)
+                    numbers = map(number, (position, size, mean, spread, truncated, signal))
+                    place = self.prompts.setdefault(prompt, len(self.prompts))
+                    flat.extend([place, *(math.nan if value is None else value for value in numbers)])
+                self.groups[step] = flat
+                self.touched["groups"][step] = self.change
             case "alarm" if len(self.alarms) < MOST_ALARMS:
                 texts_of = {name: text(event.get(name)) for name in ("rule", "seen", "why", "remedy", "source")}
                 severity = event["severity"] if event["severity"] in ("severe", "note") else "warning"
@@ -191,20 +193,6 @@ class RecordedRun:
         elif any(name in rest for name in TRAINING):
             self.steps.put(step, rest, self.change)
 
-    def _take_groups(self, step: int, rows: list[list[Any]]) -> None:
-        found = array("d")
-        for key, position, size, mean, spread, truncated, signal, *beginning in rows[:512]:
-            prompt = text(key[:64])
-            if prompt not in self.prompts and len(self.prompts) >= MOST_PROMPTS:
-                continue
-            if beginning:
-                self.texts[prompt] = text(beginning[0], BEGINNING)
-            numbers = map(number, (position, size, mean, spread, truncated, signal))
-            known = self.prompts.setdefault(prompt, len(self.prompts))
-            found.extend([known, *(math.nan if value is None else value for value in numbers)])
-        self.groups[step] = found
-        self.touched["groups"][step] = self.change
-
     def _refresh_state(self) -> bool:
         """Read `log_history` from the trainer_state.json of the run, or of its newest checkpoint, if it has changed."""
         names = [STATE]
@@ -214,14 +202,13 @@ class RecordedRun:
         for name in names:
             if (file := open_inside(self.folder, name)) is None:
                 continue
-            with file:
+            state = None
+            with file, contextlib.suppress(ValueError, RecursionError):
                 about = os.fstat(file.fileno())
                 seen = (name, about.st_mtime_ns, about.st_size)
                 if seen == self._state_seen:
                     return False
-                state = None
-                with contextlib.suppress(ValueError, RecursionError):
-                    state = json.load(file) if about.st_size <= MOST_STATE else None
+                state = json.load(file) if about.st_size <= MOST_STATE else None
             if not isinstance(state, dict):
                 continue
             self._state_seen = seen
@@ -241,11 +228,6 @@ class RecordedRun:
         """Return the groups of a step, each as a list of GROUP_WIDTH numbers."""
         flat = self.groups.get(step, array("d"))
         return [list(flat[at : at + GROUP_WIDTH]) for at in range(0, len(flat), GROUP_WIDTH)]
-
-    def rollouts_of(self, step: int) -> list[dict[str, Any]]:
-        """Return the "rollout" events of a step, one per rank, in the order of ranks."""
-        of_step = self.rollouts.get(step, {})
-        return [{"rank": rank, **json.loads(zlib.decompress(of_step[rank]))} for rank in sorted(of_step)]
 
 
 # Fields of a start event's `run` that a page shows, each with a function that bounds the value.

@@ -47,7 +47,6 @@ class Samples:
         self.changed: dict[int, int] = {}
         self._read: dict[str, int] = {}  # Rollout log: file -> bytes that were read.
         self.tail = Tail(folder, SAMPLES)
-        self._folder_seen = -1
 
     @property
     def steps(self) -> list[int]:
@@ -57,29 +56,22 @@ class Samples:
         """Find new lines and files, and note them as change number ``change``. Return whether there are any."""
         touched = []
         with contextlib.suppress(OSError):
-            folder = self.folder / FOLDER
-            if (now := folder.stat().st_mtime_ns) != self._folder_seen:
-                for path in os.scandir(folder):
-                    match = _FILE.fullmatch(path.name)
-                    if match and match.group(1) not in self.files[int(match.group(2))]:
-                        touched.append(int(match.group(2)))
-                        self.files[touched[-1]][match.group(1)] = path.name
-                self._folder_seen = now
-        found: dict[str, int] = {}
+            for path in os.scandir(self.folder / FOLDER):
+                match = _FILE.fullmatch(path.name)
+                if match and match[1] not in self.files[int(match[2])]:
+                    touched.append(int(match[2]))
+                    self.files[touched[-1]][match[1]] = path.name
+        rounds: list[str] = []
         with contextlib.suppress(OSError):
-            for entry in os.scandir(self.folder / STORE):
-                for name in STORED if _ROUND.fullmatch(entry.name) else ():
-                    with contextlib.suppress(OSError):
-                        found[f"{STORE}/{entry.name}/{name}"] = os.stat(f"{entry.path}/{name}").st_size
-        for name, size in found.items():
-            if size == self._read.get(name) or (file := open_inside(self.folder, name)) is None:
-                continue
-            with file:
-                start = self._read.get(name, 0)
-                positions, end = record_positions(file, start if start <= size else 0)
-            self._read[name] = end
-            for step in steps_of(positions):
-                if whole(step) is not None:
+            rounds = [entry.name for entry in os.scandir(self.folder / STORE) if _ROUND.fullmatch(entry.name)]
+        for name in (f"{STORE}/{each}/{name}" for each in rounds for name in STORED):
+            with contextlib.suppress(OSError):  # A name may be missing.
+                size, start = os.stat(self.folder / name).st_size, self._read.get(name, 0)
+                if size == start or (file := open_inside(self.folder, name)) is None:
+                    continue
+                with file:
+                    positions, self._read[name] = record_positions(file, start if start <= size else 0)
+                for step in (step for step in steps_of(positions) if whole(step) is not None):
                     self.stored[step].add(name)
                     touched.append(step)
         for offset, line in self.tail.read():
@@ -96,18 +88,20 @@ class Samples:
         groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # (Purpose, position) -> index -> completion.
         for found in self._recorded(step):  # If a completion was recorded twice, the last record wins.
             groups.setdefault((found["purpose"], found["position"]), {})[found["index"]] = found
-        for found in self._logged(step):
-            groups.setdefault((found["purpose"], found["position"]), {}).setdefault(found["index"], found)
+        for purpose, name in sorted(self.files.get(step, {}).items()):
+            if (file := open_inside(self.folder, f"{FOLDER}/{name}")) is not None:
+                with file, contextlib.suppress(Exception):  # Reading a bad parquet file can raise any error.
+                    for found in _rows(file, "train" if purpose == "completions" else text(purpose, 100)):
+                        groups.setdefault((found["purpose"], found["position"]), {}).setdefault(found["index"], found)
         kept: list[dict[str, Any]] = []
-        total, room = sum(len(group) for group in groups.values()), most_bytes
+        room = most_bytes
         for group in groups.values():  # Groups that were recorded token by token come first.
             size = sum(map(_size, group.values()))
-            if kept and size > room:
-                continue
-            room -= size
-            kept += [group[index] for index in sorted(group)]
+            if not kept or size <= room:
+                room -= size
+                kept += group.values()
         kept.sort(key=lambda found: (found["purpose"] != "train", found["purpose"], found["position"], found["index"]))
-        return kept, total - len(kept)
+        return kept, sum(map(len, groups.values())) - len(kept)
 
     def _recorded(self, step: int) -> Iterator[dict[str, Any]]:
         for name in sorted(self.stored.get(step, ()), reverse=True):
@@ -115,20 +109,12 @@ class Samples:
                 with stored, contextlib.suppress(Exception):  # Reading an untrusted file can raise any error.
                     yield from filter(None, map(_recorded, shown(stored, step)))
         lines = self.lines.get(step)
-        if not lines or (file := open_inside(self.folder, SAMPLES)) is None:
-            return
-        with file:
-            for offset, length in lines:
-                file.seek(offset)
-                entry = parse(file.read(length), b'{"step"')
-                if entry is not None and (found := _recorded(entry)) is not None:
-                    yield found
-
-    def _logged(self, step: int) -> Iterator[dict[str, Any]]:
-        for purpose, name in sorted(self.files.get(step, {}).items()):
-            if (file := open_inside(self.folder, f"{FOLDER}/{name}")) is not None:
-                with file, contextlib.suppress(Exception):  # Reading a bad parquet file can raise any error.
-                    yield from _rows(file, "train" if purpose == "completions" else text(purpose, 100))
+        if lines and (file := open_inside(self.folder, SAMPLES)) is not None:
+            with file:
+                for offset, length in lines:
+                    file.seek(offset)
+                    if (entry := parse(file.read(length), b'{"step"')) is not None:
+                        yield from filter(None, [_recorded(entry)])
 
 
 def _size(found: dict[str, Any]) -> int:
@@ -201,31 +187,19 @@ def _bits(values: Any, many: int) -> str | None:
 def _prompt(value: Any) -> Any:
     if isinstance(value, str):
         return text(value, LONGEST)
-    return [
-        {
-            text(str(name), 50): text(part, LONGEST) if isinstance(part, str) else plain(part)
-            for name, part in list(message.items())[:16]
-        }
-        for message in items(value)[:256]
-        if isinstance(message, dict)
-    ]
+    messages = (message for message in items(value)[:256] if isinstance(message, dict))
+    return [entries(each, 16, lambda v: text(v, LONGEST) if isinstance(v, str) else plain(v)) for each in messages]
 
 
 def _session(value: Any) -> list[dict[str, Any]] | None:
     """Return the answers in an agent's session, each with the index of the preceding answer. None if there are none."""
-    found = []
-    for number_of_turn, turn in enumerate(map(mapping, items(value)[:MOST_TURNS])):
+    found: list[dict[str, Any]] = []
+    for turn in map(mapping, items(value)[:MOST_TURNS]):
         after = whole(turn.get("after"))
-        found.append(
-            {
-                "after": after if after is not None and after < number_of_turn else None,
-                "messages": _prompt(turn.get("messages") or []),
-                "reply": _prompt([turn.get("reply")]),
-                "finish": text(turn.get("finish"), 20),
-                "trained": turn.get("trained") is not False,
-                **{name: number(turn.get(name)) for name in ("prompt_tokens", "tokens", "began", "seconds")},
-            }
-        )
+        shown: dict[str, Any] = {"after": after if after is not None and after < len(found) else None}
+        shown |= {name: number(turn.get(name)) for name in ("prompt_tokens", "tokens", "began", "seconds")}
+        shown |= {"messages": _prompt(turn.get("messages") or []), "reply": _prompt([turn.get("reply")])}
+        found.append(shown | {"finish": text(turn.get("finish"), 20), "trained": turn.get("trained") is not False})
     return found or None
 
 

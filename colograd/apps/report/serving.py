@@ -19,7 +19,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import urlsplit
 
 from ... import __version__
 from .page import compact, document, of_step, overview
@@ -27,9 +27,14 @@ from .recorded_run import RecordedRun
 
 STEP_BYTES = 8_000_000  # Approximate maximum bytes of a step's completions as JSON.
 PORT = 8765
+HEADERS = {
+    "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}  # fmt: skip
 LOOK_SECONDS = 1.0  # Minimum seconds between two reads of the files, however many pages are open.
 REQUEST_SECONDS = 20  # Maximum seconds until a request has arrived.
-_NUMBER = re.compile(r"[0-9]{1,15}")
+_ADDRESS = re.compile(r"/data\?after=([0-9]{1,15})|/step\?step=([0-9]{1,15})")
 
 
 def watch(argv: Sequence[str] | None = None) -> int:
@@ -104,27 +109,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if not host_is_ours(self.headers.get("Host"), self.server.host):
-            self._refuse(
-                HTTPStatus.FORBIDDEN, "This host isn't served here: open the address that colograd watch printed."
-            )
-            return
+            why = "This host isn't served here: open the address that colograd watch printed."
+            return self._refuse(HTTPStatus.FORBIDDEN, why)
         if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
-            self._refuse(HTTPStatus.FORBIDDEN, "Another site's page may not ask here.")
-            return
-        path, _, query = self.path.partition("?")
-        try:
-            arguments = parse_qs(query, keep_blank_values=True, max_num_fields=4)
-        except ValueError:
-            arguments = {}
+            return self._refuse(HTTPStatus.FORBIDDEN, "Another site's page may not ask here.")
         if self.path == "/":
             data = {"live": True, "version": __version__, "runs": [self.server.data(0)]}
             self._answer(document(data, connect="'self'"), "text/html; charset=utf-8")
-        elif path == "/data" and (after := _number(arguments, "after")) is not None:
-            self._answer(compact(self.server.data(after)), "application/json")
-        elif path == "/step" and (step := _number(arguments, "step")) is not None:
-            self._answer(compact(self.server.step(step)), "application/json")
-        else:
+        elif (asked := _ADDRESS.fullmatch(self.path)) is None:
             self._refuse(HTTPStatus.NOT_FOUND, "There is /, /data?after=N and /step?step=N.")
+        else:
+            content = self.server.data(int(asked[1])) if asked[1] else self.server.step(int(asked[2]))
+            self._answer(compact(content), "application/json")
 
     def _only_get(self) -> None:
         self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "Only GET.")
@@ -140,16 +136,7 @@ class Handler(BaseHTTPRequestHandler):
         if len(body) > 4096 and "gzip" in self.headers.get("Accept-Encoding", ""):
             body = gzip.compress(body, 1)
             self.send_header("Content-Encoding", "gzip")
-        for name, value in {
-            "Content-Type": kind,
-            "Content-Length": str(len(body)),
-            "Cache-Control": "no-store",
-            "X-Content-Type-Options": "nosniff",
-            "X-Frame-Options": "DENY",
-            "Referrer-Policy": "no-referrer",
-            "Cross-Origin-Resource-Policy": "same-origin",
-            "Cross-Origin-Opener-Policy": "same-origin",
-        }.items():
+        for name, value in (HEADERS | {"Content-Type": kind, "Content-Length": str(len(body))}).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
@@ -161,23 +148,10 @@ class Handler(BaseHTTPRequestHandler):
 
 def host_is_ours(host: str | None, served: str) -> bool:
     """Return whether a Host header names this machine: an IP address, or a name that no foreign page can have."""
-    if host is None:
-        return False
-    name = host.strip().lower()
-    name = name[1 : name.index("]")] if name.startswith("[") and "]" in name else name.rsplit(":", 1)[0]
-    if name in ("localhost", served.lower()):
-        return True
     try:
-        if ipaddress.ip_address(name).is_loopback:
+        name = urlsplit(f"//{(host or '').strip()}").hostname or ""
+        if name in ("localhost", served.lower()):
             return True
+        return ipaddress.ip_address(name).is_loopback or not re.fullmatch(r"localhost|::1|127\..*", served)
     except ValueError:
         return False
-    try:
-        return not ipaddress.ip_address(served).is_loopback
-    except ValueError:
-        return served != "localhost"
-
-
-def _number(arguments: dict[str, list[str]], name: str) -> int | None:
-    given = arguments.get(name, [])
-    return int(given[0]) if len(arguments) == len(given) == 1 and _NUMBER.fullmatch(given[0]) else None

@@ -23,16 +23,13 @@ LONGEST_TEXT = 4_000  # Maximum characters of a text, except completions.
 def open_inside(folder: Path, name: str) -> BinaryIO | None:
     """Open a regular file inside a folder without blocking. None if it doesn't exist, or is a link to the outside."""
     root = folder.resolve()
-    try:
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # Circular links raise RuntimeError, "\0" ValueError.
         path = (root / name).resolve()
-        if not path.is_relative_to(root):
-            return None
-        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (OSError, RuntimeError, ValueError):  # Circular links raise RuntimeError, a zero byte ValueError.
-        return None
-    if stat.S_ISREG(os.fstat(number).st_mode):
-        return os.fdopen(number, "rb")
-    os.close(number)
+        if path.is_relative_to(root):
+            number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            if stat.S_ISREG(os.fstat(number).st_mode):
+                return os.fdopen(number, "rb")
+            os.close(number)
     return None
 
 
@@ -72,11 +69,9 @@ class Tail:
 
 def parse(line: bytes, beginning: bytes) -> dict[str, Any] | None:
     """Return a line's JSON object, or None. Text that a killed run left before the last ``beginning`` is skipped."""
-    for begin in (0, line.rfind(beginning)):
-        if begin < 0:
-            continue
+    for part in (line, line[max(line.rfind(beginning), 0) :]):
         with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(line[begin:])
+            found = json.loads(part)
             return found if isinstance(found, dict) else None
     return None
 
@@ -87,23 +82,20 @@ def parse(line: bytes, beginning: bytes) -> dict[str, Any] | None:
 def number(value: Any, digits: int = 5) -> float | int | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
+    if isinstance(value, int) and abs(value) < LARGEST_STEP:
+        return value
     try:
-        if not math.isfinite(value):
-            return None
-        if isinstance(value, int) and abs(value) < LARGEST_STEP:
-            return value
         found = float(f"{value:.{digits}g}")
     except OverflowError:
+        return None
+    if not math.isfinite(found):
         return None
     return int(found) if found.is_integer() and abs(found) < LARGEST_STEP else found
 
 
 def whole(value: Any) -> int | None:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < LARGEST_STEP:
-        return None
-    return value
+    found = number(value, 17)
+    return found if isinstance(found, int) and 0 <= found < LARGEST_STEP else None
 
 
 def text(value: Any, longest: int = LONGEST_TEXT) -> str:

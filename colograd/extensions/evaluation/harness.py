@@ -22,7 +22,7 @@ from ...engine.sampling import Sampling
 from .judging import code_runs_apart
 from .specs import YAML, TaskSpec, check_harness
 
-GENERATE, SCORE, ROLLING = "generate_until", "loglikelihood", "loglikelihood_rolling"
+GENERATE, SCORE = "generate_until", "loglikelihood"
 # Names that a task may use for the limit of a completion. The first name that is set counts.
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 NO_SAMPLING = ("until", "do_sample", "temperature", "num_beams", *LENGTHS)
@@ -92,12 +92,17 @@ class HarnessBenchmark:
 
     def __init__(self, text: str, rules: Rules) -> None:
         check_harness()
-        self.text, self.spec, self.rules = text, TaskSpec.parse(text), rules
+        self.text, self.rules, spec = text, rules, TaskSpec.parse(text)
         with _as_the_harness():
-            loaded = _load(self.spec.name, rules.include)
+            loaded = _load(spec.name, rules.include)
             self.groups: dict[str, Any] = loaded["groups"]
-            self.tasks = [_questions(name, task, self.spec, rules) for name, task in loaded["tasks"].items()]
+            self.tasks = [_questions(name, task, spec, rules) for name, task in loaded["tasks"].items()]
         self.dropped = any(task.cut for task in self.tasks)
+        self._questions = [question for task in self.tasks for question in task.questions]
+        requests = [request for question in self._questions for request in question.requests]
+        self._longest = max(each.tokens for each in requests)
+        # Number of tokens in the longest prompt with its longest completion, or in the longest scored text.
+        self.longest_sequence = max(e.tokens + (e.sampling.max_tokens if e.sampling else 0) for e in requests)
 
     def dropped_line(self) -> str:
         cut = ", ".join(f"{task.cut} of {len(task.questions)} of {task.name}" for task in self.tasks if task.cut)
@@ -107,26 +112,19 @@ class HarnessBenchmark:
         )
 
     def __len__(self) -> int:
-        return sum(len(task.questions) for task in self.tasks)
+        return len(self._questions)
 
     @property
     def longest(self) -> int:
         """Number of tokens in the longest prompt or the longest scored text."""
-        return max(request.tokens for task in self.tasks for each in task.questions for request in each.requests)
-
-    @property
-    def longest_sequence(self) -> int:
-        """Number of tokens in the longest prompt with its longest completion, or in the longest scored text."""
-        requests = [request for task in self.tasks for each in task.questions for request in each.requests]
-        return max(each.tokens + (each.sampling.max_tokens if each.sampling else 0) for each in requests)
+        return self._longest
 
     @property
     def generations(self) -> int:
         """Largest number of sequences that one question puts into the engine's queue."""
         return max(
             sum(len(request.parts) or (request.sampling.n if request.sampling else 0) for request in each.requests)
-            for task in self.tasks
-            for each in task.questions
+            for each in self._questions
         )
 
     def metric_names(self) -> list[str]:
@@ -141,16 +139,17 @@ class HarnessBenchmark:
 def _as_the_harness() -> Iterator[None]:
     """Set the harness's random seeds, hide its progress lines, and restore the generators' states afterwards."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    level = logging.getLogger("lm_eval").level
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
     try:
-        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        logger.setLevel(logging.ERROR)
         random.seed(0)
         np.random.seed(1234)
         torch.manual_seed(1234)
         with contextlib.redirect_stderr(io.StringIO()), code_runs_apart():
             yield
     finally:
-        logging.getLogger("lm_eval").setLevel(level)
+        logger.setLevel(level)
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
@@ -209,12 +208,17 @@ def _questions(name: str, task: Any, spec: TaskSpec, rules: Rules) -> LoadedTask
     template = has_template and generates if rules.template is None else rules.template
     if template and not has_template:
         raise ValueError("The model has no chat template: give --chat-template false, or chat_template_path.")
-    task.build_all_requests(
-        limit=spec.limit,
-        apply_chat_template=template,
-        fewshot_as_multiturn=template,
-        chat_template=functools.partial(_chat, rules) if template else None,
-    )
+
+    def chat(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        text = functools.partial(rules.tokenizer.apply_chat_template, tokenize=False, **ends, **rules.template_kwargs)
+        try:
+            return str(text(messages))
+        except jinja2.TemplateError:  # many templates refuse a system message, and the harness then leaves it out
+            return str(text([message for message in messages if message["role"] != "system"]))
+
+    options = {"apply_chat_template": template, "fewshot_as_multiturn": template}
+    task.build_all_requests(limit=spec.limit, chat_template=chat if template else None, **options)
     encoder = _encoder(rules.tokenizer)
     by_row: dict[int, list[Any]] = {}
     for instance in task.instances:
@@ -227,15 +231,6 @@ def _questions(name: str, task: Any, spec: TaskSpec, rules: Rules) -> LoadedTask
         doc = instances[0].doc
         questions.append(Question(row, doc, str(task.doc_to_target(doc)), tuple(each for each, _ in requests)))
     return LoadedTask(name, task, tuple(questions), spec.n, cut)
-
-
-def _chat(rules: Rules, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-    ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-    text = functools.partial(rules.tokenizer.apply_chat_template, tokenize=False, **ends, **rules.template_kwargs)
-    try:
-        return str(text(messages))
-    except jinja2.TemplateError:  # many templates refuse a system message, and the harness then leaves it out
-        return str(text([message for message in messages if message["role"] != "system"]))
 
 
 def _encoder(tokenizer: Any) -> Any:
@@ -254,11 +249,7 @@ def _encoder(tokenizer: Any) -> Any:
         def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> Any:
             return [(context, continuation) for _, context, continuation in requests]
 
-        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            raise AssertionError("this class is used only to tokenise requests")
-
-        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            raise AssertionError("this class is used only to tokenise requests")
+        loglikelihood_rolling = generate_until = None  # This class is used only to tokenise requests.
 
     return Encoder()
 
@@ -276,8 +267,8 @@ def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tu
     if kind == SCORE:
         ((context, target),) = encoder.loglikelihood([instance], disable_tqdm=True)
         kept = max(room - len(target), 1)
-        parts = [(tuple(context[-kept:]), tuple(target[-(room - 1) :]))]
-        return Request(kind, arguments, parts=tuple(parts)), len(context) + len(target) > room
+        part = tuple(context[-kept:]), tuple(target[-(room - 1) :])
+        return Request(kind, arguments, parts=(part,)), len(context) + len(target) > room
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     ids = encoder.tok_encode(arguments[0], add_special_tokens=False)

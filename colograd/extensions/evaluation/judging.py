@@ -1,24 +1,36 @@
 """`Judge`: calls the filters and metrics of a benchmark's task, in worker processes that can be killed.
 
 Code that a model wrote runs in a new interpreter, a child of the worker. `CodeEval` replaces the metric `code_eval` of
-Hugging Face's evaluate, which runs the code in a copy of the calling process, with its environment variables.
+Hugging Face's evaluate, which runs the code in a copy of the calling process, with its environment variables. The
+interpreter's limits contain bugs, but don't protect against an attacker, because the program has the user's rights and
+the network.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
+import os
 import pickle
+import resource
+import secrets
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 from ...rewards.answers import chance_of_pass
-from .python_runner import run_python
 
 CODE_SECONDS = 20.0  # Maximum seconds of one program with its tests.
+MEMORY = 4 * 2**30  # maximum bytes of a program's address space
+FILE_BYTES = 16 * 2**20
+ENDED_BY_SCHEDULER = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGUSR2)  # Exit statuses, see `stop_signals`.
 # Attributes of the harness's tasks that hold documents. A judge lacks them, because each call brings its document.
 DOCUMENTS = ("dataset", "task_docs", "_training_docs", "_fewshot_docs", "_instances", "sampler", "fewshot_rnd")
 
@@ -72,7 +84,7 @@ class CodeEval:
     ) -> tuple[dict[str, float], dict[int, list[Any]]]:
         """Return pass@k by name, and by the index of each reference (index, passed) of the predictions."""
         passes = [
-            [run_python(f"{code}\n{tests}\n", CODE_SECONDS).passed for code in candidates]
+            [run_python(f"{code}\n{tests}\n", CODE_SECONDS) for code in candidates]
             for tests, candidates in zip(references, predictions, strict=True)
         ]
         shares = {
@@ -97,3 +109,52 @@ def code_runs_apart() -> Iterator[None]:
         yield
     finally:
         evaluate.load = load
+
+
+def run_python(program: str, seconds: float) -> bool:
+    """Run a Python program that a model wrote. Return whether it reached its last line; an earlier exit is a failure.
+
+    The program gets none of the trainer's environment variables, an empty folder to write into, and limits of time,
+    memory and file size. It is killed with all processes of its group when it ends, or after ``seconds``."""
+
+    def limit() -> None:
+        for kind, most in (
+            (resource.RLIMIT_AS, MEMORY),
+            (resource.RLIMIT_FSIZE, FILE_BYTES),
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_CPU, int(seconds) + 1),
+        ):
+            _, hard = resource.getrlimit(kind)
+            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(kind, (most, most))
+        with contextlib.suppress(OSError, AttributeError):  # The call exists only on Linux.
+            ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the program dies with the worker.
+
+    token = secrets.token_hex(16)
+    with tempfile.TemporaryDirectory(prefix="colograd-code-", ignore_cleanup_errors=True) as folder:
+        path, end = Path(folder, "program.py"), Path(folder, "end")
+        last = f"import io as _io\n_io.open({str(end)!r}, 'w').write('{token}')\n"
+        path.write_text(f"{program}\n{last}", encoding="utf-8", errors="replace")
+        variables = {"HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        for _ in range(2):
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-B", path],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd=folder,
+                env=variables,
+                start_new_session=True,
+                preexec_fn=limit,
+            )
+            try:
+                status = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                return False
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if status not in ENDED_BY_SCHEDULER:  # Else run it once more: the job still judges its last answers.
+                break
+        return end.is_file() and end.read_text(errors="replace") == token

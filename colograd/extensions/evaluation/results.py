@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,11 +31,8 @@ class Estimate:
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
         """Compute mean and interval from one value per question."""
-        count = len(values)
-        mean = sum(values) / count
-        if count < 2:
-            return cls(mean, math.nan)
-        variance = sum((value - mean) ** 2 for value in values) / (count - 1)
+        count, mean = len(values), sum(values) / len(values)
+        variance = sum((value - mean) ** 2 for value in values) / (count - 1) if count > 1 else math.nan
         return cls(mean, NORMAL_95 * math.sqrt(variance / count))
 
     def percent(self) -> str:
@@ -70,17 +67,14 @@ class TaskResult:
 
     def values(self) -> dict[Key, list[list[Any]]]:
         """Return a list of values per question, by metric: one value per verdict. A failed check is a wrong answer."""
-        found: dict[Key, list[list[Any]]] = defaultdict(list)
-        keys = list(dict.fromkeys(key for each in self.answered for verdict in each.verdicts for key in verdict))
+        found: dict[Key, list[list[Any]]] = {}
         better = self.loaded.task.higher_is_better()
-        for key in keys:
+        for key in dict.fromkeys(key for each in self.answered for verdict in each.verdicts for key in verdict):
             numbers = all(_is_number(v[key]) for each in self.answered for v in each.verdicts if key in v)
             zero = numbers and better.get(key[0]) is not False
-            for each in self.answered:
-                values = [v.get(key, 0.0) if zero else v[key] for v in each.verdicts if zero or key in v]
-                if values:
-                    found[key].append(values)
-        return dict(found)
+            of_each = ([v.get(key, 0.0) for v in each.verdicts if zero or key in v] for each in self.answered)
+            found[key] = [values for values in of_each if values]
+        return found
 
     @property
     def primary(self) -> Key | None:
@@ -102,9 +96,8 @@ class TaskResult:
         values = self.values().get(self.primary, []) if self.accuracy is not None else []  # type: ignore[arg-type]
         if n < 2 or any(each not in (0, 1) for v in values for each in v):
             return {}
-        rights = [int(sum(v)) for v in values]
         ks = [2**power for power in range(1, n.bit_length())]
-        return {k: Estimate.of([chance_of_pass(n, right, k) for right in rights]) for k in ks}
+        return {k: Estimate.of([chance_of_pass(n, int(sum(v)), k) for v in values]) for k in ks}
 
     def metrics(self) -> dict[str, float]:
         """Return the task's metrics for the log of a run. Accuracies are fractions, not percent."""
@@ -170,10 +163,9 @@ class SuiteResult:
         if len(self.tasks) == 1 and not self.groups:
             return self.tasks[0].metrics()
         found: dict[str, float] = {}
-        for index, values in enumerate(self.groups.values()):  # the first group contains all other groups
-            if values and index == 0:
-                found["accuracy"] = next(iter(values.values()))
-                found |= {_name(key): value for key, value in values.items()}
+        if values := next(iter(self.groups.values()), {}):  # the first group contains all other groups
+            found["accuracy"] = next(iter(values.values()))
+            found |= {_name(key): value for key, value in values.items()}
         for each in self.tasks:
             found |= {f"{each.loaded.name}_{name}": value for name, value in each.metrics().items()}
         return found | {"completions": float(sum(each.completions for each in self.tasks))}
@@ -184,16 +176,16 @@ def table(results: Sequence[SuiteResult]) -> list[str]:
     rows = [("task", "questions", "metric", "value", "pass@k", "tokens", "cut off")]
     lines = []
     for result in (each for suite in results for each in suite.tasks):
-        accuracy, passes = result.accuracy, result.passes()
+        accuracy, count, tokens, cut = result.accuracy, result.completions, "-", "-"
+        each = f"@{result.loaded.n} " if result.loaded.n else ""
+        of_k = ", ".join(f"@{k} {e.percent()}" for k, e in result.passes().items())
+        if count:
+            tokens = f"{sum(a.tokens for a in result.answered) / count:.0f}"
+            cut = f"{100 * sum(a.cut_off for a in result.answered) / count:.1f} %"
         for key, value in result.aggregates.items():
             first = key == result.primary
             shown = accuracy.percent() + " %" if first and accuracy is not None else f"{value:.4g}"
-            count = result.completions
-            each = f"@{result.loaded.n} " if result.loaded.n else ""
-            of_k = ", ".join(f"@{k} {e.percent()}" for k, e in passes.items()) if first else ""
-            tokens = f"{sum(a.tokens for a in result.answered) / count:.0f}" if count else "-"
-            cut = f"{100 * sum(a.cut_off for a in result.answered) / count:.1f} %" if count else "-"
-            cells = (f"{each}{_name(key)}", shown, of_k or "-", tokens, cut)
+            cells = (f"{each}{_name(key)}", shown, (first and of_k) or "-", tokens, cut)
             rows.append((result.loaded.name, str(len(result.answered)), *cells))
         if wrong := ", ".join(f"{count} {kind}" for kind, count in sorted(result.counts.items())):
             about = f": {result.example}" if result.example else ""

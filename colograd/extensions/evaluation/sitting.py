@@ -20,7 +20,7 @@ from ...rewards.answers import after_thinking
 from ...runtime import process
 from ...training.prompts import Benchmark, engine_context, longest_completion
 from ...usercode.worker_pool import WorkerCall, WorkerPool
-from .engine.scoring import score
+from .engine import score
 from .harness import HarnessBenchmark, LoadedTask, Question, Request, Rules, stops, thinks
 from .judging import Judge
 from .results import Answered, SuiteResult, TaskResult
@@ -96,9 +96,7 @@ def take(
     results = []
     for task in benchmark.tasks:
         answered = sorted((a for rows, _, _ in parts for name, a in rows if name == task.name), key=lambda a: a.row)
-        whole = Counter[str]()
-        for _, of_rank, _ in parts:
-            whole.update(of_rank[task.name])
+        whole = sum((of_rank[task.name] for _, of_rank, _ in parts), Counter[str]())
         example = next((of_rank[task.name] for _, _, of_rank in parts if task.name in of_rank), "")
         results.append(TaskResult(task, answered, whole, example, time.perf_counter() - started))
     with on_all_ranks("the benchmark's metrics"):
@@ -115,26 +113,26 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
         if not all(responses[row]):
             return
         question, of_requests = sat[row].question, responses.pop(row)
-        asked = [(request.kind, request.arguments) for request in question.requests]
+        asked = {"doc": question.doc, "requests": [(each.kind, each.arguments) for each in question.requests]}
         # One call of `Judge` per question, or one per completion if each completion is judged separately.
         alone = [[[each] for each in of_one] for of_one in zip(*of_requests, strict=True)] if task.n else [of_requests]
-        keywords = [{"doc": question.doc, "requests": asked, "responses": of_call} for of_call in alone]
-        sat[row].calls = [pool.submit(f"{text}: {task.name}", of_call) for of_call in keywords]
+        sat[row].calls = [pool.submit(f"{text}: {task.name}", asked | {"responses": of_call}) for of_call in alone]
 
-    scored = [(each.row, i, r) for each in questions for i, r in enumerate(each.requests) if r.parts]
-    scores = iter(score(host.engine, [part for _, _, request in scored for part in request.parts]))
-    for row, index, request in scored:
-        of_parts = [next(scores) for _ in request.parts]
-        total = sum(logprob for logprob, _ in of_parts)
-        answer(row, index, [total if request.kind.endswith("rolling") else (total, of_parts[0][1])])
-    wanted: dict[int, tuple[Question, int, Request]] = {}
-    for each in questions:
-        wanted |= {each.row * len(each.requests) + i: (each, i, r) for i, r in enumerate(each.requests) if r.prompt}
+    requests = [(each, index, request) for each in questions for index, request in enumerate(each.requests)]
+    scores = iter(score(host.engine, [part for _, _, request in requests for part in request.parts]))
+    wanted: dict[int, tuple[Question, int, Request]] = {}  # Requests to sample, by position.
     by_sampling: dict[str, list[Prompt]] = {}  # prompts by sampling settings, mostly one entry
-    for position, (question, _, request) in wanted.items():
-        example = {"prompt": request.arguments[0], "answer": question.target}
-        prompt = Prompt(example, ModelInput(request.prompt), position)
-        by_sampling.setdefault(repr(request.sampling), []).append(prompt)
+    for question, index, request in requests:
+        if request.parts:
+            of_parts = [next(scores) for _ in request.parts]
+            total = sum(logprob for logprob, _ in of_parts)
+            answer(question.row, index, [total if request.kind.endswith("rolling") else (total, of_parts[0][1])])
+        if request.prompt:
+            position = question.row * len(question.requests) + index
+            wanted[position] = question, index, request
+            example = {"prompt": request.arguments[0], "answer": question.target}
+            prompt = Prompt(example, ModelInput(request.prompt), position)
+            by_sampling.setdefault(repr(request.sampling), []).append(prompt)
     for prompts in by_sampling.values():
         bar = host.console.progress(len(prompts), task.name, "question")
         sampling, seed = wanted[prompts[0].position][2].sampling, host.config.seed

@@ -26,8 +26,7 @@ class TaskSpec:
     @classmethod
     def parse(cls, text: str) -> TaskSpec:
         """Parse a text such as ``gsm8k``, ``mmlu[:100]``, ``aime24@16`` or ``tasks/mine.yaml[:100]@4``."""
-        match = _FORM.fullmatch(text)
-        if match is None:
+        if (match := _FORM.fullmatch(text)) is None:
             own = (
                 " For data of your own write a YAML file with the task's prompt and metrics, `dataset_path: json` and "
                 "`dataset_kwargs: {data_files: {test: FILE}}`."

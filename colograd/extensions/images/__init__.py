@@ -1,7 +1,7 @@
 """Images in prompts and in tools' answers, for vision-language models."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
-    "activations": "memory:tower_of",
+    "activations": "model:tower_of",
     "engine_feature": "engine.features:towers_of",
     "forward": "towers:step_of",
     "model_feature": "model:Images",

@@ -63,9 +63,9 @@ class ImageReader:
 
     def prompt(self, example: dict[str, Any], row: int, rules: PromptRules) -> ModelInput:
         """Convert a row of a dataset into its prompt. The row may be plain text without images."""
-        if _is_text(example):
+        if (arguments := _arguments(example, row, rules)) is None:
             return ModelInput(tuple(text_ids(rules.tokenizer, [example["prompt"]])[0]))
-        return self.read(example, _arguments(example, row, rules), rules.where(row))
+        return self.read(example, arguments, rules.where(row))
 
     def of_row(self, example: dict[str, Any], row: int, rules: PromptRules) -> ModelInput:
         """Convert a row into its prompt, with a cache for steps that use the same row soon after each other. Raise a
@@ -113,23 +113,14 @@ class ImageReader:
         text, special = self._text(messages, arguments)
         return text, tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
 
-    def made_up(self) -> ModelInput:
-        """Return an artificial prompt with one image, for checks of a run without images in its dataset."""
-        from PIL import Image
-
-        picture = Image.linear_gradient("L").resize((64, 64)).convert("RGB")
-        row = {"prompt": [{"role": "user", "content": "What is it?"}], "image": picture}
-        return self.read(row, {"add_generation_prompt": True}, "a made-up prompt")
-
     def again(self, pictures: Sequence[Any], engine_ids: Sequence[int], places: Sequence[int]) -> Images:
         """Rebuild an `Images` object from its recorded fields by processing its pictures again."""
         text = self.processor.image_token * len(pictures)
         made = self.processor(text=[text], images=[[*pictures]], return_tensors="pt")
         inputs = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
-        for name, value in inputs.items():
-            if name in PER_TOKEN:
-                inputs[name] = value.new_zeros(1, places[-1] + 1)
-                inputs[name][0, [*places]] = 1
+        for name in inputs.keys() & PER_TOKEN:
+            inputs[name] = inputs[name].new_zeros(1, places[-1] + 1)
+            inputs[name][0, [*places]] = 1
         return Images(digest_of(pictures), tuple(engine_ids), tuple(pictures), inputs, tuple(places), self.placeholder)
 
     def split(self, messages: Sequence[dict[str, Any]], where: str) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -141,10 +132,8 @@ class ImageReader:
         of_columns = images_of(row, where)
         messages, images = with_images(row["prompt"], of_columns, where)
         waiting = iter(images)
-        for message in messages:
-            message["content"] = [
-                part | {"image": next(waiting)} if part["type"] == "image" else part for part in message["content"]
-            ]
+        for part in (part for message in messages for part in message["content"] if part["type"] == "image"):
+            part["image"] = next(waiting)
         return messages, bool(of_columns)
 
     @property
@@ -182,9 +171,7 @@ class ImageReader:
 
         found = self._counted(rows, rules)
         if found is not None:
-            of_each: dict[int, int] = {}
-            for row, length in enumerate(found):
-                of_each.setdefault(length, row)
+            of_each = {found[row]: row for row in reversed(range(len(found)))}  # First row of each length.
             probes = sorted({0, of_each[min(found)], of_each[max(found)], *[*of_each.values()][:PROBES]})
             if all(processed(row) == found[row] for row in probes):
                 return found
@@ -209,10 +196,10 @@ class ImageReader:
                 numbers = range(first, first + len(part["prompt"]))
                 each = [{name: of[row - first] for name, of in part.items()} for row in numbers]
                 for row, example in zip(numbers, threads.map(load, each, numbers), strict=True):
-                    if _is_text(example):
-                        lengths.append(len(text_ids(rules.tokenizer, [example["prompt"]])[0]))
-                        continue
-                    length = self.count(example, _arguments(example, row, rules), rules.where(row))
+                    if (arguments := _arguments(example, row, rules)) is None:
+                        length: int | None = len(text_ids(rules.tokenizer, [example["prompt"]])[0])
+                    else:
+                        length = self.count(example, arguments, rules.where(row))
                     if length is None:
                         return None
                     lengths.append(length)
@@ -246,13 +233,10 @@ class ImageReader:
         return text, not (start and text.startswith(start))
 
 
-def _is_text(example: Mapping[str, Any]) -> bool:
-    """Return whether a dataset's row has a plain text as its prompt, and no images."""
-    return isinstance(example["prompt"], str) and not any(example.get(name) for name in COLUMNS)
-
-
-def _arguments(example: dict[str, Any], row: int, rules: PromptRules) -> dict[str, Any]:
-    """Return the arguments of the chat template for a dataset's row. Empty for a prompt of plain text."""
+def _arguments(example: dict[str, Any], row: int, rules: PromptRules) -> dict[str, Any] | None:
+    """Return the arguments of the chat template for a dataset's row. None for plain text without images."""
+    if isinstance(example["prompt"], str) and not any(example.get(name) for name in COLUMNS):
+        return None
     check_prompt(example["prompt"], rules.where(row), rules.tools is not None, images=True)
     columns = {name: [value] for name, value in example.items()}
     return template_arguments(columns, 0, rules) if isinstance(example["prompt"], list) else {}
@@ -350,8 +334,13 @@ def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFea
         inputs = (prompts[0][row, row].input for row in range(min(ROWS_LOOKED_AT, len(prompts[0]))))
         if (first := next((each for each in inputs if each.media is not None), None)) is not None:
             return [first]
-    has_some = feature.may_add_images or any(getattr(part, "most_images", 0) for part in prompts)
-    return [reader.made_up()] if has_some else []
+    if not (feature.may_add_images or any(getattr(part, "most_images", 0) for part in prompts)):
+        return []
+    from PIL import Image
+
+    picture = Image.linear_gradient("L").resize((64, 64)).convert("RGB")
+    row = {"prompt": [{"role": "user", "content": "What is it?"}], "image": picture}
+    return [reader.read(row, {"add_generation_prompt": True}, "a made-up prompt")]
 
 
 def _marked(rows: range, total: int, rules: PromptRules) -> Iterator[int]:

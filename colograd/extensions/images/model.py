@@ -1,12 +1,14 @@
-"""Checks and loading of models that read images: settings, processor, frozen vision tower."""
+"""Models that read images: checks of settings, the processor, the frozen tower, memory of the tower's activations."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from ...config import GRPOConfig
+from ...memory.shape import Lengths, Shape, kept_by_layers
 from ...policy.supported import ModelFeature, Wanted
-from ...policy.towers import TEXT_FIRST, reads_text_alone, takes_images
+from ...policy.towers import TEXT_FIRST, has_tower, in_tower, reads_text_alone, takes_images
 from .towers import find_processors, freeze_tower, see_both_ways
 
 
@@ -56,28 +58,71 @@ class Images(ModelFeature):
             return None
         if config.freeze_vision_tower:
             freeze_tower(model)
-        return given if hasattr(given, "image_processor") else _load_processor(path, config)
+        if hasattr(given, "image_processor"):
+            return given
+        from transformers import AutoProcessor
+
+        find_processors()
+        revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
+        try:
+            found = AutoProcessor.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
+        except (OSError, ValueError, ImportError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(
+                f"The processor of {path!r} can't be loaded ({reason}). Processors that also read videos (Qwen's, "
+                "Gemma 4's, SmolVLM2's) need torchvision, the latter also num2words: install the build that fits torch "
+                "(see docs/guide/images.md). If the folder has no processor, copy the files of the model it was "
+                "trained from."
+            ) from None
+        if not hasattr(found, "image_processor"):
+            raise ValueError(f"{path!r} has a tokenizer and no processor of images: give processing_class.")
+        return found
 
     def why_rows_stay_whole(self, model: Any) -> str:
         reads_images = takes_images(model.config) and not reads_text_alone(model)
         return f"{type(model).__name__} reads images" if reads_images else ""
 
 
-def _load_processor(path: str, config: GRPOConfig) -> Any:
-    from transformers import AutoProcessor
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """Size of a trained vision tower."""
 
-    find_processors()
-    revision = (config.model_init_kwargs or {}).get("revision")  # type: ignore[union-attr]
-    try:
-        found = AutoProcessor.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(
-            f"The processor of {path!r} can't be loaded ({reason}). Processors that also read videos (Qwen's, "
-            "Gemma 4's, SmolVLM2's) need torchvision, the latter also num2words: install the build that fits torch "
-            "(see docs/guide/images.md). If the folder has no processor, copy the files of the model it was trained "
-            "from."
-        ) from None
-    if not hasattr(found, "image_processor"):
-        raise ValueError(f"{path!r} has a tokenizer and no processor of images: give processing_class.")
-    return found
+    shape: Shape  # Shape of the tower's layers, in the form of a decoder's shape.
+    patches: float  # Number of image patches per image token.
+
+    @classmethod
+    def of(cls, model: Any) -> Tower | None:
+        """Read the size of a model's vision tower. Frozen parameters must have `requires_grad` false already. None
+        means that the model has no tower, or that the tower is frozen."""
+        config = model.config
+        if not has_tower(config) or getattr(config, "vision_config", None) is None:
+            return None
+        if not any(parameter.requires_grad for name, parameter in model.named_parameters() if in_tower(name)):
+            return None
+        vision = config.vision_config
+
+        def size(*names: str) -> int:  # Model families use different names for a size.
+            return next((int(found) for name in names if (found := getattr(vision, name, None))), 0)
+
+        hidden, heads = size("hidden_size", "embed_dim"), size("num_attention_heads", "num_heads") or 1
+        inner = size("intermediate_size") or 4 * hidden
+        shape = Shape(size("num_hidden_layers", "depth"), hidden, inner, hidden, hidden, hidden // heads, 0)
+        names = (vision, "spatial_merge_size"), (config, "spatial_merge_size"), (config, "scale_factor")
+        merged = next((side for of, name in names if (side := getattr(of, name, None))), None)
+        patches = 1.0
+        if pooled := getattr(vision, "pooling_kernel_size", None) or merged:
+            patches = float(pooled) ** 2
+        elif ratio := getattr(config, "downsample_ratio", None):
+            patches = float(ratio) ** -2
+        elif tokens := getattr(config, "mm_tokens_per_image", None):
+            patches = float((vision.image_size // vision.patch_size) ** 2 / tokens)
+        return cls(shape, patches)
+
+    def bytes(self, tokens: int, lengths: Lengths, itemsize: int, checkpointing: int) -> int:
+        """Estimate the activation bytes of the tower for a row of ``tokens``, as if all prompt tokens were image
+        tokens."""
+        patches = self.patches * tokens * lengths.prompts_share(tokens)
+        return int(patches * sum(kept_by_layers(self.shape, itemsize, checkpointing)))
+
+
+tower_of = Tower.of

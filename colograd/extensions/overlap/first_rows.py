@@ -16,7 +16,7 @@ from ...parallel.balance import exchange
 from ...parallel.ranks import gather, rank
 from ...policy.packing import NOBODY, PackingRules, advantages_of, dummy
 from ...reporting.metrics import Metrics
-from ...rollout.record_file import add_step, steps_in
+from ...rollout.record_file import steps_in
 
 FILE = "partition.jsonl"
 LARGEST = 2**26  # Maximum number of bytes that are read from the file.

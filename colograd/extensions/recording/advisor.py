@@ -75,9 +75,8 @@ class History:
     def is_solved(self) -> bool:
         """Whether the mean reward has risen to the pass threshold. A low entropy is then no problem."""
         now, wanted = self.recently("reward"), self.settings.get("pass_threshold_eval", 1.0)
-        if not _is_number(wanted) or not now >= wanted - 0.1 * abs(wanted):
-            return False
-        return now - self.at_first("reward") >= 0.5 * self.at_first("reward_std") > 0
+        passes = _is_number(wanted) and now >= wanted - 0.1 * abs(wanted)
+        return passes and now - self.at_first("reward") >= 0.5 * self.at_first("reward_std") > 0
 
     @property
     def reward_names(self) -> list[str]:
@@ -139,10 +138,8 @@ def no_reward_difference(history: History) -> Seen | None:
 @rule
 def solved(history: History) -> Seen | None:
     share, reward = history.recently("frac_reward_zero_std"), history.recently("reward")
-    if not share >= 0.7 or not history.is_solved:
-        return None
     seen = f"{share:.0%} of the last steps' groups have no reward difference, at a mean reward of {reward:.3g}"
-    return Seen(f"{seen}: the task is nearly solved", good=True)
+    return Seen(f"{seen}: the task is nearly solved", good=True) if share >= 0.7 and history.is_solved else None
 
 
 @rule
@@ -159,13 +156,10 @@ def constant_reward(history: History) -> Seen | None:
 def failing_reward(history: History) -> Seen | None:
     found = []
     recent = [metrics for _, metrics in list(history.steps)[-LEAST:]]
-    if len(recent) < LEAST:
-        return None
-    for name in history.reward_names:
+    for name in history.reward_names if len(recent) == LEAST else ():
         at = f"rewards/{name}"
-        silent = all(f"{at}/mean" not in metrics and metrics.get(f"{at}/abstained") for metrics in recent)
         failed = [metrics.get(f"{at}/errors", 0) + metrics.get(f"{at}/timeouts", 0) for metrics in recent]
-        if silent:
+        if all(f"{at}/mean" not in metrics and metrics.get(f"{at}/abstained") for metrics in recent):
             found.append(f"{name!r} abstained for every completion of the last {LEAST} steps")
         elif all(failed):
             found.append(f"{sum(failed):.0f} calls of {name!r} failed or were late in the last {LEAST} steps")
@@ -189,10 +183,8 @@ def reward_hacked(history: History) -> Seen | None:
             continue
         best_step, best = max(values, key=lambda entry: entry[1])
         later = [value for step, value in values if step > best_step]
-        before, now = (
-            _mean([reward for at, reward in history.rewards if at <= step][-WINDOW:])
-            for step in (best_step, values[-1][0])
-        )
+        ends = (best_step, values[-1][0])
+        before, now = (_mean([reward for at, reward in history.rewards if at <= step][-WINDOW:]) for step in ends)
         drop, rise = max(0.05 * abs(best), 0.01), max(0.01, 0.02 * abs(before))
         if len(later) >= 2 and all(best - value >= drop for value in later[-2:]) and now - before >= rise:
             return Seen(
@@ -269,9 +261,8 @@ def sampler_trainer_gap(history: History) -> Seen | None:
 
 @rule
 def stale_tokens(history: History) -> Seen | None:
-    share, age, difference = (
-        history.recently(f"carry_over/{name}") for name in ("old_tokens_share", "mean_age", "old_logp_difference")
-    )
+    names = ("old_tokens_share", "mean_age", "old_logp_difference")
+    share, age, difference = (history.recently(f"carry_over/{name}") for name in names)
     if math.isnan(share + age) or not (share > 0.5 or difference > 0.2):
         return None
     moved = f"; of these the log-probabilities have moved by {difference:.2g} nats"
@@ -281,9 +272,9 @@ def stale_tokens(history: History) -> Seen | None:
 
 @rule
 def clipped_away(history: History) -> Seen | None:
-    clipped, masked = history.recently("clip_ratio/region_mean"), history.recently("sampling/masked_tokens_share")
-    if not masked > 0:
-        masked = history.recently("sampling/masked_share")
+    masked = history.recently("sampling/masked_tokens_share")
+    masked = masked if masked > 0 else history.recently("sampling/masked_share")
+    clipped = history.recently("clip_ratio/region_mean")
     shares = [(clipped, "clipped"), (masked, "masked away by the sampler's correction")]
     share, name = max((each for each in shares if each[0] > 0.3), default=(0.0, ""))
     return Seen(f"{share:.0%} of the tokens of the last steps were {name}", severe=share > 0.6) if name else None
@@ -349,9 +340,6 @@ class Advisor:
             elif kind == "calm":
                 self._raised.pop(str(name), None)
 
-    def rollout(self, event: Mapping[str, Any]) -> None:
-        self.history.rollouts.append(event)
-
     def look(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[Alarm], list[str]]:
         """Add the metrics of a step or an evaluation. Return new alarms, and the names of rules with ended alarms."""
         self.history.add(step, metrics)
@@ -372,14 +360,8 @@ class Advisor:
 
 def with_values(remedy: str, settings: Mapping[str, Any]) -> str:
     """Return a remedy's text with the present value behind the first mention of each setting."""
-    shown_before: set[str] = set()
-
-    def shown(match: re.Match[str]) -> str:
-        name = match[1]
-        value = settings.get(name)
-        if name not in settings or name in shown_before or isinstance(value, dict | list):
-            return match[0]
-        shown_before.add(name)
-        return f"{match[0]} (now {'null' if value is None else value})"
-
-    return re.sub(r"`(\w+)`", shown, remedy)
+    for name in dict.fromkeys(re.findall(r"`(\w+)`", remedy)):
+        value = settings.get(name, [])
+        if not isinstance(value, dict | list):
+            remedy = remedy.replace(f"`{name}`", f"`{name}` (now {'null' if value is None else value})", 1)
+    return remedy

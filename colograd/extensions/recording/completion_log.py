@@ -88,8 +88,8 @@ class CompletionLog:
 
     def _show(self, rows: Sequence[CompletionRow], title: str, key: str, names: Sequence[str]) -> None:
         config = self.config
-        sent = chosen_rows(rows, None, config.log_unique_prompts)
         if self.trackers:
+            sent = chosen_rows(rows, None, config.log_unique_prompts)
             texts = {TEXT: [row.completion for row in sent]}
             pictures = {IMAGES: [row.thumbnails for row in sent]} if self.images else {}
             self.trackers.table(key, columns(sent, names, self.images) | texts, pictures)
@@ -103,8 +103,7 @@ class CompletionLog:
         with self._spare(PROBLEM):  # catches errors, because all ranks must reach `gather`
             texts = [self._texts.get(scored.group.position) or as_utf8(decode(scored.group)) for scored in groups]
             own = completion_rows(groups, texts, step, self.images)
-        parts = gather(own)
-        return sorted((row for part in parts for row in part), key=lambda row: row.position)
+        return sorted((row for part in gather(own) for row in part), key=lambda row: row.position)
 
     def close(self) -> None:
         if self._uploads is not None:

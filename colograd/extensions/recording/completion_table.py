@@ -18,6 +18,7 @@ from rich.text import Text
 
 from ...usercode.untrusted import printable
 from .completions import CompletionRow, extra_names
+from .event_log import prompt_text
 
 DEFAULT_WIDTH = 120  # width of the table in characters
 STDERR = 2
@@ -97,30 +98,6 @@ def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts
     by_turn = sorted((next(turns[row.position]), index) for index, row in enumerate(rows))
     chosen = [index for turn, index in by_turn if not (unique_prompts and turn)][:limit]
     return [rows[index] for index in sorted(chosen)]
-
-
-def prompt_text(prompt: Any, sizes: Sequence[str] = ()) -> str:
-    """Return the text of a prompt or of its last user message. Images appear as texts such as "[image 32x32]"."""
-    if not isinstance(prompt, list):
-        return str(prompt)
-    messages = [message for message in prompt if isinstance(message, dict)] or [{}]
-    users = [place for place, message in enumerate(messages) if message.get("role") == "user"]
-    marks = iter([f"[image {size}]" for size in sizes])
-    before = ""
-    contents = [message.get("content") for message in messages]
-    # The parts of each message's content: a text, or None for an image.
-    parts = [[_part_text(part) for part in (each if isinstance(each, list) else [each or ""])] for each in contents]
-    if len(users) == 1 and not any(part is None for of_message in parts for part in of_message):
-        before = "".join(marks)  # TRL puts all images before the only user message
-    texts = ["".join(next(marks, "[image]") if part is None else part for part in of_message) for of_message in parts]
-    return before + texts[users[-1] if users else -1]
-
-
-def _part_text(part: Any) -> str | None:
-    """Return the text of one content part of a message, or None for an image."""
-    if not isinstance(part, dict):
-        return str(part)
-    return None if part.get("type") == "image" else str(part if part.get("text") is None else part["text"])
 
 
 def _shorten(text: str, limit: int) -> str:

@@ -93,11 +93,9 @@ def columns(rows: Sequence[CompletionRow], reward_names: Sequence[str], images: 
         found[SIZES] = [list(row.sizes) for row in rows]
     extra = extra_names(rows)
     of_rewards, of_extra = column_names(reward_names, extra, images)
-    for index, column in enumerate(of_rewards):
-        found[column] = [row.rewards[index] for row in rows]
-    for name, column in zip(extra, of_extra, strict=True):
-        found[column] = _storable([row.extra.get(name) for row in rows])
-    return found
+    found |= {column: [row.rewards[index] for row in rows] for index, column in enumerate(of_rewards)}
+    of_each = zip(extra, of_extra, strict=True)
+    return found | {column: _storable([row.extra.get(name) for row in rows]) for name, column in of_each}
 
 
 def _storable(values: list[Any], text: Callable[[Any], str] = str) -> list[Any]:
@@ -119,14 +117,13 @@ def write_log(
     images: bool = False,
 ) -> Path:
     """Write the completions of a step, or of the evaluation ``kind`` after the step. The file is written atomically."""
-    data = columns(rows, reward_names, images)
+    data: dict[str, Any] = columns(rows, reward_names, images)
     data[TEXT] = pa.array(data[TEXT], pa.string())
-    table = pa.table(data)
     named: dict[bytes, Any] = {NAMES_KEY: list(reward_names), EXTRA_KEY: extra_names(rows)}
     if images:
-        table = table.set_column(table.column_names.index(SIZES), SIZES, pa.array(data[SIZES], pa.list_(pa.string())))
+        data[SIZES] = pa.array(data[SIZES], pa.list_(pa.string()))
         named |= {IMAGES_KEY: [IMAGES, SIZES], b"huggingface": IMAGE_FEATURE}
-    table = table.replace_schema_metadata({key: json.dumps(names).encode() for key, names in named.items()})
+    table = pa.table(data, metadata={key: json.dumps(names).encode() for key, names in named.items()})
     folder = Path(run_dir) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind}_{step:05d}.parquet"
@@ -195,12 +192,10 @@ def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
     """Return the rows of a completions file, without thumbnails, and the names of the rewards."""
     try:
         file = CompletionFile(path, path.stat().st_size)
+        numbers = ("step", "position", "prompt_tokens", "completion_tokens")
         rows = [
             CompletionRow(
-                step=int(row["step"]),
-                position=int(row["position"]),
-                prompt_tokens=int(row["prompt_tokens"]),
-                completion_tokens=int(row["completion_tokens"]),
+                **dict[str, Any]((name, int(row[name])) for name in numbers),
                 prompt=prompt_of(row["prompt"]),
                 text=row[TEXT].encode(),
                 finish_reason=str(row["finish_reason"]),

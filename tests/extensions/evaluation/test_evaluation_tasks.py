@@ -28,8 +28,7 @@ pytest.importorskip("lm_eval")
 
 from colograd.extensions.evaluation import sitting
 from colograd.extensions.evaluation.harness import HarnessBenchmark, Rules
-from colograd.extensions.evaluation.judging import CodeEval, Judge
-from colograd.extensions.evaluation.python_runner import run_python
+from colograd.extensions.evaluation.judging import CodeEval, Judge, run_python
 from colograd.extensions.evaluation.results import Answered, SuiteResult, TaskResult, table
 from colograd.usercode.worker_pool import WorkerPool
 
@@ -162,10 +161,8 @@ def test_model_written_code_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         k=[1, 2],
     )
     assert shares == {"pass@1": pytest.approx(1 / 3), "pass@2": pytest.approx(2 / 3)}
-    ended = run_python("import subprocess, time\nsubprocess.Popen(['sleep', '999'])\ntime.sleep(999)", 1.0)
-    assert (ended.passed, ended.problem) == (False, "late")
-    ended = run_python("assert 1 == 2, 'two'", 60)
-    assert not ended.passed and "AssertionError: two" in ended.problem
+    assert not run_python("import subprocess, time\nsubprocess.Popen(['sleep', '999'])\ntime.sleep(999)", 1.0)
+    assert not run_python("assert 1 == 2, 'two'", 60)
 
 
 def test_a_run_stands_for_its_newest_model(tmp_path: Path) -> None:
@@ -234,8 +231,6 @@ def test_scores_are_the_models_log_probabilities(
     """A run's task scores equal transformers' log-probabilities, and evaluation changes no sample or step."""
     from transformers import AutoModelForCausalLM
 
-    from colograd.extensions.evaluation.engine.scoring import score
-
     monkeypatch.setattr(sitting, "MOST_WORKERS", 1)  # each imports the harness, which takes ten seconds
     tasks = benchmark_cases.write(tmp_path)
     args = tiny.config(tmp_path / "run", max_steps=2, eval_strategy="steps", eval_steps=1, log_completions=True)
@@ -263,6 +258,6 @@ def test_scores_are_the_models_log_probabilities(
     for context, target in parts:
         logits = model(torch.tensor([[*context, *target]])).logits[0].log_softmax(-1)[len(context) - 1 : -1]
         found.append((float(logits.gather(1, torch.tensor(target)[:, None]).sum()), logits.argmax(-1).tolist()))
-    scores = trainer.engine.on_engine_leader(lambda: score(trainer.engine, parts), others=[])
+    scores = trainer.engine.on_engine_leader(lambda: sitting.score(trainer.engine, parts), others=[])
     for (logprob, greedy), (expected, best), (_, target) in zip(scores, found, parts, strict=True):
         assert logprob == pytest.approx(expected, abs=1e-3) and greedy == (best == [*target])

@@ -42,7 +42,7 @@ from colograd.data.messages import text_of
 from colograd.extensions.images import towers as images
 from colograd.extensions.images.data import ImageReader, in_rgb, with_images
 from colograd.extensions.images.engine.features import check_expanded
-from colograd.extensions.images.memory import Tower
+from colograd.extensions.images.model import Tower
 from colograd.extensions.images.rider import Images
 from colograd.extensions.lora.weights import AdapterWeights
 from colograd.memory.shape import Lengths

@@ -24,8 +24,8 @@ from colograd.batch import FinishReason, Group, ModelInput, Rollout, ScoredGroup
 from colograd.extensions.images import rider
 from colograd.extensions.images.rider import Images
 from colograd.extensions.recording.completion_log import CompletionLog
-from colograd.extensions.recording.completion_table import prompt_text
 from colograd.extensions.recording.completions import CompletionRow, data_url, read_log, write_log
+from colograd.extensions.recording.event_log import prompt_text
 from colograd.extensions.recording.group_views import completion_rows
 from colograd.runtime.sizes import THUMBNAIL_BYTES
 

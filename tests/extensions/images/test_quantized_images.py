@@ -24,7 +24,7 @@ from colograd.apps import cli
 from colograd.batch import ModelInput
 from colograd.extensions.images import towers as images
 from colograd.extensions.images.data import ImageReader
-from colograd.extensions.images.memory import Tower
+from colograd.extensions.images.model import Tower
 from colograd.extensions.lora.weights import AdapterWeights
 from colograd.extensions.quantized import checkpoints as quantized
 from colograd.extensions.quantized.layers import packed_weights, settle

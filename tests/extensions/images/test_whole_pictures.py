@@ -44,7 +44,9 @@ def test_a_picture_that_another_prompt_shows_is_not_cut(tmp_path: Path) -> None:
         return reader.read(row, {"add_generation_prompt": True}, "row")
 
     first, cut = asked("a", "b"), 0
-    built = VLLMEngine(str(folder), config, torch.float32, 128, 2**22, features=[ImagePrompts(1, on_cpu=True)])
+    built = VLLMEngine(
+        str(folder), config, torch.float32, 128, 2**22, features=[ImagePrompts(1, on_cpu=True, whole=True)]
+    )
     with contextlib.closing(built) as engine:
         for length in range(1, 8):
             second = asked("z" * length, "what is it then")

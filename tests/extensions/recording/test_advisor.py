@@ -63,7 +63,7 @@ def alarms(steps: Iterable[dict[str, Any]], rollouts: Any = (), evaluations: Any
     advisor, found = Advisor(SETTINGS), []
     evaluations = dict(evaluations)
     for rollout in rollouts:
-        advisor.rollout(rollout)
+        advisor.history.rollouts.append(rollout)
     for number, changes in enumerate(steps, start=1):
         metrics = {name: value for name, value in (WELL | changes).items() if value is not None}
         found += advisor.look(number, metrics)[0]

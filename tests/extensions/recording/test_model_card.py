@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import yaml
 
 from colograd.apps.report.page import NAME
 from colograd.config import ScriptArguments
-from colograd.extensions.recording.model_card import RunFacts, license_of, reward_plot, write_card
+from colograd.extensions.recording.model_card import license_of, reward_plot, write_card
 from colograd.train import dataset_names
 
 GSM8K_ROWS = "colograd.rewards.gsm8k:rows"
@@ -26,7 +27,7 @@ def make_history(length: int) -> list[dict[str, Any]]:
     return [*entries, {"step": 10 * length, "eval_reward": 0.9}, {"step": 10 * length, "train_runtime": 3.0}]
 
 
-def make_run(**changes: Any) -> RunFacts:
+def make_run(**changes: Any) -> SimpleNamespace:
     facts: dict[str, Any] = {
         "model_name": "tiny-grpo",
         "base_model": "org/tiny",
@@ -38,8 +39,15 @@ def make_run(**changes: Any) -> RunFacts:
         "settings": {"learning_rate": 1e-6, "loss_type": "dapo"},
         "history": make_history(8),
         "hub_model_id": "me/tiny-grpo",
+        "adapter_rank": 0,
+        "quantization": None,
+        "images": False,
+        "base_dtype": "bfloat16",
+        "tags": [],
+        "teachers": [],
+        "license": "",
     }
-    return RunFacts(**(facts | changes))
+    return SimpleNamespace(**(facts | changes))
 
 
 @pytest.fixture

@@ -133,7 +133,9 @@ def test_a_long_rollout_is_recorded_in_few_points(monkeypatch: pytest.MonkeyPatc
         lanes.look(Load(20_000 - step, step, step / 20_000))
     for call in range(1000):
         lanes.reward("slow" if call % 10 else "quick", call, call + 0.5, 2)
-    found = lanes.take(preemptions=3)
+    lanes.end(preemptions=3)
+    found = lanes.take()
+    assert found is not None
     assert len(found["running"]) == len(found["waiting"]) == len(found["kv"]) == POINTS
     assert found["running"][0][1] == 20_000 and found["running"][-1][1] == 1
     (_, there), *_ = [point for point in found["running"] if point[0] >= found["tail"]]

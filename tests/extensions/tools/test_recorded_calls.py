@@ -44,7 +44,9 @@ def test_calls_of_rewards_and_tools_are_told_with_their_times() -> None:
     answers = tools.call(session, [ToolCall("add", {"a": 1, "b": 2}), ToolCall("divide", {})])
     while not answers.done():
         time.sleep(0.005)
-    found = lanes.take(None)
+    lanes.end(None)
+    found = lanes.take()
+    assert found is not None
     ((name, start, end, completions),) = found["rewards"]
     assert (name, completions) == ("slow", 2) and start >= 0 and end - start >= 0.019
     assert sorted(call[0] for call in found["tools"]) == ["add", "divide"]

@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ....batch import ModelInput
@@ -22,31 +22,30 @@ from ....engine.protocol import EngineFeature, EngineUse, Sampled
 from ....policy.lora import unwrap
 from ....policy.towers import has_tower, reads_text_alone
 from ..rider import STAND_IN
+from ..towers import see_both_ways
 
 
 class ImagePrompts(EngineFeature):
     """Engine feature for prompts with images. ``most``: largest number of images in a request, where 0 means the number
-    of tokens in the context, because each image needs a token."""
+    of tokens in the context, because each image needs a token. ``whole``: whether no engine step may split an image,
+    because the image's tokens attend to each other bidirectionally."""
 
-    def __init__(self, most: int, on_cpu: bool) -> None:
-        self.most, self.on_cpu = most, on_cpu
+    def __init__(self, most: int, on_cpu: bool, whole: bool) -> None:
+        self.most, self.on_cpu, self.whole = most, on_cpu, whole
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         find_gemma3()  # Register Gemma 3 here, because vLLM loads a model's class before it builds an engine.
-        name = "limit_mm_per_prompt"
-        most = self.most or arguments["max_model_len"]
-        return {} if name in arguments else {name: {"image": most, "video": 0, "audio": 0}}
+        most = {"image": self.most or arguments["max_model_len"], "video": 0, "audio": 0}
+        whole = {"disable_chunked_mm_input": True} if self.whole else {}  # On GPUs vLLM sets this itself.
+        return {"limit_mm_per_prompt": arguments.get("limit_mm_per_prompt", most), **whole}
 
-    @contextlib.contextmanager
-    def while_built(self) -> Iterator[None]:
+    def while_built(self) -> contextlib.AbstractContextManager[Any]:
         whole_of_known_features()
         if not self.on_cpu:
-            yield
-            return
+            return contextlib.nullcontext()
         from .bidirectional import both_ways
 
-        with both_ways(), whole_on_cpu():
-            yield
+        return both_ways()
 
     def built(self, engine: Any) -> None:
         self.core = engine.core
@@ -98,8 +97,8 @@ def towers_of(config: GRPOConfig, use: EngineUse) -> EngineFeature | None:
         return TextAlone() if has_tower(use.model_config) else None
     if use.policy.processor is None:
         return TextAlone() if reads_text_alone(unwrap(use.policy.model)) else None
-    most = max(1, *(getattr(part, "most_images", 0) for part in use.prompts))
-    return ImagePrompts(0 if use.has_tools else most, config.on_cpu)
+    most = 0 if use.has_tools else max(1, *(getattr(part, "most_images", 0) for part in use.prompts))
+    return ImagePrompts(most, config.on_cpu, bool(see_both_ways(unwrap(use.policy.model).config)))
 
 
 def find_gemma3() -> None:
@@ -183,28 +182,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "items"):
         return {key: _plain(of) for key, of in value.items() if of is not None}
     return [*value] if isinstance(value, tuple) else value
-
-
-@contextlib.contextmanager
-def whole_on_cpu() -> Iterator[None]:
-    """Context that makes vLLM build engines on a CPU that never split an image over two engine steps. On GPUs vLLM
-    never splits an image whose tokens attend to each other bidirectionally. The context changes engines of such models
-    only, because vLLM would refuse a model whose largest image has more tokens than a step."""
-    from vllm.platforms import current_platform
-
-    platform: Any = type(current_platform)
-    theirs = platform.check_and_update_config
-
-    def check(config: Any) -> None:
-        theirs(config)
-        if getattr(config.model_config, "is_mm_prefix_lm", False):
-            config.scheduler_config.disable_chunked_mm_input = True
-
-    platform.check_and_update_config = staticmethod(check)
-    try:
-        yield
-    finally:
-        platform.check_and_update_config = theirs
 
 
 def whole_of_known_features() -> None:
