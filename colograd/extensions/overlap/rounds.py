@@ -27,7 +27,7 @@ from ...parallel.ranks import gather
 from ...policy.packing import PackingRules, has_signal, plan_rows
 from ...policy.second_models import fill
 from ...reporting.metrics import Metrics, PhaseTimes
-from ...rollout.figures import add_step
+from ...rollout.record_file import add_step
 from ...rollout.rounds import PlainRound, Steps
 from ...rollout.stages import InScoring, Stages
 from ...rollout.statistics import RolloutStatistics

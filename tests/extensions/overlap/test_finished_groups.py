@@ -15,7 +15,7 @@ from colograd.extensions.overlap import finished_groups
 from colograd.extensions.overlap.finished_groups import FinishedGroups, tokens_of
 from colograd.extensions.overlap.first_rows import FILE, fits, read_partition
 from colograd.parallel.layout import RankLayout
-from colograd.rollout.figures import add_step
+from colograd.rollout.record_file import add_step
 
 Make = Callable[..., list[FinishedGroups]]
 
