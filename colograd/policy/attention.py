@@ -67,9 +67,9 @@ def packed_attention(
     """
     if row_part is not None:
         heads = query.shape[1]
-        of_heads = row_part.to_heads(*_in_one_dtype(query, key, value))
+        query, key, value = row_part.to_heads(*_in_one_dtype(query, key, value))
         sinks = None if s_aux is None else row_part.own_heads(s_aux)
-        output, _ = packed_attention(module, *of_heads, attention_mask, layout, sinks, **options)
+        output, _ = packed_attention(module, query, key, value, attention_mask, layout, sinks, **options)
         return row_part.to_tokens(output, heads), None
     scaling, dropout = options.pop("scaling", None), options.pop("dropout", 0.0)
     if layout is None:
