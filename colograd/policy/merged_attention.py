@@ -127,9 +127,6 @@ def _merge(
         whole.index_copy_(0, places, together)
 
 
-# -- Calls of the fused kernels. Tensors are (tokens, heads, D).
-
-
 def _attend(call: Call, inputs: tuple[torch.Tensor, ...], scale: float | None) -> tuple[torch.Tensor, ...]:
     """Run a call's kernel on its queries, keys and values. Return the output (Q, heads, D) and the log-sum-exp of the
     scores (Q, heads), float32."""
@@ -193,9 +190,6 @@ def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     `torch.nn.attention.varlen` isn't used, because since torch 2.14 it calls cuDNN on some GPUs. It isn't known whether
     cuDNN's backward accepts an output and log-sum-exp that its forward didn't compute."""
     return torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
-
-
-# -- The calls that a `SegmentLayout` needs
 
 
 def blocks(layout: SegmentLayout) -> list[list[Call]]:
