@@ -8,7 +8,6 @@ import torch
 
 from ..runtime import registry
 
-
 # The packed (e.g. quantised) weight of a linear layer, W (out, in) in y = x W^T + b, as in `quantized/layers.py`:
 # ``layer``, ``shape``, ``nbytes`` with quantisation scales, ``product(x)`` without the bias, ``values(dtype)``.
 PackedWeight: TypeAlias = Any
