@@ -43,13 +43,8 @@ class SecondModel(Protocol):
 
 
 class FrozenModel:
-    """A model besides the policy, in evaluation mode and without gradients, for example the reference model.
-
-    Args:
-        model: the model, on ``device``, or in host memory with ``offload``.
-        device: the device that runs the model.
-        offload: whether the weights stay in host memory between uses.
-    """
+    """A model besides the policy, in evaluation mode and without gradients, for example the reference model. It runs
+    on ``device``. With ``offload`` its weights stay in host memory between uses."""
 
     of_policy = True  # Whether the model has the policy's architecture, and takes rows in the same form as the policy.
 
