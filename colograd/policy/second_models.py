@@ -88,10 +88,10 @@ def values_in_place(values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -
             parameter.data = value
 
 
-def offloads(config: GRPOConfig, asked: bool) -> bool:
-    """Return whether a frozen model's weights are stored in host memory between uses: if ``asked``, but never for a run
-    on the CPU, where the weights would be in memory twice."""
-    return asked and not config.on_cpu
+def offloads(config: GRPOConfig, setting: bool) -> bool:
+    """Return whether a frozen model's weights are stored in host memory between uses: if ``setting`` is true, but never
+    for a run on the CPU, where the weights would be in memory twice."""
+    return setting and not config.on_cpu
 
 
 def prepared(row: PackedRow) -> MicroBatch:
