@@ -33,9 +33,6 @@ def chosen(condition: torch.Tensor, yes: float, no: float, like: torch.Tensor) -
     return torch.where(condition, like.new_full((), yes), like.new_full((), no))
 
 
-# -- Losses with PPO's clip
-
-
 class DAPOLoss(ClippedLoss):
     """Clipped loss, averaged over all tokens of the step (DAPO, arXiv 2503.14476, eq. 8). So a completion's weight is
     proportional to its length."""
@@ -87,9 +84,6 @@ class GMPOLoss(OverCompletions):
 
     def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
         return clip_ratios(tokens, tokens.log_ratio < -self.epsilon, tokens.log_ratio > self.epsilon_high)
-
-
-# -- Losses without PPO's clip
 
 
 @dataclass(frozen=True)

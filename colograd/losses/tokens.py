@@ -135,9 +135,6 @@ class OverCompletions(TokenLoss):
         return float(max(step.num_sequences, 1))
 
 
-# -- Clipped losses of PPO and GRPO
-
-
 def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tuple[Means, Extremes, Extremes]:
     """Compute TRL's clip metrics: shares of tokens ``below`` the lower bound with a negative advantage, and of tokens
     ``above`` the upper bound with a positive advantage. ``below`` and ``above`` are (N,) bool."""

@@ -123,7 +123,7 @@ def packed_attention(
     else:
         output = _segment_attention(*row, layout, (scaling, dropout, softcap), sliding_window)
     if both_ways:
-        again = _segment_attention(*row, layout, (scaling, dropout, None), sliding_window, runs=both_ways)
+        again = _seen_both_ways(*row, layout, both_ways, (scaling, dropout, sliding_window))
         places = torch.cat([torch.arange(first, end) for first, end in both_ways])
         output = output.index_copy(1, to_device_async(places, output.device), again)
     return output, None
@@ -181,30 +181,21 @@ def _fused(
 def _segment_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout,
     options: tuple[float | None, float, float | None], window: int | None, sink: bool = False,
-    runs: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:  # fmt: skip
     """Compute the attention of a packed row, (1, T, H, D), by one call per segment on copies of the segment's keys.
-    With ``sink`` the last key is a sink that all tokens attend to. ``options`` are scaling, dropout and soft cap. With
-    ``runs`` (first, last + 1) compute only the attention of these image tokens, (1, tokens of all runs, H, D). They
-    attend to everything before the end of their run."""
+    With ``sink`` the last key is a sink that all tokens attend to. ``options`` are scaling, dropout and soft cap."""
     scaling, dropout, softcap = options
     key, value = _heads_for_masks(query, key, value)
-    starts, total = layout.starts, layout.num_tokens
-    segments = [slice(start, start + length) for start, length in zip(starts, layout.lengths, strict=True)]
-    first = [slice(total, total + 1)] if sink else []
-    owners = [bisect.bisect_right(starts, start) - 1 for start, _ in runs] if runs else range(len(segments))
+    lengths = (*layout.lengths, 1) if sink else layout.lengths
+    keys, values = key.split(lengths, dim=2), value.split(lengths, dim=2)
+    first = (len(layout.lengths),) if sink else ()
     outputs = []
-    for index, owner in enumerate(owners):
-        own = slice(*runs[index]) if runs else segments[owner]
-        seen = [*first, *(segments[s] for s in layout.attends_to[owner]), slice(starts[owner], own.stop)]
-        queries, *of_parts = query[:, :, own], *([x[:, :, part] for part in seen] for x in (key, value))
-        k, v = (torch.cat(parts, dim=2) if runs or len(parts) > 1 else parts[0] for parts in of_parts)
-        covered = window is None or k.shape[2] <= window
-        square = not runs and softcap is None and len(seen) == 1 and covered
-        if square or (runs and covered):
-            mask = None
-        else:
-            mask = _causal_mask(queries.shape[2], k.shape[2], window, query.device, sink, causal=not runs)
+    for index, queries in enumerate(query.split(layout.lengths, dim=2)):
+        seen = (*first, *layout.attends_to[index], index)
+        k = torch.cat([keys[s] for s in seen], dim=2) if len(seen) > 1 else keys[index]
+        v = torch.cat([values[s] for s in seen], dim=2) if len(seen) > 1 else values[index]
+        square = softcap is None and len(seen) == 1 and (window is None or k.shape[2] <= window)
+        mask = None if square else _causal_mask(queries.shape[2], k.shape[2], window, query.device, sink)
         if softcap is None or mask is None:
             outputs.append(_fused(queries, k, v, mask, dropout, scaling, square))
             continue
@@ -214,8 +205,6 @@ def _segment_attention(
         scores = queries @ k.mT * (queries.shape[-1] ** -0.5 if scaling is None else scaling)
         scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
         outputs.append(F.dropout(scores.softmax(-1, dtype=torch.float32).to(v.dtype), dropout) @ v)
-    if runs:
-        return torch.cat(outputs, dim=2).transpose(1, 2)
     # The memory layout equals that of `MergedAttention`, so that compiled layers need only one graph.
     return torch.cat([part.transpose(1, 2) for part in outputs], dim=1)
 
@@ -229,24 +218,41 @@ def _heads_for_masks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
 
 
-def _causal_mask(
-    queries: int, keys: int, window: int | None, device: torch.device, sink: bool = False, causal: bool = True
-) -> torch.Tensor:
+def _seen_both_ways(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, runs: Sequence[tuple[int, int]],
+    options: tuple[float | None, float, int | None],
+) -> torch.Tensor:  # fmt: skip
+    """Compute the attention of image tokens, (1, tokens of all ``runs``, H, D). A token of a run (first, last + 1)
+    attends to everything before the run's end. ``options`` are scaling, dropout and window."""
+    scaling, dropout, window = options
+    key, value = _heads_for_masks(query, key, value)
+    starts, again = layout.starts, []
+    for first, end in runs:
+        segment = bisect.bisect_right(starts, first) - 1
+        seen = [slice(starts[s], starts[s] + layout.lengths[s]) for s in layout.attends_to[segment]]
+        keys, values = (
+            torch.cat([x[:, :, part] for part in (*seen, slice(starts[segment], end))], dim=2) for x in (key, value)
+        )
+        count, mask = keys.shape[2], None
+        if window is not None and count > window:
+            places = torch.arange(count, device=query.device)
+            mask = places[first - end :, None] - places[None, :] < window
+        again.append(_fused(query[:, :, first:end], keys, values, mask, dropout, scaling))
+    return torch.cat(again, dim=2).transpose(1, 2)
+
+
+def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool = False) -> torch.Tensor:
     """Return a causal mask (queries, keys) bool, with the last query at the last key. With ``sink`` all queries
-    attend to the first key. Without ``causal`` the mask is only the window's. Small masks are cached, because shapes
-    repeat in every layer. Large masks aren't cached, because 256 of them would take gigabytes."""
+    attend to the first key. Small masks are cached, because shapes repeat in every layer. Large masks aren't cached,
+    because 256 of them would take gigabytes."""
     make = _make_mask if queries * keys <= 2**20 else _make_mask.__wrapped__
-    return make(queries, keys, window, device, sink, causal)
+    return make(queries, keys, window, device, sink)
 
 
 @functools.lru_cache(maxsize=256)
-def _make_mask(
-    queries: int, keys: int, window: int | None, device: torch.device, sink: bool, causal: bool
-) -> torch.Tensor:
+def _make_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool) -> torch.Tensor:
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
-    mask = (distance >= 0) if causal else torch.ones_like(distance, dtype=torch.bool)
-    if window is not None:
-        mask &= distance < window
+    mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     if sink:
         mask[:, 0] = True
     return mask

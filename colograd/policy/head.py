@@ -100,14 +100,9 @@ class Head:
             capped = tile.clone() if keep_cap else None
         if (factor := (self.softcap or 1.0) / self.temperature) != 1.0:
             tile.mul_(factor)
-        if (hidden := self.hidden(row, vocabulary)) is not None:
-            tile.masked_fill_(hidden, HIDDEN)
+        if self.candidates is not None:
+            tile.masked_fill_(self.candidates.hidden(row, vocabulary), HIDDEN)
         return capped
-
-    def hidden(self, row: slice, vocabulary: slice) -> torch.Tensor | None:
-        """Return (n, c) bool for n labels and c tokens, True where the sampler couldn't choose the token. None means
-        that the sampler could choose any token."""
-        return None if self.candidates is None else self.candidates.hidden(row, vocabulary)
 
 
 def product_dtype(weight: torch.Tensor, device: torch.device, wide: bool) -> torch.dtype:
@@ -226,8 +221,8 @@ class _LabelLogprobs(torch.autograd.Function):
                     _add_tile(tile, labels, (row, vocabulary), running[:, row], sums)
                 else:
                     tile = head.product(states[row], part, part_bias)
-                    place = labels[row], vocabulary.start, head.hidden(row, vocabulary)
-                    kernels.add_tile(head, tile, place, running[:, row])
+                    hidden_tokens = None if head.candidates is None else head.candidates.hidden(row, vocabulary)
+                    kernels.add_tile(head, tile, (labels[row], vocabulary.start, hidden_tokens), running[:, row])
         if head.part is not None:
             maximum, (label_logit, moment, total) = head.part.combine(maximum, (label_logit, moment, total))
         normaliser = maximum + total.log()
@@ -278,7 +273,8 @@ class _LabelLogprobs(torch.autograd.Function):
                         _turn_to_gradient(head, tile, of_row, (row, vocabulary), spread)
                     else:
                         tile = head.product(states[row], part, part_bias)
-                        place = labels[row], vocabulary.start, head.hidden(row, vocabulary)
+                        hidden_tokens = None if head.candidates is None else head.candidates.hidden(row, vocabulary)
+                        place = labels[row], vocabulary.start, hidden_tokens
                         values = normaliser[row], gradient[row], of_entropy[row], own_entropy
                         tile = kernels.gradient(head, tile, place, values, dtype)
                     if d_bias is not None:

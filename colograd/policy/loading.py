@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -105,42 +106,36 @@ class Policy:
         also = named if isinstance(named, list) else [named]
         return {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id, *also}
 
-    def describe(self, config: GRPOConfig, max_tokens: int) -> list[str]:
-        """Return lines that describe the policy, to be printed at the start of a run."""
+    def describe(self, config: GRPOConfig, max_tokens: int) -> Iterator[str]:
+        """Yield lines that describe the policy, to be printed at the start of a run."""
         dtype = str(self.model.dtype).removeprefix("torch.")
         budget = f"{max_tokens:,} tokens" if max_tokens else "as many tokens as fit"
-        every = config.checkpointing
+        every, inner = config.checkpointing, unwrap(self.model)
         layers = {0: "no layer", 1: "every layer"}.get(every, f"one layer in {every}")
         parts = parts_of(self.model)  # Shards, if an engine's ranks hold one policy together.
         elements = self.model.num_parameters() if parts is None else parts.elements
-        shapes = {
-            name: p.shape if parts is None else torch.Size(parts.shards[name].shape)
-            for name, p in self.model.named_parameters() if p.requires_grad
-        }  # fmt: skip
-        trained = sum(shape.numel() for shape in shapes.values())
+        named = [(name, p.shape) for name, p in self.model.named_parameters() if p.requires_grad]
+        trained = sum(math.prod(shape if parts is None else parts.shards[name].shape) for name, shape in named)
         inputs = ", their inputs kept in host memory" if config.offloads_activations else ""
         share = f", {trained / 1e6:,.2f} M trained (LoRA)" if self.adapter else ""
-        lines = [
+        yield (
             f"policy: {elements / 1e6:,.0f} M parameters{share}, {dtype}, {config.optim}; "
             f"{config.prompts_per_step} prompts x {config.num_generations} completions per step on {world_size()} "
             f"rank(s) of {torch.get_num_threads()} thread(s), micro-batches of {budget}, "
             f"activations of {layers} computed twice{inputs}"
-        ]
+        )
         for feature in features():
-            lines += feature.notes(self, config)
-        lines += surplus_rows(self.tokenizer, self.rows)
-        if reads_text_alone(unwrap(self.model)):
-            kind = unwrap(self.model).config.model_type
-            lines.append(
-                f"policy: text alone is trained; what {kind} sees or hears with is frozen, and not in the engine"
-            )
-        elif hears(unwrap(self.model).config):
-            lines.append("policy: what the model hears with is frozen, and not in the engine")
+            yield from feature.notes(self, config)
+        yield from surplus_rows(self.tokenizer, self.rows)
+        if reads_text_alone(inner):
+            kind = inner.config.model_type
+            yield f"policy: text alone is trained; what {kind} sees or hears with is frozen, and not in the engine"
+        elif hears(inner.config):
+            yield "policy: what the model hears with is frozen, and not in the engine"
         if self.model.device.type == "cpu" and self.model.dtype == torch.bfloat16 and cpu_products.wanted():
-            lines.append("policy: this CPU multiplies no bfloat16, so products are computed in float32 and rounded")
+            yield "policy: this CPU multiplies no bfloat16, so products are computed in float32 and rounded"
         if self.why_padded:
-            lines.append(f"rows: padded, each completion with its prompt ({self.why_padded})")
-        return lines
+            yield f"rows: padded, each completion with its prompt ({self.why_padded})"
 
     def warnings(self, config: GRPOConfig) -> Iterator[str]:
         """Yield warnings for the user, one line each: surplus tokens, lossy optimizer updates, dropout."""

@@ -6,9 +6,9 @@ The base model's weights stay as in the checkpoint, because the adapter is never
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -131,8 +131,7 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
 def adapter_folder(path: str) -> dict[str, Any] | None:
     """Return the content of ``adapter_config.json`` in a folder that holds an adapter but no model. Return None for any
     other path."""
-    file = os.path.join(path, "adapter_config.json")
-    if not os.path.isfile(file) or os.path.isfile(os.path.join(path, "config.json")):
+    file = Path(path, "adapter_config.json")
+    if not file.is_file() or Path(path, "config.json").is_file():
         return None
-    with open(file, encoding="utf-8") as stream:
-        return dict(json.load(stream))
+    return dict(json.loads(file.read_text(encoding="utf-8")))

@@ -127,9 +127,6 @@ def _merge(
         whole.index_copy_(0, places, together)
 
 
-# -- Calls of the fused kernels. Tensors are (tokens, heads, D).
-
-
 def _attend(call: Call, inputs: tuple[torch.Tensor, ...], scale: float | None) -> tuple[torch.Tensor, ...]:
     """Run a call's kernel on its queries, keys and values. Return the output (Q, heads, D) and the log-sum-exp of the
     scores (Q, heads), float32."""
@@ -195,9 +192,6 @@ def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 
 
-# -- The calls that a `SegmentLayout` needs
-
-
 def blocks(layout: SegmentLayout) -> list[list[Call]]:
     """Return the calls for attention to earlier segments, as a list per depth d. At depth d, each segment attends to
     the d-th of its earlier segments. Neighbouring segments that attend to one earlier segment share a call. For prompts
@@ -233,36 +227,46 @@ def calls_at_once(layout: SegmentLayout, window: int | None, device: torch.devic
     the earlier keys in the window of its first query."""
     own = [_tokens(layout, segment) for segment in range(len(layout.lengths))]
     if window is None:
-        calls = [Call(None, None, True, None, _sequences(own, own, device))]
+        calls = [Call(None, None, True, None, _sequences(own, own))]
         for depth in blocks(layout):
             queries, keys = ([getattr(call, name) for call in depth] for name in ("queries", "keys"))
-            sequences = _sequences(queries, keys, device)
-            calls.append(Call(_places(queries, device), _places(keys, device), False, None, sequences))
-        return tuple(calls)
-    index: list[torch.Tensor] = []
-    joined, at = [], 0
-    for tokens, seen in zip(own, layout.attends_to, strict=True):
-        earlier = torch.cat([_arange(_tokens(layout, s)) for s in seen] or [torch.arange(0)])
-        index += [earlier[max(0, len(earlier) - window + 1) :], _arange(tokens)]
-        joined.append(slice(at, at + len(index[-2]) + len(index[-1])))
-        at = joined[-1].stop
-    all_keys = to_device_async(torch.cat(index), device) if any(layout.attends_to) else None
-    return (Call(None, all_keys, True, window, _sequences(own, joined, device)),)
+            calls.append(Call(_places(queries), _places(keys), False, None, _sequences(queries, keys)))
+    else:
+        index: list[torch.Tensor] = []
+        joined, at = [], 0
+        for tokens, seen in zip(own, layout.attends_to, strict=True):
+            earlier = torch.cat([_arange(_tokens(layout, s)) for s in seen] or [torch.arange(0)])
+            index += [earlier[max(0, len(earlier) - window + 1) :], _arange(tokens)]
+            joined.append(slice(at, at + len(index[-2]) + len(index[-1])))
+            at = joined[-1].stop
+        all_keys = torch.cat(index) if any(layout.attends_to) else None
+        calls = [Call(None, all_keys, True, window, _sequences(own, joined))]
+    # The tensors of all calls go to the device in one transfer.
+    host = [
+        part for call in calls for part in (call.queries, call.keys, *(call.sequences or ()))
+        if isinstance(part, torch.Tensor)
+    ]  # fmt: skip
+    sent = iter(to_device_async(torch.cat(host), device).split([len(part) for part in host]))
+    on_device = []
+    for call in calls:
+        places = [next(sent) if isinstance(x, torch.Tensor) else x for x in (call.queries, call.keys)]
+        assert call.sequences is not None
+        starts = (next(sent).to(torch.int32), next(sent).to(torch.int32), *call.sequences[2:])
+        on_device.append(Call(places[0], places[1], call.causal, call.window, starts))
+    return tuple(on_device)
 
 
-def _places(parts: Sequence[slice], device: torch.device) -> slice | torch.Tensor:
+def _places(parts: Sequence[slice]) -> slice | torch.Tensor:
     if all(one.stop == next_one.start for one, next_one in itertools.pairwise(parts)):
         return slice(parts[0].start, parts[-1].stop)
-    return to_device_async(torch.cat([_arange(part) for part in parts]), device)
+    return torch.cat([_arange(part) for part in parts])
 
 
 def _arange(part: slice) -> torch.Tensor:
     return torch.arange(part.start, part.stop)
 
 
-def _sequences(
-    queries: Sequence[slice], keys: Sequence[slice], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def _sequences(queries: Sequence[slice], keys: Sequence[slice]) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     lengths = [[part.stop - part.start for part in parts] for parts in (queries, keys)]
-    starts = [torch.tensor((0, *each)).cumsum(0, dtype=torch.int32) for each in lengths]
-    return to_device_async(starts[0], device), to_device_async(starts[1], device), max(lengths[0]), max(lengths[1])
+    starts = [torch.tensor((0, *each)).cumsum(0) for each in lengths]
+    return starts[0], starts[1], max(lengths[0]), max(lengths[1])

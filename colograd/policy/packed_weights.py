@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
 from ..runtime import registry
 
-
-class PackedWeight(Protocol):
-    """The packed (e.g. quantised) weight of a linear layer: the matrix W (out, in) in y = x W^T + b."""
-
-    layer: Any
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of the packed values and their quantisation scales."""
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute x W^T, (..., out), by the layer's method, without its bias."""
-
-    def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the unpacked (dequantised) matrix W, a new tensor (out, in), finally converted to ``dtype``."""
+# The packed (e.g. quantised) weight of a linear layer, W (out, in) in y = x W^T + b, as in `quantized/layers.py`:
+# ``layer``, ``shape``, ``nbytes`` with quantisation scales, ``product(x)`` without the bias, ``values(dtype)``.
+PackedWeight: TypeAlias = Any
 
 
 def packed_weight(module: Any) -> PackedWeight | None:

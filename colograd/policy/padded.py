@@ -70,13 +70,9 @@ def hidden_states(
     body: torch.nn.Module, batch: MicroBatch, more: dict[str, Any], of_layers: dict[str, list[torch.Tensor]]
 ) -> torch.Tensor:
     """Compute a model's last hidden states on padded rows, and return them in the packed row's order, (1, T, hidden).
-
-    Args:
-        body: the model without its head.
-        more: additional keyword arguments of ``body``.
-        of_layers: names of outputs of ``body`` that exist per layer, e.g. router logits, each with an empty list. The
-            list is filled with a tensor (T, ...) per layer. A prompt's values come from its first completion's row.
-    """
+    ``body`` is the model without its head, called with the keyword arguments ``more``, too. ``of_layers`` has names of
+    outputs of ``body`` that exist per layer, e.g. router logits, each with an empty list. The list is filled with a
+    tensor (T, ...) per layer. A prompt's values come from its first completion's row."""
     rows = rows_of(batch.layout, batch.input_ids.device)
     inputs: dict[str, Any] = {
         "input_ids": rows.of_tokens(batch.input_ids[0]),

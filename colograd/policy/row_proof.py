@@ -43,19 +43,10 @@ class RowSupport(NamedTuple):
 def choose_rows(model: Any, device: torch.device | None = None, why: str = "", asked: Sequence[ModelInput] = ()) -> str:
     """Choose packed or padded rows for a model by a check, and set the model's attention implementation accordingly.
 
-    The check runs the kernels of ``device``, with autocast and compilation if they are on.
-
-    Args:
-        device: device that computes. None means the model's device.
-        why: known reason to pad rows; then packed rows aren't checked. Empty means that there is no known reason.
-        asked: prompts with images. They are checked in addition to made-up token ids.
-
-    Returns:
-        The reason why rows must be padded. Empty means that rows are packed.
-
-    Raises:
-        ValueError: the check fails on padded rows as well.
-    """
+    The check runs the kernels of ``device`` (None: the model's device), with autocast and compilation if they are on.
+    ``why`` is a known reason to pad rows; then packed rows aren't checked. Made-up token ids and prompts with images
+    (``asked``) are checked. Return the reason why rows must be padded, or "" for packed rows. Raise a ValueError if the
+    check fails on padded rows as well."""
     device, model = device or model.device, unwrap(model)
     own, name = _own_attention(model), type(model).__name__
     why = expect_rows(model, why)

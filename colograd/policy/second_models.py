@@ -43,13 +43,8 @@ class SecondModel(Protocol):
 
 
 class FrozenModel:
-    """A model besides the policy, in evaluation mode and without gradients, for example the reference model.
-
-    Args:
-        model: the model, on ``device``, or in host memory with ``offload``.
-        device: the device that runs the model.
-        offload: whether the weights stay in host memory between uses.
-    """
+    """A model besides the policy, in evaluation mode and without gradients, for example the reference model. It runs
+    on ``device``. With ``offload`` its weights stay in host memory between uses."""
 
     of_policy = True  # Whether the model has the policy's architecture, and takes rows in the same form as the policy.
 
@@ -93,10 +88,10 @@ def values_in_place(values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -
             parameter.data = value
 
 
-def offloads(config: GRPOConfig, asked: bool) -> bool:
-    """Return whether a frozen model's weights are stored in host memory between uses: if ``asked``, but never for a run
-    on the CPU, where the weights would be in memory twice."""
-    return asked and not config.on_cpu
+def offloads(config: GRPOConfig, setting: bool) -> bool:
+    """Return whether a frozen model's weights are stored in host memory between uses: if ``setting`` is true, but never
+    for a run on the CPU, where the weights would be in memory twice."""
+    return setting and not config.on_cpu
 
 
 def prepared(row: PackedRow) -> MicroBatch:

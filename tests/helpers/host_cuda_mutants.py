@@ -55,7 +55,7 @@ MUTANTS = (
     ),
     Mutant(
         "a wrong dtype in a kernel's call", "policy/merged_attention.py",
-        "cumsum(0, dtype=torch.int32)", "cumsum(0)", "bfloat16",
+        "starts = (next(sent).to(torch.int32),", "starts = (next(sent),", "bfloat16",
     ),
     Mutant(
         "a generator of the other device", "extensions/lora/weights.py",

@@ -163,7 +163,7 @@ class _Batch(NamedTuple):
 def _plan(layout: SegmentLayout, device: torch.device) -> tuple[list[_Batch], torch.Tensor]:
     """Return the batches that a recurrent layer computes for a packed row, prompts before their completions, and each
     token's index in the concatenated outputs of the batches."""
-    # A sequence has: indices of its segments, of which only the last segment's outputs are used; index of the segment
+    # A sequence has: indices of its segments (only the last one's outputs are used); index of the segment
     # that ends with the starting state, -1 for no starting state; number of tokens.
     lengths, sequences = layout.lengths, list[tuple[tuple[int, ...], int, int]]()
     for segment, seen in enumerate(layout.attends_to):

@@ -34,15 +34,12 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
     check_lora_config(peft_config)
     import peft
 
-    left_out = _left_out(model, peft_config)
-    if left_out:
+    if patterns := _left_out(model, peft_config):
         peft_config = copy.copy(peft_config)
         excluded = peft_config.exclude_modules or []  # A regular expression of whole names, or a list of names.
-        if isinstance(excluded, str):
-            patterns = [f"(?:{excluded})"]
-        else:
-            patterns = [rf"(.*\.)?{re.escape(name)}" for name in excluded]
-        peft_config.exclude_modules = "|".join([*left_out, *patterns])
+        names = not isinstance(excluded, str)
+        patterns += [rf"(.*\.)?{re.escape(name)}" for name in excluded] if names else [f"(?:{excluded})"]
+        peft_config.exclude_modules = "|".join(patterns)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:

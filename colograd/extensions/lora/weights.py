@@ -61,13 +61,7 @@ class Slot:
 
 class AdapterWeights(PlannedSync):
     """Weight sync that writes the adapter of a PeftModel into the engine's first LoRA slot, and the frozen base once.
-
-    Args:
-        policy: the PeftModel.
-        engine: the engine.
-        slots: the slot of each tensor of the adapter, from `map_adapter`.
-        base: weight sync of the base.
-    """
+    ``slots`` has each adapter tensor's slot, from `map_adapter`. ``base`` is the weight sync of the base."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slots: Sequence[Slot], base: CopiedWeights) -> None:
         self.slots, self.base = list(slots), base

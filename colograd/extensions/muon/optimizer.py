@@ -33,13 +33,8 @@ class MuonSplit(AdamWSplit):
     """Optimizer that runs torch's Muon on matrices, and `AdamWSplit` on all other parameters.
 
     Muon runs on one matrix at a time, on the float32 master joined from the bfloat16 parameter and its int16 remainder.
-    The state per element of a matrix is 6 bytes: the remainder and a float32 momentum.
-
-    Args:
-        matrices: parameters that Muon updates.
-        momentum: decay of the matrices' momentum.
-        given: arguments of `AdamWSplit`.
-    """
+    The state per element of a matrix is 6 bytes: the remainder and a float32 momentum. ``matrices`` are the parameters
+    that Muon updates, ``momentum`` is the decay of their momentum, and ``given`` are arguments of `AdamWSplit`."""
 
     def __init__(
         self, params: Iterable[Any], matrices: Collection[torch.Tensor], momentum: float = 0.95, **given: Any

@@ -36,10 +36,9 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         state = getattr(self.layer.weight, "quant_state", None)
-        if state is None:
-            scales = [_row_scales(self.layer)]
-        else:
-            scales = [state.absmax, *([state.state2.absmax, state.offset] if state.nested else [])]
+        scales = [_row_scales(self.layer)] if state is None else [state.absmax]
+        if state is not None and state.nested:
+            scales += [state.state2.absmax, state.offset]
         return int(self.layer.weight.nbytes + sum(scale.nbytes for scale in scales))
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
