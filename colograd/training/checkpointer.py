@@ -197,10 +197,11 @@ class Checkpointer(TrainerCallback):
         self.settle(wait=False, states=saves)
         stop: str = next(filter(None, stops), "")
         stop_signal.received = stop_signal.received or stop  # all ranks end alike
-        if any(cuts) and not self.trainer.at_boundary():
+        pending = self.trainer.learner.pending  # packed steps that wait for training; checkpoints hold no rollouts
+        if any(cuts) and pending:
             raise Stopped(f"{stop} in the middle of a round")
         due = self._is_due or control.should_save or bool(stop)
-        control.should_save = due and self.trainer.at_boundary()
+        control.should_save = due and not pending
         self._is_due = due and not control.should_save
         if stop and control.should_save:
             self.trainer.console.warn(
@@ -221,7 +222,7 @@ class Checkpointer(TrainerCallback):
         trainer, step, name = self.trainer, self.trainer.state.global_step, self.stop_signal.received
         self._is_due, trainer.control.should_training_stop = False, True
         keeps_nothing = type(trainer.round).save is PlainRound.save  # else the cut round may have changed its state
-        is_new = step > self._newest and trainer.at_boundary() and keeps_nothing
+        is_new = step > self._newest and not trainer.learner.pending and keeps_nothing
         trainer.console.warn(
             f"{name}: the round was cut, as its time is over; scored groups are in the rollout log"
             + (f", and a checkpoint of step {step} is written" if is_new else "")
@@ -248,7 +249,7 @@ class Checkpointer(TrainerCallback):
             RuntimeError: as many checkpoints in a row as `save_failures` couldn't be written.
         """
         trainer, state, console = self.trainer, self.trainer.state, self.trainer.console
-        if not trainer.at_boundary():
+        if trainer.learner.pending:
             self._is_due = True
             return False
         why, stops = self._reason_for_foreground(), trainer.control.should_training_stop or self.stop_signal.received

@@ -24,7 +24,7 @@ from ..policy.loading import Policy, load_policy, proven_on
 from ..policy.outline import note_on_cpu
 from ..policy.supported import check_supported
 from ..reporting.console import Console
-from ..rewards import RewardFunction, Scorer, resolve_rewards
+from ..rewards import Scorer, resolve_rewards
 from ..rewards.calling import check_columns_for
 from ..rewards.functions import as_list
 from ..rollout.features import SourceFeature, TrainerArguments, source_feature
@@ -79,10 +79,16 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         objective = Objective.from_config(args)
         feature = source_feature(given, args)
         closing.callback(feature.close)
-        functions = given.reward_funcs
+        functions, weights = given.reward_funcs, args.reward_weights
         for with_models in registry.hooks("reward_models"):
             functions = with_models(functions, given.reward_processing_classes, args)
-        rewards = rewards_of(functions, args, feature.rewards)
+        functions = as_list(functions)
+        if weights is None or len(weights) == len(functions):  # otherwise `resolve_rewards` raises an error
+            weights = None if weights is None else [*weights, *[1.0] * len(feature.rewards)]
+            functions = [*functions, *feature.rewards]
+        # An extension's hook ``without_rewards`` (config -> bool) may allow a run without reward functions.
+        needs_none = not (functions or weights) and any(allows(args) for allows in registry.hooks("without_rewards"))
+        rewards = [] if needs_none else resolve_rewards(functions, weights)
         scorer = Scorer(rewards, args.reward_workers, args.reward_timeout, args.reward_on_error, on_gpu=not args.on_cpu)
         scorer.environments = feature.lender
         closing.callback(scorer.close)
@@ -124,17 +130,3 @@ def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
     if args.on_cpu:
         process.keep_freed_memory()
     return args
-
-
-def rewards_of(functions: Any, args: GRPOConfig, own: Any) -> list[RewardFunction]:
-    """Return the user's reward functions with their weights, and the rollout source's reward functions (``own``) with
-    weight 1. An extension's hook ``without_rewards`` (config -> bool) may allow a run without reward functions."""
-    given = as_list(functions)
-    if not (given or own or args.reward_weights) and any(allows(args) for allows in registry.hooks("without_rewards")):
-        return []
-    if not own:
-        return resolve_rewards(given, args.reward_weights)
-    weights = args.reward_weights if args.reward_weights is not None else [1.0] * len(given)
-    if len(weights) == len(given):  # otherwise `resolve_rewards` raises an error
-        given, weights = [*given, *own], [*weights, *[1.0] * len(own)]
-    return resolve_rewards(given, weights)

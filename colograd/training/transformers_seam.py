@@ -128,33 +128,27 @@ class SeamTrainer(Trainer):
         """Make the `Checkpointer`. A replay overrides this method to read the recorded run's checkpoints."""
         return Checkpointer(self)
 
-    def _begin_training(self, resume_from_checkpoint: str | bool | None) -> tuple[str | None, TrainOutput | None]:
-        if resume_from_checkpoint is None:
-            resume_from_checkpoint = self.args.resume_from_checkpoint
-        checkpoint = self.checkpointer.find(resume_from_checkpoint)
-        if checkpoint is not None and (finished := self._finished(checkpoint)) is not None:
-            return checkpoint, finished
+    def _begin_training(self, wanted: str | bool | None) -> tuple[str | None, TrainOutput | None]:
+        """Find the checkpoint to resume from, and open the run's records. If the checkpoint is of the run's last step,
+        load it and return the training's output. (Transformers would train an additional step.)"""
+        wanted = self.args.resume_from_checkpoint if wanted is None else wanted
+        checkpoint = self.checkpointer.find(wanted)
+        if checkpoint is not None:
+            state = trainer_state(checkpoint)
+            *_, max_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
+            if state.global_step >= max_steps:
+                self._load_from_checkpoint(checkpoint)
+                self.create_optimizer_and_scheduler(num_training_steps=max_steps)
+                self.optimizer: Any = self.accelerator.prepare(self.optimizer)
+                self._load_optimizer_and_scheduler(checkpoint)
+                self._load_rng_state(checkpoint)
+                self.state = state
+                self.console.say(search.nothing_left(checkpoint, max_steps))
+                return checkpoint, TrainOutput(state.global_step, 0.0, {})
         self.checkpointer.begin(checkpoint)
-        self._open_records(checkpoint, search.is_wanted(resume_from_checkpoint))
+        self._open_records(checkpoint, search.is_wanted(wanted))
         spare_from_trackers(self.callback_handler.callbacks, Spare(self.console.warn))
         return checkpoint, None
-
-    def _finished(self, checkpoint: str) -> TrainOutput | None:
-        """If ``checkpoint`` is of the run's last step, load it and return the training's output. Otherwise return None.
-
-        (From a checkpoint of the last step, transformers would train an additional step.)"""
-        state = trainer_state(checkpoint)
-        *_, max_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
-        if state.global_step < max_steps:
-            return None
-        self._load_from_checkpoint(checkpoint)
-        self.create_optimizer_and_scheduler(num_training_steps=max_steps)
-        self.optimizer: Any = self.accelerator.prepare(self.optimizer)
-        self._load_optimizer_and_scheduler(checkpoint)
-        self._load_rng_state(checkpoint)
-        self.state = state
-        self.console.say(search.nothing_left(checkpoint, max_steps))
-        return TrainOutput(state.global_step, 0.0, {})
 
     @ends_together("the evaluation")
     def evaluate(
