@@ -44,8 +44,7 @@ from .training.adamw_split import accumulate_in_float32, optimizer_of
 from .training.assembly import assemble, choose_kernels, prove_rows, resolve_by_memory
 from .training.checkpointer import end_at_a_signal
 from .training.learner import Learner, packing_rules
-from .training.preparation import PreparedRun, prepare, prepared_config
-from .training.prompts import reader_of
+from .training.preparation import PreparedRun, prepare, prepared_config, reader_of
 from .training.recorded_settings import store_of
 from .training.transformers_seam import SeamTrainer
 

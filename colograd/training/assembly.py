@@ -34,8 +34,7 @@ from ..runtime import process, registry
 from ..sharding import strategy_name
 from ..weights import WeightSync, bytes_apart, check_choice, expects_sharing, weight_sync
 from .learner import Learner
-from .preparation import PreparedRun
-from .prompts import Benchmark, Prompts, longest_completion, proof_prompts, without_template
+from .preparation import Benchmark, PreparedRun, Prompts, longest_completion, proof_prompts, without_template
 
 
 @dataclass(frozen=True, slots=True)

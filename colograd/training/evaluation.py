@@ -18,7 +18,7 @@ from ..policy.logprobs import evaluation_mode
 from ..rewards.answers import chance_of_pass
 from ..rollout.statistics import RolloutStatistics
 from .learner import Learner, loss_pass, step_batch
-from .prompts import Benchmark
+from .preparation import Benchmark
 
 EVALUATION_TOKENS = 4096  # maximum tokens of an evaluation's micro-batch before the token budget is measured
 

@@ -39,7 +39,7 @@ from ..weights import state_dict_on_host
 from .checkpointer import Checkpointer
 from .evaluation import evaluate_prompts
 from .learner import Learner
-from .prompts import eval_prompts_of, train_prompts_of
+from .preparation import eval_prompts_of, train_prompts_of
 
 NAMES = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")  # Settings that `transformers.Trainer` changes.
 MISSING = object()

@@ -14,7 +14,7 @@ from ...config.conflicts import OF_LOSS
 from ...config.objective import LOSSES
 from ...rewards import RewardFunction
 from ...rewards.calling import parameters_of
-from ...training.prompts import Benchmark
+from ...training.preparation import Benchmark
 from ...training.transformers_seam import best_metric
 
 # Names of metrics that an evaluation has from rewards and from the loss. OF_LOSS matches further metrics of the loss.

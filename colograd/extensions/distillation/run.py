@@ -6,7 +6,7 @@ from ...batch import TEACHER
 from ...config import GRPOConfig
 from ...data import PromptDataset
 from ...data.columns import columns_of
-from ...training.prompts import Prompts
+from ...training.preparation import Prompts
 
 
 def prompt_columns(config: GRPOConfig) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from ...parallel import watchdog
 from ...parallel.ranks import gather, on_all_ranks
 from ...rewards.answers import after_thinking
 from ...runtime import process
-from ...training.prompts import Benchmark, engine_context, longest_completion
+from ...training.preparation import Benchmark, engine_context, longest_completion
 from ...usercode.worker_pool import WorkerCall, WorkerPool
 from .engine.scoring import score
 from .harness import HarnessBenchmark, LoadedTask, Question, Request, Rules, stops, thinks
