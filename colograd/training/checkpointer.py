@@ -27,7 +27,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..checkpoint import folders
-from ..checkpoint.host_files import HostFiles, saving_model
+from ..checkpoint.host_files import HostFiles
 from ..checkpoint.manifest import files_of
 from ..checkpoint.reading import STATE_FILE, loading
 from ..checkpoint.search import search
@@ -59,8 +59,7 @@ def end_at_a_signal(args: GRPOConfig, closing: contextlib.ExitStack) -> None:
 
     def remove() -> None:
         stop.remove()
-        if stop.stop in faults.stop_listeners:
-            faults.stop_listeners.remove(stop.stop)
+        faults.stop_listeners[:] = [each for each in faults.stop_listeners if each != stop.stop]
 
     closing.callback(remove)
 
@@ -75,9 +74,8 @@ class Checkpointer(TrainerCallback):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.args: GRPOConfig = trainer.args
-        args = self.args
+        args, speaks = self.args, trainer.is_world_process_zero()
         status = exit_status(args.exit_status_after_stop, os.environ)
-        speaks = trainer.is_world_process_zero()
         self.stop_signal = StopSignal(speaks, args.stop_signals, args.stop_within, status)
         self.stop_signal.tell, self.stop_signal.leave = faults.tell_stop, faults.leave
         self._newest = 0  # optimizer step of this run's newest checkpoint, written or still being written
@@ -92,11 +90,7 @@ class Checkpointer(TrainerCallback):
         self._damaged: set[int] = set()  # Optimizer steps of damaged checkpoints.
 
     def _resolve_folders(self) -> bool:
-        """Return whether the nodes share no file system. If so, each node writes whole checkpoints to its local disk.
-
-        Raises:
-            ValueError: ``save_on_each_node`` is true, but all nodes share the folder.
-        """
+        """Return whether the nodes share no file system. If so, each node writes whole checkpoints into its folder."""
         args = self.args
         with on_all_ranks("writing into output_dir"):
             if args.layout.leads_node:
@@ -117,18 +111,15 @@ class Checkpointer(TrainerCallback):
 
     def find(self, wanted: str | bool | None) -> str | None:
         """Return the path of the checkpoint that ``resume_from_checkpoint`` names, or None for a new run. A collective.
-
-        Raises:
-            ValueError: the checkpoint doesn't exist, or is damaged.
-        """
+        A checkpoint that doesn't exist, or is damaged, is a ValueError."""
         with on_all_ranks("the search for a checkpoint"):
             if self.args.should_save:  # sweep before searching, to restore a checkpoint that was being replaced
                 folders.sweep(self.args.output_dir)
-        self._is_due, self._failures = False, 0
-        found, self._damaged = search(
-            wanted, str(self.args.output_dir), self.args.layout, self.nodes_are_apart, self.trainer.console
+        args, self._is_due, self._failures = self.args, False, 0
+        path, self._damaged = search(
+            wanted, str(args.output_dir), args.layout, self.nodes_are_apart, self.trainer.console
         )
-        return found
+        return path
 
     def begin(self, checkpoint: str | None) -> None:
         """Print the step that the run resumes at. Restore a streamed dataset's or a curriculum's position."""
@@ -204,9 +195,8 @@ class Checkpointer(TrainerCallback):
         control.should_save = due and not pending
         self._is_due = due and not control.should_save
         if stop and control.should_save:
-            self.trainer.console.warn(
-                f"{stop}: a checkpoint of step {state.global_step} is written, then the run ends."
-            )
+            line = f"{stop}: a checkpoint of step {state.global_step} is written, then the run ends."
+            self.trainer.console.warn(line)
             control.should_training_stop = True
 
     def _cut_sampling(self) -> None:
@@ -352,9 +342,9 @@ class Checkpointer(TrainerCallback):
             return
         for callback in (*trainer.callback_handler.callbacks, trainer.control):
             if isinstance(callback, ExportableState):
-                name = type(callback).__name__
-                if isinstance(state.stateful_callbacks[name], list):  # callbacks of one class share a list of states
-                    state.stateful_callbacks[name].append(callback.state())
+                states = state.stateful_callbacks[name := type(callback).__name__]
+                if isinstance(states, list):  # callbacks of one class share a list of states
+                    states.append(callback.state())
                 else:
                     state.stateful_callbacks[name] = callback.state()
         state.save_to_json(str(folder / STATE_FILE))
@@ -390,10 +380,6 @@ class Checkpointer(TrainerCallback):
     def weight_places(self) -> Mapping[str, torch.Tensor]:
         """Return the last save's host buffers by weight name. `write_tensors` doesn't copy weights in these buffers."""
         return self._host_files.places(SAFE_WEIGHTS_NAME) if self._in_background else {}
-
-    def saving_model(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager that makes the model's ``save_pretrained`` write weights with `write_tensors`."""
-        return saving_model(self.trainer.model, self._host_files.put if self._in_background else None)
 
     def settle(self, wait: bool, states: Sequence[str | None] | None = None) -> bool:
         """Check whether the background save of a checkpoint has ended, on all ranks. A collective call.

@@ -18,6 +18,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from ..checkpoint import folders, search
+from ..checkpoint.host_files import saving_model
 from ..checkpoint.reading import loading, trainer_state
 from ..config import GRPOConfig
 from ..data import PromptDataset, PromptLoader, StepOrder
@@ -62,12 +63,8 @@ class CheckpointConfig:
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        configs = [model.config, getattr(model, "generation_config", None)]
-        self._values = [
-            (config, {name: vars(config).get(name, MISSING) for name in NAMES})
-            for config in configs
-            if config is not None
-        ]
+        configs = filter(None, (model.config, getattr(model, "generation_config", None)))
+        self._values = [(config, {name: vars(config).get(name, MISSING) for name in NAMES}) for config in configs]
 
     def restore(self) -> None:
         """Restore the checkpoint's values of ``use_cache`` and of special tokens, except tokens that are new."""
@@ -113,8 +110,7 @@ class SeamTrainer(Trainer):
         self._gathered: dict[str, torch.Tensor] | None = None  # Weights to save, gathered from a sharded policy.
         self.checkpointer = self.make_checkpointer()
         # An extension's hook "recorder" is a function that takes the trainer and returns a `NoRecord` subclass or None.
-        made = (make(self) for make in hooks("recorder"))
-        self.recorder: NoRecord = next(filter(None, made), None) or NoRecord()
+        self.recorder: NoRecord = next(filter(None, (make(self) for make in hooks("recorder"))), None) or NoRecord()
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
         if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:  # notebooks show Colograd's table of rewards
@@ -200,17 +196,14 @@ class SeamTrainer(Trainer):
         prompts = self.train_prompts
         if not isinstance(prompts, PromptDataset):
             return prompts.loader()
-        choice = prompts.choice
-        return PromptLoader(
-            prompts, StepOrder.of(self.args, len(prompts)) if choice is None else choice.order(self.args)
-        )
+        args, choice = self.args, prompts.choice
+        return PromptLoader(prompts, StepOrder.of(args, len(prompts)) if choice is None else choice.order(args))
 
     def _follow_datasets(self) -> None:
-        train_dataset, eval_dataset = self._tokenised
         given = self.policy, self.args, self.feature, self.engine_context
-        if self.train_dataset is not train_dataset:
+        if self.train_dataset is not self._tokenised[0]:
             self.train_prompts = train_prompts_of(self.train_dataset, *given)
-        if self.eval_dataset is not eval_dataset:
+        if self.eval_dataset is not self._tokenised[1]:
             self.eval_prompts = eval_prompts_of(self.eval_dataset, *given)
         self._tokenised = (self.train_dataset, self.eval_dataset)
 
@@ -231,10 +224,8 @@ class SeamTrainer(Trainer):
         lines, problem = [], ""
         with on_all_ranks("the run's folder"):
             goes_on = checkpoint is not None or (resumes and self.journal is not None and bool(self.journal.rounds()))
-            aside = (
-                folders.set_aside(str(args.output_dir), self.policy.path) if args.should_save and not goes_on else None
-            )
-            if aside is not None:
+            moves = args.should_save and not goes_on
+            if moves and (aside := folders.set_aside(str(args.output_dir), self.policy.path)) is not None:
                 lines.append(f"an earlier run's files in {os.path.relpath(args.output_dir)} are now in {aside}")
         with on_all_ranks("the journal"):
             if self.journal is not None:
@@ -250,16 +241,14 @@ class SeamTrainer(Trainer):
         if not self.args.keeps_journal or not self.is_in_train:
             return
         with on_all_ranks("the journal"), self.times.phase("journal"):
-            journal = self.journal
             digest = "" if self.args.tensor_parallel else digest_of(self.model)  # no digest of a rank's part
-            problem = journal.begin(self.state.global_step, digest, evaluation) if journal else ""
+            problem = self.journal.begin(self.state.global_step, digest, evaluation) if self.journal else ""
         self.console.warn_of_all(gather(problem))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log ``logs``, together with the mean of each step metric over the steps since the last call."""
         if self._unlogged and ("loss" in logs or "train_loss" in logs):
-            names = dict.fromkeys(name for entry in self._unlogged for name in entry)
-            for name in names:
+            for name in dict.fromkeys(name for entry in self._unlogged for name in entry):
                 values = [entry[name] for entry in self._unlogged if name in entry]
                 logs[name] = sum(values) / len(values)
             logs["num_tokens"] = float(self.state.num_input_tokens_seen)
@@ -290,7 +279,7 @@ class SeamTrainer(Trainer):
             state_dict = self._gathered
             if state_dict is None and self.policy.adapter is None:
                 state_dict = state_dict_on_host(self.model, self.checkpointer.weight_places())
-        with self.checkpointer.saving_model():
+        with saving_model(self.model, self.checkpointer.write_tensors):
             super()._save(output_dir, state_dict)
         folders.open_to_readers(output_dir or self.args.output_dir)
         if self.policy.quantization is not None:
