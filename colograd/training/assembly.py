@@ -12,7 +12,6 @@ import torch
 
 from ..batch import ModelInput
 from ..config import GRPOConfig
-from ..data import PromptDataset
 from ..data.vocabulary import size_of
 from ..engine.feature import EngineUse
 from ..engine.protocol import Engine
@@ -34,7 +33,7 @@ from ..runtime import process, registry
 from ..sharding import strategy_name
 from ..weights import WeightSync, bytes_apart, check_choice, expects_sharing, weight_sync
 from .learner import Learner
-from .preparation import Benchmark, PreparedRun, Prompts, longest_completion, proof_prompts, without_template
+from .preparation import PreparedRun, Prompts, longest_completion, proof_prompts, without_template
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +204,7 @@ def most_sequences(config: GRPOConfig, prompts: Sequence[Prompts]) -> int:
     """Return the largest number of completions that this rank's vLLM engine samples at one time, in any evaluation or
     in training."""
     engines, each = config.layout.data_size, config.eval_generations()
-    parts = [part for part in prompts[1:] if isinstance(part, PromptDataset | Benchmark)]
-    evaluated = (-(-len(part) // engines) * getattr(part, "generations", each) for part in parts)
+    evaluated = (-(-len(part) // engines) * getattr(part, "generations", each) for part in prompts[1:])
     return max(sampled_together(config), *evaluated, 1)
 
 

@@ -5,7 +5,6 @@ Prompts of training come from datasets. Evaluations may also use benchmarks that
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -38,10 +37,10 @@ from ..runtime import process, registry
 from ..sharding import check_sharding
 from ..weights import check_choice
 
-# A PromptDataset, a Benchmark, or prompts of a streamed dataset, tokenised during training. An extension's hook
-# ``prompt_stream`` makes the latter: (dataset, rules, config) -> an object with ``choice`` (a curriculum or the
-# dataset's position, or None), ``dataset``, ``longest`` (upper bound of a prompt's number of tokens), and the methods
-# ``first(count) -> list[Prompt]`` and ``loader() -> DataLoader``.
+# A PromptDataset, a benchmark (see `eval_prompts_of`), or prompts of a streamed dataset, tokenised during training. An
+# extension's hook ``prompt_stream`` makes the latter: (dataset, rules, config) -> an object with ``choice`` (curriculum or
+# the dataset's position, or None), ``dataset``, ``longest`` (upper bound of a prompt's number of tokens), and the
+# methods ``first(count) -> list[Prompt]`` and ``loader() -> DataLoader``.
 Prompts = Any
 NO_FEATURE = SourceFeature()
 
@@ -144,41 +143,6 @@ def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
     return args
 
 
-class Benchmark(ABC):
-    """A benchmark for evaluations, e.g. GSM8K, that has its own prompts, sampling settings and scoring.
-
-    An extension provides benchmarks at two hooks: `benchmark_names` (texts of a recipe -> {name in the log: text}) and
-    `benchmark` (text, policy, args, maximum context of the vLLM engine -> `Benchmark`)."""
-
-    dropped: bool = False  # whether some prompts were dropped because they don't fit into the context
-
-    @property
-    @abstractmethod
-    def longest(self) -> int:
-        """Number of tokens of the benchmark's longest prompt."""
-
-    @property
-    @abstractmethod
-    def generations(self) -> int:
-        """Largest number of sequences that vLLM samples for one question of the benchmark."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of questions in the benchmark."""
-
-    @abstractmethod
-    def evaluate(self, trainer: Any, name: str) -> dict[str, float]:
-        """Run the benchmark with the weights in the vLLM engine, and return its metrics. A collective call."""
-
-    def dropped_line(self) -> str:
-        """Return a warning about the prompts that were dropped because they don't fit into the context, or ""."""
-        return ""
-
-    @abstractmethod
-    def metric_names(self) -> list[str]:
-        """Return the names of the benchmark's metrics, without a prefix such as ``eval_``."""
-
-
 def longest_completion(args: GRPOConfig) -> int:
     """Return the maximum number of tokens of a completion, over training and evaluation."""
     return max(args.max_completion_length or 0, args.max_completion_length_eval or 0)
@@ -205,7 +169,8 @@ def train_prompts_of(
 
 
 def benchmark_names(texts: Sequence[str]) -> dict[str, str]:
-    """Convert the texts that name benchmarks in a recipe to {name in the log: text in the recipe}."""
+    """Convert the texts that name benchmarks in a recipe to {name in the log: text in the recipe}, by the extension's
+    hook ``benchmark_names``."""
     registry.require("evaluation", f"exams: {list(texts)}")
     (names_of,) = registry.hooks("benchmark_names")
     return dict(names_of(texts))
@@ -221,8 +186,13 @@ def eval_prompts_of(
 ) -> Any:
     """Tokenise the prompts of an evaluation. A dict of datasets becomes a dict of prompts, None stays None.
 
-    Streamed datasets are read to their end. Names of benchmarks become a dict of `Benchmark` objects."""
-    if dataset is None or isinstance(dataset, PromptDataset | Benchmark):
+    Streamed datasets are read to their end. Names of benchmarks, such as GSM8K, become a dict of benchmarks: objects
+    with prompts, sampling settings and scoring of their own. An extension's hook ``benchmark`` makes them: (text,
+    policy, args, maximum context of the vLLM engine) -> an object with ``longest`` (number of tokens of the longest
+    prompt), ``generations`` (largest number of sequences that vLLM samples for one question), ``dropped`` and
+    ``dropped_line()`` as in `PromptDataset`, ``metric_names()`` without a prefix such as ``eval_``, the number of
+    questions as its length, and the collective ``evaluate(trainer, name)``, which returns its metrics."""
+    if dataset is None or hasattr(dataset, "dropped_line"):
         return dataset
     if isinstance(dataset, str) or (isinstance(dataset, list | tuple) and all(isinstance(n, str) for n in dataset)):
         dataset = benchmark_names([dataset] if isinstance(dataset, str) else dataset)
