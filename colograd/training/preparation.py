@@ -38,9 +38,9 @@ from ..sharding import check_sharding
 from ..weights import check_choice
 
 # A PromptDataset, a benchmark (see `eval_prompts_of`), or prompts of a streamed dataset, tokenised during training. An
-# extension's hook ``prompt_stream`` makes the latter: (dataset, rules, config) -> an object with ``choice`` (curriculum or
-# the dataset's position, or None), ``dataset``, ``longest`` (upper bound of a prompt's number of tokens), and the
-# methods ``first(count) -> list[Prompt]`` and ``loader() -> DataLoader``.
+# extension's hook ``prompt_stream`` makes the latter: (dataset, rules, config) -> an object with ``choice`` (a
+# curriculum or the dataset's position, or None), ``dataset``, ``longest`` (upper bound of a prompt's number of tokens),
+# and the methods ``first(count) -> list[Prompt]`` and ``loader() -> DataLoader``.
 Prompts = Any
 NO_FEATURE = SourceFeature()
 
