@@ -154,8 +154,7 @@ class GRPOTrainer(TrainerBase):
         if args.optim in KEEPS_MASTER and self.optimizer is None:
             accumulate_in_float32(self.model.parameters())
         self.estimator = AdvantageEstimator.of(args, [reward.weight for reward in self.rewards])
-        logs = (make(self) for make in registry.hooks("completion_log"))
-        self.completion_log = next(filter(None, logs), None)
+        self.completion_log = next(filter(None, (make(self) for make in registry.hooks("completion_log"))), None)
         self.journal = store_of(args, self.rewards, self.feature, reader_of(task.policy))
         if self.journal is not None:
             self.closing.callback(self.journal.close)
@@ -186,12 +185,10 @@ class GRPOTrainer(TrainerBase):
         self.round = round_of(self)
         self.sampler = self._make_sampler(task)
         self.sampler.round = self.round
-        autocast = self.compute_loss_context_manager
-        for line in choose_kernels(args, self.model, built.second_models, self.closing, autocast):
-            self.console.say(line)
+        choose_kernels(self.learner, self.closing)
         # On a CPU in float32, uncompiled, `prepare` has already compared packed rows with the model's own outputs.
         if not args.on_cpu or args.bf16 or args.torch_compile or args.sequence_parallel_size > 1:
-            with autocast():
+            with self.compute_loss_context_manager():
                 prove_rows(self.learner, task.proof_prompts)
             self.policy = self.learner.policy
         lines = [*built.describe(), *task.scorer.notes, *self.feature.notes]

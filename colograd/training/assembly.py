@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -214,32 +214,22 @@ def needed_context(config: GRPOConfig, prepared: PreparedRun) -> int:
     return config.vllm_max_model_length or min(longest + prepared.feature.reserved_tokens, prepared.policy.context)
 
 
-def choose_kernels(
-    args: GRPOConfig,
-    model: torch.nn.Module,
-    second_models: SecondModels,
-    closing: ExitStack,
-    autocast: Callable[[], AbstractContextManager[Any]],
-) -> Iterator[str]:
+def choose_kernels(learner: Learner, closing: ExitStack) -> None:
     """Put fused kernels or compiled layers into the policy and its reference models, if configured. A collective call.
 
     An extension's hook "kernels" takes the configuration and returns None, or a function (model, other models) that
     installs kernels and returns a function to remove them. An extension's hook ``uncompiled`` (model -> None) excludes
-    layers from compilation.
-
-    Yields:
-        A line for the user before each slow operation.
-    """
-    others = [
-        each.model for each in second_models.values() if each.of_policy and unwrap(each.model) is not unwrap(model)
-    ]
+    layers from compilation."""
+    args, model = learner.config, learner.model
+    models = (second.model for second in learner.second_models.values() if second.of_policy)
+    others = [each for each in models if unwrap(each) is not unwrap(model)]
     for kernels_of in registry.hooks("kernels"):
         if (put := kernels_of(args)) is not None:
-            with on_all_ranks("its kernels"), autocast():
+            with on_all_ranks("its kernels"), learner.hooks.compute_loss_context_manager():
                 undo = put(model, others)
             closing.callback(undo)
     if args.torch_compile:
-        yield "policy: torch compiles its layers: a minute or more, less the next time"
+        learner.events.console.say("policy: torch compiles its layers: a minute or more, less the next time")
         for each in (unwrap(model), *others):
             for keep_uncompiled in registry.hooks("uncompiled"):
                 keep_uncompiled(each)

@@ -231,13 +231,8 @@ class Checkpointer(TrainerCallback):
 
     def save(self) -> bool:
         """Start to save a checkpoint of this step. Wait for its end if a thread can't write it in the background.
-
-        Returns:
-            True if the checkpoint is written or being written, so that the callbacks' ``on_save`` must be called.
-
-        Raises:
-            RuntimeError: as many checkpoints in a row as `save_failures` couldn't be written.
-        """
+        Return True if the checkpoint is written or being written, so that the callbacks' ``on_save`` must be called. A
+        RuntimeError ends the run if as many checkpoints in a row as `save_failures` couldn't be written."""
         trainer, state, console = self.trainer, self.trainer.state, self.trainer.console
         if trainer.learner.pending:
             self._is_due = True
@@ -382,18 +377,9 @@ class Checkpointer(TrainerCallback):
         return self._host_files.places(SAFE_WEIGHTS_NAME) if self._in_background else {}
 
     def settle(self, wait: bool, states: Sequence[str | None] | None = None) -> bool:
-        """Check whether the background save of a checkpoint has ended, on all ranks. A collective call.
-
-        Args:
-            wait: whether to wait until all ranks have finished writing.
-            states: `Writer.state` of each rank, if the ranks have exchanged these states already.
-
-        Returns:
-            True if the checkpoint is written, or if no save is in the background. False if the save failed or runs.
-
-        Raises:
-            RuntimeError: as many checkpoints in a row as `save_failures` couldn't be written.
-        """
+        """Check whether the background save of a checkpoint has ended, on all ranks, or ``wait`` for the end. A
+        collective. ``states``: `Writer.state` of each rank, if the ranks have exchanged these states already. Return
+        True if the checkpoint is written, or if no save is in the background. False if the save failed or runs."""
         save = self.writer.present
         if save is None:
             return True
