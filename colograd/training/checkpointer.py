@@ -51,8 +51,7 @@ PATIENCE = 10.0  # Seconds from a save's start. If the save still runs then, the
 def end_at_a_signal(args: GRPOConfig, closing: contextlib.ExitStack) -> None:
     """Let a stop signal end all ranks at once outside of the training, until `closing` is closed.
 
-    The status is `exit_status_after_stop`, or 143 if that isn't set.
-    """
+    The status is `exit_status_after_stop`, or 143 if that isn't set."""
     status = TERMINATED if args.exit_status_after_stop is None else args.exit_status_after_stop
     stop = StopSignal.outside_training(args.stop_signals, status, faults.tell_stop)
     faults.stop_listeners[:] = [stop.stop]
@@ -154,8 +153,7 @@ class Checkpointer(TrainerCallback):
     def during_training(self) -> Iterator[None]:
         """Wrap a training: a signal becomes a checkpoint and a stop, and all saves are finished at the end.
 
-        A training that is cut (see `stop_signal`) ends here without an error, if all ranks raise `Stopped` together.
-        """
+        A training that is cut (see `stop_signal`) ends here without an error, if all ranks raise `Stopped` together."""
         self.stop_signal.install()
         listeners = faults.stop_listeners[:]
         faults.stop_listeners[:] = [self.stop_signal.stop]
@@ -207,8 +205,7 @@ class Checkpointer(TrainerCallback):
         """Save the last finished round, if it has no checkpoint and the run can resume from its state. A collective.
 
         A round that was cut before its last optimizer step has no such state. The resumed run then takes the round's
-        groups from the rollout log, and trains its steps again.
-        """
+        groups from the rollout log, and trains its steps again."""
         trainer, step, name = self.trainer, self.trainer.state.global_step, self.stop_signal.received
         self._is_due, trainer.control.should_training_stop = False, True
         keeps_nothing = type(trainer.round).save is PlainRound.save  # else the cut round may have changed its state
@@ -429,11 +426,7 @@ class Checkpointer(TrainerCallback):
 
     def load_weights(self, checkpoint: str, usual: Callable[[], None]) -> None:
         """Load the model's weights from a checkpoint. ``usual`` is transformers' function, which can't load
-        shards, vision-language models and experts.
-
-        Raises:
-            ValueError: the weights can't be read, or belong to a different model.
-        """
+        shards, vision-language models and experts. Weights of a different model are a ValueError."""
         policy, model, folder = self.trainer.policy, self.trainer.model, Path(checkpoint)
         with loading(checkpoint, "the model"):
             if policy.adapter is not None:
@@ -450,8 +443,7 @@ class Checkpointer(TrainerCallback):
         """Load the optimizer and schedule of a checkpoint that any number of ranks and any sharding strategy wrote.
 
         Float32 weights become split master weights (see `adamw_split`) bit for bit, and the reverse. Learning rates and
-        weight decay come from the present recipe.
-        """
+        weight decay come from the present recipe."""
         optimizer, sharding, folder = self.optimizer, self.trainer.sharding, Path(checkpoint)
         schedule: Any = self.trainer.lr_scheduler
         made_with = [{name: group[name] for name in OF_OPTIMIZER if name in group} for group in optimizer.param_groups]
