@@ -21,18 +21,14 @@ __all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
 
 # Names that scripts for TRL import from TRL in addition to `GRPOTrainer` and `GRPOConfig`.
 OF_TRL = ("ModelConfig", "ScriptArguments", "TrlParser", "get_peft_config", "get_quantization_config")
-# Former import path -> present import path. Recipes, model cards and notebooks still name the former paths.
+# Former import path -> present import path, for modules inside, too. Recipes, model cards and notebooks still name the
+# former paths.
 MOVED = {
     "colograd.agents": "colograd.extensions.agents",
-    "colograd.agents.session": "colograd.extensions.agents.session",
-    "colograd.agents.sessions": "colograd.extensions.agents.sessions",
     "colograd.calculator": "colograd.apps.quickstart.calculator",
     "colograd.commands": "colograd.apps",
-    "colograd.commands.cli": "colograd.apps.cli",
     "colograd.apps.exams": "colograd.rewards",
-    "colograd.apps.exams.gsm8k": "colograd.rewards.gsm8k",
     "colograd.exams": "colograd.rewards",
-    "colograd.exams.gsm8k": "colograd.rewards.gsm8k",
     "colograd.logprobs": "colograd.policy.logprobs",
     "colograd.quickstart": "colograd.apps.quickstart.quickstart",
     "colograd.replayer": "colograd.apps.replaying.replayer",
@@ -42,10 +38,6 @@ MOVED = {
     "colograd.rewards.models": "colograd.extensions.graders.models",
     "colograd.sampling": "colograd.engine.sampling",
     "colograd.tasks": "colograd.apps.quickstart",
-    "colograd.tasks.calculator": "colograd.apps.quickstart.calculator",
-    "colograd.tasks.colours": "colograd.apps.quickstart.colours",
-    "colograd.tasks.quickstart": "colograd.apps.quickstart.quickstart",
-    "colograd.tasks.shop": "colograd.apps.quickstart.shop",
 }
 
 process.prepare_threads()

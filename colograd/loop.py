@@ -1,13 +1,4 @@
-"""The training loop. A round is the prompts that are sampled with one set of weights. In short, an epoch is:
-
-    for prompts in rounds:                         this rank's prompts, one list per optimizer step
-        publish()                                  copy the policy's weights into the engine
-        sampled = sampler.collect(prompts)         scored groups of each step: generate, score, compute advantages
-        for step in learner.schedule(sampled):     packed rows with the reference's log-probabilities, num_iterations x
-            learner.train(step)                    forward and backward of all rows; one sum of gradients over ranks
-            update()                               clip the gradient; optimizer, learning rate
-            report_step(learner.finish_step())     metrics of the step to console, rollout log, report and trackers
-            log_evaluate_save()                    log, evaluate, save a checkpoint, whichever is due
+"""The training loop. A round is the prompts that are sampled with one set of weights.
 
 Every rank runs this loop. If several ranks share an engine, `collect` returns all groups on the engine's first rank and
 empty steps on its other ranks. `schedule` then divides the groups among all ranks of the engine.

@@ -128,7 +128,7 @@ def make_trainer(
         train_dataset, eval_dataset = load_datasets(script)
     evaluates = config.do_eval or config.eval_on_start
     if script.exams:
-        from colograd.training.prompts import benchmark_names
+        from colograd.training.preparation import benchmark_names
 
         if not evaluates:
             raise ValueError(

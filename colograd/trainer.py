@@ -44,13 +44,11 @@ from .training.adamw_split import accumulate_in_float32, optimizer_of
 from .training.assembly import assemble, choose_kernels, prove_rows, resolve_by_memory
 from .training.checkpointer import end_at_a_signal
 from .training.learner import Learner, packing_rules
-from .training.preparation import PreparedRun, prepare, prepared_config
-from .training.prompts import reader_of
+from .training.preparation import PreparedRun, prepare, prepared_config, reader_of
 from .training.recorded_settings import store_of
 from .training.transformers_seam import SeamTrainer
 
-STAGES = ("generate", "score", "compute_advantages", "compute_loss")
-
+STAGES = ("generate", "score", "compute_advantages", "compute_loss", "evaluate")
 
 if TYPE_CHECKING:
     TrainerBase = SeamTrainer
@@ -88,7 +86,6 @@ class GRPOTrainer(TrainerBase):
 
     samples = True  # Whether a vLLM engine samples the groups. A subclass that reads recorded groups sets False.
     sampler_class: type[Sampler] = Sampler
-    replaced: frozenset[str] = frozenset()  # Names among `STAGES` and "evaluate" that a subclass or object overrides.
 
     @closes_if_it_fails
     @ends_together("the start")
@@ -115,8 +112,6 @@ class GRPOTrainer(TrainerBase):
         started = process.command_began() or time.perf_counter()
         args = prepared_config(args, model)
         end_at_a_signal(args, self.closing)
-        stages = {name: getattr(getattr(self, name), "__func__", None) for name in (*STAGES, "evaluate")}
-        self.replaced = frozenset(name for name, own in stages.items() if own is not getattr(GRPOTrainer, name))
         # Callbacks that transformers ships add no metrics to an evaluation; callbacks from users may.
         kinds: list[Any] = [each if isinstance(each, type) else type(each) for each in callbacks or ()]
         adds_metrics = any(kind.on_evaluate.__module__.partition(".")[0] != "transformers" for kind in kinds)
@@ -159,8 +154,7 @@ class GRPOTrainer(TrainerBase):
         if args.optim in KEEPS_MASTER and self.optimizer is None:
             accumulate_in_float32(self.model.parameters())
         self.estimator = AdvantageEstimator.of(args, [reward.weight for reward in self.rewards])
-        logs = (make(self) for make in registry.hooks("completion_log"))
-        self.completion_log = next(filter(None, logs), None)
+        self.completion_log = next(filter(None, (make(self) for make in registry.hooks("completion_log"))), None)
         self.journal = store_of(args, self.rewards, self.feature, reader_of(task.policy))
         if self.journal is not None:
             self.closing.callback(self.journal.close)
@@ -191,17 +185,16 @@ class GRPOTrainer(TrainerBase):
         self.round = round_of(self)
         self.sampler = self._make_sampler(task)
         self.sampler.round = self.round
-        autocast = self.compute_loss_context_manager
-        for line in choose_kernels(args, self.model, built.second_models, self.closing, autocast):
-            self.console.say(line)
+        choose_kernels(self.learner, self.closing)
         # On a CPU in float32, uncompiled, `prepare` has already compared packed rows with the model's own outputs.
         if not args.on_cpu or args.bf16 or args.torch_compile or args.sequence_parallel_size > 1:
-            with autocast():
+            with self.compute_loss_context_manager():
                 prove_rows(self.learner, task.proof_prompts)
             self.policy = self.learner.policy
         lines = [*built.describe(), *task.scorer.notes, *self.feature.notes]
         lines += [*self.policy.describe(args, self.learner.rules.max_tokens), self.sharding.describe()]
-        for line in filter(None, [*lines, *(note(self) for note in registry.hooks("notes"))]):
+        lines += [note(self) for note in registry.hooks("notes")]
+        for line in filter(None, lines):
             self.console.say(line)
         for line in built.warnings(args, task):
             self.console.warn(line)
@@ -245,12 +238,11 @@ class GRPOTrainer(TrainerBase):
         self.recorder.keep(micro_batch, logprobs)
         return self.loss(logprobs, entropy, micro_batch, values)
 
-    if not TYPE_CHECKING:
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, value)
-            if name in STAGES:  # A method assigned to this object overrides a stage, like a subclass's method.
-                self.replaced |= {name}
+    @property
+    def replaced(self) -> frozenset[str]:
+        """Names of the stages, or "evaluate", that a subclass or a method assigned to this object overrides."""
+        own = {name: getattr(getattr(self, name), "__func__", None) for name in STAGES}
+        return frozenset(name for name, function in own.items() if function is not getattr(GRPOTrainer, name))
 
     @property
     def loss(self) -> Objective:
@@ -340,10 +332,6 @@ class GRPOTrainer(TrainerBase):
         if not self.learner.rules.max_tokens:
             shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
             self.memory_plan = self.memory_plan.with_measured(*self.learner.measure_budget(shape))
-
-    def at_boundary(self) -> bool:
-        """Return whether no packed step waits for training. Checkpoints need that, because they hold no rollouts."""
-        return not self.learner.pending
 
     # -- Closing
 

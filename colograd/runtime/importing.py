@@ -58,9 +58,12 @@ class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     new path give the same module object. ``moved`` maps old to new paths."""
 
     def __init__(self, moved: Mapping[str, str]) -> None:
-        self._moved = moved
+        self._moved = dict(moved)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        parent, _, child = name.rpartition(".")
+        if name not in self._moved and parent in self._moved:
+            self._moved[name] = f"{self._moved[parent]}.{child}"
         return importlib.machinery.ModuleSpec(name, self) if name in self._moved else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:

@@ -126,7 +126,10 @@ class AdamWSplit(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameters: list[torch.Tensor], device: torch.device, group: dict[str, Any]) -> None:
-        kernel, fused, plain = self._kernel(device), list[Piece](), list[Piece]()
+        if device not in self._kernels:
+            wanted = device.type == "cuda" and has_triton() if self.compiled is None else self.compiled
+            self._kernels[device] = make_kernel(device) if wanted else None
+        kernel, fused, plain = self._kernels[device], list[Piece](), list[Piece]()
         for parameter in parameters:
             state, grad = self._state(parameter), self._gradient(parameter)
             assert grad is not None
@@ -192,12 +195,6 @@ class AdamWSplit(torch.optim.Optimizer):
 
     def _place(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         return torch.empty_like(parameter, dtype=DTYPES[name])
-
-    def _kernel(self, device: torch.device) -> Kernel | None:
-        if device not in self._kernels:
-            wanted = device.type == "cuda" and has_triton() if self.compiled is None else self.compiled
-            self._kernels[device] = make_kernel(device) if wanted else None
-        return self._kernels[device]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's AdamW. Moments stay float32 and remainders int16, which torch

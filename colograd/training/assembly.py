@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 
 from ..batch import ModelInput
 from ..config import GRPOConfig
-from ..data import PromptDataset
 from ..data.columns import size_of
 from ..engine.protocol import Engine, EngineUse
 from ..engine.sampling import Sampling
@@ -33,41 +32,33 @@ from ..runtime import process, registry
 from ..sharding import strategy_name
 from ..weights import WeightSync, bytes_apart, check_choice, expects_sharing, weight_sync
 from .learner import Learner
-from .preparation import PreparedRun
-from .prompts import Benchmark, Prompts, longest_completion, proof_prompts, without_template
+from .preparation import PreparedRun, Prompts, longest_completion, proof_prompts, without_template
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
     """The parts of a run that need the GPU: vLLM engine, weight sync, memory plan, and reference or teacher models."""
 
-    engine: Engine | None  # The vLLM engine, or None in a replay of recorded groups.
-    weights: WeightSync | None  # Copies the policy's weights into the engine, or lets both share the weights.
-    device_turns: DeviceTurns | None  # Switches GPU memory between sampling and training.
     memory: MemoryPlan
     second_models: SecondModels
+    engine: Engine | None = None  # The vLLM engine, or None in a replay of recorded groups.
+    weights: WeightSync | None = None  # Copies the policy's weights into the engine, or lets both share the weights.
+    device_turns: DeviceTurns | None = None  # Switches GPU memory between sampling and training.
 
     def describe(self) -> Iterator[str]:
         """Yield lines for the user that describe the engine, the weight sync, the memory plan and the other models."""
-        if self.engine is None or self.weights is None or self.device_turns is None:
-            yield "engine: none, as nothing is sampled"
-        else:
-            yield self.engine.describe()
-            yield self.weights.describe()
+        yield "engine: none, as nothing is sampled" if self.engine is None else self.engine.describe()
+        yield from () if self.weights is None else (self.weights.describe(),)
         yield from self.memory.table().splitlines()
-        if self.device_turns is not None:
-            yield from self.device_turns.notes
-        for second in self.second_models.values():
-            yield second.describe()
+        yield from () if self.device_turns is None else self.device_turns.notes
+        yield from (second.describe() for second in self.second_models.values())
 
     def warnings(self, config: GRPOConfig, prepared: PreparedRun) -> Iterator[str]:
         """Yield warnings for the user about settings, engine, policy, dropped prompts and a missing chat template."""
         yield from (*config.notes, *config.advice())
         yield from () if self.engine is None else self.engine.warnings(config)
         yield from prepared.policy.warnings(config)
-        for part in prepared.prompts:
-            if isinstance(part, PromptDataset | Benchmark) and part.dropped:
-                yield part.dropped_line()
+        yield from (part.dropped_line() for part in prepared.prompts if getattr(part, "dropped", False))
         if not prepared.feature.adds_columns:
             yield from without_template(prepared.train_prompts, prepared.policy)
 
@@ -83,17 +74,16 @@ def assemble(
     """Build the vLLM engine, and move the policy to the GPU next to the engine. A collective call: all ranks take part.
     An extension's hook ``context`` checks the tokens of the longest sequence: (config, policy, tokens) -> None."""
     policy, run = prepared.policy, read_run(config, prepared, max_tokens)
+    context, end = needed_context(config, prepared), policy.tokenizer.eos_token_id
     with on_all_ranks("the context"):
         for check in registry.hooks("context"):
-            check(config, policy, needed_context(config, prepared))
+            check(config, policy, context)
+    plan = plan_or_raise(run if samples else run.without_engine(), strategy_name(config))
     if not samples:
-        plan = plan_or_raise(run.without_engine(), strategy_name(config))
         if not config.on_cpu:
             policy.model.to(config.device)
         with on_all_ranks("the second models"):
-            return Assembly(None, None, None, plan, second_models(prepared.objective.needs, config, policy))
-    plan = plan_or_raise(run, strategy_name(config))
-    end = policy.tokenizer.eos_token_id
+            return Assembly(plan, second_models(prepared.objective.needs, config, policy))
     use = EngineUse(
         end_tokens=() if end is None else (end,),
         adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
@@ -105,7 +95,6 @@ def assemble(
         prompts=prepared.prompts,
         has_tools=prepared.feature.may_add_images,
     )
-    context = needed_context(config, prepared)
     engine: Engine = VLLMEngine(policy.path, config, policy.model.dtype, context, plan.kv_bytes, use)
     closing.callback(engine.close)
     with on_all_ranks("the check of the sampling settings"):
@@ -131,7 +120,7 @@ def assemble(
         others = second_models(prepared.objective.needs, config, policy)
     apart = plan.policy_weights if config.cuts_weights else bytes_apart(policy.model, engine.tensors)
     plan = plan.with_engine(engine.weight_bytes, apart, engine.kv_tokens)
-    return Assembly(engine, weights, DeviceTurns(engine, config, times), plan, others)
+    return Assembly(plan, others, engine, weights, DeviceTurns(engine, config, times))
 
 
 def engine_alone(
@@ -140,8 +129,8 @@ def engine_alone(
 ) -> Engine:  # fmt: skip
     """Build a vLLM engine with a checkpoint's weights and without a policy, for benchmarks. A collective call."""
     dtype = model_config.dtype if isinstance(model_config.dtype, torch.dtype) else torch.bfloat16
-    given = dict(config.model_init_kwargs or {}).get("dtype", "auto")  # type: ignore[arg-type]
-    dtype = dtype if given == "auto" else getattr(torch, str(given).removeprefix("torch."))
+    if (given := dict(config.model_init_kwargs or {}).get("dtype", "auto")) != "auto":  # type: ignore[arg-type]
+        dtype = getattr(torch, str(given).removeprefix("torch."))
     kv_bytes = 0  # 0 lets vLLM choose the size of the KV cache on a GPU
     with on_all_ranks("the engine"):
         if config.on_cpu:
@@ -178,8 +167,8 @@ def resolve_by_memory(config: GRPOConfig, prepared: PreparedRun, samples: bool =
         )
     every = config.checkpointing
     if config.gradient_checkpointing is None:
-        run = read_run(config, prepared, config.token_budget)
-        every = least_checkpointing(run, strategy_name(config), prepared.policy.checkpointing)
+        run, intervals = read_run(config, prepared, config.token_budget), prepared.policy.checkpointing
+        every = least_checkpointing(run, strategy_name(config), intervals)
     config.resolve_checkpointing(every)
 
 
@@ -214,8 +203,7 @@ def most_sequences(config: GRPOConfig, prompts: Sequence[Prompts]) -> int:
     """Return the largest number of completions that this rank's vLLM engine samples at one time, in any evaluation or
     in training."""
     engines, each = config.layout.data_size, config.eval_generations()
-    parts = [part for part in prompts[1:] if isinstance(part, PromptDataset | Benchmark)]
-    evaluated = (-(-len(part) // engines) * getattr(part, "generations", each) for part in parts)
+    evaluated = (-(-len(part) // engines) * getattr(part, "generations", each) for part in prompts[1:])
     return max(sampled_together(config), *evaluated, 1)
 
 
@@ -225,32 +213,22 @@ def needed_context(config: GRPOConfig, prepared: PreparedRun) -> int:
     return config.vllm_max_model_length or min(longest + prepared.feature.reserved_tokens, prepared.policy.context)
 
 
-def choose_kernels(
-    args: GRPOConfig,
-    model: torch.nn.Module,
-    second_models: SecondModels,
-    closing: ExitStack,
-    autocast: Callable[[], AbstractContextManager[Any]],
-) -> Iterator[str]:
+def choose_kernels(learner: Learner, closing: ExitStack) -> None:
     """Put fused kernels or compiled layers into the policy and its reference models, if configured. A collective call.
 
     An extension's hook "kernels" takes the configuration and returns None, or a function (model, other models) that
     installs kernels and returns a function to remove them. An extension's hook ``uncompiled`` (model -> None) excludes
-    layers from compilation.
-
-    Yields:
-        A line for the user before each slow operation.
-    """
-    others = [
-        each.model for each in second_models.values() if each.of_policy and unwrap(each.model) is not unwrap(model)
-    ]
+    layers from compilation."""
+    args, model = learner.config, learner.model
+    models = (second.model for second in learner.second_models.values() if second.of_policy)
+    others = [each for each in models if unwrap(each) is not unwrap(model)]
     for kernels_of in registry.hooks("kernels"):
         if (put := kernels_of(args)) is not None:
-            with on_all_ranks("its kernels"), autocast():
+            with on_all_ranks("its kernels"), learner.hooks.compute_loss_context_manager():
                 undo = put(model, others)
             closing.callback(undo)
     if args.torch_compile:
-        yield "policy: torch compiles its layers: a minute or more, less the next time"
+        learner.events.console.say("policy: torch compiles its layers: a minute or more, less the next time")
         for each in (unwrap(model), *others):
             for keep_uncompiled in registry.hooks("uncompiled"):
                 keep_uncompiled(each)

@@ -27,7 +27,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..checkpoint import folders
-from ..checkpoint.host_files import HostFiles, saving_model
+from ..checkpoint.host_files import HostFiles
 from ..checkpoint.manifest import files_of
 from ..checkpoint.reading import STATE_FILE, loading
 from ..checkpoint.search import search
@@ -51,16 +51,14 @@ PATIENCE = 10.0  # Seconds from a save's start. If the save still runs then, the
 def end_at_a_signal(args: GRPOConfig, closing: contextlib.ExitStack) -> None:
     """Let a stop signal end all ranks at once outside of the training, until `closing` is closed.
 
-    The status is `exit_status_after_stop`, or 143 if that isn't set.
-    """
+    The status is `exit_status_after_stop`, or 143 if that isn't set."""
     status = TERMINATED if args.exit_status_after_stop is None else args.exit_status_after_stop
     stop = StopSignal.outside_training(args.stop_signals, status, faults.tell_stop)
     faults.stop_listeners[:] = [stop.stop]
 
     def remove() -> None:
         stop.remove()
-        if stop.stop in faults.stop_listeners:
-            faults.stop_listeners.remove(stop.stop)
+        faults.stop_listeners[:] = [each for each in faults.stop_listeners if each != stop.stop]
 
     closing.callback(remove)
 
@@ -75,9 +73,8 @@ class Checkpointer(TrainerCallback):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.args: GRPOConfig = trainer.args
-        args = self.args
+        args, speaks = self.args, trainer.is_world_process_zero()
         status = exit_status(args.exit_status_after_stop, os.environ)
-        speaks = trainer.is_world_process_zero()
         self.stop_signal = StopSignal(speaks, args.stop_signals, args.stop_within, status)
         self.stop_signal.tell, self.stop_signal.leave = faults.tell_stop, faults.leave
         self._newest = 0  # optimizer step of this run's newest checkpoint, written or still being written
@@ -92,11 +89,7 @@ class Checkpointer(TrainerCallback):
         self._damaged: set[int] = set()  # Optimizer steps of damaged checkpoints.
 
     def _resolve_folders(self) -> bool:
-        """Return whether the nodes share no file system. If so, each node writes whole checkpoints to its local disk.
-
-        Raises:
-            ValueError: ``save_on_each_node`` is true, but all nodes share the folder.
-        """
+        """Return whether the nodes share no file system. If so, each node writes whole checkpoints into its folder."""
         args = self.args
         with on_all_ranks("writing into output_dir"):
             if args.layout.leads_node:
@@ -117,18 +110,15 @@ class Checkpointer(TrainerCallback):
 
     def find(self, wanted: str | bool | None) -> str | None:
         """Return the path of the checkpoint that ``resume_from_checkpoint`` names, or None for a new run. A collective.
-
-        Raises:
-            ValueError: the checkpoint doesn't exist, or is damaged.
-        """
+        A checkpoint that doesn't exist, or is damaged, is a ValueError."""
         with on_all_ranks("the search for a checkpoint"):
             if self.args.should_save:  # sweep before searching, to restore a checkpoint that was being replaced
                 folders.sweep(self.args.output_dir)
-        self._is_due, self._failures = False, 0
-        found, self._damaged = search(
-            wanted, str(self.args.output_dir), self.args.layout, self.nodes_are_apart, self.trainer.console
+        args, self._is_due, self._failures = self.args, False, 0
+        path, self._damaged = search(
+            wanted, str(args.output_dir), args.layout, self.nodes_are_apart, self.trainer.console
         )
-        return found
+        return path
 
     def begin(self, checkpoint: str | None) -> None:
         """Print the step that the run resumes at. Restore a streamed dataset's or a curriculum's position."""
@@ -163,8 +153,7 @@ class Checkpointer(TrainerCallback):
     def during_training(self) -> Iterator[None]:
         """Wrap a training: a signal becomes a checkpoint and a stop, and all saves are finished at the end.
 
-        A training that is cut (see `stop_signal`) ends here without an error, if all ranks raise `Stopped` together.
-        """
+        A training that is cut (see `stop_signal`) ends here without an error, if all ranks raise `Stopped` together."""
         self.stop_signal.install()
         listeners = faults.stop_listeners[:]
         faults.stop_listeners[:] = [self.stop_signal.stop]
@@ -197,15 +186,15 @@ class Checkpointer(TrainerCallback):
         self.settle(wait=False, states=saves)
         stop: str = next(filter(None, stops), "")
         stop_signal.received = stop_signal.received or stop  # all ranks end alike
-        if any(cuts) and not self.trainer.at_boundary():
+        pending = self.trainer.learner.pending  # packed steps that wait for training; checkpoints hold no rollouts
+        if any(cuts) and pending:
             raise Stopped(f"{stop} in the middle of a round")
         due = self._is_due or control.should_save or bool(stop)
-        control.should_save = due and self.trainer.at_boundary()
+        control.should_save = due and not pending
         self._is_due = due and not control.should_save
         if stop and control.should_save:
-            self.trainer.console.warn(
-                f"{stop}: a checkpoint of step {state.global_step} is written, then the run ends."
-            )
+            line = f"{stop}: a checkpoint of step {state.global_step} is written, then the run ends."
+            self.trainer.console.warn(line)
             control.should_training_stop = True
 
     def _cut_sampling(self) -> None:
@@ -216,12 +205,11 @@ class Checkpointer(TrainerCallback):
         """Save the last finished round, if it has no checkpoint and the run can resume from its state. A collective.
 
         A round that was cut before its last optimizer step has no such state. The resumed run then takes the round's
-        groups from the rollout log, and trains its steps again.
-        """
+        groups from the rollout log, and trains its steps again."""
         trainer, step, name = self.trainer, self.trainer.state.global_step, self.stop_signal.received
         self._is_due, trainer.control.should_training_stop = False, True
         keeps_nothing = type(trainer.round).save is PlainRound.save  # else the cut round may have changed its state
-        is_new = step > self._newest and trainer.at_boundary() and keeps_nothing
+        is_new = step > self._newest and not trainer.learner.pending and keeps_nothing
         trainer.console.warn(
             f"{name}: the round was cut, as its time is over; scored groups are in the rollout log"
             + (f", and a checkpoint of step {step} is written" if is_new else "")
@@ -240,15 +228,10 @@ class Checkpointer(TrainerCallback):
 
     def save(self) -> bool:
         """Start to save a checkpoint of this step. Wait for its end if a thread can't write it in the background.
-
-        Returns:
-            True if the checkpoint is written or being written, so that the callbacks' ``on_save`` must be called.
-
-        Raises:
-            RuntimeError: as many checkpoints in a row as `save_failures` couldn't be written.
-        """
+        Return True if the checkpoint is written or being written, so that the callbacks' ``on_save`` must be called. A
+        RuntimeError ends the run if as many checkpoints in a row as `save_failures` couldn't be written."""
         trainer, state, console = self.trainer, self.trainer.state, self.trainer.console
-        if not trainer.at_boundary():
+        if trainer.learner.pending:
             self._is_due = True
             return False
         why, stops = self._reason_for_foreground(), trainer.control.should_training_stop or self.stop_signal.received
@@ -351,9 +334,9 @@ class Checkpointer(TrainerCallback):
             return
         for callback in (*trainer.callback_handler.callbacks, trainer.control):
             if isinstance(callback, ExportableState):
-                name = type(callback).__name__
-                if isinstance(state.stateful_callbacks[name], list):  # callbacks of one class share a list of states
-                    state.stateful_callbacks[name].append(callback.state())
+                states = state.stateful_callbacks[name := type(callback).__name__]
+                if isinstance(states, list):  # callbacks of one class share a list of states
+                    states.append(callback.state())
                 else:
                     state.stateful_callbacks[name] = callback.state()
         state.save_to_json(str(folder / STATE_FILE))
@@ -390,23 +373,10 @@ class Checkpointer(TrainerCallback):
         """Return the last save's host buffers by weight name. `write_tensors` doesn't copy weights in these buffers."""
         return self._host_files.places(SAFE_WEIGHTS_NAME) if self._in_background else {}
 
-    def saving_model(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager that makes the model's ``save_pretrained`` write weights with `write_tensors`."""
-        return saving_model(self.trainer.model, self._host_files.put if self._in_background else None)
-
     def settle(self, wait: bool, states: Sequence[str | None] | None = None) -> bool:
-        """Check whether the background save of a checkpoint has ended, on all ranks. A collective call.
-
-        Args:
-            wait: whether to wait until all ranks have finished writing.
-            states: `Writer.state` of each rank, if the ranks have exchanged these states already.
-
-        Returns:
-            True if the checkpoint is written, or if no save is in the background. False if the save failed or runs.
-
-        Raises:
-            RuntimeError: as many checkpoints in a row as `save_failures` couldn't be written.
-        """
+        """Check whether the background save of a checkpoint has ended, on all ranks, or ``wait`` for the end. A
+        collective. ``states``: `Writer.state` of each rank, if the ranks have exchanged these states already. Return
+        True if the checkpoint is written, or if no save is in the background. False if the save failed or runs."""
         save = self.writer.present
         if save is None:
             return True
@@ -456,11 +426,7 @@ class Checkpointer(TrainerCallback):
 
     def load_weights(self, checkpoint: str, usual: Callable[[], None]) -> None:
         """Load the model's weights from a checkpoint. ``usual`` is transformers' function, which can't load
-        shards, vision-language models and experts.
-
-        Raises:
-            ValueError: the weights can't be read, or belong to a different model.
-        """
+        shards, vision-language models and experts. Weights of a different model are a ValueError."""
         policy, model, folder = self.trainer.policy, self.trainer.model, Path(checkpoint)
         with loading(checkpoint, "the model"):
             if policy.adapter is not None:
@@ -477,8 +443,7 @@ class Checkpointer(TrainerCallback):
         """Load the optimizer and schedule of a checkpoint that any number of ranks and any sharding strategy wrote.
 
         Float32 weights become split master weights (see `adamw_split`) bit for bit, and the reverse. Learning rates and
-        weight decay come from the present recipe.
-        """
+        weight decay come from the present recipe."""
         optimizer, sharding, folder = self.optimizer, self.trainer.sharding, Path(checkpoint)
         schedule: Any = self.trainer.lr_scheduler
         made_with = [{name: group[name] for name in OF_OPTIMIZER if name in group} for group in optimizer.param_groups]

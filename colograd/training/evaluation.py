@@ -18,18 +18,18 @@ from ..policy.logprobs import evaluation_mode
 from ..rewards.answers import chance_of_pass
 from ..rollout.statistics import RolloutStatistics
 from .learner import Learner, loss_pass, step_batch
-from .prompts import Benchmark
 
 EVALUATION_TOKENS = 4096  # maximum tokens of an evaluation's micro-batch before the token budget is measured
 
 
-def evaluate_prompts(trainer: Any, prompts: PromptDataset | Benchmark, name: str) -> dict[str, float]:
+def evaluate_prompts(trainer: Any, prompts: Any, name: str) -> dict[str, float]:
     """Sample and score every prompt of an evaluation, distributed over all ranks. Return metrics over all prompts."""
     config, sampler, started = trainer.args, trainer.sampler, time.perf_counter()
     with on_all_ranks("publishing"):
         trainer.publish()
-    if isinstance(prompts, Benchmark):
-        return prompts.evaluate(trainer, name)
+    if not isinstance(prompts, PromptDataset):  # a benchmark
+        of_benchmark: dict[str, float] = prompts.evaluate(trainer, name)
+        return of_benchmark
     groups = sampler.collect_evaluation(prompts.prompts(config.layout.data_rank, config.layout.data_size), name)
     own = RolloutStatistics.of(groups, trainer.combine, config.mask_truncated_completions)
     own.counts.update(sampler.take_counts())

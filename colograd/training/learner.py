@@ -203,15 +203,13 @@ class Learner:
                     dataclasses.replace(step, version=version + index, trained=step.trained * (index < len(steps)))
                     for index, step in enumerate(filled * self.config.num_iterations)
                 ]
-                off_policy = [
-                    number
-                    for number, step in enumerate(scheduled)
-                    if any(r.policy_version != step.version for scored in step.groups for r in scored.group.rollouts)
-                ]
                 # Compute the old log-probabilities of all steps now, while the policy has the weights that sampled.
                 rows = dict[int, tuple[PackedRow, ...]]()  # Packed rows with old log-probabilities, by step index.
                 with on_all_ranks("the old log-probabilities"):
-                    for number in off_policy:
+                    for number, step in enumerate(scheduled):
+                        rollouts = (rollout for scored in step.groups for rollout in scored.group.rollouts)
+                        if all(rollout.policy_version == step.version for rollout in rollouts):
+                            continue  # The step is on-policy.
                         if (place := number % len(steps)) not in rows:
                             with self.events.times.phase("old_logprobs"), autocast():
                                 rows[place] = with_old_logprobs(self.model, filled[place], self.config.temperature).rows
@@ -249,8 +247,8 @@ class Learner:
                 bar = self.events.console.progress(len(step.rows) - step.trained, "train", "micro-batch")
                 recorded, timed = self.events.recorder.trains(step), self.events.times.phase("train")
                 with on_all_ranks("training"), recorded, timed, contextlib.closing(bar):
-                    given = self.row_loss(), self.hooks.compute_loss_context_manager, self.sharding, bar.update
-                    metrics = loss_pass(step, *given, earlier)
+                    autocast = self.hooks.compute_loss_context_manager
+                    metrics = loss_pass(step, self.row_loss(), autocast, self.sharding, bar.update, earlier)
                 break
             except torch.OutOfMemoryError as error:
                 reason = str(error)

@@ -55,23 +55,16 @@ def store_of(
 
 def run_settings(args: GRPOConfig, rewards: Sequence[RewardFunction], digests: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings to record with a run's groups, as JSON values, with digests of the reward functions' code."""
-    settings = settings_of(args, [reward.name for reward in rewards])
-    settings[REWARD_CODE] = {reward.name: code_digest(reward.function) for reward in rewards}
-    settings |= digests
+    codes = {REWARD_CODE: {reward.name: code_digest(reward.function) for reward in rewards}}
+    settings = settings_of(args, [reward.name for reward in rewards]) | codes | dict(digests)
     return dict(json.loads(json.dumps(settings, default=str)))
 
 
 def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]:
     names = [*OF_ROUNDS, *OF_TRAINING, *(field.name for group in GROUPS for field in dataclasses.fields(group))]
-    settings: dict[str, Any] = {name: getattr(args, name) for name in dict.fromkeys(names)}
     # Record a feature's settings only if the feature is used, so that records of older versions stay valid.
-    for name in ("router_replay", "curriculum"):
-        if getattr(args, name):
-            settings[name] = getattr(args, name)
-    if args.carry_over is not None:
-        settings |= {name: getattr(args, name) for name in OF_CARRY_OVER}
-    if args.distils:
-        settings |= {field.name: getattr(args, field.name) for field in dataclasses.fields(DistillationKnobs)}
-    if args.kl_in_reward:
-        settings |= {field.name: getattr(args, field.name) for field in dataclasses.fields(RewardPenaltyKnobs)}
-    return settings | {REWARD_FUNCS: list(reward_names)}
+    names += [name for name in ("router_replay", "curriculum") if getattr(args, name)]
+    names += OF_CARRY_OVER if args.carry_over is not None else ()
+    for knobs, used in ((DistillationKnobs, args.distils), (RewardPenaltyKnobs, args.kl_in_reward)):
+        names += [field.name for field in dataclasses.fields(knobs)] if used else ()
+    return {name: getattr(args, name) for name in dict.fromkeys(names)} | {REWARD_FUNCS: list(reward_names)}

@@ -18,6 +18,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from ..checkpoint import folders, search
+from ..checkpoint.host_files import saving_model
 from ..checkpoint.reading import loading, trainer_state
 from ..config import GRPOConfig
 from ..data import PromptDataset, PromptLoader, StepOrder
@@ -38,7 +39,7 @@ from ..weights import state_dict_on_host
 from .checkpointer import Checkpointer
 from .evaluation import evaluate_prompts
 from .learner import Learner
-from .prompts import eval_prompts_of, train_prompts_of
+from .preparation import eval_prompts_of, train_prompts_of
 
 NAMES = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")  # Settings that `transformers.Trainer` changes.
 MISSING = object()
@@ -61,12 +62,8 @@ class CheckpointConfig:
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        configs = [model.config, getattr(model, "generation_config", None)]
-        self._values = [
-            (config, {name: vars(config).get(name, MISSING) for name in NAMES})
-            for config in configs
-            if config is not None
-        ]
+        configs = filter(None, (model.config, getattr(model, "generation_config", None)))
+        self._values = [(config, {name: vars(config).get(name, MISSING) for name in NAMES}) for config in configs]
 
     def restore(self) -> None:
         """Restore the checkpoint's values of ``use_cache`` and of special tokens, except tokens that are new."""
@@ -112,8 +109,7 @@ class SeamTrainer(Trainer):
         self._gathered: dict[str, torch.Tensor] | None = None  # Weights to save, gathered from a sharded policy.
         self.checkpointer = self.make_checkpointer()
         # An extension's hook "recorder" is a function that takes the trainer and returns a `NoRecord` subclass or None.
-        made = (make(self) for make in hooks("recorder"))
-        self.recorder: NoRecord = next(filter(None, made), None) or NoRecord()
+        self.recorder: NoRecord = next(filter(None, (make(self) for make in hooks("recorder"))), None) or NoRecord()
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
         if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:  # notebooks show Colograd's table of rewards
@@ -127,33 +123,27 @@ class SeamTrainer(Trainer):
         """Make the `Checkpointer`. A replay overrides this method to read the recorded run's checkpoints."""
         return Checkpointer(self)
 
-    def _begin_training(self, resume_from_checkpoint: str | bool | None) -> tuple[str | None, TrainOutput | None]:
-        if resume_from_checkpoint is None:
-            resume_from_checkpoint = self.args.resume_from_checkpoint
-        checkpoint = self.checkpointer.find(resume_from_checkpoint)
-        if checkpoint is not None and (finished := self._finished(checkpoint)) is not None:
-            return checkpoint, finished
+    def _begin_training(self, wanted: str | bool | None) -> tuple[str | None, TrainOutput | None]:
+        """Find the checkpoint to resume from, and open the run's records. If the checkpoint is of the run's last step,
+        load it and return the training's output. (Transformers would train an additional step.)"""
+        wanted = self.args.resume_from_checkpoint if wanted is None else wanted
+        checkpoint = self.checkpointer.find(wanted)
+        if checkpoint is not None:
+            state = trainer_state(checkpoint)
+            *_, max_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
+            if state.global_step >= max_steps:
+                self._load_from_checkpoint(checkpoint)
+                self.create_optimizer_and_scheduler(num_training_steps=max_steps)
+                self.optimizer: Any = self.accelerator.prepare(self.optimizer)
+                self._load_optimizer_and_scheduler(checkpoint)
+                self._load_rng_state(checkpoint)
+                self.state = state
+                self.console.say(search.nothing_left(checkpoint, max_steps))
+                return checkpoint, TrainOutput(state.global_step, 0.0, {})
         self.checkpointer.begin(checkpoint)
-        self._open_records(checkpoint, search.is_wanted(resume_from_checkpoint))
+        self._open_records(checkpoint, search.is_wanted(wanted))
         spare_from_trackers(self.callback_handler.callbacks, Spare(self.console.warn))
         return checkpoint, None
-
-    def _finished(self, checkpoint: str) -> TrainOutput | None:
-        """If ``checkpoint`` is of the run's last step, load it and return the training's output. Otherwise return None.
-
-        (From a checkpoint of the last step, transformers would train an additional step.)"""
-        state = trainer_state(checkpoint)
-        *_, max_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
-        if state.global_step < max_steps:
-            return None
-        self._load_from_checkpoint(checkpoint)
-        self.create_optimizer_and_scheduler(num_training_steps=max_steps)
-        self.optimizer: Any = self.accelerator.prepare(self.optimizer)
-        self._load_optimizer_and_scheduler(checkpoint)
-        self._load_rng_state(checkpoint)
-        self.state = state
-        self.console.say(search.nothing_left(checkpoint, max_steps))
-        return TrainOutput(state.global_step, 0.0, {})
 
     @ends_together("the evaluation")
     def evaluate(
@@ -205,17 +195,14 @@ class SeamTrainer(Trainer):
         prompts = self.train_prompts
         if not isinstance(prompts, PromptDataset):
             return prompts.loader()
-        choice = prompts.choice
-        return PromptLoader(
-            prompts, StepOrder.of(self.args, len(prompts)) if choice is None else choice.order(self.args)
-        )
+        args, choice = self.args, prompts.choice
+        return PromptLoader(prompts, StepOrder.of(args, len(prompts)) if choice is None else choice.order(args))
 
     def _follow_datasets(self) -> None:
-        train_dataset, eval_dataset = self._tokenised
         given = self.policy, self.args, self.feature, self.engine_context
-        if self.train_dataset is not train_dataset:
+        if self.train_dataset is not self._tokenised[0]:
             self.train_prompts = train_prompts_of(self.train_dataset, *given)
-        if self.eval_dataset is not eval_dataset:
+        if self.eval_dataset is not self._tokenised[1]:
             self.eval_prompts = eval_prompts_of(self.eval_dataset, *given)
         self._tokenised = (self.train_dataset, self.eval_dataset)
 
@@ -236,10 +223,8 @@ class SeamTrainer(Trainer):
         lines, problem = [], ""
         with on_all_ranks("the run's folder"):
             goes_on = checkpoint is not None or (resumes and self.journal is not None and bool(self.journal.rounds()))
-            aside = (
-                folders.set_aside(str(args.output_dir), self.policy.path) if args.should_save and not goes_on else None
-            )
-            if aside is not None:
+            moves = args.should_save and not goes_on
+            if moves and (aside := folders.set_aside(str(args.output_dir), self.policy.path)) is not None:
                 lines.append(f"an earlier run's files in {os.path.relpath(args.output_dir)} are now in {aside}")
         with on_all_ranks("the journal"):
             if self.journal is not None:
@@ -255,16 +240,14 @@ class SeamTrainer(Trainer):
         if not self.args.keeps_journal or not self.is_in_train:
             return
         with on_all_ranks("the journal"), self.times.phase("journal"):
-            journal = self.journal
             digest = "" if self.args.tensor_parallel else digest_of(self.model)  # no digest of a rank's part
-            problem = journal.begin(self.state.global_step, digest, evaluation) if journal else ""
+            problem = self.journal.begin(self.state.global_step, digest, evaluation) if self.journal else ""
         self.console.warn_of_all(gather(problem))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log ``logs``, together with the mean of each step metric over the steps since the last call."""
         if self._unlogged and ("loss" in logs or "train_loss" in logs):
-            names = dict.fromkeys(name for entry in self._unlogged for name in entry)
-            for name in names:
+            for name in dict.fromkeys(name for entry in self._unlogged for name in entry):
                 values = [entry[name] for entry in self._unlogged if name in entry]
                 logs[name] = sum(values) / len(values)
             logs["num_tokens"] = float(self.state.num_input_tokens_seen)
@@ -295,7 +278,7 @@ class SeamTrainer(Trainer):
             state_dict = self._gathered
             if state_dict is None and self.policy.adapter is None:
                 state_dict = state_dict_on_host(self.model, self.checkpointer.weight_places())
-        with self.checkpointer.saving_model():
+        with saving_model(self.model, self.checkpointer.write_tensors):
             super()._save(output_dir, state_dict)
         folders.open_to_readers(output_dir or self.args.output_dir)
         if self.policy.quantization is not None:

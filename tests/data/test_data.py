@@ -23,7 +23,7 @@ from colograd.data import (
     load_datasets,
     tokenize_prompts,
 )
-from colograd.training.prompts import without_template
+from colograd.training.preparation import without_template
 
 USER = {"role": "user", "content": "Hi"}
 

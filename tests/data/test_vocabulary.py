@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from colograd.data.columns import check_rows, size_of, surplus_rows, surplus_tokens
 from colograd.policy.loading import load_policy
-from colograd.training.prompts import train_prompts_of
+from colograd.training.preparation import train_prompts_of
 
 
 @pytest.fixture

@@ -37,8 +37,7 @@ from colograd.rollout.features import SourceFeature
 from colograd.runtime import process
 from colograd.sharding import check_sharding
 from colograd.trainer import GRPOTrainer
-from colograd.training.preparation import prepared_config
-from colograd.training.prompts import train_prompts_of
+from colograd.training.preparation import prepared_config, train_prompts_of
 from colograd.weights import check_choice
 
 ROW = {"prompt": "2 + 2 =", "answer": "4"}

@@ -48,7 +48,10 @@ def test_it_can_be_imported(path: str) -> None:
     assert functools.reduce(getattr, name.split("."), importlib.import_module(module)) is not None
 
 
-@pytest.mark.parametrize(("old", "new"), colograd.MOVED.items())
+INSIDE = {"colograd.agents.sessions": "colograd.extensions.agents.sessions"}
+
+
+@pytest.mark.parametrize(("old", "new"), (colograd.MOVED | INSIDE).items())
 def test_a_former_path_gives_the_same_module(old: str, new: str) -> None:
     """A module keeps its own name and spec."""
     module = importlib.import_module(new)

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 from colograd.config import GRPOConfig
 from colograd.policy import attention, row_proof
 from colograd.policy.loading import load_policy
-from colograd.training.preparation import prepared_config
-from colograd.training.prompts import train_prompts_of
+from colograd.training.preparation import prepared_config, train_prompts_of
 from colograd.training.transformers_seam import SeamTrainer
 
 

@@ -26,8 +26,7 @@ from ...rollout.sampler import Sampler
 from ...rollout.store import About, JournalError, RolloutStore, files_of
 from ...trainer import GRPOTrainer
 from ...training.checkpointer import Checkpointer
-from ...training.preparation import PreparedRun
-from ...training.prompts import reader_of
+from ...training.preparation import PreparedRun, reader_of
 from ...training.recorded_settings import OF_GROUPS, settings_of
 
 PROFILE_ROWS = 30  # Maximum rows of the profile's table of operators.

@@ -14,7 +14,6 @@ from ...config.conflicts import OF_LOSS
 from ...config.objective import LOSSES
 from ...rewards import RewardFunction
 from ...rewards.calling import parameters_of
-from ...training.prompts import Benchmark
 from ...training.transformers_seam import best_metric
 
 # Names of metrics that an evaluation has from rewards and from the loss. OF_LOSS matches further metrics of the loss.
@@ -65,13 +64,13 @@ def lacks_best(args: GRPOConfig, metrics: Mapping[str, float], earlier: bool) ->
 def _is_possible(name: str, args: GRPOConfig, rewards: Sequence[RewardFunction], prompts: Any) -> bool:
     if match := re.fullmatch(r"rewards/(.+)/(\w+)", name):
         return match[1] in [reward.name for reward in rewards] and match[2] in OF_REWARD
-    if isinstance(prompts, Benchmark) and re.search(r"(^|_)pass@\d+$", name):
+    if hasattr(prompts, "metric_names") and re.search(r"(^|_)pass@\d+$", name):
         return True
     return "/" in name or bool(OF_LOSS.search(name)) or name in [*_names(args, rewards, prompts), *NAMES_OF_LOSS]
 
 
 def _names(args: GRPOConfig, rewards: Sequence[RewardFunction], prompts: Any) -> Iterator[str]:
-    if isinstance(prompts, Benchmark):
+    if hasattr(prompts, "metric_names"):  # a benchmark
         yield from prompts.metric_names()
         return
     yield from NAMES if rewards else NAMES[3:]

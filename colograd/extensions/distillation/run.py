@@ -10,7 +10,7 @@ from ...config import GRPOConfig
 from ...config.conflicts import ANY, SET, UNSET, Conflict, When, equal, other_than
 from ...data import PromptDataset
 from ...data.columns import columns_of
-from ...training.prompts import Prompts
+from ...training.preparation import Prompts
 
 SETTING = "teacher_model_name_or_path"
 SEVERAL = When("of several teachers", lambda models: isinstance(models, dict))

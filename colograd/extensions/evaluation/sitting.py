@@ -18,7 +18,7 @@ from ...parallel import watchdog
 from ...parallel.ranks import gather, on_all_ranks
 from ...rewards.answers import after_thinking
 from ...runtime import process
-from ...training.prompts import Benchmark, engine_context, longest_completion
+from ...training.preparation import engine_context, longest_completion
 from ...usercode.worker_pool import WorkerCall, WorkerPool
 from .engine import score
 from .harness import HarnessBenchmark, LoadedTask, Question, Request, Rules, stops, thinks
@@ -160,7 +160,7 @@ def _texts(group: Group, request: Request, tokenizer: Any) -> list[str]:
     return texts
 
 
-class RunBenchmark(HarnessBenchmark, Benchmark):
+class RunBenchmark(HarnessBenchmark):
     """A benchmark of lm-evaluation-harness in a run's evaluations."""
 
     pool: WorkerPool | None = None  # worker processes, started by the first evaluation

@@ -33,7 +33,7 @@ from ...parallel import watchdog
 from ...policy.loading import Policy
 from ...rollout.features import SourceFeature
 from ...runtime.process import cpu_threads
-from ...training.prompts import Prompts
+from ...training.preparation import Prompts
 from .rider import PER_TOKEN, Images, digest_of
 
 TEXT_INPUTS = ("input_ids", "attention_mask")  # Outputs of a processor that belong to the text.

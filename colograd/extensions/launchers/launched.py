@@ -47,7 +47,7 @@ def requests(deepspeed: str | dict[str, Any] | None) -> list[Launched]:
     if _is_on(FSDP) and _is_on(DEEPSPEED):
         raise ValueError(f"{FSDP} and {DEEPSPEED} are both set, but a policy is sharded in one way: unset one.")
     if _is_on(FSDP) or _is_on(DEEPSPEED):
-        os.environ[KEPT] = json.dumps(asdict(_fsdp() if _is_on(FSDP) else _deepspeed()))
+        os.environ[KEPT] = json.dumps(asdict(_launched()))
         os.environ[FSDP] = os.environ[DEEPSPEED] = "false"
     found = [Launched(**json.loads(text))] if (text := os.environ.get(KEPT)) else []
     found += [from_deepspeed(deepspeed)] if deepspeed else []
@@ -58,18 +58,16 @@ def _is_on(variable: str) -> bool:
     return os.environ.get(variable, "").lower() in ("1", "true", "t", "yes", "y", "on")
 
 
-def _fsdp() -> Launched:
-    version = os.environ.get("FSDP_VERSION") or "1"
-    if version != "2":
-        raise ValueError(
-            f"FSDP_VERSION is {version}, but only FSDP2 is available: set fsdp_version: 2 in accelerate's "
-            "configuration, as recipes/accelerate_configs/fsdp2.yaml has it."
-        )
-    names = ("FSDP_RESHARD_AFTER_FORWARD", "FSDP_OFFLOAD_PARAMS")
-    return Launched("fsdp", "FSDP2", *(_is_on(name) if os.environ.get(name) else None for name in names))
-
-
-def _deepspeed() -> Launched:
+def _launched() -> Launched:
+    """Return the request in the environment variables of accelerate's FSDP or DeepSpeed."""
+    if _is_on(FSDP):
+        if (version := os.environ.get("FSDP_VERSION") or "1") != "2":
+            raise ValueError(
+                f"FSDP_VERSION is {version}, but only FSDP2 is available: set fsdp_version: 2 in accelerate's "
+                "configuration, as recipes/accelerate_configs/fsdp2.yaml has it."
+            )
+        names = ("FSDP_RESHARD_AFTER_FORWARD", "FSDP_OFFLOAD_PARAMS")
+        return Launched("fsdp", "FSDP2", *(_is_on(name) if os.environ.get(name) else None for name in names))
     prefix = "ACCELERATE_DEEPSPEED_"
     if (path := os.environ.get(f"{prefix}CONFIG_FILE", "none")).lower() not in ("", "none"):
         return from_deepspeed(path)
@@ -82,19 +80,15 @@ def _deepspeed() -> Launched:
 
 def from_deepspeed(source: str | dict[str, Any]) -> Launched:
     """Convert a DeepSpeed configuration to a request. ``source`` is a mapping or the path of a JSON file."""
-    config, origin = source, "deepspeed"
+    config, origin, named = source, "deepspeed", f"The DeepSpeed configuration {source!r}"
     if not isinstance(config, dict):
         origin = str(source)
         try:
             config = json.loads(Path(origin).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"The DeepSpeed configuration {origin!r} can't be read ({error}): give a JSON file."
-            ) from None
+            raise ValueError(f"{named} can't be read ({error}): give a JSON file.") from None
         if not isinstance(config, dict):
-            raise ValueError(
-                f"The DeepSpeed configuration {origin!r} isn't a mapping: give one with zero_optimization."
-            )
+            raise ValueError(f"{named} isn't a mapping: give one with zero_optimization.")
     for section, key in OWN_KEYS.items():
         if config.get(section):
             raise ValueError(

@@ -62,30 +62,25 @@ class RewardPenalty(LossTerm):
             tokens = self.of_tokens_of(sampler.double(), row.ref_logprobs.double().cpu())
             tokens = tokens * torch.cat([rollout.sampled for rollout in rollouts])
             sums |= {identity: float(tokens[place].sum()) for identity, place in places(row)}
-        groups = tuple(self._penalised(scored, sums, estimator) for scored in step.groups)
-        advantages: dict[RolloutId, Any] = {}
-        for scored in groups:
-            advantages |= zip(scored.group.rollout_ids, advantages_of(scored), strict=True)
-
-        def changed(part: Any) -> Any:
-            return dataclasses.replace(part, advantages=tuple(map(advantages.get, part.ids, part.advantages)))
-
-        rows = (dataclasses.replace(row, parts=tuple(map(changed, row.parts))) for row in step.rows)
-        return dataclasses.replace(step, rows=tuple(rows), groups=groups)
-
-    def _penalised(
-        self, scored: ScoredGroup, known: Mapping[RolloutId, float], estimator: AdvantageEstimator
-    ) -> ScoredGroup:
-        if not torch.equal(scored.advantages, estimator.of_group(scored.rewards)):
-            raise ValueError(
-                f"kl_in_reward is {self.coefficient:g}, but the advantages weren't computed from the group's rewards "
-                "alone (compute_advantages is overridden, or there is one advantage per token): set beta."
-            )
-        rewards = weighted_sum(scored.rewards, estimator.weights).double()
-        sums = torch.tensor([known[identity] for identity in scored.group.rollout_ids], dtype=torch.float64)
-        penalised = (rewards - self.coefficient * sums).to(scored.rewards.dtype)
-        advantages = group_advantages(penalised, estimator.scale, estimator.baseline)
-        return dataclasses.replace(scored, advantages=advantages)
+        groups, changed = list[ScoredGroup](), dict[RolloutId, Any]()
+        for scored in step.groups:
+            if not torch.equal(scored.advantages, estimator.of_group(scored.rewards)):
+                raise ValueError(
+                    f"kl_in_reward is {self.coefficient:g}, but the advantages weren't computed from the group's "
+                    "rewards alone (compute_advantages is overridden, or there is one advantage per token): set beta."
+                )
+            rewards, ids = weighted_sum(scored.rewards, estimator.weights).double(), scored.group.rollout_ids
+            penalty = torch.tensor([sums[identity] for identity in ids], dtype=torch.float64)
+            penalised = (rewards - self.coefficient * penalty).to(scored.rewards.dtype)
+            advantages = group_advantages(penalised, estimator.scale, estimator.baseline)
+            groups.append(dataclasses.replace(scored, advantages=advantages))
+            changed |= zip(ids, advantages_of(groups[-1]), strict=True)
+        rows = []
+        for row in step.rows:
+            of_parts = ((part, tuple(map(changed.get, part.ids, part.advantages))) for part in row.parts)
+            parts = tuple(dataclasses.replace(part, advantages=advantages) for part, advantages in of_parts)
+            rows.append(dataclasses.replace(row, parts=parts))
+        return dataclasses.replace(step, rows=tuple(rows), groups=tuple(groups))
 
     @torch.no_grad()
     def observe(self, old: torch.Tensor, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> Means:

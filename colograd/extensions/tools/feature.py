@@ -13,7 +13,7 @@ from ...data.columns import EMPTY
 from ...engine.protocol import Engine
 from ...policy.loading import Policy
 from ...rollout.features import SourceFeature, TrainerArguments
-from ...training.prompts import prompt_rules, reader_of
+from ...training.preparation import prompt_rules, reader_of
 from .conversations import Conversations
 from .tool_format import ToolFormat
 from .toolbox import Toolbox, environment_reward

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,11 +28,6 @@ OF_ARGUMENTS = (
     "use_adaptive_entropy", "num_iterations", "beta", "epsilon_high", "shuffle_dataset", "log_completions",
     "log_unique_prompts", "log_multimodal", "num_completions_to_print",
 )  # fmt: skip
-# TRL attributes that are constant in Colograd.
-ALWAYS = {
-    "chat_template": None, "use_transformers_continuous_batching": False, "continuous_batching_config": None,
-    "pad_to_multiple_of": None,
-}  # fmt: skip
 # TRL attributes that a rollout source may provide, with their values in runs without the source.
 OF_SOURCES: dict[str, Any] = {"tools": [], "environments": None, "environment_factories": None, "rollout_func": None}
 ENGINE = "the engine is `trainer.engine` here, and samples for `generate` (docs/guide/tools.md, Rollouts of your own)"
@@ -91,12 +88,8 @@ class TRLNames:
 
         def __getattr__(self, name: str) -> Any:
             """Return the value of an attribute of TRL's trainer, read from the equivalent in Colograd."""
-            if name in OF_ARGUMENTS:
-                return getattr(self.args, name)
-            if name in ALWAYS:
-                return ALWAYS[name]
-            if name in _FOUND:
-                return _FOUND[name](self)
+            if name in ATTRIBUTES:
+                return ATTRIBUTES[name](self)
             hint = f": {ABSENT[name]}" if name in ABSENT else ""
             if name in HOOKS:
                 hint = f": nothing calls it here; override {HOOKS[name]} (docs/architecture.md, Replacing a stage)"
@@ -104,7 +97,7 @@ class TRLNames:
 
         def __setattr__(self, name: str, value: Any) -> None:
             """Set an attribute. Raise for TRL's attributes that only show a value, because setting has no effect."""
-            if name in OF_ARGUMENTS or name in ALWAYS or name in _FOUND:
+            if name in ATTRIBUTES:
                 raise AttributeError(
                     f"{name} shows what this trainer was made with, and can't be set to {value!r}: give it to "
                     "GRPOConfig or GRPOTrainer, or override a stage (docs/architecture.md, Replacing a stage)."
@@ -120,7 +113,10 @@ def _end_tokens(trainer: Any) -> list[int]:
     return named if own in named else [own, *named]
 
 
-_FOUND = {
+ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
+    **{name: operator.attrgetter(f"args.{name}") for name in OF_ARGUMENTS},
+    **dict.fromkeys(("chat_template", "continuous_batching_config", "pad_to_multiple_of"), lambda trainer: None),
+    "use_transformers_continuous_batching": lambda trainer: False,
     # None with a LoRA, as in TRL, because its reference is the base model without the LoRA.
     "ref_model": lambda trainer: (
         reference.model

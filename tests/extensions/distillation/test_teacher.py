@@ -37,7 +37,7 @@ from colograd.policy.loading import Policy, load_policy
 from colograd.policy.logprobs import PolicyForward, policy_logprobs
 from colograd.policy.packing import PackingRules, collate, plan_rows, sequences
 from colograd.policy.second_models import fill, second_model_bytes, second_models
-from colograd.training.prompts import train_prompts_of
+from colograd.training.preparation import train_prompts_of
 
 CPU = torch.device("cpu")
 

@@ -28,7 +28,7 @@ from colograd.extensions.tools.feature import ToolFeature
 from colograd.extensions.tools.tool_format import ToolCall
 from colograd.extensions.tools.toolbox import Toolbox, environment_reward, text_of
 from colograd.rewards import Scorer, resolve_rewards
-from colograd.training.prompts import train_prompts_of
+from colograd.training.preparation import train_prompts_of
 
 
 def answers(box: Toolbox, *calls: ToolCall, row: dict[str, Any] | None = None) -> list[str]:

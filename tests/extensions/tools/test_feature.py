@@ -16,7 +16,7 @@ from colograd.extensions.tools.toolbox import Toolbox
 from colograd.extensions.trl_names.attributes import TRLNames
 from colograd.policy.loading import load_policy
 from colograd.rollout.texts import ToolCall
-from colograd.training.prompts import train_prompts_of
+from colograd.training.preparation import train_prompts_of
 
 
 def outcome(begun: Any) -> Any:

@@ -13,7 +13,7 @@ import tiny
 
 from colograd import GRPOConfig, GRPOTrainer
 from colograd.extensions.reference.model import FrozenCopy, OfAdapter
-from colograd.extensions.trl_names.attributes import ABSENT, ALWAYS, DIFFERENT, HOOKS, OF_ARGUMENTS, TRLNames
+from colograd.extensions.trl_names.attributes import ABSENT, DIFFERENT, HOOKS, OF_ARGUMENTS, TRLNames
 from colograd.losses.entropy import EntropyController
 from colograd.losses.objective import BONUS_ENTROPY
 from colograd.reporting.console import Console
@@ -42,7 +42,7 @@ def test_attributes_of_trl_are_there_under_its_names(tmp_path) -> None:
     assert bare.reward_funcs == [tiny.vowels, len] and bare.reward_func_names == ["vowels", "len"]
     assert bare.reward_weights.tolist() == [2.0, 1.0] and bare.reward_processing_classes == [None, None]
     assert bare.tools == [] and bare.environments is None and bare.environment_factories is None
-    for name in (*OF_ARGUMENTS, *ALWAYS):
+    for name in (*OF_ARGUMENTS, "chat_template", "pad_to_multiple_of"):
         getattr(bare, name)
 
 
