@@ -125,11 +125,10 @@ def map_parameters(
                 parts, last = _split(target, fused, index, place, ranks), len(fused) - 1
                 if index < last and fused[index] is fused[last]:  # some layers of Gemma 4 use keys as values
                     copies = _split(target, fused, last, place, ranks)
-            elif in_tower(name):  # a tower's queries, keys and values are three equal parts
-                parts = _merged(target, source, place, [source.shape[0] // 3] * 3)
             else:
                 of_engine = next(each for each, tensor in targets.items() if tensor is target)
-                parts = _merged(target, source, place, engine.merged_outputs(of_engine))
+                thirds = [source.shape[0] // 3] * 3  # a tower's queries, keys and values are three equal parts
+                parts = _merged(target, source, place, thirds if in_tower(name) else engine.merged_outputs(of_engine))
         if not parts:
             missing.append(name)
         slices += [Slice(policy_name, source, *part) for part in parts]
