@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from ..engine.protocol import EngineTensors
+from ..engine.tensors import VLLMTensors
 from ..policy.lora import AdaptedLayer, base_name, unwrap
 from ..policy.packed_weights import PackedWeight, packed_weights
 from ..policy.towers import in_tower, read_parameters
@@ -87,7 +87,7 @@ ABSORBED = ("W_UK_T", "W_UV")  # vLLM's copies of `kv_b_proj` for decoding, (P, 
 
 
 def map_parameters(
-    policy: torch.nn.Module, engine: EngineTensors, place: int = 0, ranks: int = 1,
+    policy: torch.nn.Module, engine: VLLMTensors, place: int = 0, ranks: int = 1,
     served: Collection[PackedWeight] = (),
 ) -> list[Slice]:  # fmt: skip
     """Pair every parameter of the policy (of a LoRA policy's base) with its slices of the engine's tensors.
@@ -184,7 +184,7 @@ def _layer_of(name: str) -> str:
 
 
 def _find(
-    name: str, saved: str, sources: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], engine: EngineTensors,
+    name: str, saved: str, sources: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], engine: VLLMTensors,
     ranks: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor], int] | None:  # fmt: skip
     """Find a parameter's engine tensor by the parameter's name in the policy or in the checkpoint (``saved``).
@@ -230,7 +230,7 @@ def _absorbed(name: str, parts: Sequence[Part], targets: Mapping[str, torch.Tens
 
 
 def _experts(
-    name: str, source: torch.Tensor, module: Any, targets: dict[str, torch.Tensor], engine: EngineTensors, place: int,
+    name: str, source: torch.Tensor, module: Any, targets: dict[str, torch.Tensor], engine: VLLMTensors, place: int,
     ranks: int,
 ) -> list[Part]:  # fmt: skip
     """Return the slices for a mixture's experts of one block; empty if the parameter doesn't hold experts.
