@@ -51,9 +51,6 @@ class Sampled:
         return Rollout(prompt, self.ids, logprobs, sampled, self.finish_reason, version, riders=self.riders)
 
 
-EngineTensors = VLLMTensors  # type of `Engine.tensors`
-
-
 class ServedWeights:
     """The policy's quantised weights that the engine's layers read in place. This base class has no such weights."""
 
@@ -135,7 +132,7 @@ class Engine(Protocol):
         """Run ``work`` on the engine's first rank. Other ranks repeat its calls of vLLM, and return ``others``."""
 
     @property
-    def tensors(self) -> EngineTensors:
+    def tensors(self) -> VLLMTensors:
         """The tensors of the engine's model in this process, by name. A weight sync writes into the tensors."""
 
     def invalidate(self) -> None:

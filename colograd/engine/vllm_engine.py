@@ -6,11 +6,13 @@ Every rank builds an engine through vLLM's external launcher, or with tensor par
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import pickle
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -379,8 +381,19 @@ class VLLMEngine:
 
     def stop(self, requests: Iterable[str]) -> list[tuple[str, list[Sampled]]]:
         prompts = {name: self._open[name] for name in requests if name in self._open}
-        with last_outputs(self.core, prompts) as outputs:
-            self.abort(prompts)
+        outputs: dict[str, Any] = {}  # The last output of each request. It has all tokens that the request has sampled.
+        # vLLM makes outputs of aborted requests only for streaming clients of its server. So each request gets a
+        # stand-in for a client's stream.
+        stream = SimpleNamespace(put=lambda output: outputs.update({output.request_id: output}))
+        for state in self.core.output_processor.request_states.values():
+            if state.external_req_id in prompts:
+                state.queue = stream
+        self.abort(prompts)
+        if lacking := prompts.keys() - outputs.keys():
+            raise RuntimeError(
+                f"vLLM returned no output for {len(lacking)} of {len(prompts)} requests that were stopped: "
+                "`carry_over` doesn't work with this version of vLLM. Remove the setting."
+            )
         return [(name, self._sampled(outputs[name], prompt)) for name, prompt in prompts.items()]
 
     def prompt_logprobs(self, prompt: ModelInput | Sequence[int]) -> torch.Tensor:
@@ -412,29 +425,23 @@ def leading(core: Any, group: Lockstep) -> Iterator[None]:
     """
     calls: list[bytes] = []  # pickled calls of vLLM since the last step
 
-    def told(name: str) -> Callable[..., Any]:
-        own = getattr(core, name)
+    def told(name: str, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        as_given = pickle.dumps((name, args, kwargs))  # Pickled first, because vLLM may modify arguments.
+        result = own(*args, **kwargs)  # A call that fails on this rank isn't sent to the other ranks.
+        calls.append(as_given)
+        return result
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            as_given = pickle.dumps((name, args, kwargs))  # Pickled first, because vLLM may modify arguments.
-            result = own(*args, **kwargs)  # A call that fails on this rank isn't sent to the other ranks.
-            calls.append(as_given)
-            return result
-
-        return call
-
-    own_step = core.step
-
-    def step() -> Any:
+    def step(own: Callable[[], Any]) -> Any:
         group.tell((calls, True))
         calls.clear()
         with faults.telling("a step of the engine"):
-            return own_step()
+            return own()
 
-    with contextlib.ExitStack() as stack:
-        for name in ("add_request", "abort_request"):
-            stack.enter_context(building.replaced(core, name, told(name)))
-        stack.enter_context(building.replaced(core, "step", step))
+    with (
+        building.replaced(core, "add_request", functools.partial(told, "add_request", core.add_request)),
+        building.replaced(core, "abort_request", functools.partial(told, "abort_request", core.abort_request)),
+        building.replaced(core, "step", functools.partial(step, core.step)),
+    ):
         try:
             yield
         finally:
@@ -451,31 +458,3 @@ def follow(core: Any, group: Lockstep) -> None:
                 getattr(core, name)(*args, **kwargs)
             if goes_on:
                 core.step()
-
-
-class _Outputs(list[Any]):
-    """A list with the method `put` of vLLM's RequestOutputCollector."""
-
-    put = list.append
-
-
-@contextlib.contextmanager
-def last_outputs(core: Any, requests: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Collect the last output of each request of ``core`` (vLLM's LLMEngine) that is aborted in the context.
-
-    An output has all tokens that the request has sampled. vLLM makes outputs of aborted requests only for streaming
-    clients of its server. So each request gets a list in place of a client's stream.
-
-    The context's value is a mapping from request name to output. The mapping is filled when the context ends.
-    """
-    found, outputs, wanted = dict[str, Any](), _Outputs(), set(requests)
-    for state in core.output_processor.request_states.values():
-        if state.external_req_id in wanted:
-            state.queue = outputs
-    yield found
-    found |= {output.request_id: output for output in outputs}
-    if lacking := wanted - found.keys():
-        raise RuntimeError(
-            f"vLLM returned no output for {len(lacking)} of {len(wanted)} requests that were stopped: `carry_over` "
-            "doesn't work with this version of vLLM. Remove the setting."
-        )

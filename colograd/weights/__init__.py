@@ -6,5 +6,5 @@ extensions. `selection` chooses one of them, or the user's class. `mapping` find
 """
 
 from .mapping import Slice
-from .selection import check_adapter_in_parts, check_choice, expects_sharing, weight_sync
+from .selection import check_choice, expects_sharing, weight_sync
 from .sync import WeightSync, bytes_apart, state_dict_on_host

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from ..engine.protocol import EngineTensors
+from ..engine.tensors import VLLMTensors
 from ..policy.lora import AdaptedLayer, base_name, unwrap
 from ..policy.packed_weights import PackedWeight, packed_weights
 from ..policy.towers import in_tower, read_parameters
@@ -87,7 +87,7 @@ ABSORBED = ("W_UK_T", "W_UV")  # vLLM's copies of `kv_b_proj` for decoding, (P, 
 
 
 def map_parameters(
-    policy: torch.nn.Module, engine: EngineTensors, place: int = 0, ranks: int = 1,
+    policy: torch.nn.Module, engine: VLLMTensors, place: int = 0, ranks: int = 1,
     served: Collection[PackedWeight] = (),
 ) -> list[Slice]:  # fmt: skip
     """Pair every parameter of the policy (of a LoRA policy's base) with its slices of the engine's tensors.
@@ -125,11 +125,10 @@ def map_parameters(
                 parts, last = _split(target, fused, index, place, ranks), len(fused) - 1
                 if index < last and fused[index] is fused[last]:  # some layers of Gemma 4 use keys as values
                     copies = _split(target, fused, last, place, ranks)
-            elif in_tower(name):  # a tower's queries, keys and values are three equal parts
-                parts = _merged(target, source, place, [source.shape[0] // 3] * 3)
             else:
                 of_engine = next(each for each, tensor in targets.items() if tensor is target)
-                parts = _merged(target, source, place, engine.merged_outputs(of_engine))
+                thirds = [source.shape[0] // 3] * 3  # a tower's queries, keys and values are three equal parts
+                parts = _merged(target, source, place, thirds if in_tower(name) else engine.merged_outputs(of_engine))
         if not parts:
             missing.append(name)
         slices += [Slice(policy_name, source, *part) for part in parts]
@@ -185,7 +184,7 @@ def _layer_of(name: str) -> str:
 
 
 def _find(
-    name: str, saved: str, sources: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], engine: EngineTensors,
+    name: str, saved: str, sources: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], engine: VLLMTensors,
     ranks: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor], int] | None:  # fmt: skip
     """Find a parameter's engine tensor by the parameter's name in the policy or in the checkpoint (``saved``).
@@ -231,7 +230,7 @@ def _absorbed(name: str, parts: Sequence[Part], targets: Mapping[str, torch.Tens
 
 
 def _experts(
-    name: str, source: torch.Tensor, module: Any, targets: dict[str, torch.Tensor], engine: EngineTensors, place: int,
+    name: str, source: torch.Tensor, module: Any, targets: dict[str, torch.Tensor], engine: VLLMTensors, place: int,
     ranks: int,
 ) -> list[Part]:  # fmt: skip
     """Return the slices for a mixture's experts of one block; empty if the parameter doesn't hold experts.

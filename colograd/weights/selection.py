@@ -93,15 +93,6 @@ def check_choice(wanted: str, adapter: Adapter | None, cut: bool = False) -> Ada
     return None if adapter.why_merged else adapter
 
 
-def check_adapter_in_parts(adapter: Adapter | None, sharding: str) -> None:
-    """Raise a ValueError if vLLM can't serve a LoRA adapter on a base that policy and engine share."""
-    if adapter is not None and adapter.why_merged:
-        raise ValueError(
-            f"sharding is {sharding!r}, but {adapter.why_merged}, and the adapter can't be merged into weights that "
-            "policy and engine share: set sharding: gradients, or train an adapter that vLLM serves."
-        )
-
-
 def find_weight_sync(path: str) -> Callable[[torch.nn.Module, Engine, list[Slice]], WeightSync]:
     """Import the user's `WeightSync` class from ``path``. A missing class or method is a ValueError."""
     sync_class = find_object(path, "weights", lambda value: isinstance(value, type))

@@ -16,7 +16,8 @@ from typing import Protocol
 
 import torch
 
-from ..engine.protocol import Engine, EngineTensors
+from ..engine.protocol import Engine
+from ..engine.tensors import VLLMTensors
 from ..parallel import watchdog
 from ..policy.lora import adapted_layers, trained_copies
 from ..policy.packed_weights import packed_weights
@@ -202,7 +203,7 @@ class SharedWeights(CopiedWeights):
         return line
 
 
-def bytes_apart(policy: torch.nn.Module, engine: EngineTensors) -> int:
+def bytes_apart(policy: torch.nn.Module, engine: VLLMTensors) -> int:
     """Return the bytes of policy parameters outside the engine's tensors, including the scales of quantised weights."""
     shared = {parameter.untyped_storage().data_ptr() for parameter in engine.parameters().values()}
     packed = packed_weights(policy)

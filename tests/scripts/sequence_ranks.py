@@ -34,13 +34,13 @@ from colograd.extensions.experts.losses import RoutingStep
 from colograd.extensions.experts.router_replay import UNKNOWN, RowExperts, make_replaying
 from colograd.extensions.kept_tokens.rider import KeptStep, KeptTokens
 from colograd.extensions.sequence_parallel import shared_rows
-from colograd.extensions.sequence_parallel.forward import RowGroups, share_rows, whole_rows
+from colograd.extensions.sequence_parallel.forward import RowGroups, RowStep
 from colograd.extensions.sequence_parallel.shared_rows import _unreached as unreached
 from colograd.parallel.layout import RankLayout
 from colograd.parallel.ranks import gather, rank, world_size
 from colograd.policy import attention
 from colograd.policy.layers import tells_routing
-from colograd.policy.logprobs import PolicyForward, install, policy_logprobs
+from colograd.policy.logprobs import PolicyForward, install, policy_logprobs, remove
 from colograd.policy.lora import unwrap, wrap
 from colograd.policy.packing import collate, dummy, plan_rows
 from colograd.policy.row_proof import choose_rows
@@ -152,7 +152,7 @@ def held(groups: RowGroups) -> list[int]:
     row = collate(dummy(CPU, [(300, (300, 300, 300))]))
     model.config.max_position_embeddings = 1200
     found = []
-    for prepare in (choose_rows, functools.partial(share_rows, groups=groups)):
+    for prepare in (choose_rows, functools.partial(install, step=RowStep(groups))):
         prepare(model)
         found.append(kept(model, lambda: policy_logprobs(model, row, 1.0)[0]))
     return found
@@ -172,12 +172,12 @@ def compare(name: str, groups: RowGroups) -> dict[str, float]:
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
     whole, expected = run(model, name)
-    share_rows(unwrap(model), groups)
+    install(model, RowStep(groups))
     seen: list[int] = []
     hook = unwrap(model).get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     parts, gradients = run(model, name)
     hook.remove()
-    whole_rows(unwrap(model))
+    remove(model, RowStep)
     assert gradients.keys() == expected.keys()
     for gradient in gradients.values():
         dist.all_reduce(gradient)
@@ -208,7 +208,7 @@ def experts_without_tokens(groups: RowGroups) -> list[float]:
     assert choose_rows(model) == ""
     for layer in model.model.layers:
         layer.mlp = SomeExperts(layer.mlp)
-    share_rows(model, groups)
+    install(model, RowStep(groups))
     batch = collate(rows_of("llama")[0])
     policy_logprobs(model, batch, 1.0)[0].sum().backward()
     expected = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
@@ -229,7 +229,7 @@ def walks(groups: RowGroups) -> list[int]:
     for name in ("llama", "qwen3_moe"):
         model, looked = make(CASES[name]), []
         assert choose_rows(model) == ""
-        share_rows(model, groups)
+        install(model, RowStep(groups))
         batch = collate(rows_of("llama")[0])
         with mock.patch.object(shared_rows, "_unreached", lambda *given: looked.append(1) or unreached(*given)):  # noqa: B023
             sharding = shared_rows.rows_of(zero.SharedGradients)(model)

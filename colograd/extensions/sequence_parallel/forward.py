@@ -29,7 +29,7 @@ from ...batch import MicroBatch, SegmentLayout
 from ...parallel.layout import RankLayout
 from ...parallel.shards import RankGroup, group_of
 from ...policy import attention
-from ...policy.logprobs import Compute, ForwardStep, Pass, install, remove
+from ...policy.logprobs import Compute, ForwardStep, Pass
 from ...policy.sending import leave, to_device_async
 from . import recurrent_heads
 
@@ -38,7 +38,7 @@ Send = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class RowGroups:
-    """Groups of ranks that train the same packed rows, in a model's attribute ``row_groups``."""
+    """Groups of ranks that train the same packed rows."""
 
     sequence: RankGroup  # Ranks that divide a row's tokens. All have this rank's (tensor-parallel) part of the policy.
     row: RankGroup  # All ranks that train the row. This group can check that its ranks make the same exchanges.
@@ -55,30 +55,6 @@ class RowGroups:
         row = group_of(layout, lambda rank: rank.row_group, meets=True, exchanges=False)
         counted = engine.exchanged  # One counter of exchanges, which all groups of a row's ranks share.
         return cls(dataclasses.replace(sequence, exchanged=counted), dataclasses.replace(row, exchanged=counted))
-
-
-def share_rows(model: Any, groups: RowGroups) -> None:
-    """Make a model's forwards compute only this rank's tokens of each packed row."""
-    model.row_groups = groups
-    install(model, RowStep())
-
-
-def whole_rows(model: Any) -> None:
-    if hasattr(model, "row_groups"):
-        del model.row_groups
-        remove(model, RowStep)
-
-
-class RowStep(ForwardStep):
-    """Forward step that computes this rank's tokens of a packed row, and gathers the values of all labels (target
-    tokens)."""
-
-    def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
-        row.batch, part = cut(row.model, row.batch)
-        if part is None:
-            return inner(row)
-        row.inputs["row_part"] = part
-        return tuple(map(part.gather, inner(row)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,21 +198,27 @@ class RowPart:
         return self.group.all_to_all(heads, self.tokens, [count] * size).unflatten(0, (size, count))
 
 
-def cut(model: Any, row: MicroBatch) -> tuple[MicroBatch, RowPart | None]:
-    """Return this rank's part of a packed row and its `RowPart`. Without sequence parallelism: the row and None."""
-    groups: RowGroups | None = getattr(model, "row_groups", None)
-    if groups is None or model.config._attn_implementation != attention.NAME:
-        return row, None
-    positions = row.logit_positions.cpu() if row.host_positions is None else row.host_positions
-    missing = max(0, groups.sequence.size - row.layout.num_tokens)
-    filled = row
-    if missing:  # Layers of some models take no empty input, so add a segment of padding that nothing attends to.
-        padded = {name: F.pad(getattr(row, name), (0, missing)) for name in ("input_ids", "position_ids")}
-        riders = tuple(rider.padded(missing) for rider in row.riders)
-        layout = SegmentLayout((*row.layout.lengths, missing), (*row.layout.attends_to, ()))
-        filled = dataclasses.replace(row, layout=layout, riders=riders, **padded)
-    part = RowPart.of(groups.sequence, filled.layout.num_tokens, positions, row.input_ids.device, missing)
-    return part.cut(filled), part
+@dataclass(frozen=True)
+class RowStep(ForwardStep):
+    """Forward step that computes this rank's tokens of a packed row, and gathers the values of all labels (target
+    tokens)."""
+
+    groups: RowGroups
+
+    def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
+        if row.model.config._attn_implementation != attention.NAME:  # The rows aren't packed.
+            return inner(row)
+        batch, group = row.batch, self.groups.sequence
+        positions = batch.logit_positions.cpu() if batch.host_positions is None else batch.host_positions
+        missing = max(0, group.size - batch.layout.num_tokens)
+        if missing:  # Layers of some models take no empty input, so add a segment of padding that nothing attends to.
+            padded = {name: F.pad(getattr(batch, name), (0, missing)) for name in ("input_ids", "position_ids")}
+            riders = tuple(rider.padded(missing) for rider in batch.riders)
+            layout = SegmentLayout((*batch.layout.lengths, missing), (*batch.layout.attends_to, ()))
+            batch = dataclasses.replace(batch, layout=layout, riders=riders, **padded)
+        part = RowPart.of(group, batch.layout.num_tokens, positions, batch.input_ids.device, missing)
+        row.batch, row.inputs["row_part"] = part.cut(batch), part
+        return tuple(map(part.gather, inner(row)))
 
 
 class _Exchange(torch.autograd.Function):

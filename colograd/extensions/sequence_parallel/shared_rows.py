@@ -9,12 +9,13 @@ import torch
 
 from ...config import GRPOConfig
 from ...parallel.shards import RankGroup, parts_of
+from ...policy.logprobs import install, remove, steps_of
 from ...policy.lora import unwrap
 from ...policy.supported import ModelFeature, check_shared_rows
 from ...runtime.sizes import num_experts
 from ...sharding.strategy import ShardingStrategy, SharedRows
 from ...sharding.zero import SharedGradients
-from .forward import RowGroups, share_rows, whole_rows
+from .forward import RowGroups, RowStep
 
 if TYPE_CHECKING:
     from ...policy.loading import Policy
@@ -26,7 +27,7 @@ class SharedTokens(SharedRows):
     @classmethod
     def for_run(cls, model: torch.nn.Module, config: GRPOConfig) -> ShardingStrategy:
         parts = parts_of(unwrap(model))
-        share_rows(unwrap(model), RowGroups.of(config.layout, None if parts is None else parts.engine))
+        install(model, RowStep(RowGroups.of(config.layout, None if parts is None else parts.engine)))
         return super().for_run(model, config)
 
     @property
@@ -35,16 +36,15 @@ class SharedTokens(SharedRows):
 
     @property
     def _groups(self) -> RowGroups:
-        groups: RowGroups = unwrap(self.model).row_groups
-        return groups
+        return next(step.groups for step in steps_of(unwrap(self.model)) if isinstance(step, RowStep))
 
     def share_frozen(self, model: torch.nn.Module) -> None:
-        share_rows(unwrap(model), self._groups)
+        install(model, RowStep(self._groups))
         self._around(model)
 
     def close(self) -> None:
         super().close()
-        whole_rows(unwrap(self.model))
+        remove(self.model, RowStep)
 
     def _goes_alike(self, loss: torch.Tensor) -> bool:
         """Return whether the loss reaches the same parameters on all ranks of the row. A collective of these ranks. In

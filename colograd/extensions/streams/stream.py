@@ -55,12 +55,8 @@ class PromptStream(torch.utils.data.IterableDataset):
             self.dataset = self.dataset.shuffle(seed=seed_of(config))
         self.saved: dict[str, Any] = {}  # "items": number of yielded items; "digest": digest of their prompts
         self._expected: dict[str, Any] = {}
+        self.choice = self  # The stream saves and loads the state of the prompts (see `PromptDataset.choice`).
         self.first(1)
-
-    @property
-    def choice(self) -> PromptStream:
-        """The stream itself, because it saves and loads the state of the prompts (see `PromptDataset.choice`)."""
-        return self
 
     def loader(self) -> DataLoader[list[Prompt]]:
         """Return a plain dataloader, so that `accelerate.skip_first_batches` can resume training."""

@@ -18,7 +18,7 @@ from ...parallel.shards import Shard, parts_of
 from ...policy.lora import Adapter, adapted_layers, base_name
 from ...policy.supported import ModelFeature, Wanted
 from ...runtime.registry import hooks
-from ...weights import WeightSync, check_adapter_in_parts, proof
+from ...weights import WeightSync, proof
 from ...weights.mapping import Slice
 from ...weights.selection import Pairing, move
 from ...weights.sync import SharedWeights, Unserved, obstacle
@@ -126,6 +126,9 @@ def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
             f"sharding is {config.sharding!r}, which divides the policy as the engine does, but recorded steps are "
             "trained without an engine: set sharding: gradients or fsdp."
         )
-    if config.tensor_parallel:
-        check_adapter_in_parts(policy.adapter, config.sharding)
+    if config.tensor_parallel and policy.adapter is not None and policy.adapter.why_merged:
+        raise ValueError(
+            f"sharding is {config.sharding!r}, but {policy.adapter.why_merged}, and the adapter can't be merged into "
+            "weights that policy and engine share: set sharding: gradients, or train an adapter that vLLM serves."
+        )
     return policy

@@ -26,6 +26,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from colograd.config.conflicts import check_conflicts
+from colograd.extensions.tensor_parallel.weights import check_policy
 from colograd.parallel.balance import plan, share_out
 from colograd.parallel.shards import Shard
 from colograd.policy.lora import Adapter, wrap
@@ -33,7 +34,6 @@ from colograd.policy.supported import check_supported
 from colograd.sharding import optimizer_state
 from colograd.sharding.strategy import Owned
 from colograd.sharding.weight_files import WeightFiles
-from colograd.weights import check_adapter_in_parts
 
 
 def check_in_parts(model: Path, folder: Path, ranks: int, size: int, sharding: str, **changes: Any) -> list[dict]:
@@ -190,11 +190,16 @@ def test_models_without_engine_layout_are_named_at_start(model: Any, adapter: An
 
 
 def test_merged_adapter_is_named_at_start() -> None:
+    config: Any = SimpleNamespace(sharding="tensor", tensor_parallel=True)
+
+    def adapted(why_merged: str) -> Any:
+        return SimpleNamespace(adapter=Adapter("default", 4, ("q_proj",), why_merged))
+
     with pytest.raises(
         ValueError, match=r"sharding is 'tensor', but vLLM doesn't serve DoRA, .* set sharding: gradients"
     ):
-        check_adapter_in_parts(Adapter("default", 4, ("q_proj",), "vLLM doesn't serve DoRA"), "tensor")
-    check_adapter_in_parts(Adapter("default", 4, ("q_proj",), ""), "tensor")
+        check_policy(adapted("vLLM doesn't serve DoRA"), config, samples=True)
+    check_policy(adapted(""), config, samples=True)
 
 
 @pytest.mark.parametrize(

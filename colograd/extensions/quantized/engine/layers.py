@@ -15,7 +15,7 @@ import torch
 
 from ....config import GRPOConfig
 from ....engine.building import replaced
-from ....engine.protocol import EngineFeature, EngineTensors, EngineUse, ServedWeights
+from ....engine.protocol import EngineFeature, EngineUse, ServedWeights
 from ....engine.tensors import VLLMTensors
 from ....policy.lora import base_name
 from ....policy.packed_weights import PackedWeight, packed_weights
@@ -49,7 +49,7 @@ class ServedLayers(ServedWeights, EngineFeature):
 
     blank = True
 
-    def __init__(self, parts_of: Callable[[EngineTensors], Parts]) -> None:
+    def __init__(self, parts_of: Callable[[VLLMTensors], Parts]) -> None:
         self._parts_of = parts_of
         self.numbers: dict[int, Sequence[PackedWeight]] = {}  # Packed weights by layer number.
         self.reserved: dict[str, int] = {}  # Layer numbers by layer name. vLLM's model may lack some of the layers.
@@ -137,7 +137,7 @@ def served_layers(config: GRPOConfig, use: EngineUse) -> ServedLayers | None:
     return ServedLayers(partial(packed_parts, policy.model))
 
 
-def packed_parts(policy: torch.nn.Module, engine: EngineTensors) -> dict[str, list[PackedWeight]]:
+def packed_parts(policy: torch.nn.Module, engine: VLLMTensors) -> dict[str, list[PackedWeight]]:
     """Return the policy's packed weights for each of vLLM's linear layers, by the layer's name. A fused layer has its
     weights in vLLM's order. A layer with a weight that isn't packed is left out."""
     weights = {base_name(name): weight for name, weight in packed_weights(policy).items()}
