@@ -37,8 +37,8 @@ from ..usercode.calls import GRACE, Late, Outcome, awaited_outcome, event_loop, 
 from ..usercode.untrusted import own_copy, storable
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from ..usercode.worker_process import CallLog
-from .calling import PARTS, SplitParts, Texts, check_log, checked_values, keywords_for, parameters_of, raised_error
-from .functions import ModelReward, RewardError, RewardFunction, is_async, is_of_module
+from .calling import PARTS, SplitParts, Texts, checked_values, keywords_for, parameters_of
+from .functions import ModelReward, RewardError, RewardFunction, check_log, is_async, is_of_module, raised_error
 
 MOST_WORKERS = 4  # Maximum of the default number of reward worker processes.
 

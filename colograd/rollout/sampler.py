@@ -24,8 +24,9 @@ from ..parallel.ranks import on_all_ranks, world_size
 from ..reporting.events import Events
 from ..rewards import Ready, Scorer, Scoring
 from ..runtime import registry
+from .checks import checked_advantages, checked_rewards
 from .rounds import PlainRound, Steps, unscored
-from .stages import PendingRewards, RolloutSource, Stages, checked_advantages, checked_rewards
+from .stages import PendingRewards, RolloutSource, Stages
 from .statistics import DIVIDED, RolloutStatistics
 from .texts import has_parser, with_messages, with_prompt_text
 

@@ -15,7 +15,7 @@ from ..batch import LossOutput, MicroBatch, StepBatch
 from ..parallel import watchdog
 from ..policy.packing import collate
 from ..reporting.metrics import Metrics, numbers
-from ..rollout.stages import shown
+from ..rollout.checks import shown
 from ..sharding import ShardingStrategy
 
 

@@ -18,8 +18,9 @@ from ...batch import Group, Prompt, SampledStep, ScoredGroup
 from ...data import prompt_at
 from ...parallel.ranks import on_all_ranks
 from ...reporting.console import LOGGER
+from ...rollout.checks import checked_groups
 from ...rollout.rounds import PlainRound, Steps, more_prompts_of
-from ...rollout.stages import InScoring, Stages, checked_groups
+from ...rollout.stages import InScoring, Stages
 from .in_flight import InFlight, RoundEnd, read_round_end, write_round_end
 
 FILE = "rank-{rank:05d}.carried"  # Name of a rank's file in a round's folder.
