@@ -326,11 +326,11 @@ class Scorer:
         elapsed = time.perf_counter() - started
         if inspect.isawaitable(value):
             return asyncio.run_coroutine_threadsafe(_logged_outcome(value, elapsed, self.timeout, log), event_loop())
-        done.set_result(Outcome("value", value, elapsed, log.content()))
+        done.set_result(Outcome("value", value, elapsed, (log.columns, log.metrics)))
         return done
 
 
 async def _logged_outcome(awaitable: Awaitable[Any], elapsed: float, timeout: float | None, log: CallLog) -> Outcome:
     """Await the result of an async reward function. Its call took ``elapsed`` seconds to return the awaitable."""
     outcome = await awaited_outcome(awaitable, timeout)
-    return dataclasses.replace(outcome, seconds=elapsed + outcome.seconds, logged=log.content())
+    return dataclasses.replace(outcome, seconds=elapsed + outcome.seconds, logged=(log.columns, log.metrics))

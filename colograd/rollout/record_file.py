@@ -53,8 +53,8 @@ class RecordFile:
         self._file.seek(end)
         self._packing = pa.Codec("zstd")
 
-    def append(self, record: Record) -> int:
-        """Write a record, so that it survives a crash of this process. Return the number of bytes written."""
+    def append(self, record: Record) -> None:
+        """Write a record, so that it survives a crash of this process."""
         if len(record.content) > LARGEST:
             raise ValueError(f"A recorded group is too large: {len(record.content):,} bytes (maximum: {LARGEST:,}).")
         packed = bytes(self._packing.compress(record.content, asbytes=True))
@@ -70,7 +70,6 @@ class RecordFile:
             self._file.seek(start)
             raise
         self.positions.add(record.position)
-        return HEAD.size + len(packed)
 
     def flush(self) -> None:
         """Flush the written records to the disk, so that they survive a failure of the machine."""
