@@ -27,7 +27,7 @@ import torch
 from ..batch import Group, Logged, Rollout
 from ..runtime import registry
 from ..runtime.importing import find_object, is_import_path
-from ..usercode.calls import Outcome, place_in
+from ..usercode.calls import Outcome, place_in, unwrapped
 from .answers import builtin_rewards
 
 TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")
@@ -52,7 +52,7 @@ class RewardFunction:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    function = _unwrapped(function)
+    function = unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -173,21 +173,15 @@ def _found(spec: str) -> Any:
 def function_name(function: Any) -> str:
     """Return the name of a reward function: of a partial the name of the wrapped function, of a callable object the
     name of its class."""
-    function = _unwrapped(function)
+    function = unwrapped(function)
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _unwrapped(function: Any) -> Any:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
 
 
 def code_digest(function: Any) -> str:
     """Return a digest of a function's source and of the statements of its module that define the names it uses.
     Comments, formatting, and values that a module computes at run time don't change the digest. A function without
     source has the digest of an empty module."""
-    function = _unwrapped(function)
+    function = unwrapped(function)
     function = function if inspect.isroutine(function) else type(function)
     found, defined = hashlib.blake2b(digest_size=8), dict[str, list[ast.stmt]]()
     for statement in _parsed(sys.modules.get(function.__module__)).body:
