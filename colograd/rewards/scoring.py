@@ -70,7 +70,6 @@ class Scoring:
         rewards, of_parts = list[list[float]](), dict[str, list[Any]]()
         for reward, call in zip(scorer.rewards, self.calls, strict=True):
             watchdog.progress(f"reward function {reward.name!r}")
-            fail = functools.partial(RewardError, reward.name, position, None)
             rewards.append([math.nan] * len(rollouts))
             try:
                 outcome = scorer.outcome_of(reward.name, call, position)
@@ -84,9 +83,10 @@ class Scoring:
                 if columns or metrics:
                     check_log(reward, position, rollouts, columns, metrics)
                 for name in columns.keys() & log.columns.keys():
-                    raise fail(
+                    problem = (
                         f"the function logged the column {name!r}, as another function did: rename one of the two."
                     )
+                    raise RewardError(reward.name, position, None, problem)
             except RewardError:
                 scorer.counts[f"rewards/{reward.name}/errors"] += 1
                 if scorer.on_error == "raise":
