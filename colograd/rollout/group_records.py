@@ -19,7 +19,7 @@ import torch
 from ..batch import Branch, FinishReason, Group, Logged, ModelInput, Prompt, Rollout
 from ..riders import riding
 from ..runtime.registry import hooks
-from .group_table import TABLE
+from .record_file import TABLE
 
 # Exceptions that reading damaged or untrusted bytes may raise.
 NONSENSE = (

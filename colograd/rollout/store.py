@@ -11,7 +11,7 @@ appends to one file per round or evaluation:
     RUN/_journal/recipe.yaml                          the run's recipe, for `colograd replay`
 
 Extensions write other files to a round's folder (`note_beside`, `open_beside`). Resume and replay read `.records`
-(`recall`). The report reads `.records` and `.shown` (`group_table`).
+(`recall`). The report reads `.records` and `.shown` (`shown`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ import torch
 from ..batch import Group, Prompt
 from ..checkpoint.folders import move_aside
 from .group_records import NONSENSE, JournalError, RewardedGroup, digest_of_example, group_bytes, group_of
-from .group_table import NOTES, SHOWN, keep_shown, reduced
-from .record_file import Record, RecordFile, read_records
+from .record_file import NOTES, SHOWN, Record, RecordFile, keep_shown, read_records, reduced
 
 FOLDER = "_journal"  # Folder of the rollout log. Transformers doesn't push names with an underscore to the Hub.
 UNSCORED = ".unscored"  # Suffix of a file with recorded groups that will be scored again.

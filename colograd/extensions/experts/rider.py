@@ -14,7 +14,7 @@ import torch
 from ...batch import PackedRow, Rollout
 from ...policy.sending import to_device_async
 from ...riders import Rider, RowRider
-from ...rollout.group_table import read_table, table_bytes
+from ...rollout.record_file import read_table, table_bytes
 
 # Columns of a group's table, with one row per rollout. A null `prompt` means the last row's `prompt`.
 ROWS = pa.schema(
