@@ -21,7 +21,6 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -72,9 +71,8 @@ class Scoring:
             watchdog.progress(f"reward function {reward.name!r}")
             rewards.append([math.nan] * len(rollouts))
             try:
-                outcome = scorer.outcome_of(reward.name, call, position)
+                outcome = scorer.outcome_of(reward.name, call, position, len(rollouts))
                 if outcome.kind == "late":
-                    scorer.note_late(reward.name, len(rollouts))
                     continue
                 if outcome.kind == "raised":
                     raise raised_error(reward, self.groups[0], outcome)
@@ -199,15 +197,15 @@ class Scorer:
             end_with_last()
         return scoring
 
-    def outcome_of(self, name: str, call: Future[Outcome], position: int) -> Outcome:
-        """Wait for the outcome of a reward function's call, and count its seconds. Raise `RewardError` if the worker
-        process died, or if the function blocks the event loop."""
+    def outcome_of(self, name: str, call: Future[Outcome], position: int, completions: int) -> Outcome:
+        """Wait for the outcome of a reward function's call, and count its seconds. Warn of a function's first late
+        call. Raise `RewardError` if the worker process died, or if the function blocks the event loop."""
         # An async call ends in time by its own timeout, unless the call blocks the event loop.
         limit = None if isinstance(call, WorkerCall) or self.timeout is None else self.timeout + GRACE
         fail = functools.partial(RewardError, name, position, None)
         try:
             outcome = call.result(limit)
-        except futures.TimeoutError:
+        except TimeoutError:
             raise fail(
                 f"the function blocks the event loop for longer than reward_timeout ({self.timeout:g} s). Await slow "
                 "calls in an async reward function, or make the function a sync function and set reward_workers."
@@ -218,18 +216,18 @@ class Scorer:
                 f"the function's worker process ended with status {outcome.value}: the function exits, crashes, or "
                 "runs out of memory. Set reward_on_error: abstain to go on without the rewards of a call that fails."
             )
+        if outcome.kind == "late":
+            self.counts[f"rewards/{name}/timeouts"] += 1
+            if name not in self._told_late:
+                self._told_late.add(name)
+                warnings.warn(
+                    f"reward function {name!r} gave no answer within reward_timeout ({self.timeout:g} s) on "
+                    f"{completions} completions. It abstains from them: only the other functions' rewards count. "
+                    "Completions without any reward aren't trained on. "
+                    f"rewards/{name}/timeouts counts such calls from now on.",
+                    stacklevel=2,
+                )
         return outcome
-
-    def note_late(self, name: str, completions: int) -> None:
-        self.counts[f"rewards/{name}/timeouts"] += 1
-        if name not in self._told_late:
-            self._told_late.add(name)
-            warnings.warn(
-                f"reward function {name!r} gave no answer within reward_timeout ({self.timeout:g} s) on {completions} "
-                "completions. It abstains from them: only the other functions' rewards count. Completions without any "
-                f"reward aren't trained on. rewards/{name}/timeouts counts such calls from now on.",
-                stacklevel=2,
-            )
 
     def take_counts(self) -> dict[str, float]:
         """Return and reset the metrics ``rewards/<name>/seconds``, ``/timeouts`` and ``/errors``, summed over calls."""

@@ -12,7 +12,6 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
-from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -105,7 +104,7 @@ def compare(text: str, gold: Any, bare_numbers: bool) -> Verdict:
     worker, thread = _process_of(os.getpid())
     pending = thread.submit(worker.run, call, LIMIT, lambda: False)
     while not pending.done():  # an interrupt of the calling thread is raised between two waits
-        with contextlib.suppress(futures.TimeoutError):
+        with contextlib.suppress(TimeoutError):
             pending.result(LOOK_SECONDS)
     outcome = pending.result()
     if outcome.kind == "raised":
