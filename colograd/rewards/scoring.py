@@ -231,8 +231,7 @@ class Scorer:
 
     def take_counts(self) -> dict[str, float]:
         """Return and reset the metrics ``rewards/<name>/seconds``, ``/timeouts`` and ``/errors``, summed over calls."""
-        taken = dict(self.counts)
-        self.counts.clear()
+        taken, self.counts = self.counts, defaultdict(float)
         return taken
 
     def take_logged(self, position: int) -> Logged:

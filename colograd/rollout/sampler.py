@@ -124,14 +124,11 @@ class Sampler:
         compute_advantages = self._checked_advantages if "compute_advantages" in replaced else hooks.compute_advantages
         if self.evaluates:  # an evaluation computes advantages later, and only for the loss
             compute_advantages = lambda group, rewards: torch.zeros(len(group.rollouts))  # noqa: E731
-        stages = Stages(
-            generate=hooks.generate if "generate" in replaced else self.generate,
-            begin_score=self._begin_replaced if "score" in replaced else self.begin_scoring,
-            compute_advantages=compute_advantages,
-            take_logged=self.scorer.take_logged,
-            journal=hooks.journal if hooks.is_in_train else None,
-            checks="generate" in replaced or self.source is not self.engine,
-        )
+        generate = hooks.generate if "generate" in replaced else self.generate
+        begin_score = self._begin_replaced if "score" in replaced else self.begin_scoring
+        journal, logged = hooks.journal if hooks.is_in_train else None, self.scorer.take_logged
+        checks = "generate" in replaced or self.source is not self.engine
+        stages = Stages(generate, begin_score, compute_advantages, logged, journal=journal, checks=checks)
         for change in self._changes:
             stages = change(stages)
         return stages
