@@ -36,7 +36,17 @@ def accuracy_reward(
     outside LaTeX isn't an answer. The reward is None if the solution can't be parsed. The completions table gets the
     parsed texts of the solution (``gold_parsed``) and of the answer (``answer_parsed``).
     """
-    return _accuracy([text_of(completion) for completion in completions], solution, log_extra)
+    texts = [None if completion is None else text_of(completion) for completion in completions]
+    unfinished = Verdict(False, "[incomplete reasoning]", "[incomplete reasoning]")
+    verdicts = [
+        unfinished if text is None else compare(text, expected, bare_numbers=False)
+        for text, expected in zip(texts, solution, strict=True)
+    ]
+    if log_extra is not None:
+        log_extra("solution", list(solution))
+        log_extra("gold_parsed", [verdict.gold for verdict in verdicts])
+        log_extra("answer_parsed", [verdict.answer for verdict in verdicts])
+    return [None if verdict.right is None else float(verdict.right) for verdict in verdicts]
 
 
 def reasoning_accuracy_reward(
@@ -52,11 +62,11 @@ def reasoning_accuracy_reward(
         reasoning_delimiters: texts that end the reasoning, ``</think>`` by default. The first text in this list that
             the completion contains is used, and its last occurrence ends the reasoning.
     """
-    answers: list[str | None] = []
+    answers: list[str | None] = []  # None for a completion whose reasoning doesn't end.
     for text in map(text_of, completions):
         end = next((each for each in reasoning_delimiters or ["</think>"] if each in text), None)
         answers.append(None if end is None else text.rpartition(end)[2])
-    return _accuracy(answers, solution, log_extra)
+    return accuracy_reward(answers, solution, log_extra)
 
 
 def math_answer_reward(
@@ -73,21 +83,6 @@ def math_answer_reward(
         for completion, within in zip(completions, begun, strict=True)
     ]
     verdicts = map(functools.partial(compare, bare_numbers=True), texts, expected_answer)
-    return [None if verdict.right is None else float(verdict.right) for verdict in verdicts]
-
-
-def _accuracy(
-    texts: list[str] | list[str | None], solution: list[Any], log_extra: Callable[[str, list[Any]], None] | None
-) -> list[float | None]:
-    unfinished = Verdict(False, "[incomplete reasoning]", "[incomplete reasoning]")
-    verdicts = [
-        unfinished if text is None else compare(text, expected, bare_numbers=False)
-        for text, expected in zip(texts, solution, strict=True)
-    ]
-    if log_extra is not None:
-        log_extra("solution", list(solution))
-        log_extra("gold_parsed", [verdict.gold for verdict in verdicts])
-        log_extra("answer_parsed", [verdict.answer for verdict in verdicts])
     return [None if verdict.right is None else float(verdict.right) for verdict in verdicts]
 
 
