@@ -36,7 +36,7 @@ from .rewards import weighted_sum
 from .rollout.features import TrainerArguments
 from .rollout.record_file import note_figures
 from .rollout.rounds import round_of
-from .rollout.sampler import Purpose, Sampler
+from .rollout.sampler import Sampler
 from .runtime import process, registry
 from .runtime.failures import closes_if_it_fails
 from .sharding import strategy_of
@@ -252,7 +252,7 @@ class GRPOTrainer(TrainerBase):
     @property
     def evaluating(self) -> bool:
         """Whether `generate` and `score` are at present called by `evaluate`, not by training."""
-        return self.sampler.purpose is Purpose.EVALUATION
+        return self.sampler.evaluates
 
     def combine(self, rewards: torch.Tensor) -> torch.Tensor:
         """Sum rewards [G, R] over the R reward functions, with the functions' weights. Return [G]."""

@@ -9,7 +9,6 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 IMAGES = ("images", "image")  # Names of columns with images.
-NAMED_TOKENS = 5  # Maximum number of tokens that a message lists.
 EMPTY = [{"role": "user", "content": ""}]  # Placeholder for prompts that are written only during the rollout.
 
 
@@ -73,25 +72,8 @@ def check_rows(ids: Iterable[int], rows: int, tokenizer: Any, where: str) -> Non
     if (highest := max(ids, default=0)) >= rows:
         raise ValueError(
             f"{where} has the token {tokenizer.convert_ids_to_tokens(highest)!r} ({highest}), but the model's "
-            f"embedding has {rows:,} rows, numbered from 0. {remedy(tokenizer)}"
-        )
-
-
-def remedy(tokenizer: Any) -> str:
-    return (
-        "Use the tokenizer of the model, or a model with more rows: call "
-        f"model.resize_token_embeddings({size_of(tokenizer)}) and save_pretrained, and train from that folder."
-    )
-
-
-def surplus_tokens(tokenizer: Any, rows: int) -> Iterator[str]:
-    """Yield a warning if the tokenizer has tokens without a row in the model's embedding."""
-    surplus = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index >= rows)
-    if surplus:
-        which = ", ".join(f"{token!r} ({index})" for index, token in surplus[:NAMED_TOKENS])
-        yield (
-            f"tokenizer: the model's embedding has {rows:,} rows, so that {len(surplus):,} token(s) have none, and a "
-            f"text with one is an error: {which}{', ...' * (len(surplus) > NAMED_TOKENS)}. {remedy(tokenizer)}"
+            f"embedding has {rows:,} rows, numbered from 0. Use the tokenizer of the model, or a model with more rows: "
+            f"call model.resize_token_embeddings({size_of(tokenizer)}) and save_pretrained, and train from that folder."
         )
 
 

@@ -138,10 +138,9 @@ def _from_json(value: Any, kind: type, name: str, example: str) -> Any:
 def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
     check_dataset(dataset, name)
     column, present = script.dataset_prompt_column, columns_of(dataset)
-    asked_elsewhere = script.agent or script.environment_factory  # An agent or environment makes the prompts.
-    if asked_elsewhere and column == "prompt" and column not in present and script.system_prompt is None:
-        return dataset
     if column not in present:
+        if (script.agent or script.environment_factory) and column == "prompt" and script.system_prompt is None:
+            return dataset  # An agent or environment makes the prompts.
         raise ValueError(
             f"{name} has no column {column!r}; it has {listed(present)}. Set dataset_prompt_column to the column "
             "that holds the prompts."

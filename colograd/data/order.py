@@ -41,22 +41,17 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
     @classmethod
     def of(cls, config: GRPOConfig, num_prompts: int) -> Self:
         """Build this rank's order of prompts. Raises ValueError if one generation takes more prompts than there are."""
-        return cls(
-            num_prompts,
-            config.prompts_per_step or 1,
-            data_rank=config.layout.data_rank,
-            data_size=config.layout.data_size,
-            steps_per_generation=config.steps_per_generation or 1,
-            num_iterations=config.num_iterations,
-            shuffle=bool(config.shuffle_dataset),
-            seed=seed_of(config),
-        )
+        steps, shuffle = config.steps_per_generation or 1, bool(config.shuffle_dataset)
+        ranks = config.layout.data_rank, config.layout.data_size
+        prompts = num_prompts, config.prompts_per_step or 1
+        return cls(*prompts, *ranks, steps, config.num_iterations, shuffle, seed_of(config))
 
     def __post_init__(self) -> None:
         assert self.prompts_per_step % self.data_size == 0, (self.prompts_per_step, self.data_size)
         assert 0 <= self.data_rank < self.data_size, (self.data_rank, self.data_size)
         round_size = self.prompts_per_step * self.steps_per_generation
         self.num_rounds = self.num_rows // round_size
+        self.epoch_size = self.num_rounds * round_size  # Number of prompts of an epoch over all ranks.
         if self.num_rounds == 0:
             raise ValueError(
                 f"The dataset has {self.num_rows} prompts, but one generation takes {round_size} (prompts_per_step="
@@ -69,11 +64,6 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
 
     def __len__(self) -> int:
         return self.num_rounds * self.steps_per_generation * self.num_iterations
-
-    @property
-    def epoch_size(self) -> int:
-        """Number of prompts of an epoch over all ranks."""
-        return self.num_rounds * self.steps_per_generation * self.prompts_per_step
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         rows, per_rank = self._rows_in_order(), self.prompts_per_step // self.data_size

@@ -24,7 +24,7 @@ from transformers.utils import logging as hf_logging
 from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..config.policy import KEEPS_MASTER
-from ..data.columns import check_rows, surplus_rows, surplus_tokens
+from ..data.columns import check_rows, surplus_rows
 from ..parallel.ranks import world_size
 from ..parallel.shards import parts_of
 from ..runtime import cpu_products, registry
@@ -138,8 +138,7 @@ class Policy:
             yield f"rows: padded, each completion with its prompt ({self.why_padded})"
 
     def warnings(self, config: GRPOConfig) -> Iterator[str]:
-        """Yield warnings for the user, one line each: surplus tokens, lossy optimizer updates, dropout."""
-        yield from surplus_tokens(self.tokenizer, self.rows)
+        """Yield warnings for the user, one line each: lossy optimizer updates, dropout."""
         rounded = any(p.requires_grad and p.dtype == torch.bfloat16 for p in self.model.parameters())
         if rounded and config.optim not in KEEPS_MASTER:
             yield f"optimizer: {config.optim} rounds updates to bfloat16 and loses small ones; `adamw_split` doesn't"

@@ -1,9 +1,8 @@
 """Reward functions: find them, call them in worker processes or in the trainer's process, and check their rewards.
 
-`functions` finds reward functions. `answers` has the built-in functions, and reads texts and numbers. `calling`
-makes the keywords of one call, checks the returned values and sums rewards. `scoring` decides where and when each call
-runs. Extensions offer further reward functions (hook ``rewards``) and convert reward models to functions
-(``reward_models``).
+`functions` finds reward functions and sums rewards. `answers` has the built-in functions, and reads texts and numbers.
+`calling` makes the keywords of one call and checks its rewards. `scoring` decides where and when each call runs.
+Extensions offer further reward functions (hook ``rewards``) and convert reward models to functions (``reward_models``).
 
 A reward function has TRL's signature, and is called with keywords only, for one group at a time:
 
@@ -26,14 +25,12 @@ from .answers import builtin_rewards, get_soft_overlong_punishment, gsm8k_reward
 
 if TYPE_CHECKING:
     from .answers import think_format_reward
-    from .calling import weighted_sum
-    from .functions import RewardError, RewardFunction, resolve_rewards
+    from .functions import RewardError, RewardFunction, resolve_rewards, weighted_sum
     from .scoring import Ready, Scorer, Scoring
 
 _MODULES = {
     "answers": ("think_format_reward",),
-    "calling": ("weighted_sum",),
-    "functions": ("RewardError", "RewardFunction", "resolve_rewards"),
+    "functions": ("RewardError", "RewardFunction", "resolve_rewards", "weighted_sum"),
     "mathematics": ("accuracy_reward", "math_answer_reward", "reasoning_accuracy_reward"),
     "models": ("RewardModel", "with_models"),  # `mathematics` and `models` are modules of the extension `graders`.
     "scoring": ("Ready", "Scorer", "Scoring"),

@@ -96,8 +96,9 @@ def gsm8k_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> li
     As in verl, only the last 300 characters are read, and ``#### $5`` and ``#### 5.`` don't count as numbers. verl
     compares texts, but this function compares numbers, so ``#### 5.00`` equals 5. ``answer`` is a number, or a text
     that ends in a number, such as GSM8K's answers. The reward is None if ``answer`` has no number."""
+    pairs = zip(completions, answer, strict=True)
     rewards = []
-    for completion, expected in zip(completions, answer, strict=True):
+    for completion, expected in pairs:
         plain = behind_hashes(text_of(completion)[-HASHES_WITHIN:]) or ""
         is_number = re.fullmatch(r"-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)", plain)
         rewards.append(_right_number(Decimal(plain) if is_number else None, expected))

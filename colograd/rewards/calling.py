@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import functools
 import inspect
 import math
 import numbers
-import re
 import reprlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,9 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..batch import Group, Logged, Rollout
-from ..runtime.registry import hooks, require
-from ..usercode.calls import Outcome, place_in, place_of
+from ..batch import Group, Rollout
+from ..usercode.calls import place_of
 from ..usercode.untrusted import own_copy
 from ..usercode.worker_process import PER_TOKEN, CallLog
 from .functions import RewardError, RewardFunction
@@ -28,18 +24,8 @@ RESERVED = (
     "log_extra", "log_metric",
 )  # fmt: skip
 PARTS = "judged_turns"  # Column of a rollout: {name of a reward function: rewards of the single turns of a completion}.
-TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")
 Texts = Sequence[Sequence[str]]  # The decoded completions of each group.
 FLOAT32_MAX = torch.finfo(torch.float32).max
-ROUNDING = 4 * torch.finfo(torch.float32).eps  # Largest relative difference of two equal sums of float32 rewards.
-# Names of the trainer's metrics (`OWN_METRICS`), and their prefixes before a slash (`OWN_FAMILIES`).
-OWN_METRICS = (
-    "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "entropy", "kl", "reward",
-    "reward_std", "frac_reward_zero_std",
-)  # fmt: skip
-OWN_FAMILIES = (
-    "carry_over", "clip_ratio", "completions", "curriculum", "dynamic_sampling", "sampling", "time", "tools", "train",
-)  # fmt: skip
 
 
 def keywords_for(
@@ -166,74 +152,3 @@ def checked_values(
             )
         numbers_G.append(float(number))
     return numbers_G, parts
-
-
-def raised_error(reward: RewardFunction, group: Group, outcome: Outcome) -> RewardError:
-    line, traceback = outcome.value
-    where = f" ({place})" if (place := place_in(traceback)) else ""
-    of_messages = isinstance(group.example["prompt"], list) and TAKEN_FOR_TEXT.match(line)
-    hint = (
-        "Completions are lists of messages here, because the prompts are (a conversational dataset, or system_prompt): "
-        'the text is `completion[0]["content"]`. '
-    )
-    problem = (
-        f"it raised {line}{where}, but must return one number per completion, and None where it has no opinion. "
-        f"{hint if of_messages else ''}Mend it, or set reward_on_error: abstain to go on without its opinion wherever "
-        f"it fails. Its traceback:\n{traceback}"
-    )
-    return RewardError(reward.name, group.position, None, problem)
-
-
-def check_log(
-    reward: RewardFunction, position: int, rollouts: Sequence[Rollout], columns: dict[str, Any], metrics: dict[str, Any]
-) -> None:
-    """Raise a `RewardError` if ``columns`` or ``metrics`` that a reward function logged for ``rollouts`` are wrong."""
-    fail = functools.partial(RewardError, reward.name, position)
-    for name, values in columns.items():
-        if len(values) != len(rollouts):
-            raise fail(
-                None,
-                f"the function logged {len(values)} values in the column {name!r} for {len(rollouts)} completions. "
-                "Pass exactly one value per completion to log_extra, with None for a completion without a value.",
-            )
-    for name in metrics:
-        if name in OWN_METRICS or name.partition("/")[0] in OWN_FAMILIES:
-            raise fail(None, f"the function logged the metric {name!r}, a name of the trainer's metrics: rename it.")
-    if "token_weights" in columns:  # This column needs the extension `token_weights`.
-        require("token_weights", f"the column token_weights, which {reward.name} logs,", "log no such column")
-    for kind in (kind for kind in hooks("riders") if kind.COLUMN in columns):
-        for index, (rollout, value) in enumerate(zip(rollouts, columns[kind.COLUMN], strict=True)):
-            try:
-                _ = None if value is None else kind.from_json(value, rollout)
-            except ValueError as error:
-                raise fail(index, f"it logged {kind.COLUMN} of {error}") from None
-
-
-def with_logged_riders(group: Group, logged: Logged) -> Group:
-    """Return the group with riders (data of extensions, such as token weights) that reward functions have logged for
-    its completions by `log_extra`."""
-    for kind in (kind for kind in hooks("riders") if kind.COLUMN in logged.columns):
-        pairs = zip(group.rollouts, logged.columns[kind.COLUMN], strict=True)
-        riders = ((one, () if value is None else (kind.from_json(value, one),)) for one, value in pairs)
-        group = dataclasses.replace(group, rollouts=tuple(one.carrying(*own) for one, own in riders))
-    return group
-
-
-def weighted_sum(rewards: torch.Tensor, weights: Sequence[float] | torch.Tensor) -> torch.Tensor:
-    """Sum a group's rewards [G, R], weighted by R weights, over the functions that didn't abstain (NaN).
-
-    If the sums of a group differ only by float32 rounding (0.6 + 0.1 and 0.7), all become equal. Otherwise a group of
-    equal rewards would train on rounding errors, because advantages are divided by the standard deviation.
-
-    Returns:
-        Sums [G] float32, NaN for a completion where all functions abstained.
-    """
-    weights_R = torch.as_tensor(weights, dtype=torch.float32, device=rewards.device)
-    terms = rewards.double() * weights_R.double()
-    total = terms.nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), math.nan)
-    judged = total[~total.isnan()]
-    if terms.shape[1] > 1 and len(judged):
-        rounding = ROUNDING * terms.abs().nansum(dim=1).max()
-        if judged.max() - judged.min() <= rounding:
-            total = torch.where(total.isnan(), total, judged.mean())
-    return total.float()

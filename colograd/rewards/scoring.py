@@ -21,7 +21,6 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -37,8 +36,8 @@ from ..usercode.calls import GRACE, Late, Outcome, awaited_outcome, event_loop, 
 from ..usercode.untrusted import own_copy, storable
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from ..usercode.worker_process import CallLog
-from .calling import PARTS, SplitParts, Texts, check_log, checked_values, keywords_for, parameters_of, raised_error
-from .functions import ModelReward, RewardError, RewardFunction, is_async, is_of_module
+from .calling import PARTS, SplitParts, Texts, checked_values, keywords_for, parameters_of
+from .functions import ModelReward, RewardError, RewardFunction, check_log, is_async, is_of_module, raised_error
 
 MOST_WORKERS = 4  # Maximum of the default number of reward worker processes.
 
@@ -70,12 +69,10 @@ class Scoring:
         rewards, of_parts = list[list[float]](), dict[str, list[Any]]()
         for reward, call in zip(scorer.rewards, self.calls, strict=True):
             watchdog.progress(f"reward function {reward.name!r}")
-            fail = functools.partial(RewardError, reward.name, position, None)
             rewards.append([math.nan] * len(rollouts))
             try:
-                outcome = scorer.outcome_of(reward.name, call, position)
+                outcome = scorer.outcome_of(reward.name, call, position, len(rollouts))
                 if outcome.kind == "late":
-                    scorer.note_late(reward.name, len(rollouts))
                     continue
                 if outcome.kind == "raised":
                     raise raised_error(reward, self.groups[0], outcome)
@@ -84,9 +81,10 @@ class Scoring:
                 if columns or metrics:
                     check_log(reward, position, rollouts, columns, metrics)
                 for name in columns.keys() & log.columns.keys():
-                    raise fail(
+                    problem = (
                         f"the function logged the column {name!r}, as another function did: rename one of the two."
                     )
+                    raise RewardError(reward.name, position, None, problem)
             except RewardError:
                 scorer.counts[f"rewards/{reward.name}/errors"] += 1
                 if scorer.on_error == "raise":
@@ -199,15 +197,15 @@ class Scorer:
             end_with_last()
         return scoring
 
-    def outcome_of(self, name: str, call: Future[Outcome], position: int) -> Outcome:
-        """Wait for the outcome of a reward function's call, and count its seconds. Raise `RewardError` if the worker
-        process died, or if the function blocks the event loop."""
+    def outcome_of(self, name: str, call: Future[Outcome], position: int, completions: int) -> Outcome:
+        """Wait for the outcome of a reward function's call, and count its seconds. Warn of a function's first late
+        call. Raise `RewardError` if the worker process died, or if the function blocks the event loop."""
         # An async call ends in time by its own timeout, unless the call blocks the event loop.
         limit = None if isinstance(call, WorkerCall) or self.timeout is None else self.timeout + GRACE
         fail = functools.partial(RewardError, name, position, None)
         try:
             outcome = call.result(limit)
-        except futures.TimeoutError:
+        except TimeoutError:
             raise fail(
                 f"the function blocks the event loop for longer than reward_timeout ({self.timeout:g} s). Await slow "
                 "calls in an async reward function, or make the function a sync function and set reward_workers."
@@ -218,23 +216,22 @@ class Scorer:
                 f"the function's worker process ended with status {outcome.value}: the function exits, crashes, or "
                 "runs out of memory. Set reward_on_error: abstain to go on without the rewards of a call that fails."
             )
+        if outcome.kind == "late":
+            self.counts[f"rewards/{name}/timeouts"] += 1
+            if name not in self._told_late:
+                self._told_late.add(name)
+                warnings.warn(
+                    f"reward function {name!r} gave no answer within reward_timeout ({self.timeout:g} s) on "
+                    f"{completions} completions. It abstains from them: only the other functions' rewards count. "
+                    "Completions without any reward aren't trained on. "
+                    f"rewards/{name}/timeouts counts such calls from now on.",
+                    stacklevel=2,
+                )
         return outcome
-
-    def note_late(self, name: str, completions: int) -> None:
-        self.counts[f"rewards/{name}/timeouts"] += 1
-        if name not in self._told_late:
-            self._told_late.add(name)
-            warnings.warn(
-                f"reward function {name!r} gave no answer within reward_timeout ({self.timeout:g} s) on {completions} "
-                "completions. It abstains from them: only the other functions' rewards count. Completions without any "
-                f"reward aren't trained on. rewards/{name}/timeouts counts such calls from now on.",
-                stacklevel=2,
-            )
 
     def take_counts(self) -> dict[str, float]:
         """Return and reset the metrics ``rewards/<name>/seconds``, ``/timeouts`` and ``/errors``, summed over calls."""
-        taken = dict(self.counts)
-        self.counts.clear()
+        taken, self.counts = self.counts, defaultdict(float)
         return taken
 
     def take_logged(self, position: int) -> Logged:
@@ -326,11 +323,11 @@ class Scorer:
         elapsed = time.perf_counter() - started
         if inspect.isawaitable(value):
             return asyncio.run_coroutine_threadsafe(_logged_outcome(value, elapsed, self.timeout, log), event_loop())
-        done.set_result(Outcome("value", value, elapsed, log.content()))
+        done.set_result(Outcome("value", value, elapsed, (log.columns, log.metrics)))
         return done
 
 
 async def _logged_outcome(awaitable: Awaitable[Any], elapsed: float, timeout: float | None, log: CallLog) -> Outcome:
     """Await the result of an async reward function. Its call took ``elapsed`` seconds to return the awaitable."""
     outcome = await awaited_outcome(awaitable, timeout)
-    return dataclasses.replace(outcome, seconds=elapsed + outcome.seconds, logged=log.content())
+    return dataclasses.replace(outcome, seconds=elapsed + outcome.seconds, logged=(log.columns, log.metrics))

@@ -19,7 +19,7 @@ import torch
 from ..batch import Branch, FinishReason, Group, Logged, ModelInput, Prompt, Rollout
 from ..riders import riding
 from ..runtime.registry import hooks
-from .group_table import TABLE
+from .record_file import TABLE
 
 # Exceptions that reading damaged or untrusted bytes may raise.
 NONSENSE = (
@@ -103,18 +103,10 @@ def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGro
             logprobs = torch.tensor(np.array(batch["logprobs"][index].values, dtype=np.float32))
             sampled = torch.tensor([True] * len(ids) if row["sampled"] is None else row["sampled"], dtype=torch.bool)
             assert len(ids) == len(logprobs) == len(sampled), "lengths differ"
-            rollouts.append(
-                Rollout(
-                    inputs.setdefault(prompt_ids, ModelInput(prompt_ids)),
-                    ids,
-                    logprobs,
-                    sampled,
-                    FinishReason(row["finish_reason"]),
-                    int(row["policy_version"]),
-                    tuple(json.loads(row["messages"])),
-                    json.loads(row["columns"]),
-                )
-            )
+            end, version = FinishReason(row["finish_reason"]), int(row["policy_version"])
+            messages, own = tuple(json.loads(row["messages"])), json.loads(row["columns"])
+            read = inputs.setdefault(prompt_ids, ModelInput(prompt_ids))
+            rollouts.append(Rollout(read, ids, logprobs, sampled, end, version, messages, own))
         while reader.tell() < reader.size():  # Tables of riders follow.
             riders = (kind for kind in hooks("riders") if kind.MARK and content.startswith(kind.MARK, reader.tell()))
             kind = next(riders, None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,17 +23,11 @@ from ..parallel.ranks import on_all_ranks, world_size
 from ..reporting.events import Events
 from ..rewards import Ready, Scorer, Scoring
 from ..runtime import registry
+from .checks import checked_advantages, checked_rewards
 from .rounds import PlainRound, Steps, unscored
-from .stages import PendingRewards, RolloutSource, Stages, checked_advantages, checked_rewards
+from .stages import PendingRewards, RolloutSource, Stages
 from .statistics import DIVIDED, RolloutStatistics
 from .texts import has_parser, with_messages, with_prompt_text
-
-
-class Purpose(enum.StrEnum):
-    """Whether completions are sampled for training or for evaluation. Each request's seed depends on the purpose."""
-
-    TRAINING = "train"
-    EVALUATION = "eval"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +54,7 @@ class Sampler:
     events: Events
 
     def __post_init__(self) -> None:
-        self.purpose = Purpose.TRAINING
+        self.evaluates = False  # Whether completions are sampled for an evaluation. Requests' seeds depend on it.
         self.round = PlainRound(self.events.times)  # default, which the trainer replaces by `round_of(trainer)`
         self._scales_steps = self.estimator.step_scores is not None
         offers = (offer(self) for offer in registry.hooks("stages"))
@@ -106,16 +99,14 @@ class Sampler:
     def collect_evaluation(self, prompts: list[Prompt], name: str) -> list[ScoredGroup]:
         """Sample and score this rank's prompts of the evaluation ``name``. The groups get advantages of zero."""
         self.hooks.begin_records(name)
-        times, together = self.events.times, self.config.reward_call == "all"
-        self.purpose = Purpose.EVALUATION
+        round_ = PlainRound(self.events.times, self.config.reward_call == "all")
+        self.evaluates = True
         try:
             with self.turn(), on_all_ranks("the evaluation"):
-                drawn = self.on_leader(
-                    lambda: PlainRound(times, together).draw([prompts], self.stages()), [SampledStep((), ())]
-                )
-                return [*drawn[0].sampled]
+                (step,) = self.on_leader(lambda: round_.draw([prompts], self.stages()), [SampledStep((), ())])
+                return [*step.sampled]
         finally:
-            self.purpose = Purpose.TRAINING
+            self.evaluates = False
 
     def take_counts(self) -> dict[str, float]:
         """Return the counts of reward functions, vLLM and rollout source since the last call, as metric -> number."""
@@ -131,30 +122,27 @@ class Sampler:
         extension isn't in use."""
         hooks, replaced = self.hooks, self.hooks.replaced
         compute_advantages = self._checked_advantages if "compute_advantages" in replaced else hooks.compute_advantages
-        if self.purpose is Purpose.EVALUATION:  # an evaluation computes advantages later, and only for the loss
+        if self.evaluates:  # an evaluation computes advantages later, and only for the loss
             compute_advantages = lambda group, rewards: torch.zeros(len(group.rollouts))  # noqa: E731
-        stages = Stages(
-            generate=hooks.generate if "generate" in replaced else self.generate,
-            begin_score=self._begin_replaced if "score" in replaced else self.begin_scoring,
-            compute_advantages=compute_advantages,
-            take_logged=self.scorer.take_logged,
-            journal=hooks.journal if hooks.is_in_train else None,
-            checks="generate" in replaced or self.source is not self.engine,
-        )
+        generate = hooks.generate if "generate" in replaced else self.generate
+        begin_score = self._begin_replaced if "score" in replaced else self.begin_scoring
+        journal, logged = hooks.journal if hooks.is_in_train else None, self.scorer.take_logged
+        checks = "generate" in replaced or self.source is not self.engine
+        stages = Stages(generate, begin_score, compute_advantages, logged, journal=journal, checks=checks)
         for change in self._changes:
             stages = change(stages)
         return stages
 
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
         """Generate one group per prompt with the sampling of training or evaluation. Yield each group when it ends."""
-        config, step, evaluates = self.config, self.hooks.state.global_step, self.purpose is Purpose.EVALUATION
+        config, step, evaluates = self.config, self.hooks.state.global_step, self.evaluates
         sampling = Sampling.for_evaluation(config) if evaluates else Sampling.for_training(config)
         bar = self.events.console.progress(len(prompts), "evaluate" if evaluates else "generate", "group")
         longest_first = evaluates or self.round.longest_first
         if longest_first and len(prompts) * sampling.n > self.engine.max_sequences:
             prompts = self.hooks.lengths.longest_first(prompts)
         by_position = {prompt.position: prompt for prompt in prompts}
-        purpose = self.purpose.value
+        purpose = "eval" if evaluates else "train"
         with contextlib.closing(bar), stepping(self.engine, bar.sampled):
             for group in self.source.generate(prompts, sampling, version=step, seed=config.seed, purpose=purpose):
                 lengths = [int(rollout.sampled.sum()) for rollout in group.rollouts]

@@ -1,5 +1,4 @@
-"""The functions between prompts and scored groups (`Stages`): generate, score, compute advantages, record. Values of a
-user's `generate`, `score` and `compute_advantages` are checked: a wrong value raises a ValueError."""
+"""The functions between prompts and scored groups (`Stages`): generate, score, compute advantages, record."""
 
 from __future__ import annotations
 
@@ -11,11 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
-from ..batch import Group, Logged, Prompt, Rollout, ScoredGroup
+from ..batch import Group, Logged, Prompt, ScoredGroup
 from ..engine.sampling import Sampling
 from ..policy.packing import has_signal
 from ..rewards import Ready
-from ..rewards.calling import with_logged_riders
+from ..rewards.functions import with_logged_riders
+from .checks import checked_groups
 from .store import RewardedGroup, RolloutStore
 
 
@@ -52,13 +52,17 @@ class PendingRewards(Protocol):
 BeginScore = Callable[[Sequence[Group]], PendingRewards]  # function that starts to score several groups in one call
 
 
+@dataclass(eq=False)
 class InScoring:
     """The groups of some prompts while they are scored: groups read from the rollout log, and groups in scoring."""
 
-    def __init__(self, stages: Stages, prompts: Sequence[Prompt]) -> None:
-        self.stages, self.prompts = stages, prompts  # All prompts of this phase of sampling.
+    stages: Stages
+    prompts: Sequence[Prompt]  # All prompts of this phase of sampling.
+
+    def __post_init__(self) -> None:
+        journal = self.stages.journal
         # Groups that have rewards but no advantages yet, by position.
-        self.rewarded: dict[int, RewardedGroup] = {} if stages.journal is None else stages.journal.recall(prompts)
+        self.rewarded: dict[int, RewardedGroup] = {} if journal is None else journal.recall(self.prompts)
         self._pending: dict[int, tuple[Group, PendingRewards]] = {}  # Groups that are being scored, by position.
         self._scored: list[ScoredGroup] = []  # Groups of the first prompts, in the order of the prompts.
         self._signals = 0  # Number of groups in `_scored` with a reward difference.
@@ -138,88 +142,3 @@ class Stages:
     # Number of groups with a reward difference after which the later prompts aren't needed. Groups are counted in the
     # prompts' order, not in the order of finishing.
     enough: float = math.inf
-
-
-def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int | None = None) -> Generator[Group]:
-    """Yield the groups of a user's ``generate``. A ValueError is raised if a group is wrong, or if the number of groups
-    isn't ``wanted`` (default: one group per prompt)."""
-    waiting = {prompt.position for prompt in prompts}
-    left_out = 0 if wanted is None else len(waiting) - wanted
-    try:
-        for group in groups:
-            if not isinstance(group, Group):
-                raise ValueError(
-                    f"generate yielded {shown(group)}. `generate` must yield a colograd.batch.Group for each prompt."
-                )
-            if group.position not in waiting:
-                raise ValueError(
-                    f"generate yielded a group at position {group.position}, but must yield exactly one group for each "
-                    "of its prompts. Copy the prompt's position, and merge the groups of one prompt."
-                )
-            waiting.remove(group.position)
-            where = f"generate, prompt {group.position}"
-            if not group.rollouts:
-                raise ValueError(f"{where}: the group has no rollouts. A group needs at least one rollout.")
-            for index, rollout in enumerate(group.rollouts):
-                if not isinstance(rollout, Rollout):
-                    raise ValueError(
-                        f"{where}: rollout {index} is {shown(rollout)}. A rollout must be a colograd.batch.Rollout."
-                    )
-                length = len(rollout.completion_ids)
-                if not length or not rollout.input.ids:
-                    raise ValueError(
-                        f"{where}: rollout {index} has no tokens. A rollout needs a prompt and a completion of at "
-                        "least one token."
-                    )
-                for name in ("sampler_logprobs", "sampled"):
-                    value = getattr(rollout, name)
-                    if not isinstance(value, torch.Tensor) or value.shape != (length,):
-                        raise ValueError(
-                            f"{where}: {name} of rollout {index} is {shown(value)}, but a rollout's `sampler_logprobs` "
-                            f"and `sampled` must be tensors with one entry per completion token: {length}."
-                        )
-            yield group
-    finally:
-        if hasattr(groups, "close"):
-            groups.close()
-    if len(waiting) != left_out:
-        raise ValueError(
-            f"generate yielded no group for {len(waiting) - left_out} of {len(prompts)} prompts (first position: "
-            f"{min(waiting)}). `generate` must yield one group, with at least one completion, for each prompt."
-        )
-
-
-def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
-    """Check that a user's rewards have the shape [completions, reward functions] and aren't infinite. Return
-    float32."""
-    wanted = (len(group.rollouts), functions)
-    if not isinstance(rewards, torch.Tensor) or tuple(rewards.shape) != wanted:
-        raise ValueError(
-            f"score returned {shown(rewards)}. `score` must return a tensor of shape [completions, reward functions] = "
-            f"{list(wanted)}. NaN means that a reward function gives a completion no reward."
-        )
-    if rewards.float().isinf().any():
-        raise ValueError("score returned an infinite reward. A reward must be finite, or NaN for no reward.")
-    return rewards.float()
-
-
-def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
-    """Check that a user's advantages are finite, one per completion or one per completion token. Return float32."""
-    completions = len(group.rollouts)
-    tokens = sum(len(rollout.completion_ids) for rollout in group.rollouts)
-    if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in ((completions,), (tokens,)):
-        raise ValueError(
-            f"compute_advantages returned {shown(advantages)}. `compute_advantages` must return a tensor with one "
-            f"entry per completion, or with one entry per completion token: [{completions}] or [{tokens}]."
-        )
-    if not advantages.float().isfinite().all():
-        raise ValueError(
-            "compute_advantages returned an advantage that isn't finite. Return 0 for a completion that must not be "
-            "trained on. A reward may be NaN, because a function may abstain; `combine` leaves NaN rewards out."
-        )
-    return advantages.float()
-
-
-def shown(value: Any) -> str:
-    is_tensor = isinstance(value, torch.Tensor)
-    return f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"

@@ -11,7 +11,7 @@ appends to one file per round or evaluation:
     RUN/_journal/recipe.yaml                          the run's recipe, for `colograd replay`
 
 Extensions write other files to a round's folder (`note_beside`, `open_beside`). Resume and replay read `.records`
-(`recall`). The report reads `.records` and `.shown` (`group_table`).
+(`recall`). The report reads `.records` and `.shown` (`shown`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ import torch
 from ..batch import Group, Prompt
 from ..checkpoint.folders import move_aside
 from .group_records import NONSENSE, JournalError, RewardedGroup, digest_of_example, group_bytes, group_of
-from .group_table import NOTES, SHOWN, keep_shown, reduced
-from .record_file import Record, RecordFile, read_records
+from .record_file import NOTES, SHOWN, Record, RecordFile, keep_shown, read_records, reduced
 
 FOLDER = "_journal"  # Folder of the rollout log. Transformers doesn't push names with an underscore to the Hub.
 UNSCORED = ".unscored"  # Suffix of a file with recorded groups that will be scored again.
@@ -81,7 +80,7 @@ class RolloutStore:
         self.settings = json.loads(json.dumps(settings, default=str))
         self.problem = ""  # Error message: why the last groups couldn't be written.
         self.warning = ""  # Warning about the recorded groups, e.g. that the weights differ.
-        self.bytes, self.seconds = 0, 0.0  # Bytes written, and seconds spent on writing.
+        self.seconds = 0.0  # Seconds spent on writing.
         self._weights_are_read = True
         self._found: dict[int, bytes] = {}  # Recorded groups of the current round or evaluation, by position.
         self._unscored: dict[int, bytes] = {}  # Recorded groups to score again, by position.
@@ -215,8 +214,7 @@ class RolloutStore:
             return
         try:
             position = recorded.group.position
-            content = group_bytes(recorded, self._digests.get((name, position), ""))
-            self.bytes += file.append(Record(position, content))
+            file.append(Record(position, group_bytes(recorded, self._digests.get((name, position), ""))))
         except Exception as error:  # a group that can't be recorded is still trained on
             self.problem = _problem(file.path, error)
             return
@@ -411,16 +409,16 @@ def _problem(path: Path, error: Exception) -> str:
 def files_of(folder: Path, suffix: str = ".records") -> Iterator[tuple[Path, About, Iterator[Record]]]:
     """Yield (path, `About`, other records) for each rank's file in a folder. Skip files without a complete `About`."""
     for path in sorted(folder.glob(f"rank-*{suffix}")):
-        records = read_records(path, lambda position: position >= ABOUT)
+        records, head = read_records(path, lambda position: position >= ABOUT), None
         with contextlib.suppress(FileNotFoundError):  # a different rank deleted the file
-            if (head := next(records, None)) is not None:
-                yield path, _about(head, path), records
-
-
-def _about(record: Record, path: Path) -> About:
-    try:
-        assert record.position == ABOUT
-        found = json.loads(record.content)
-        return About(int(found["step"]), str(found["weights"]), dict(found["settings"]))
-    except NONSENSE as error:
-        raise JournalError(f"{path} is foreign: {error!r}. Only files of the journal may lie in this folder.") from None
+            head = next(records, None)
+        if head is None:
+            continue
+        try:
+            assert head.position == ABOUT
+            found = json.loads(head.content)
+            about = About(int(found["step"]), str(found["weights"]), dict(found["settings"]))
+        except NONSENSE as error:
+            foreign = f"{path} is foreign: {error!r}. Only files of the journal may lie in this folder."
+            raise JournalError(foreign) from None
+        yield path, about, records

@@ -39,10 +39,15 @@ def raised_outcome(error: BaseException) -> Outcome:
     return Outcome("raised", line_and_traceback(error), 0.0)
 
 
-def place_of(function: Any) -> str:
-    """Return file and line where a function begins, such as ``file.py:12``, or an empty text if unknown."""
+def unwrapped(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
+    return function
+
+
+def place_of(function: Any) -> str:
+    """Return file and line where a function begins, such as ``file.py:12``, or an empty text if unknown."""
+    function = unwrapped(function)
     called = function if inspect.isroutine(function) else type(function).__call__
     code = getattr(called, "__code__", None)
     return "" if code is None else _place(code.co_filename, code.co_firstlineno)

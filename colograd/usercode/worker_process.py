@@ -67,9 +67,6 @@ class CallLog:
             )
         self.metrics.setdefault(name, []).append(float(value))
 
-    def content(self) -> tuple[dict[str, list[Any]], dict[str, list[float]]]:
-        return self.columns, self.metrics
-
 
 def _check_name(function: str, kind: str, name: Any) -> None:
     if not isinstance(name, str) or not name:
@@ -125,7 +122,7 @@ def _answer(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool
         return pickle.dumps(("raised", line_and_traceback(error), time.perf_counter() - started, ({}, {})))
     seconds = time.perf_counter() - started
     try:
-        return pickle.dumps(("value", value, seconds, log.content()))
+        return pickle.dumps(("value", value, seconds, (log.columns, log.metrics)))
     except Exception as error:  # Pickling a user's objects may raise any exception.
         line = f"{type(error).__name__}: {error} (in what it returned or logged)"
         return pickle.dumps(("raised", (line, line), seconds, ({}, {})))

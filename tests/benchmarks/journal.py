@@ -42,6 +42,10 @@ def made_up(options: argparse.Namespace, position: int) -> RewardedGroup:
     return RewardedGroup(group, torch.rand(options.completions, 1), Logged({}, {}))
 
 
+def bytes_in(folder: str) -> int:
+    return sum(path.stat().st_size for path in Path(folder).rglob("*.records"))
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         journal = RolloutStore(folder, 0, {})
@@ -50,8 +54,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         memory = OwnMemory()
         before = memory.resident
         memory.start()
-        tokens, own, written = 0, 0.0, journal.bytes
-        largest = 0
+        tokens, own, largest = 0, 0.0, 0
+        written = bytes_in(folder)
         for position in range(1, options.prompts + 1):
             group = made_up(options, position)
             size = sum(len(rollout.completion_ids) for rollout in group.group.rollouts)
@@ -59,7 +63,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             started = time.perf_counter()
             journal.add(group)
             own += time.perf_counter() - started
-        written = journal.bytes - written
+        written = bytes_in(folder) - written
         peak = memory.resident - before
         prompts = [Prompt({"prompt": f"question {p}"}, ModelInput((1,)), p) for p in range(1, options.prompts + 1)]
         journal.begin(0, "")

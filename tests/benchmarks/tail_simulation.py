@@ -18,8 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from colograd.parallel.balance import plan
-from colograd.rollout.group_table import TABLE
-from colograd.rollout.record_file import read_records
+from colograd.rollout.record_file import TABLE, read_records
 
 PROMPT = 100  # tokens of a simulated prompt
 LIVED_IN = 3  # rounds with `carry_over` after which as many groups come as go

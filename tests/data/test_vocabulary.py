@@ -6,7 +6,7 @@ import pytest
 import tiny
 from datasets import Dataset
 
-from colograd.data.columns import check_rows, size_of, surplus_rows, surplus_tokens
+from colograd.data.columns import check_rows, size_of, surplus_rows
 from colograd.policy.loading import load_policy
 from colograd.training.preparation import train_prompts_of
 
@@ -27,11 +27,9 @@ def test_a_token_without_a_row_is_an_error(larger) -> None:
         check_rows([1, 258], 258, larger, "the text")
 
 
-def test_surplus_tokens_and_rows_have_a_line(larger) -> None:
+def test_surplus_rows_have_a_line(larger) -> None:
     assert size_of(larger) == 260
-    assert not [*surplus_tokens(larger, 260), *surplus_rows(larger, 260)]
-    (line,) = surplus_tokens(larger, 258)
-    assert "has 258 rows, so that 2 token(s) have none" in line and "'<think>' (258), '</think>' (259)" in line
+    assert not [*surplus_rows(larger, 260)]
     (line,) = surplus_rows(larger, 320)
     assert line.startswith("tokenizer: 60 of the model's 320 rows have no token; sampled ones (260 and above)")
 
@@ -40,7 +38,6 @@ def test_a_prompt_with_a_rowless_token_is_refused(tiny_model, tmp_path, larger) 
     """vLLM would read zeros for a token without an embedding row, and the loss would end in an IndexError."""
     config = tiny.config(tmp_path)
     policy = load_policy(str(tiny_model), larger, config)
-    assert any("2 token(s) have none" in line for line in policy.warnings(config))
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in ["a", "<think> 2", "b", "c"]]
     with pytest.raises(ValueError, match=r"train, row 1: the prompt has the token '<think>' \(258\), but the model"):
         train_prompts_of(Dataset.from_list(rows), policy, config)

@@ -11,8 +11,7 @@ from colograd.apps.report.samples import Samples
 from colograd.batch import ScoredGroup
 from colograd.extensions.recording.group_views import shown_notes
 from colograd.rollout.group_records import RewardedGroup, group_bytes
-from colograd.rollout.group_table import entries, shown
-from colograd.rollout.record_file import RecordFile, read_records
+from colograd.rollout.record_file import RecordFile, entries, read_records, shown
 from colograd.rollout.store import ABOUT
 
 

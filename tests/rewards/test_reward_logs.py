@@ -59,7 +59,7 @@ def test_tensors_are_logged_as_numbers() -> None:
     log.extra("each", torch.tensor([1.5, 2.5]))
     log.extra("list", [torch.tensor(3), None])
     log.metric("mean", torch.tensor(0.75, requires_grad=True))
-    assert log.content() == ({"each": [1.5, 2.5], "list": [3, None]}, {"mean": [0.75]})
+    assert (log.columns, log.metrics) == ({"each": [1.5, 2.5], "list": [3, None]}, {"mean": [0.75]})
 
 
 def test_token_weights_need_their_extension(scorer_of, monkeypatch: pytest.MonkeyPatch) -> None:

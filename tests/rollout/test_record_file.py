@@ -185,7 +185,7 @@ def test_a_file_that_says_nonsense_about_itself_is_named(folder: Path, content: 
 
 def test_a_full_disk_is_said_once_and_the_run_goes_on(tmp_path: Path) -> None:
     class Full(RecordFile):
-        def append(self, record: Record) -> int:
+        def append(self, record: Record) -> None:
             raise OSError(28, "No space left on device")
 
     kept = RolloutStore(tmp_path, 0, {})

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from colograd.batch import FinishReason, Group, LossOutput, Prompt, Rollout
-from colograd.rollout.stages import checked_advantages, checked_groups, checked_rewards
+from colograd.rollout.checks import checked_advantages, checked_groups, checked_rewards
 from colograd.training.evaluation import count_passes, pass_at
 from colograd.training.learner import checked_loss
 

@@ -12,7 +12,6 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
-from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -37,7 +36,17 @@ def accuracy_reward(
     outside LaTeX isn't an answer. The reward is None if the solution can't be parsed. The completions table gets the
     parsed texts of the solution (``gold_parsed``) and of the answer (``answer_parsed``).
     """
-    return _accuracy([text_of(completion) for completion in completions], solution, log_extra)
+    texts = [None if completion is None else text_of(completion) for completion in completions]
+    unfinished = Verdict(False, "[incomplete reasoning]", "[incomplete reasoning]")
+    verdicts = [
+        unfinished if text is None else compare(text, expected, bare_numbers=False)
+        for text, expected in zip(texts, solution, strict=True)
+    ]
+    if log_extra is not None:
+        log_extra("solution", list(solution))
+        log_extra("gold_parsed", [verdict.gold for verdict in verdicts])
+        log_extra("answer_parsed", [verdict.answer for verdict in verdicts])
+    return [None if verdict.right is None else float(verdict.right) for verdict in verdicts]
 
 
 def reasoning_accuracy_reward(
@@ -53,11 +62,11 @@ def reasoning_accuracy_reward(
         reasoning_delimiters: texts that end the reasoning, ``</think>`` by default. The first text in this list that
             the completion contains is used, and its last occurrence ends the reasoning.
     """
-    answers: list[str | None] = []
+    answers: list[str | None] = []  # None: the reasoning doesn't end.
     for text in map(text_of, completions):
         end = next((each for each in reasoning_delimiters or ["</think>"] if each in text), None)
         answers.append(None if end is None else text.rpartition(end)[2])
-    return _accuracy(answers, solution, log_extra)
+    return accuracy_reward(answers, solution, log_extra)
 
 
 def math_answer_reward(
@@ -77,21 +86,6 @@ def math_answer_reward(
     return [None if verdict.right is None else float(verdict.right) for verdict in verdicts]
 
 
-def _accuracy(
-    texts: list[str] | list[str | None], solution: list[Any], log_extra: Callable[[str, list[Any]], None] | None
-) -> list[float | None]:
-    unfinished = Verdict(False, "[incomplete reasoning]", "[incomplete reasoning]")
-    verdicts = [
-        unfinished if text is None else compare(text, expected, bare_numbers=False)
-        for text, expected in zip(texts, solution, strict=True)
-    ]
-    if log_extra is not None:
-        log_extra("solution", list(solution))
-        log_extra("gold_parsed", [verdict.gold for verdict in verdicts])
-        log_extra("answer_parsed", [verdict.answer for verdict in verdicts])
-    return [None if verdict.right is None else float(verdict.right) for verdict in verdicts]
-
-
 def compare(text: str, gold: Any, bare_numbers: bool) -> Verdict:
     """Judge the answer in ``text`` in the separate process (see `math_judging.judge`).
 
@@ -105,7 +99,7 @@ def compare(text: str, gold: Any, bare_numbers: bool) -> Verdict:
     worker, thread = _process_of(os.getpid())
     pending = thread.submit(worker.run, call, LIMIT, lambda: False)
     while not pending.done():  # an interrupt of the calling thread is raised between two waits
-        with contextlib.suppress(futures.TimeoutError):
+        with contextlib.suppress(TimeoutError):
             pending.result(LOOK_SECONDS)
     outcome = pending.result()
     if outcome.kind == "raised":

@@ -19,7 +19,7 @@ import torch
 
 from ...batch import ModelInput, Rollout
 from ...riders import Media
-from ...rollout.group_table import read_table, table_bytes
+from ...rollout.record_file import read_table, table_bytes
 from ...runtime.sizes import THUMBNAIL_BYTES, THUMBNAILS
 
 STAND_IN = 0  # A token id that is the image placeholder of no model.

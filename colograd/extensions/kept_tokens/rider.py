@@ -15,7 +15,7 @@ from ...config import GRPOConfig
 from ...policy.logprobs import Compute, ForwardStep, Pass, install
 from ...policy.sending import to_device_async
 from ...riders import Rider, RowRider
-from ...rollout.group_table import read_table, table_bytes
+from ...rollout.record_file import read_table, table_bytes
 
 # Table with a row per rollout. `ids` and `counts` are int32 numbers. Null: the rollout's sampling wasn't truncated.
 ROWS = pa.schema([pa.field("ids", pa.binary()), pa.field("counts", pa.binary())])

@@ -32,7 +32,7 @@ from colograd.apps.report.untrusted import Tail, open_inside, parse
 from colograd.batch import FinishReason, Group, Logged, Rollout
 from colograd.extensions.recording.completions import FIXED, CompletionRow, write_log
 from colograd.rollout.group_records import RewardedGroup, group_bytes
-from colograd.rollout.group_table import entries
+from colograd.rollout.record_file import entries
 
 
 def read(folder: Path) -> RecordedRun:

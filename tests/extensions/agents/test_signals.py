@@ -20,7 +20,7 @@ import signal, subprocess, sys
 from colograd.usercode.worker_pool import WorkerPool
 
 def helped():
-    return subprocess.run(["sleep", "1"]).returncode
+    return subprocess.run(["sleep", "3"]).returncode
 
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
     signal.signal(number, lambda *_: None)

@@ -13,7 +13,7 @@ from colograd.extensions.token_weights.rider import TokenWeights
 from colograd.policy.packing import pack
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import RewardError
-from colograd.rewards.calling import with_logged_riders
+from colograd.rewards.functions import with_logged_riders
 from colograd.rollout.group_records import RewardedGroup, group_bytes, group_of
 from colograd.rollout.rounds import PlainRound
 from colograd.rollout.stages import Stages

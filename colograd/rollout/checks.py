@@ -1,0 +1,96 @@
+"""Check the return values of a user's `generate`, `score` and `compute_advantages`. A wrong value raises a
+ValueError."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..batch import Group, Prompt, Rollout
+
+
+def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int | None = None) -> Generator[Group]:
+    """Yield the groups of a user's ``generate``. A ValueError is raised if a group is wrong, or if the number of groups
+    isn't ``wanted`` (default: one group per prompt)."""
+    waiting = {prompt.position for prompt in prompts}
+    left_out = 0 if wanted is None else len(waiting) - wanted
+    try:
+        for group in groups:
+            if not isinstance(group, Group):
+                raise ValueError(
+                    f"generate yielded {shown(group)}. `generate` must yield a colograd.batch.Group for each prompt."
+                )
+            if group.position not in waiting:
+                raise ValueError(
+                    f"generate yielded a group at position {group.position}, but must yield exactly one group for each "
+                    "of its prompts. Copy the prompt's position, and merge the groups of one prompt."
+                )
+            waiting.remove(group.position)
+            where = f"generate, prompt {group.position}"
+            if not group.rollouts:
+                raise ValueError(f"{where}: the group has no rollouts. A group needs at least one rollout.")
+            for index, rollout in enumerate(group.rollouts):
+                if not isinstance(rollout, Rollout):
+                    raise ValueError(
+                        f"{where}: rollout {index} is {shown(rollout)}. A rollout must be a colograd.batch.Rollout."
+                    )
+                length = len(rollout.completion_ids)
+                if not length or not rollout.input.ids:
+                    raise ValueError(
+                        f"{where}: rollout {index} has no tokens. A rollout needs a prompt and a completion of at "
+                        "least one token."
+                    )
+                for name in ("sampler_logprobs", "sampled"):
+                    value = getattr(rollout, name)
+                    if not isinstance(value, torch.Tensor) or value.shape != (length,):
+                        raise ValueError(
+                            f"{where}: {name} of rollout {index} is {shown(value)}, but a rollout's `sampler_logprobs` "
+                            f"and `sampled` must be tensors with one entry per completion token: {length}."
+                        )
+            yield group
+    finally:
+        if hasattr(groups, "close"):
+            groups.close()
+    if len(waiting) != left_out:
+        raise ValueError(
+            f"generate yielded no group for {len(waiting) - left_out} of {len(prompts)} prompts (first position: "
+            f"{min(waiting)}). `generate` must yield one group, with at least one completion, for each prompt."
+        )
+
+
+def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
+    """Check that a user's rewards have the shape [completions, reward functions] and aren't infinite. Return
+    float32."""
+    wanted = (len(group.rollouts), functions)
+    if not isinstance(rewards, torch.Tensor) or tuple(rewards.shape) != wanted:
+        raise ValueError(
+            f"score returned {shown(rewards)}. `score` must return a tensor of shape [completions, reward functions] = "
+            f"{list(wanted)}. NaN means that a reward function gives a completion no reward."
+        )
+    if rewards.float().isinf().any():
+        raise ValueError("score returned an infinite reward. A reward must be finite, or NaN for no reward.")
+    return rewards.float()
+
+
+def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
+    """Check that a user's advantages are finite, one per completion or one per completion token. Return float32."""
+    completions = len(group.rollouts)
+    tokens = sum(len(rollout.completion_ids) for rollout in group.rollouts)
+    if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in ((completions,), (tokens,)):
+        raise ValueError(
+            f"compute_advantages returned {shown(advantages)}. `compute_advantages` must return a tensor with one "
+            f"entry per completion, or with one entry per completion token: [{completions}] or [{tokens}]."
+        )
+    if not advantages.float().isfinite().all():
+        raise ValueError(
+            "compute_advantages returned an advantage that isn't finite. Return 0 for a completion that must not be "
+            "trained on. A reward may be NaN, because a function may abstain; `combine` leaves NaN rewards out."
+        )
+    return advantages.float()
+
+
+def shown(value: Any) -> str:
+    is_tensor = isinstance(value, torch.Tensor)
+    return f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
