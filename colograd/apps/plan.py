@@ -16,20 +16,26 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from ..config.conflicts import check_conflicts
+from ..config.parse import planned_settings
+from ..config.policy import checkpointing_way, default_dtype, resolve_optimizer
+from ..config.sharding import TENSOR
+from ..engine.arguments import check_parts
+from ..memory.choice import auto, best_plan, fits, remedies
+from ..memory.description import Devices, RunDescription, Workload, describe_run
+from ..memory.table import GIB
+from ..policy.outline import outline, to_pack, with_adapter
+from ..policy.row_proof import obstacle
+from ..policy.supported import check_planned, check_shared_rows
 from ..runtime import process, registry
-
-if TYPE_CHECKING:
-    from ..memory.description import RunDescription
-
-GIB = 2**30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command `colograd plan`. Return the exit status."""
-    from ..memory.choice import auto, fits
-
     process.quiet_logs(False)
     options = parse(argv)
     run = described(options)
@@ -47,8 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the options. Defaults come from the recipe and from this machine's GPUs."""
-    from ..config.policy import checkpointing_way
-
     parser = _parser()
     options, flags = parser.parse_known_args(argv)
     if options.config is not None:
@@ -61,8 +65,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if not options.model_name_or_path:
         raise ValueError("--model is missing: give a folder with a config.json, a Hub id, or a recipe (--config).")
     if options.gpus is None or options.gpu_memory is None:
-        import torch
-
         own = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
         if not own:
             given = {"--gpus": options.gpus, "--gpu-memory": options.gpu_memory}
@@ -81,11 +83,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Convert a `colograd train` command line to options of plan. Return the options, and a line per assumption."""
-    import torch
-
-    from ..config.parse import planned_settings
-    from ..config.policy import default_dtype, resolve_optimizer
-
     settings, assumed = planned_settings(argv), {}
     for name in ("model_init_kwargs", "vllm_engine_kwargs", "teacher_model_init_kwargs"):
         value = settings[name]  # On a command line the mapping is a JSON text.
@@ -171,9 +168,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    from ..config.conflicts import check_conflicts
-    from ..config.sharding import TENSOR
-
     counts = {
         "--gpus": options.gpus, "--gpu-memory": options.gpu_memory, "--context": options.vllm_max_model_length,
         "--tensor-parallel": options.vllm_tensor_parallel_size, "--group": options.num_generations,
@@ -204,14 +198,6 @@ def _check(options: argparse.Namespace) -> None:
 
 def described(options: argparse.Namespace) -> RunDescription:
     """Build the description of the planned run from the options. The GPUs are assumed to be empty."""
-    import torch
-
-    from ..engine.arguments import check_parts
-    from ..memory.description import Devices, Workload, describe_run
-    from ..policy.outline import outline, to_pack, with_adapter
-    from ..policy.row_proof import obstacle
-    from ..policy.supported import check_planned, check_shared_rows
-
     per_engine = options.vllm_tensor_parallel_size
     model = outline(options.model_name_or_path, getattr(torch, options.dtype), options.trust_remote_code)
     check_parts(model.config, per_engine, options.gpus)
@@ -249,25 +235,20 @@ def described(options: argparse.Namespace) -> RunDescription:
         bits = {name: True for name in ("load_in_4bit", "load_in_8bit") if given.get(name)}
         of_other = to_pack(other, given.get("quantization_config") or bits)
         teacher = sum(of_other.get(parameter, parameter.nbytes) for parameter in other.parameters())
-    engines = options.gpus // per_engine
+    engines, memory = options.gpus // per_engine, int(options.gpu_memory * GIB)
     sequences = -(-(options.sequences or options.sequences_per_engine * engines) // engines)
-    memory = int(options.gpu_memory * GIB)
-    return describe_run(
-        options,
-        model,
+    devices, work = (
         Devices(options.gpus, memory, memory),
-        Workload(options.vllm_max_model_length, sequences, options.max_tokens_per_microbatch),
-        shared=options.weights != "copied",
-        reference=reference,
-        teacher=teacher,
-        to_pack=packed,
+        Workload(longest, sequences, options.max_tokens_per_microbatch),
+    )
+    shared = options.weights != "copied"
+    return describe_run(
+        options, model, devices, work, shared=shared, reference=reference, teacher=teacher, to_pack=packed
     )
 
 
 def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
     """Yield the lines of the memory table, with the strategy that `sharding: auto` would choose."""
-    from ..memory.choice import auto, best_plan, fits, remedies
-
     sizes, name = run.sizes, Path(options.model_name_or_path).name
     packed = f" on a quantised base of {sizes.packed / GIB:,.1f} GiB" if sizes.packed else ""
     adapter = f", {sizes.trained / 1e6:,.1f} M of them trained (LoRA){packed}" if options.lora_r else ""
@@ -286,7 +267,10 @@ def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
     if run.further:
         yield "activations include a vision tower's, as if each prompt token were an image token; the engine's don't"
     yield ""
-    lines: list[tuple[str, ...]] = [HEADS]
+    lines: list[tuple[str, ...]] = [
+        ("GiB per GPU", "engine", "policy", "gradients", "optimizer", "exchange", "activations", "of tokens",
+         "kept free", "left for KV", "KV tokens", "fits"),
+    ]  # fmt: skip
     for strategy in run.strategies if options.gpus > 1 else run.strategies[:1]:
         plan = best_plan(run, strategy)
         weights = plan.policy_weights + plan.reference + plan.teacher
@@ -307,20 +291,15 @@ def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
         yield from one_gpu(run, options.bus)
 
 
-HEADS = (
-    "GiB per GPU", "engine", "policy", "gradients", "optimizer", "exchange", "activations", "of tokens", "kept free",
-    "left for KV", "KV tokens", "fits",
-)  # fmt: skip
-
-
 def one_gpu(run: RunDescription, speed: float) -> Iterator[str]:
     """Yield a table of the ways to keep parts of training in host memory, and the fastest way that fits one GPU."""
     from ..extensions.offload.ways import ways
 
     found = [*ways(run)]
-    heads = ("on the host", "gradients", "optimizer", "activations", "of tokens", "left for KV", "bus in", "bus out",
-             "seconds", "fits")  # fmt: skip
-    lines: list[tuple[str, ...]] = [heads]
+    lines: list[tuple[str, ...]] = [
+        ("on the host", "gradients", "optimizer", "activations", "of tokens", "left for KV", "bus in", "bus out",
+         "seconds", "fits"),
+    ]  # fmt: skip
     for way in found:
         plan, parts = way.plan, (way.plan.gradients, way.plan.optimizer, way.plan.activations)
         cells = (*(f"{part / GIB:.1f}" for part in parts), f"{plan.tokens:,}", f"{plan.room / GIB:.1f}")

@@ -301,7 +301,8 @@ def _strategies(settings: Any, model: Any, devices: Devices, per_engine: int) ->
 def _larger_engines(settings: Any, model: Any, devices: Devices) -> dict[int, tuple[str, ...]]:
     """Return the sharding strategies that the run could use with more ranks per engine, by number of ranks per engine.
     The result is empty with a LoRA adapter, with speculative decoding, and if `weights` isn't auto."""
-    if is_adapted(model) or settings.weights != "auto" or getattr(settings, "checks_drafts", False):
+    drafts = "speculative_config" in dict(settings.vllm_engine_kwargs or {})
+    if is_adapted(model) or settings.weights != "auto" or drafts:
         return {}
     found = {}
     for ranks in ENGINE_SIZES:
