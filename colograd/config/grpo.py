@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 from ..parallel.ranks import attempt, join
 from ..runtime import gpus, process, registry
 from . import objective
-from .conflicts import LIGER_LOSSES, OF_LOSS, check_conflicts
+from .conflicts import LIGER_LOSSES, OF_LOSS
 from .engine import EngineKnobs
 from .knob import REFUSED, RENAMED, UNUSED, Rules, check_values, knob, names_checked, unknown_name
 from .outputs import TRACKERS, JournalKnobs, LogKnobs, SavingKnobs
@@ -141,9 +141,9 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         optim, self.optim = self.optim, "adamw_torch"  # transformers would refuse Colograd's optimizers.
         autocast, self.bf16 = self.bf16, False  # `bf16` is resolved later, by the policy's dtype.
         # Unset torch.compile's settings, else transformers would set TF32 and compile the whole model.
-        names = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
-        compiled = {name: getattr(self, name) for name in names}
-        for name in names:
+        compiling = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+        compiled = {name: getattr(self, name) for name in compiling}
+        for name in compiling:
             setattr(self, name, False if name == "torch_compile" else None)
         if not torch.accelerator.is_available():
             if not self.use_cpu and (why := gpus.why_unused(torch.__version__, torch.version.cuda)):
@@ -186,10 +186,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         for check in registry.hooks("check_settings"):  # Each function (config) -> None checks an extension's settings.
             check(self)
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        names, recorded = self._shape()
-        biased = names and not recorded and self.vllm_importance_sampling_correction
-        check_conflicts(self, {"the sampler's distribution": f"changed by {names}" if biased else ""})
-        self.notes.extend(self._drop_biased_correction())
+        self.notes.extend(self._check_conflicts_and_bias())
         if self.journal is None:
             saves = str(getattr(self.save_strategy, "value", self.save_strategy)) != "no"
             self.journal: str | None = "until_checkpoint" if saves else "off"
