@@ -23,8 +23,8 @@ class NoRecord(TrainerCallback):
         """Do nothing. Return a context manager, for the methods that are used in a `with` statement."""
         return contextlib.nullcontext()
 
-    # Contexts: a whole training; sampling on this rank; forward and backward passes of an optimizer step; those of
-    # rows that are trained while other ranks still sample.
+    # Contexts: a whole training; sampling on this rank; forward and backward passes of an optimizer step; the passes
+    # of rows that are trained while other ranks still sample.
     run = watching = trains = trains_early = nothing
     # Events: all ranks have sampled; data of this rank for a step's statistics; a step's rollout statistics over all
     # ranks; a micro-batch's log-probabilities (N,) by the trainer; a step's metrics; an evaluation's scored groups.
