@@ -16,26 +16,20 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ..config.conflicts import check_conflicts
-from ..config.parse import planned_settings
-from ..config.policy import checkpointing_way, default_dtype, resolve_optimizer
-from ..config.sharding import TENSOR
-from ..engine.arguments import check_parts
-from ..memory.choice import auto, best_plan, fits, remedies
-from ..memory.description import Devices, RunDescription, Workload, describe_run
-from ..memory.table import GIB
-from ..policy.outline import outline, to_pack, with_adapter
-from ..policy.row_proof import obstacle
-from ..policy.supported import check_planned, check_shared_rows
 from ..runtime import process, registry
+
+if TYPE_CHECKING:
+    from ..memory.description import RunDescription
+
+GIB = 2**30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command `colograd plan`. Return the exit status."""
+    from ..memory.choice import auto, fits
+
     process.quiet_logs(False)
     options = parse(argv)
     run = described(options)
@@ -53,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the options. Defaults come from the recipe and from this machine's GPUs."""
+    from ..config.policy import checkpointing_way
+
     parser = _parser()
     options, flags = parser.parse_known_args(argv)
     if options.config is not None:
@@ -65,6 +61,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if not options.model_name_or_path:
         raise ValueError("--model is missing: give a folder with a config.json, a Hub id, or a recipe (--config).")
     if options.gpus is None or options.gpu_memory is None:
+        import torch
+
         own = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
         if not own:
             given = {"--gpus": options.gpus, "--gpu-memory": options.gpu_memory}
@@ -83,6 +81,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Convert a `colograd train` command line to options of plan. Return the options, and a line per assumption."""
+    import torch
+
+    from ..config.parse import planned_settings
+    from ..config.policy import default_dtype, resolve_optimizer
+
     settings, assumed = planned_settings(argv), {}
     for name in ("model_init_kwargs", "vllm_engine_kwargs", "teacher_model_init_kwargs"):
         value = settings[name]  # On a command line the mapping is a JSON text.
@@ -168,6 +171,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
+    from ..config.conflicts import check_conflicts
+    from ..config.sharding import TENSOR
+
     counts = {
         "--gpus": options.gpus, "--gpu-memory": options.gpu_memory, "--context": options.vllm_max_model_length,
         "--tensor-parallel": options.vllm_tensor_parallel_size, "--group": options.num_generations,
@@ -198,6 +204,14 @@ def _check(options: argparse.Namespace) -> None:
 
 def described(options: argparse.Namespace) -> RunDescription:
     """Build the description of the planned run from the options. The GPUs are assumed to be empty."""
+    import torch
+
+    from ..engine.arguments import check_parts
+    from ..memory.description import Devices, Workload, describe_run
+    from ..policy.outline import outline, to_pack, with_adapter
+    from ..policy.row_proof import obstacle
+    from ..policy.supported import check_planned, check_shared_rows
+
     per_engine = options.vllm_tensor_parallel_size
     model = outline(options.model_name_or_path, getattr(torch, options.dtype), options.trust_remote_code)
     check_parts(model.config, per_engine, options.gpus)
@@ -249,6 +263,8 @@ def described(options: argparse.Namespace) -> RunDescription:
 
 def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
     """Yield the lines of the memory table, with the strategy that `sharding: auto` would choose."""
+    from ..memory.choice import auto, best_plan, fits, remedies
+
     sizes, name = run.sizes, Path(options.model_name_or_path).name
     packed = f" on a quantised base of {sizes.packed / GIB:,.1f} GiB" if sizes.packed else ""
     adapter = f", {sizes.trained / 1e6:,.1f} M of them trained (LoRA){packed}" if options.lora_r else ""
