@@ -14,14 +14,19 @@ from .console import Console
 from .metrics import PhaseTimes
 
 
+@contextlib.contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
 class NoRecord(TrainerCallback):
     """The recorder of a run that isn't recorded: its methods do nothing. An extension's recorder overrides all."""
 
     trackers: Any = None  # Charts that a recorder sends to trackers such as wandb.
 
     def nothing(self, *args: Any, **kwargs: Any) -> Any:
-        """Do nothing. Return a context manager, for the methods that are used in a `with` statement."""
-        return contextlib.nullcontext()
+        """Do nothing. Return a context manager that also works as a decorator, for the methods that are contexts."""
+        return _nothing()
 
     # Contexts: a whole training; sampling on this rank; forward and backward passes of an optimizer step; the passes
     # of rows that are trained while other ranks still sample.
