@@ -249,18 +249,15 @@ def described(options: argparse.Namespace) -> RunDescription:
         bits = {name: True for name in ("load_in_4bit", "load_in_8bit") if given.get(name)}
         of_other = to_pack(other, given.get("quantization_config") or bits)
         teacher = sum(of_other.get(parameter, parameter.nbytes) for parameter in other.parameters())
-    engines = options.gpus // per_engine
+    engines, memory = options.gpus // per_engine, int(options.gpu_memory * GIB)
     sequences = -(-(options.sequences or options.sequences_per_engine * engines) // engines)
-    memory = int(options.gpu_memory * GIB)
-    return describe_run(
-        options,
-        model,
+    devices, work = (
         Devices(options.gpus, memory, memory),
-        Workload(options.vllm_max_model_length, sequences, options.max_tokens_per_microbatch),
-        shared=options.weights != "copied",
-        reference=reference,
-        teacher=teacher,
-        to_pack=packed,
+        Workload(longest, sequences, options.max_tokens_per_microbatch),
+    )
+    shared = options.weights != "copied"
+    return describe_run(
+        options, model, devices, work, shared=shared, reference=reference, teacher=teacher, to_pack=packed
     )
 
 
@@ -286,7 +283,10 @@ def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
     if run.further:
         yield "activations include a vision tower's, as if each prompt token were an image token; the engine's don't"
     yield ""
-    lines: list[tuple[str, ...]] = [HEADS]
+    lines: list[tuple[str, ...]] = [
+        ("GiB per GPU", "engine", "policy", "gradients", "optimizer", "exchange", "activations", "of tokens",
+         "kept free", "left for KV", "KV tokens", "fits"),
+    ]  # fmt: skip
     for strategy in run.strategies if options.gpus > 1 else run.strategies[:1]:
         plan = best_plan(run, strategy)
         weights = plan.policy_weights + plan.reference + plan.teacher
@@ -307,20 +307,15 @@ def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
         yield from one_gpu(run, options.bus)
 
 
-HEADS = (
-    "GiB per GPU", "engine", "policy", "gradients", "optimizer", "exchange", "activations", "of tokens", "kept free",
-    "left for KV", "KV tokens", "fits",
-)  # fmt: skip
-
-
 def one_gpu(run: RunDescription, speed: float) -> Iterator[str]:
     """Yield a table of the ways to keep parts of training in host memory, and the fastest way that fits one GPU."""
     from ..extensions.offload.ways import ways
 
     found = [*ways(run)]
-    heads = ("on the host", "gradients", "optimizer", "activations", "of tokens", "left for KV", "bus in", "bus out",
-             "seconds", "fits")  # fmt: skip
-    lines: list[tuple[str, ...]] = [heads]
+    lines: list[tuple[str, ...]] = [
+        ("on the host", "gradients", "optimizer", "activations", "of tokens", "left for KV", "bus in", "bus out",
+         "seconds", "fits"),
+    ]  # fmt: skip
     for way in found:
         plan, parts = way.plan, (way.plan.gradients, way.plan.optimizer, way.plan.activations)
         cells = (*(f"{part / GIB:.1f}" for part in parts), f"{plan.tokens:,}", f"{plan.room / GIB:.1f}")

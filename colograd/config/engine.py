@@ -59,12 +59,6 @@ class EngineKnobs(TrainingArguments):
         return self.offload_optimizer == "stream" and not (self.on_cpu or self.fsdp_offload_params)
 
     @property
-    def checks_drafts(self) -> bool:
-        """Whether vLLM decodes speculatively: a draft method proposes tokens, and the policy checks them."""
-        kwargs: Any = self.vllm_engine_kwargs or {}
-        return "speculative_config" in dict(kwargs)
-
-    @property
     def layout(self) -> RankLayout:
         """This rank's position in the job: machine, engine, and ranks that share rows."""
         return RankLayout(

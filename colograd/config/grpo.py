@@ -16,11 +16,11 @@ from transformers import TrainingArguments
 from ..parallel.ranks import attempt, join
 from ..runtime import process, registry
 from . import objective
-from .conflicts import check_conflicts
+from .conflicts import LIGER_LOSSES, OF_LOSS
 from .engine import EngineKnobs
-from .knob import BARE_FLAG, REFUSED, RENAMED, UNUSED, Rules, check_values, knob, names_checked, unknown_name
+from .knob import REFUSED, RENAMED, UNUSED, Rules, check_values, knob, names_checked, unknown_name
 from .outputs import TRACKERS, JournalKnobs, LogKnobs, SavingKnobs
-from .policy import CHECKPOINTING, PolicyKnobs
+from .policy import CHECKPOINTING, COMPILE_MODES, PolicyKnobs
 from .sampling import EvaluationKnobs
 from .sharding import ShardingKnobs
 from .steps import CarryOverKnobs
@@ -109,11 +109,11 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
     learning_rate: float = knob(1e-6)
     """Peak learning rate of AdamW. With `warmup_steps` the first step has 0, as in transformers."""
     logging_steps: float = knob(10, "Log every so many optimizer steps.")
-    gradient_checkpointing: str | None = knob(None, **BARE_FLAG)
+    gradient_checkpointing: str | None = knob(None, nargs="?", const=True)
     """Recompute activations in the backward: less memory, about a third more training time. Unset, the memory plan
     chooses no layer, or every fourth, second or each one (`gradient_checkpointing_kwargs: {every_n_layers: 2}` sets
     it). `offload`: each layer's input waits in page-locked host memory, to the same bits; `true` on a CPU."""
-    bf16: bool | None = knob(None, **BARE_FLAG)
+    bf16: bool | None = knob(None)
     """With `dtype: float32`, run the forward under bfloat16 autocast: on unless false, as in TRL. No effect with a
     bfloat16 policy."""
     remove_unused_columns: bool | None = knob(False, "Pass only the column `prompt` to reward functions.")
@@ -140,7 +140,11 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         self._take_sharding()
         optim, self.optim = self.optim, "adamw_torch"  # transformers would refuse Colograd's optimizers.
         autocast, self.bf16 = self.bf16, False  # `bf16` is resolved later, by the policy's dtype.
-        compiled = self._set_compile_aside()
+        # Unset torch.compile's settings, else transformers would set TF32 and compile the whole model.
+        compiling = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+        compiled = {name: getattr(self, name) for name in compiling}
+        for name in compiling:
+            setattr(self, name, False if name == "torch_compile" else None)
         if not torch.accelerator.is_available():
             if not self.use_cpu and (why := process.why_gpu_unused(torch.__version__, torch.version.cuda)):
                 raise ValueError(why)
@@ -156,6 +160,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         self.disable_tqdm: bool = bool(self.disable_tqdm)  # None would hide bars, because the log level is ERROR.
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
+        compiled["torch_compile"] = any(compiled.values())  # A set backend or mode means compilation.
         for name, value in compiled.items():
             setattr(self, name, value)
         self.logging_nan_inf_filter = False  # transformers would log an average in place of a NaN loss.
@@ -167,18 +172,21 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         if self.offloads_activations:
             registry.require("offload", "gradient_checkpointing: offload")
         self._resolve_budget(self.on_cpu)
-        self._take_kernels()
+        note = " (rows have other lengths in each micro-batch)"
+        Rules(one_of=COMPILE_MODES, note=note).check("torch_compile_mode", self.torch_compile_mode)
+        if self.use_liger_kernel:  # One of Liger's losses is on by default.
+            kernels: dict[str, Any] = self.liger_kernel_config or {}  # type: ignore[assignment]
+            self.liger_kernel_config = dict.fromkeys(LIGER_LOSSES, False) | kernels
         self.notes.extend(self._drop_what_is_done_anyway())
-        self._resolve_evaluation()
+        if self.loss_eval is None:  # True at the training temperature, or if the best model's metric needs a loss.
+            needed = OF_LOSS.search(str(self.metric_for_best_model or "")) is not None
+            self.loss_eval = needed or self.temperature_eval in (None, self.temperature)
         self._check_ranks()
         self._check_sequences()
         for check in registry.hooks("check_settings"):  # Each function (config) -> None checks an extension's settings.
             check(self)
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        names, recorded = self._shape()
-        biased = names and not recorded and self.vllm_importance_sampling_correction
-        check_conflicts(self, {"the sampler's distribution": f"changed by {names}" if biased else ""})
-        self.notes.extend(self._drop_biased_correction())
+        self.notes.extend(self._check_conflicts_and_bias())
         if self.journal is None:
             saves = str(getattr(self.save_strategy, "value", self.save_strategy)) != "no"
             self.journal: str | None = "until_checkpoint" if saves else "off"

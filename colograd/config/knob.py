@@ -84,8 +84,6 @@ quantized = functools.partial(knob, extension="quantized")
 recording = functools.partial(knob, extension="recording")
 tools = functools.partial(knob, extension="tools")
 
-BARE_FLAG: dict[str, Any] = {"nargs": "?", "const": True}  # argparse then reads a flag without a value as true.
-
 
 @functools.cache
 def rules_of(group: Any) -> dict[str, Rules]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..runtime import registry
-from .conflicts import DRAFTS, value_of
+from .conflicts import DRAFTS, check_conflicts, value_of
 from .knob import agents, distillation, knob, tools
 from .sampling import TRUNCATING, SamplingKnobs, shaping
 
@@ -141,20 +141,17 @@ class ObjectiveKnobs(SamplingKnobs):
     """Leave out completions with a negative advantage and a mean log sampler - log policy probability above this
     (DeepSeek-V3.2), e.g. 0.5."""
 
-    def _shape(self) -> tuple[str, bool]:
-        """Return a text of the settings that change the sampler's distribution, and whether vLLM records the change."""
-        changes = shaping(vars(self))
-        truncates = "top_k" in changes and {*changes} <= {*TRUNCATING}
-        recorded = truncates and not self._drafts() and "kept_tokens" in registry.installed()
-        return ", ".join(f"{name} {value!r}" for name, value in changes.items()), recorded
-
-    def _drafts(self) -> bool:
-        return value_of(self, DRAFTS) is not None
-
-    def _drop_biased_correction(self) -> list[str]:
-        """Disable the sampler's correction if its ratio would compare different distributions. Return log lines."""
-        names, recorded = self._shape()
-        if not names or not self.vllm_importance_sampling_correction:
+    def _check_conflicts_and_bias(self) -> list[str]:
+        """Raise a ValueError for the first conflict of settings. Disable the sampler's correction if its ratio would
+        compare different distributions. Return log lines."""
+        changes, drafts = shaping(vars(self)), value_of(self, DRAFTS) is not None
+        names = ", ".join(f"{name} {value!r}" for name, value in changes.items())
+        truncates, corrects = {*changes} <= {*TRUNCATING}, names and self.vllm_importance_sampling_correction
+        # vLLM records the tokens that are left, so that the correction stays right.
+        recorded = truncates and "top_k" in changes and not drafts and "kept_tokens" in registry.installed()
+        biased = corrects and not recorded
+        check_conflicts(self, {"the sampler's distribution": f"changed by {names}" if biased else ""})
+        if not corrects:
             return []
         if recorded:
             return [
@@ -162,8 +159,8 @@ class ObjectiveKnobs(SamplingKnobs):
                 "loss is of the distribution over them"
             ]
         self.vllm_importance_sampling_correction = False
-        reason = ", as drafts don't tell which tokens are left" if self._drafts() else ""
-        if not self._drafts() and {*shaping(vars(self))} <= {*TRUNCATING}:
+        reason = ", as drafts don't tell which tokens are left" if drafts else ""
+        if truncates and not drafts:
             reason = " (with a top_k, of 1024 say, which bounds what is recorded, it can stay)"
         return [
             f"config: {names} changes the distribution that the sampler draws from, which would bias its correction: "

@@ -19,6 +19,7 @@ from .knob import UNUSED, never_none, rules_of, unknown_name, without_nones, wit
 from .script import ModelConfig, ScriptArguments
 
 GROUPS = (ScriptArguments, GRPOConfig, ModelConfig)
+KNOWN = {each.name for group in GROUPS for each in dataclasses.fields(group) if each.init}
 MAPPINGS = (*GRPOConfig._VALID_DICT_FIELDS, "dataset_kwargs")
 
 
@@ -73,10 +74,6 @@ def _parser() -> HfArgumentParser:
     return HfArgumentParser(list(GROUPS), allow_abbrev=False, exit_on_error=False, prog="colograd train")
 
 
-def _known() -> set[str]:
-    return {f.name for group in GROUPS for f in dataclasses.fields(group) if f.init}
-
-
 def _flags(parser: HfArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
     """Parse flags into values by name. An unknown flag or a value of the wrong type is a ValueError."""
     try:
@@ -84,7 +81,7 @@ def _flags(parser: HfArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}. docs/configuration.md lists every key with its type.") from None
     if unknown:
-        raise ValueError(unknown_name(unknown[0].lstrip("-").split("=")[0], _known()))
+        raise ValueError(unknown_name(unknown[0].lstrip("-").split("=")[0], KNOWN))
     return vars(values)
 
 
@@ -112,7 +109,7 @@ def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
             "--config needs the path of a YAML file, or the name of a recipe that `colograd recipes` lists: give one."
         ) from None
     recipe = options.config and file_or_shipped(options.config)
-    settings, known = without_removed(_read_yaml(recipe) if recipe else {}), _known()
+    settings = without_removed(_read_yaml(recipe) if recipe else {})
     variables = settings.pop("env", None) or {}
     if not isinstance(variables, dict):
         raise ValueError(
@@ -121,8 +118,8 @@ def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
         )
     os.environ.update({str(name): str(value) for name, value in variables.items()})
     for name in [*nested, *settings]:
-        if name not in known:
-            raise ValueError(unknown_name(name, known))
+        if name not in KNOWN:
+            raise ValueError(unknown_name(name, KNOWN))
     for name, entries in nested.items():
         if name not in MAPPINGS:
             raise ValueError(

@@ -11,12 +11,11 @@ import torch
 from transformers import TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
-from .conflicts import LIGER_LOSSES, check_conflicts
-from .knob import Rules, knob
+from .conflicts import check_conflicts
+from .knob import knob
 
 # Modes of torch.compile without CUDA graphs. Graphs would be recorded again for each row length.
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
-COMPILE_FIELDS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 KEEPS_MASTER = ("adamw_split", "muon")  # Optimizers with an exact float32 master of a bfloat16 policy.
 # Two names of one setting in transformers: TRL's name, and the name that Trainer reads since 5.23.
 CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
@@ -64,22 +63,6 @@ class PolicyKnobs(TrainingArguments):
     """Train a mixture of experts with the experts that vLLM chose for each token (R3, arXiv 2510.11370), so that
     sampler and trainer differ no more than a dense model's. Costs layers x experts per token bytes of host memory per
     token."""
-
-    def _take_kernels(self) -> None:
-        """Check torch.compile's mode. Turn off Liger's losses, because one of them is on by default."""
-        Rules(one_of=COMPILE_MODES, note=" (rows have other lengths in each micro-batch)").check(
-            "torch_compile_mode", self.torch_compile_mode
-        )
-        if self.use_liger_kernel:
-            kernels: dict[str, Any] = self.liger_kernel_config or {}
-            self.liger_kernel_config: Any = dict.fromkeys(LIGER_LOSSES, False) | kernels
-
-    def _set_compile_aside(self) -> dict[str, Any]:
-        """Unset and return torch.compile's settings, else transformers would set TF32 and compile the whole model."""
-        fields = {name: getattr(self, name) for name in COMPILE_FIELDS}
-        for name in COMPILE_FIELDS:
-            setattr(self, name, False if name == "torch_compile" else None)
-        return fields | {"torch_compile": any(fields.values())}  # A set backend or mode means compilation.
 
     @property
     def policy_dtype(self) -> str:

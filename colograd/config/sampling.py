@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .conflicts import OF_LOSS
-from .knob import BARE_FLAG, knob
+from .knob import knob
 from .steps import StepKnobs
 
 # Parameters of vLLM that make its distribution differ from the model's softmax at the temperature. `NEUTRAL` maps a
@@ -84,7 +83,7 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
     max_completion_length_eval: int | None = knob(None)
     """Tokens a completion may have in `evaluate`; default `max_completion_length`."""
     pass_threshold_eval: float = knob(1.0, "Weighted reward from which a completion counts as a pass in `eval_pass@k`.")
-    loss_eval: bool | None = knob(None, **BARE_FLAG)
+    loss_eval: bool | None = knob(None)
     """Run the policy's forward on the completions of `evaluate`, for `eval_loss`, the entropy and TRL's other metrics
     of the loss. Unset: true, as in TRL, unless `temperature_eval` differs from `temperature`."""
 
@@ -102,9 +101,3 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
                 "higher reward is better: set metric_for_best_model, or remove greater_is_better."
             )
         self.metric_for_best_model: str | None = "reward"
-
-    def _resolve_evaluation(self) -> None:
-        """Set an unset ``loss_eval``: true at the training temperature, or if the best model's metric needs a loss."""
-        if self.loss_eval is None:
-            needed = OF_LOSS.search(str(self.metric_for_best_model or "")) is not None
-            self.loss_eval = needed or self.temperature_eval in (None, self.temperature)

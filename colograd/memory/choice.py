@@ -17,12 +17,11 @@ BUSY_TOKENS = 8192  # Tokens of a micro-batch that keep a GPU busy.
 
 def plan_or_raise(run: RunDescription, strategy: str) -> MemoryPlan:
     """Return a run's memory plan with its KV cache. A GPU without room for one sequence raises a ValueError."""
-    plan = best_plan(run, strategy)
+    plan, on_gpu = best_plan(run, strategy), run.devices.on_gpu
     if not fits(run, strategy):
         plan = dataclasses.replace(plan, remedies=remedies(run, strategy))
-        if run.devices.on_gpu:
+        if on_gpu:
             raise ValueError(too_large(run, plan))
-    on_gpu = run.devices.on_gpu
     return plan if run.kv_bytes or (on_gpu and run.overruled) else plan.with_cache(run.need, on_gpu)
 
 

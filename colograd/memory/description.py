@@ -139,8 +139,8 @@ class Workload:
     shares_prompts: bool = True  # Whether a group's prompt is computed once per packed row, for all its completions.
 
 
-@dataclass(frozen=True, slots=True)
-class RunDescription:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDescription(Workload):
     """The numbers of a run that determine the memory of one rank, for its engine and its policy."""
 
     devices: Devices
@@ -149,11 +149,8 @@ class RunDescription:
     sizes: PolicySizes
     engine_itemsize: int
     cache_itemsize: int
-    length: int  # Tokens of the longest sequence in the engine.
-    sequences: int  # Completions of one generation in this rank's engine.
     running: int  # Sequences in the engine's KV cache at once.
     lengths: Lengths
-    tokens: int  # Tokens of a micro-batch. 0 means as many as fit.
     checkpointing: int = 1  # Every n-th layer uses activation checkpointing. 0 means no layer.
     shared: bool = True  # Whether the policy's parameters are the engine's tensors, if the strategy allows sharing.
     served: bool = False  # Whether the engine reads the policy's quantised weights.
@@ -245,11 +242,9 @@ def describe_run(
         sizes=PolicySizes.of(model, optim, dtype.itemsize, to_pack),
         engine_itemsize=of_engine,
         cache_itemsize=1 if eight_bit else of_engine,
-        length=work.length,
-        sequences=work.sequences,
+        **dataclasses.asdict(work),
         running=min(work.sequences, int(given.get("max_num_seqs") or MOST_SEQUENCES)),
         lengths=Lengths(work.prompt or max(work.length - completion, 1), completion, group),
-        tokens=work.tokens,
         checkpointing=settings.checkpointing,
         shared=shared,
         served=settings.weights == "shared",  # `served` has an effect on quantised weights only
@@ -301,7 +296,8 @@ def _strategies(settings: Any, model: Any, devices: Devices, per_engine: int) ->
 def _larger_engines(settings: Any, model: Any, devices: Devices) -> dict[int, tuple[str, ...]]:
     """Return the sharding strategies that the run could use with more ranks per engine, by number of ranks per engine.
     The result is empty with a LoRA adapter, with speculative decoding, and if `weights` isn't auto."""
-    if is_adapted(model) or settings.weights != "auto" or getattr(settings, "checks_drafts", False):
+    drafts = "speculative_config" in dict(settings.vllm_engine_kwargs or {})
+    if is_adapted(model) or settings.weights != "auto" or drafts:
         return {}
     found = {}
     for ranks in ENGINE_SIZES:

@@ -60,7 +60,6 @@ class DeviceTurns:
 
 
 # Expandable segments of torch's CUDA allocator avoid fragmentation by rows of different lengths.
-SETTING = "expandable_segments:True"
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -73,5 +72,5 @@ def expand_segments(config: GRPOConfig) -> bool:
         and config.vllm_tensor_parallel_size == 1  # The ranks of one engine can't open memory in such segments.
     )
     if able:
-        torch.cuda.memory._set_allocator_settings(SETTING)
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     return able

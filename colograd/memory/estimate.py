@@ -19,35 +19,26 @@ whole on each rank. The estimate counts these norms and heads as split.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
 
 from ..config.sharding import TENSOR
+from ..engine.arguments import MOST_SEQUENCES
 from ..sharding.zero import ELEMENTS, IN_FLIGHT
 from .description import RunDescription
-from .shape import Trained, activation_bytes, engine_bytes, left_on_device
-from .table import MemoryPlan
+from .shape import Trained, activation_bytes, left_on_device
+from .table import MemoryPlan, RankBytes
 
+ENGINE_TOKENS = 16384  # Tokens of one engine step: vLLM's default for `LLM` on large GPUs.
 ALIVE = IN_FLIGHT + 2  # Buckets in memory at once: some are summed, one is filled, one is flattened.
 GATHERED = 4  # Copies of a block's weights with FSDP: gathered and unflattened ones, of two blocks.
 SUMMED = 2  # Copies of a block's gradients with FSDP: computed ones, and flattened ones to be summed.
-
-
-@dataclass(frozen=True, slots=True)
-class RankBytes:
-    """Bytes that a rank needs for the engine's weights, and for training the policy."""
-
-    engine: int  # Bytes of the engine's weights.
-    policy: int  # Bytes of the policy's weights. 0 means that policy and engine share memory.
-    gradients: int  # Bytes of gradients, allocated from a step's first backward to its optimizer step.
-    optimizer: int  # Bytes of the optimizer's state.
-    exchange: int  # Temporary bytes of gradients sent to other ranks, or of weights gathered from other ranks.
-    on_way: int = 0  # Maximum part of ``gradients`` in transfer to the host.
 
 
 def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
     """Compute a rank's `RankBytes` with the sharding ``strategy``."""
     sizes, ranks, size, on_gpu = run.sizes, run.devices.ranks, run.ranks_per_engine, run.devices.on_gpu
     engine = (sizes.elements - (sizes.packed_elements if run.served else 0)) * run.engine_itemsize // size
+    engine = engine if run.samples else 0
 
     def state(parts: int) -> int:
         own = sizes.optimizer // parts
@@ -74,7 +65,7 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
         cut = 1 if 2 * sizes.trained < sizes.elements else size
         return RankBytes(
             engine,
-            policy=sizes.trained * sizes.itemsize if cut == 1 else 0,
+            policy_weights=sizes.trained * sizes.itemsize if cut == 1 else 0,
             gradients=sizes.gradients // (engines * cut if shared_out == "gradients" else cut),
             optimizer=state(engines * cut if shared_out else cut),
             exchange=buckets(engines, cut) if shared_out else 0,
@@ -89,7 +80,7 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
         gradients = on_way + left_on_device().sums(gradients)
     return RankBytes(
         engine,
-        policy=sizes.packed if run.shared and size == 1 else sizes.weights,
+        policy_weights=sizes.packed if run.shared and size == 1 else sizes.weights,
         gradients=gradients,
         optimizer=state(ranks if divided else 1),
         exchange=buckets(ranks) if divided else 0,
@@ -120,17 +111,17 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
     )
     for part in run.further:
         activations += part.bytes(tokens, run.lengths, itemsize, run.checkpointing)
-    steps, shares = run.samples and devices.on_gpu, devices.ranks if strategy == "fsdp" else cut
+    shares, engine = devices.ranks if strategy == "fsdp" else cut, 0
+    if run.samples and devices.on_gpu:  # Activations of one layer, and three float32 tensors of logits.
+        engine = ENGINE_TOKENS * run.engine_itemsize * (4 * run.shape.hidden + 2 * run.shape.intermediate)
+        engine += 3 * 4 * min(run.running, MOST_SEQUENCES) * run.shape.vocabulary
     return MemoryPlan(
+        **dataclasses.asdict(parts),
         device=devices.name,
         total=devices.total,
         available=devices.available,
-        engine_weights=parts.engine if run.samples else 0,
-        policy_weights=parts.policy,
-        gradients=parts.gradients,
-        optimizer=parts.optimizer,
         activations=activations,
-        engine=engine_bytes(run.shape, run.running, run.engine_itemsize) if steps else 0,
+        engine=engine,
         tokens=tokens,
         kv_per_token=run.need.per_token,
         kv_bytes=run.kv_bytes,
@@ -141,6 +132,5 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
         teacher=run.teacher // shares,
         strategy=strategy,
         ranks=devices.ranks,
-        exchange=parts.exchange,
         offloads_gradients=run.offloads_gradients and devices.on_gpu,
     )

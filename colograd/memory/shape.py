@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ..engine.arguments import MOST_SEQUENCES
 from ..policy.attention import IN_PLACE_FROM
 from ..policy.head import TILE_ELEMENTS
 from ..runtime import registry
 from ..runtime.sizes import size_of
 
-ENGINE_TOKENS = 16384  # Tokens of one engine step: vLLM's default for `LLM` on large GPUs.
 BLOCK = 128  # Maximum tokens of a KV cache block in vLLM. Most attention backends have smaller blocks.
 # SHORT: if attention copies keys, plans assume completions of 1/SHORT of the longest, because short completions copy
 # their prompt's keys more often. Rows of still shorter completions are rare. If memory runs out, they are packed again.
@@ -249,13 +247,6 @@ def activation_bytes(
     inside = tokens * (twice + max(mlp, attention)) + (weight if shape.tied else 0)
     embedding = tokens * shape.hidden * itemsize + weight * (3 if shape.tied else 1 + itemsize / 4)
     return int(max(tokens * kept + max(head - trained.on_way, inside), embedding))
-
-
-def engine_bytes(shape: Shape, sequences: int, itemsize: int) -> int:
-    """Estimate the engine's bytes without weights and KV cache: activations of one layer, and three float32 tensors of
-    logits."""
-    step = ENGINE_TOKENS * itemsize * (4 * shape.hidden + 2 * shape.intermediate)
-    return step + 3 * 4 * min(sequences, MOST_SEQUENCES) * shape.vocabulary
 
 
 @dataclass(frozen=True, slots=True)

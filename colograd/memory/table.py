@@ -25,14 +25,22 @@ REMEDIES = "lower max_tokens_per_microbatch or vllm_max_model_length, or set gra
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
+class RankBytes:
+    """Bytes that a rank needs for the engine's weights, and for training the policy."""
+
+    engine_weights: int  # 0 means that the run has no engine.
+    policy_weights: int  # 0 means that policy and engine share memory.
+    gradients: int  # Allocated from a step's first backward to its optimizer step.
+    optimizer: int
+    exchange: int = 0  # Temporary bytes of gradients sent to other ranks, or of weights gathered from other ranks.
+    on_way: int = 0  # Maximum part of ``gradients`` in transfer to the host.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan(RankBytes):
     device: str
     total: int
     available: int  # Bytes for this process: the device's total minus the memory of other processes.
-    engine_weights: int  # Bytes of the engine's weights. 0 means that the run has no engine.
-    policy_weights: int  # Bytes of the policy's weights. 0 means that policy and engine share memory.
-    gradients: int
-    optimizer: int
     activations: int  # Bytes of activations for a micro-batch of ``tokens`` tokens.
     engine: int  # Bytes of the engine without weights and KV cache.
     tokens: int
@@ -47,7 +55,6 @@ class MemoryPlan:
     teacher: int = 0  # Bytes of the teacher model on the device. 0 without one, or if it waits on the host.
     strategy: str = "none"  # Name of the sharding strategy.
     ranks: int = 1
-    exchange: int = 0  # Bytes of gradients sent to other ranks, or of weights gathered from other ranks.
     offloads_gradients: bool = False  # Whether gradients move to the host. `gradients` is then bytes in transfer.
     remedies: str = ""  # Changes that would make the run fit. Empty if the run fits, or if no changes were tried.
 

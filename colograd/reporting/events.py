@@ -14,17 +14,22 @@ from .console import Console
 from .metrics import PhaseTimes
 
 
+@contextlib.contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
 class NoRecord(TrainerCallback):
     """The recorder of a run that isn't recorded: its methods do nothing. An extension's recorder overrides all."""
 
     trackers: Any = None  # Charts that a recorder sends to trackers such as wandb.
 
     def nothing(self, *args: Any, **kwargs: Any) -> Any:
-        """Do nothing. Return a context manager, for the methods that are used in a `with` statement."""
-        return contextlib.nullcontext()
+        """Do nothing. Return a context manager that also works as a decorator, for the methods that are contexts."""
+        return _nothing()
 
-    # Contexts: a whole training; sampling on this rank; forward and backward passes of an optimizer step; those of
-    # rows that are trained while other ranks still sample.
+    # Contexts: a whole training; sampling on this rank; forward and backward passes of an optimizer step; the passes
+    # of rows that are trained while other ranks still sample.
     run = watching = trains = trains_early = nothing
     # Events: all ranks have sampled; data of this rank for a step's statistics; a step's rollout statistics over all
     # ranks; a micro-batch's log-probabilities (N,) by the trainer; a step's metrics; an evaluation's scored groups.

@@ -124,9 +124,9 @@ def test_one_rank_has_nobody_to_share_with(qwen: Path) -> None:
 def test_a_policy_that_shares_nothing_with_its_engine_is_there_as_well(qwen: Path) -> None:
     _, sizes = large.sizes(qwen)
     apart = large.on_each_rank("optimizer", sizes, 8, shared=False)
-    assert apart == dataclasses.replace(large.on_each_rank("optimizer", sizes, 8), policy=2 * large.PARAMETERS)
+    assert apart == dataclasses.replace(large.on_each_rank("optimizer", sizes, 8), policy_weights=2 * large.PARAMETERS)
     cut = large.on_each_rank("optimizer", sizes, 8, ranks_per_engine=2)
-    assert cut == dataclasses.replace(apart, engine=large.PARAMETERS), "half an engine"
+    assert cut == dataclasses.replace(apart, engine_weights=large.PARAMETERS), "half an engine"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_7b_policy_on_8_ranks_takes_what_was_worked_out(
     per_parameter, gigabytes = tried
     _, sizes = large.sizes(qwen)
     found = large.on_each_rank(strategy, sizes, 8)
-    state = found.engine + found.policy + found.gradients + found.optimizer
+    state = found.engine_weights + found.policy_weights + found.gradients + found.optimizer
     assert state == pytest.approx((per_parameter - saved) * large.PARAMETERS, rel=1e-6)
     # What is there for a while: the embedding, which is a bucket by itself, or a block.
     embedding, buckets = 4 * large.VOCABULARY * large.HIDDEN, 4 * ALIVE * ELEMENTS

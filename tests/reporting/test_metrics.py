@@ -9,6 +9,7 @@ import torch
 
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.reporting import metrics as module
+from colograd.reporting.events import NoRecord
 from colograd.reporting.metrics import Metrics, PhaseTimes
 from colograd.rollout.statistics import RolloutStatistics
 
@@ -118,3 +119,10 @@ def test_tokens_that_the_sampler_could_not_score_are_counted() -> None:
     group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.zeros(1))
     found = RolloutStatistics.of([group], lambda rewards: rewards[:, 0], mask_truncated=False).metrics(["r"])
     assert found["sampling/unscored_tokens"] == 1, "a tool's token isn't one of them"
+
+
+def test_an_unrecorded_run_has_each_context() -> None:
+    recorder = NoRecord()
+    assert recorder.watching()(lambda: 3)() == 3, "the sampler decorates a function with it"
+    with recorder.run(), recorder.trains(None), recorder.trains_early(()):
+        recorder.step({})

@@ -47,28 +47,23 @@ def products(size: int = 2048, seed: int = 0, examples: int = 2) -> Dataset:
 
     if size < 1:
         raise ValueError(f"products: size is {size}, but must be at least 1: raise it.")
-    draw = random.Random(seed)
-    shown = [message for _ in range(examples) for message in _solved(*_numbers(draw))]
-    rows = []
-    for _ in range(size):
-        a, b = _numbers(draw)
-        prompt = [_message("system", "Use the tool."), *shown, _message("user", f"What is {a} * {b}?")]
-        rows.append({"prompt": prompt, "answer": str(a * b)})
+    draw, rows = random.Random(seed), []
+    shown: list[dict[str, Any]] = []
+    for place in range(examples + size):
+        a, b = draw.randint(11, 99), draw.randint(11, 99)
+        question = _message("user", f"What is {a} * {b}?")
+        if place >= examples:
+            rows.append({"prompt": [_message("system", "Use the tool."), *shown, question], "answer": str(a * b)})
+            continue
+        call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": f"{a} * {b}"}}}
+        answer = _message("tool", str(a * b)) | {"name": "calculator"}
+        shown += [
+            question,
+            _message("assistant", "") | {"tool_calls": [call]},
+            answer,
+            _message("assistant", str(a * b)),
+        ]
     return Dataset.from_list(rows)
-
-
-def _numbers(draw: random.Random) -> tuple[int, int]:
-    return draw.randint(11, 99), draw.randint(11, 99)
-
-
-def _solved(a: int, b: int) -> list[dict[str, Any]]:
-    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": f"{a} * {b}"}}}
-    return [
-        _message("user", f"What is {a} * {b}?"),
-        _message("assistant", "") | {"tool_calls": [call]},
-        _message("tool", str(a * b)) | {"name": "calculator"},
-        _message("assistant", str(a * b)),
-    ]
 
 
 def _message(role: str, content: str) -> dict[str, Any]:

@@ -59,9 +59,16 @@ def make_model(folder: Path, seed: int = 0) -> None:
     """Save a two-layer Idefics3 with random weights, and a processor with a vocabulary of the task's words."""
     import torch
     import transformers as hf
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
-    tokenizer = _tokenizer()
+    words = ["<unk>", "<end>", "<pad>", "<user>", "<assistant>", *QUESTION.split(), *COLOURS]
+    fast = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {"unk_token": "<unk>", "eos_token": "<end>", "pad_token": "<pad>"}
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=fast, **names)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL, "<user>", "<assistant>"]})
+    tokenizer.chat_template = TEMPLATE
     edge = {"longest_edge": SIDE}
     pixels = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
     processor = hf.Idefics3Processor(pixels, tokenizer, image_seq_len=4, chat_template=TEMPLATE)
@@ -85,19 +92,6 @@ def make_model(folder: Path, seed: int = 0) -> None:
                 parameter.mul_(3.0)  # The usual scale 0.02 suits wider models. A narrow model would learn slowly.
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-
-
-def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<unk>", "<end>", "<pad>", "<user>", "<assistant>", *QUESTION.split(), *COLOURS]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>", pad_token="<pad>")
-    fast.add_special_tokens({"additional_special_tokens": [*SPECIAL, "<user>", "<assistant>"]})
-    fast.chat_template = TEMPLATE
-    return fast
 
 
 def main() -> None:

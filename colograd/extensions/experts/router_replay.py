@@ -29,7 +29,7 @@ from ...policy.lora import unwrap
 from ...policy.padded import rows_of
 from ...policy.sending import to_device_async
 from ...riders import Rider, RowRider
-from ...rollout.group_table import read_table, table_bytes
+from ...rollout.record_file import read_table, table_bytes
 
 UNKNOWN = -1  # Value in place of an expert's index, if the engine didn't record the expert.
 ROUTED = "routed_experts"  # Name of a layer's keyword argument with the experts of its tokens.

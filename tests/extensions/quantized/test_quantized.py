@@ -396,11 +396,11 @@ def test_the_plan_knows_what_is_quantised_before_anything_is_loaded(kind, tiny_m
     whole = PolicySizes.of(outline.with_adapter(outline.outline(str(tiny_model), torch.float32), 4), "adamw_torch", 4)
     assert planned.elements == whole.elements and planned.trained == whole.trained and planned.block == whole.block
     one = large.on_each_rank("none", planned, 1, engine_itemsize=4, served=True)
-    assert one.engine == 4 * (whole.elements - planned.packed_elements) and one.policy == planned.packed
+    assert one.engine_weights == 4 * (whole.elements - planned.packed_elements) and one.policy_weights == planned.packed
     both = large.on_each_rank("none", planned, 1, engine_itemsize=4)
     assert (
-        both.engine == 4 * whole.elements
-        and both.policy == planned.packed > 0 == large.on_each_rank("none", whole, 1).policy
+        both.engine_weights == 4 * whole.elements
+        and both.policy_weights == planned.packed > 0 == large.on_each_rank("none", whole, 1).policy_weights
     )
 
 
