@@ -149,7 +149,7 @@ class _Link:
 class FailureDetector:
     """Reports a failure of this rank to all other ranks, and ends this rank's process if a different rank failed.
 
-    Rank 0 has a link to each other rank, and sends the failures that it receives to all of them."""
+    Rank 0 has a link to each other rank, and sends the failures that it receives to all other ranks."""
 
     def __init__(self) -> None:
         self.rank = rank()
