@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from ..parallel import faults
-from ..parallel.ranks import Lockstep
+from ..parallel.shards import Lockstep
 from .building import replaced
 
 TOLD = ("add_request", "abort_request")  # methods of LLMEngine that the other ranks repeat before a step

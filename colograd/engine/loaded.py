@@ -15,7 +15,7 @@ import torch
 from ..batch import ModelInput
 from ..config import GRPOConfig
 from ..parallel import watchdog
-from ..parallel.ranks import Lockstep
+from ..parallel.shards import Lockstep
 from .arguments import blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
 from .building import buffers_stay, build_conditions, check_vllm, explained_errors, untested_vllm
 from .closing import closed_if_it_fails, closes_with
@@ -60,7 +60,7 @@ class LoadedVLLM:
         self._features = engine_features(config, use) if features is None else tuple(features)
         self.blank = use.blank or any(feature.blank for feature in self._features)
         ranks = self.layout.ranks_per_engine
-        self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
+        self._lockstep = Lockstep(self.layout) if ranks > 1 else None
         kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, use.sequences, use.trained)
         for feature in self._features:
             kwargs |= feature.arguments(kwargs)

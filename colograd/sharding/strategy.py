@@ -111,7 +111,13 @@ class ShardingStrategy(ABC):
 
         If ranks communicate in the backward, a rank keeps its part of the sum.
         """
-        loss.backward()
+        try:
+            loss.backward()
+        except BaseException as error:
+            if self.meets_in_backward:
+                drop_graph(loss, error)
+                self.failed(error)
+            raise
 
     def failed(self, error: BaseException) -> None:  # noqa: B027 (most strategies have no waiting ranks)
         """Handle an error that this rank had before the backward. Other ranks wait in the backward's collectives."""
@@ -255,14 +261,6 @@ class SharedRows(ShardingStrategy):
     def close(self) -> None:
         super().close()
         del unwrap(self.model).around_forward
-
-    def backward(self, loss: torch.Tensor) -> None:
-        try:
-            super().backward(loss)
-        except BaseException as error:
-            drop_graph(loss, error)
-            self.failed(error)
-            raise
 
     def failed(self, error: BaseException) -> None:
         with contextlib.suppress(BaseException), telling_unless_alike("the backward", self.row):
