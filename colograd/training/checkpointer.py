@@ -27,12 +27,11 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..checkpoint import folders
-from ..checkpoint.host_files import HostFiles, saving_model
 from ..checkpoint.manifest import files_of
 from ..checkpoint.reading import STATE_FILE, loading
 from ..checkpoint.search import search
 from ..checkpoint.stop_signal import TERMINATED, StopSignal, exit_status
-from ..checkpoint.writing import Save, Source, Writer, why_in_foreground
+from ..checkpoint.writing import HostFiles, Save, Source, Writer, saving_model, why_in_foreground
 from ..config import GRPOConfig
 from ..parallel import faults
 from ..parallel.ranks import Stopped, gather, on_all_ranks, rank, world_size

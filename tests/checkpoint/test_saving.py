@@ -21,8 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from colograd.checkpoint import folders, manifest, writing
-from colograd.checkpoint.host_files import HostFiles, write_bytes
-from colograd.checkpoint.writing import Save, Writer, why_in_foreground
+from colograd.checkpoint.writing import HostFiles, Save, Writer, why_in_foreground, write_bytes
 from colograd.training import checkpointer
 
 # -- images of files

@@ -132,13 +132,13 @@ WAITS = {
     # once in a step, or less often
     "loop.py Loop._log", "loop.py Loop._prepare", "extensions/offload/adamw.py OptimizerOffload._wait",
     "reporting/metrics.py PhaseTimes._now", "reporting/metrics.py numbers",
-    "extensions/offload/host_sums.py HostSums.squared_norm", "sharding/strategy.py squared_norm",
+    "extensions/offload/host_stream.py HostSums.squared_norm", "sharding/strategy.py squared_norm",
     "sharding/strategy.py ShardingStrategy.norm_over_parts",
     "extensions/tensor_parallel/strategy.py TensorStrategy._sum_of_squares", "trainer.py GRPOTrainer.training_step",
     "extensions/recording/recorder.py by_completion",
     "training/transformers_seam.py SeamTrainer._finalize_training", "extensions/recording/utilisation.py _measured",
     # with a reference that follows the policy, and with checkpoints
-    "checkpoint/host_files.py HostFiles.take", "extensions/reference/model.py FrozenCopy.mix",
+    "checkpoint/writing.py HostFiles.take", "extensions/reference/model.py FrozenCopy.mix",
     "rollout/store.py digest_of",
     "training/checkpointer.py Checkpointer._write_contents", "weights/shared.py state_dict_on_host",
 }  # fmt: skip

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from colograd.checkpoint import folders, writing
-from colograd.checkpoint.host_files import HostFiles
-from colograd.checkpoint.writing import Save, Writer
+from colograd.checkpoint.writing import HostFiles, Save, Writer
 from colograd.parallel.ranks import gather, rank, world_size
 
 

@@ -19,7 +19,7 @@ from ...parallel.shards import sum_over_ranks
 from ...runtime.page_locked import host_empty
 from ...sharding.strategy import ShardingStrategy
 from ...sharding.zero import Bucket, SharedGradients, SharedOptimizer, WholeCopies
-from .host_sums import HostSums
+from .host_stream import HostSums
 
 
 class OnHost(ShardingStrategy):
