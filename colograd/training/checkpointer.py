@@ -327,7 +327,7 @@ class Checkpointer(TrainerCallback):
     def _assemble(self) -> Save:
         """Collect this rank's checkpoint files: in host memory, or on the disk if training waits for the save."""
         run_dir, state, layout = Path(self.args.output_dir), self.trainer.state, self.args.layout
-        name, aside = f"checkpoint-{state.global_step}", folders.aside_folder(run_dir)
+        name, aside = f"checkpoint-{state.global_step}", run_dir / folders.ASIDE
         best = state.best_global_step
         if best == state.global_step or (best and (run_dir / f"checkpoint-{best}").is_dir()):
             state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")

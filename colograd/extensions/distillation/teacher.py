@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
 from ...batch import TEACHER, PackedRow
@@ -301,20 +301,13 @@ def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | No
     saved, own = adapter_folder(source.adapter) or {}, policy.model.peft_config[name].to_dict()
     if any((saved.get(field) or None) != (own.get(field) or None) for field in SCALE):
         return None
-    values = _adapter_values(file)
+    values = load_file(file)
     if source.loading.distillation_kl == "exact" and any("lm_head" in key for key in values):
         return None  # With `distillation_kl: exact` the head is read while the policy's adapter is active.
     known = {key.replace(f".{name}.", "."): (key, p) for key, p in policy.model.named_parameters() if p.requires_grad}
     if values.keys() != known.keys() or any(values[key].shape != p.shape for key, (_, p) in known.items()):
         return None
     return {known[key][0]: value for key, value in values.items()}
-
-
-@functools.lru_cache(maxsize=1)
-def _adapter_values(file: str) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return dict(load_file(file))
 
 
 UNTAUGHT = float("inf")  # Stands for a teacher's log-probability where the prompt names no teacher.
