@@ -133,8 +133,8 @@ WAITS = {
     "loop.py Loop._log", "loop.py Loop._prepare", "extensions/offload/adamw.py OptimizerOffload._wait",
     "reporting/metrics.py PhaseTimes._now", "reporting/metrics.py numbers",
     "extensions/offload/host_stream.py HostSums.squared_norm", "sharding/strategy.py squared_norm",
-    "sharding/strategy.py ShardingStrategy.norm_over_parts",
-    "extensions/tensor_parallel/strategy.py TensorStrategy._sum_of_squares", "trainer.py GRPOTrainer.training_step",
+    "sharding/strategy.py ShardingStrategy.sum_over_parts",
+    "extensions/tensor_parallel/strategy.py TensorStrategy.sum_of_squares", "trainer.py GRPOTrainer.training_step",
     "extensions/recording/recorder.py by_completion",
     "training/transformers_seam.py SeamTrainer._finalize_training", "extensions/recording/utilisation.py _measured",
     # with a reference that follows the policy, and with checkpoints

@@ -41,7 +41,8 @@ class OnHost(ShardingStrategy):
         return self.sums.get(part)
 
     def clip(self, largest: float) -> float:
-        norm = self.norm_over_parts(self.sums.squared_norm())
+        local = self.sums.squared_norm()
+        norm = (self.sum_over_parts(local) if self.parts > 1 else local) ** 0.5
         self.factor = largest / (norm + 1e-6)
         return norm
 
