@@ -2,5 +2,5 @@
 
 `search` finds the checkpoint to resume from. `manifest` and `reading` check a checkpoint's files. `folders` renames and
 deletes checkpoint folders, and moves an earlier run's files away. `writing` writes the files, if possible in a thread
-and from copies in memory (`host_files`). `stop_signal` handles SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C.
+and from copies in memory (`writing.HostFiles`). `stop_signal` handles SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C.
 """

@@ -24,7 +24,7 @@ from . import manifest
 from .manifest import MANIFEST, Damaged, Manifest
 from .reading import reading
 
-ASIDE = ".incomplete"
+ASIDE = ".incomplete"  # Folder for incomplete checkpoints. It lies in the run's folder, so that renaming is atomic.
 DISCARDED = ".discarded"
 REPLACED = ".replaced"
 REFUSED = "refused"
@@ -46,11 +46,6 @@ OF_MODEL = (
     "*processor_config.json", "training_args.bin",
 )  # fmt: skip
 SIGNS = ("_journal/step-*", "_report/*", "trainer_state.json", *CHECKPOINTS)  # entries that prove an earlier run
-
-
-def aside_folder(run_dir: str | Path) -> Path:
-    """Return the folder for incomplete checkpoints. It lies in the run's folder, so that renaming is atomic."""
-    return Path(run_dir) / ASIDE
 
 
 def commit(aside: Path, final: Path, files: Manifest | None = None, keeps_old: bool = False) -> None:

@@ -66,7 +66,16 @@ def look(checkpoint: str | Path) -> None:
     for path in (path for pattern in (*JSON, *PICKLED, "*.safetensors") for path in folder.glob(pattern)):
         try:
             if path.suffix == ".json":
-                _check_json(path)
+                if path.stat().st_size > LARGEST_JSON:
+                    raise TypeError(f"it has {path.stat().st_size:,} bytes, more than {LARGEST_JSON:,}")
+                content = json.loads(path.read_text())
+                if not isinstance(content, dict):
+                    raise TypeError(f"the file must have a JSON object (not a {type(content).__name__})")
+                if path.name == SAFE_WEIGHTS_INDEX_NAME:
+                    WeightFiles(folder)
+                numbers = content.values() if path.name.startswith("lengths_") else ()
+                if not all(type(value) in (int, float) for value in numbers):
+                    raise TypeError("every length must be a number")
             elif path.suffix == ".safetensors":
                 with safe_open(path, framework="pt", device="cpu") as tensors:
                     if path.name.startswith("optimizer-"):
@@ -109,15 +118,3 @@ def trainer_state(checkpoint: str | Path) -> TrainerState:
     except (Exception, RecursionError) as error:
         raise unreadable(checkpoint, STATE_FILE, error) from error
     return state
-
-
-def _check_json(path: Path) -> None:
-    if path.stat().st_size > LARGEST_JSON:
-        raise TypeError(f"it has {path.stat().st_size:,} bytes, more than {LARGEST_JSON:,}")
-    content = json.loads(path.read_text())
-    if not isinstance(content, dict):
-        raise TypeError(f"the file must have a JSON object (not a {type(content).__name__})")
-    if path.name == SAFE_WEIGHTS_INDEX_NAME:
-        WeightFiles(path.parent)
-    if path.name.startswith("lengths_") and not all(type(value) in (int, float) for value in content.values()):
-        raise TypeError("every length must be a number")

@@ -149,11 +149,12 @@ class _Link:
 class FailureDetector:
     """Reports a failure of this rank to all other ranks, and ends this rank's process if a different rank failed.
 
-    Rank 0 has a link to each other rank, and sends the failures that it receives to all of them."""
+    Rank 0 has a link to each other rank, and sends the failures that it receives to all other ranks."""
 
     def __init__(self) -> None:
         self.rank = rank()
         self.grace = min(GRACE, time_limit().total_seconds())
+        self.silence = min(SILENCE, int(time_limit().total_seconds()))
         self._key = f"colograd/watch/{next(_numbers)}"
         self._changed = threading.Condition()
         self._faults: list[Fault] = []
@@ -309,7 +310,7 @@ class FailureDetector:
                 _start(self._greet, server.accept()[0], token)
 
     def _greet(self, connection: socket.socket, token: str) -> None:
-        _prepare(connection)
+        _prepare(connection, self.silence)
         # A sender of other messages, or with another token, isn't a rank of this run.
         with (
             connection,
@@ -331,9 +332,9 @@ class FailureDetector:
                     raise RuntimeError("rank 0 didn't write its network address to the process group's store")
                 time.sleep(0.1)
             host, port, token = store.get(self._key).decode().split()
-            connection = socket.create_connection((host, int(port)), _silence())
+            connection = socket.create_connection((host, int(port)), self.silence)
             connection.settimeout(None)
-            _prepare(connection)
+            _prepare(connection, self.silence)
             link = _Link(connection, 0)
             link.send(token=token, rank=self.rank)
         except (OSError, RuntimeError) as error:
@@ -390,14 +391,9 @@ def _start(function: Callable[..., None], *args: Any) -> None:
     threading.Thread(target=function, args=args, name="colograd-ranks", daemon=True).start()
 
 
-def _silence() -> int:
-    return min(SILENCE, int(time_limit().total_seconds()))
-
-
-def _prepare(connection: socket.socket) -> None:
-    """Make the system probe the machine at the other end, and close the connection if there is no answer. Limit the
-    time of a send to a process that doesn't read."""
-    seconds = _silence()
+def _prepare(connection: socket.socket, seconds: int) -> None:
+    """Make the system probe the machine at the other end, and close the connection after ``seconds`` without answer.
+    Limit the time of a send to a process that doesn't read."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(CAUSE), 0))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     pause = max(1, seconds // 6)

@@ -182,6 +182,31 @@ def group_of(
     return RankGroup(ranks, ranks.index(layout.rank), (on_device if exchanges else on_host)[ranks], on_host.get(ranks))
 
 
+class Lockstep:
+    """A channel for messages from the first rank of a vLLM engine (leader) to the engine's other ranks (followers). All
+    ranks must construct it together.
+
+    Decisions that depend on a clock, a user's function or a rank's state may differ between ranks. So only the leader
+    makes these decisions, and sends the results to the followers.
+    """
+
+    def __init__(self, layout: RankLayout) -> None:
+        self.leads = layout.engine_place == 0
+        # Use gloo, because NCCL would send Python objects through the GPUs.
+        self._engine = group_of(layout, lambda each: each.engine_group, meets=True, exchanges=False)
+
+    def tell(self, message: Any) -> None:
+        """Send a message (any picklable object) from the engine's first rank to the engine's other ranks."""
+        dist.broadcast_object_list([message], self._engine.ranks[0], self._engine.group)
+
+    def listen(self) -> Any:
+        """Wait for the next message from the engine's first rank, and return the message."""
+        message: list[Any] = [None]
+        dist.broadcast_object_list(message, self._engine.ranks[0], self._engine.group)
+        watchdog.progress("a step of the engine")
+        return message[0]
+
+
 def parts_of(model: Any) -> Any:
     """Return a tensor-parallel model's attribute ``tensor_parts``, or None for any other model. The attribute has
     ``engine`` (`RankGroup`), ``shards`` (parameter name -> this rank's `Shard`) and ``elements`` (number in the whole

@@ -111,7 +111,13 @@ class ShardingStrategy(ABC):
 
         If ranks communicate in the backward, a rank keeps its part of the sum.
         """
-        loss.backward()
+        try:
+            loss.backward()
+        except BaseException as error:
+            if self.meets_in_backward:
+                drop_graph(loss, error)
+                self.failed(error)
+            raise
 
     def failed(self, error: BaseException) -> None:  # noqa: B027 (most strategies have no waiting ranks)
         """Handle an error that this rank had before the backward. Other ranks wait in the backward's collectives."""
@@ -132,23 +138,27 @@ class ShardingStrategy(ABC):
 
     def clip(self, largest: float) -> float:
         """Scale the gradient so that its norm over all ranks is at most ``largest``. Return the norm before scaling."""
-        gradients = self.gradients()
-        norm = self.norm_over_parts(squared_norm(gradients))
-        scale_down(gradients, norm, largest)
+        gradients, norm = self.gradients(), self.sum_of_squares() ** 0.5
+        factor = largest / (norm + 1e-6)  # like `torch.nn.utils.clip_grad_norm_`
+        if gradients and factor < 1.0:
+            torch._foreach_mul_(gradients, factor)
         return norm
+
+    def sum_of_squares(self) -> float:
+        """Return the sum of squares of the whole gradient."""
+        local = squared_norm(self.gradients())
+        return self.sum_over_parts(local) if self.parts > 1 else local
 
     @property
     def device(self) -> torch.device:
         """The device of the tensors that ranks exchange."""
         return next(self.model.parameters()).device
 
-    def norm_over_parts(self, square: float) -> float:
-        """Return the norm of a gradient from ``square``, the sum of squares of this rank's parts."""
-        if self.parts > 1:
-            total = torch.tensor(square, dtype=torch.float64, device=self.device)
-            dist.all_reduce(total)
-            square = float(total)
-        return square**0.5
+    def sum_over_parts(self, number: float) -> float:
+        """Sum a float64 number over all ranks."""
+        total = torch.tensor(number, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return float(total)
 
     def discard(self) -> None:  # noqa: B027 (the caller sets gradients of parameters to None)
         """Drop the gradients of an optimizer step that failed and will be repeated."""
@@ -202,14 +212,6 @@ def squared_norm(gradients: Iterable[torch.Tensor]) -> float:
     return float(torch.stack(norms).square().sum()) if norms else 0.0
 
 
-@torch.no_grad()
-def scale_down(gradients: Sequence[torch.Tensor], norm: float, largest: float) -> None:
-    """Scale gradients like `torch.nn.utils.clip_grad_norm_`, where ``norm`` is the norm of all ranks' gradients."""
-    factor = largest / (norm + 1e-6)
-    if gradients and factor < 1.0:
-        torch._foreach_mul_(gradients, factor)
-
-
 @contextmanager
 def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
     """Report an error in the context to the ranks of the row, which wait in a collective.
@@ -255,14 +257,6 @@ class SharedRows(ShardingStrategy):
     def close(self) -> None:
         super().close()
         del unwrap(self.model).around_forward
-
-    def backward(self, loss: torch.Tensor) -> None:
-        try:
-            super().backward(loss)
-        except BaseException as error:
-            drop_graph(loss, error)
-            self.failed(error)
-            raise
 
     def failed(self, error: BaseException) -> None:
         with contextlib.suppress(BaseException), telling_unless_alike("the backward", self.row):

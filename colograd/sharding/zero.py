@@ -31,7 +31,7 @@ from ..parallel.shards import all_gather, in_buckets, sum_over_ranks, zero_gradi
 from ..runtime import registry
 from ..runtime.importing import find_object, is_import_path
 from . import optimizer_state
-from .strategy import Owned, ShardingStrategy, Write, drop_graph
+from .strategy import Owned, ShardingStrategy, Write
 
 IN_FLIGHT = 2  # Maximum number of reductions that run at once, to limit memory. Reductions overlap with the backward.
 # ELEMENTS: maximum elements of a bucket, except for a larger single parameter. 64 MiB of float32 keep a link busy.
@@ -290,10 +290,8 @@ class SharedGradients(SharedOptimizer):
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._next, self._amid = 0, self._goes_alike(loss)
         try:
-            loss.backward()
-        except BaseException as error:
-            drop_graph(loss, error)
-            self.failed(error)
+            super().backward(loss)
+        except BaseException:
             self.model.zero_grad(set_to_none=True)  # free memory for the backward's remaining collectives
             raise
         finally:

@@ -27,12 +27,11 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..checkpoint import folders
-from ..checkpoint.host_files import HostFiles
 from ..checkpoint.manifest import files_of
 from ..checkpoint.reading import STATE_FILE, loading
 from ..checkpoint.search import search
 from ..checkpoint.stop_signal import TERMINATED, StopSignal, exit_status
-from ..checkpoint.writing import Save, Source, Writer, why_in_foreground
+from ..checkpoint.writing import HostFiles, Save, Source, Writer, saving_model, why_in_foreground
 from ..config import GRPOConfig
 from ..engine.load import after_each_step
 from ..parallel import faults
@@ -285,7 +284,7 @@ class Checkpointer(TrainerCallback):
     def _assemble(self) -> Save:
         """Collect this rank's checkpoint files: in host memory, or on the disk if training waits for the save."""
         run_dir, state, layout = Path(self.args.output_dir), self.trainer.state, self.args.layout
-        name, aside = f"checkpoint-{state.global_step}", folders.aside_folder(run_dir)
+        name, aside = f"checkpoint-{state.global_step}", run_dir / folders.ASIDE
         best = state.best_global_step
         if best == state.global_step or (best and (run_dir / f"checkpoint-{best}").is_dir()):
             state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")

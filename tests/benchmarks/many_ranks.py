@@ -138,7 +138,8 @@ def one_step(way: str, options: argparse.Namespace, ranks: int) -> dict[str, Any
                     strategy.backward(policy_logprobs(model, row, 1.0)[0].sum())
                 strategy.sum_gradients()
         with counted.counting():
-            strategy._sum_of_squares(0.0)  # for the norm, a number
+            strategy._counted = set()
+            strategy.sum_of_squares()  # for the norm, a number
             with FakeTensorMode(allow_non_fake_inputs=True):
                 strategy.gather_weights()
         own = sum(p.numel() for p in model.parameters())

@@ -12,7 +12,7 @@ import pytest
 
 from colograd.checkpoint import folders
 from colograd.checkpoint.folders import (
-    aside_folder,
+    ASIDE,
     commit,
     complete_steps,
     discard,
@@ -40,10 +40,10 @@ def names(run: Path) -> list[str]:
 
 
 def test_a_commit_moves_the_whole_folder(tmp_path: Path) -> None:
-    aside, final = write(aside_folder(tmp_path) / "checkpoint-3"), tmp_path / "checkpoint-3"
+    aside, final = write(tmp_path / ASIDE / "checkpoint-3"), tmp_path / "checkpoint-3"
     commit(aside, final)
     assert (final / "below" / "model").read_text() == "weights" and not aside.exists()
-    assert aside_folder(tmp_path).parent == tmp_path  # the same file system: the rename is atomic
+    assert (tmp_path / ASIDE).parent == tmp_path  # the same file system: the rename is atomic
 
 
 def test_every_file_is_flushed_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_every_file_is_flushed_before_it_counts(tmp_path: Path, monkeypatch: pyt
     rename = os.rename
     monkeypatch.setattr(folders, "flush", lambda path: events.append(f"flush {path.name}"))
     monkeypatch.setattr(os, "rename", lambda a, b: (events.append(f"rename to {Path(b).name}"), rename(a, b)))
-    commit(write(aside_folder(tmp_path) / "checkpoint-3"), tmp_path / "checkpoint-3")
+    commit(write(tmp_path / ASIDE / "checkpoint-3"), tmp_path / "checkpoint-3")
     flushed = {"flush below", "flush checkpoint-3", "flush manifest.json", "flush model", "flush trainer_state.json"}
     assert set(events[:5]) == flushed
     assert events[5:] == ["rename to checkpoint-3", f"flush {tmp_path.name}"]
@@ -59,7 +59,7 @@ def test_every_file_is_flushed_before_it_counts(tmp_path: Path, monkeypatch: pyt
 
 def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     final = write(tmp_path / "checkpoint-3", "old")
-    commit(write(aside_folder(tmp_path) / "checkpoint-3", "new"), final)
+    commit(write(tmp_path / ASIDE / "checkpoint-3", "new"), final)
     assert (final / "below" / "model").read_text() == "new" and names(tmp_path) == [".incomplete", "checkpoint-3"]
 
 
@@ -74,7 +74,7 @@ def test_a_crash_before_the_rename_leaves_no_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(*((folders, "flush") if crash == "flush" else (os, "rename")), fail)
         with pytest.raises(OSError, match="power cut"):
-            commit(write(aside_folder(tmp_path) / "checkpoint-2"), tmp_path / "checkpoint-2")
+            commit(write(tmp_path / ASIDE / "checkpoint-2"), tmp_path / "checkpoint-2")
     assert find_resume("auto", str(tmp_path)) == str(tmp_path / "checkpoint-1")
     sweep(tmp_path)
     assert names(tmp_path) == ["checkpoint-1"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from colograd.checkpoint import manifest
-from colograd.checkpoint.folders import aside_folder, check, commit, complete_steps
+from colograd.checkpoint.folders import ASIDE, check, commit, complete_steps
 from colograd.checkpoint.manifest import MANIFEST, Damaged
 from colograd.checkpoint.search import find_damage
 from colograd.parallel.layout import RankLayout
@@ -27,7 +27,7 @@ FILES = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A committed checkpoint with its manifest."""
-    aside = aside_folder(tmp_path) / "checkpoint-3"
+    aside = tmp_path / ASIDE / "checkpoint-3"
     for name, content in FILES.items():
         (aside / name).parent.mkdir(parents=True, exist_ok=True)
         (aside / name).write_bytes(content)

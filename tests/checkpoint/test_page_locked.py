@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from colograd.checkpoint.host_files import HostFiles, write_bytes
+from colograd.checkpoint.writing import HostFiles, write_bytes
 from colograd.runtime import page_locked
 from colograd.weights import state_dict_on_host
 

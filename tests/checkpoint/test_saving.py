@@ -21,8 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from colograd.checkpoint import folders, manifest, writing
-from colograd.checkpoint.host_files import HostFiles, write_bytes
-from colograd.checkpoint.writing import Save, Writer, why_in_foreground
+from colograd.checkpoint.writing import HostFiles, Save, Writer, why_in_foreground, write_bytes
 from colograd.training import checkpointer
 
 # -- images of files
@@ -93,7 +92,7 @@ def save_of(run_dir: Path, step: int, **changes: Any) -> Save:
     settings: dict[str, Any] = {
         "step": step,
         "final": run_dir / name,
-        "aside": folders.aside_folder(run_dir) / f"{name}.1",
+        "aside": run_dir / folders.ASIDE / f"{name}.1",
         "sources": sources | ({"ready.json": ready} if ready.exists() else {}),
         "leads": True,
         "leaders": (0,),
@@ -119,7 +118,7 @@ def test_a_save_ends_as_a_whole_checkpoint(tmp_path: Path, in_background: bool) 
     assert folders.check(tmp_path / "checkpoint-3")
     files = manifest.read(tmp_path / "checkpoint-3")
     assert files is not None and files.keys() == {"model.safetensors", "trainer_state.json", "ready.json"}
-    assert not list(folders.aside_folder(tmp_path).iterdir())
+    assert not list((tmp_path / folders.ASIDE).iterdir())
 
 
 def test_damaged_checkpoint_of_same_step_is_kept_renamed(tmp_path: Path) -> None:
@@ -154,7 +153,7 @@ def test_full_disk_leaves_only_the_older_checkpoint(tmp_path: Path) -> None:
         writer.begin(save_of(disk, 2), in_background=True)
         assert "No space left on device" in str(finished(writer))
         assert folders.complete_steps(str(disk)) == [1] and folders.check(disk / "checkpoint-1")
-        assert not list(folders.aside_folder(disk).iterdir())
+        assert not list((disk / folders.ASIDE).iterdir())
         folders.discard(disk / "checkpoint-1")  # there is room again
         writer.begin(save_of(disk, 3), in_background=True)
         assert finished(writer) == "" and folders.check(disk / "checkpoint-3")

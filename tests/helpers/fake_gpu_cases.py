@@ -34,10 +34,10 @@ from transformers import (
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from colograd.batch import PackedRow, StepBatch
-from colograd.checkpoint.host_files import HostFiles
+from colograd.checkpoint.writing import HostFiles
 from colograd.extensions.experts.losses import RoutingStep
 from colograd.extensions.lora.adapters import keep_inputs_as_they_are
-from colograd.extensions.offload import host_sums
+from colograd.extensions.offload import host_stream
 from colograd.extensions.offload.adamw import HostAdamW
 from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 from colograd.extensions.offload.on_host import WholeOnHost
@@ -380,7 +380,7 @@ def on_host(gpu: FakeGPU, tied: bool) -> dict[str, Any]:
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE, tie_word_embeddings=tied))
     accumulate_in_float32(model.parameters())
     forward, before = PolicyForward(model, 0.9), gpu.bytes
-    with mock.patch.object(host_sums, "LIMIT", LIMIT):
+    with mock.patch.object(host_stream, "LIMIT", LIMIT):
         sharding, locked = WholeOnHost(model), []
         with gpu.watched() as seen:
             for _ in range(3):
@@ -398,9 +398,9 @@ def plan_of_gradients(model: Any, checkpointing: int = 0) -> int:
     """Plan a pass with gradients on the host, and with ``checkpointing`` the layers' inputs too."""
 
     sizes = PolicySizes.of(model, "adamw_split", 2)
-    on_way = host_sums.on_way(sizes.gradients, 4 * sizes.matrix)
+    on_way = host_stream.on_way(sizes.gradients, 4 * sizes.matrix)
     activations = plan(model, checkpointing, inputs_on_host=bool(checkpointing), on_way=on_way)
-    return activations + on_way + host_sums.buffer_bytes(sizes.gradients)
+    return activations + on_way + host_stream.device_bytes(sizes.gradients, 4)
 
 
 @case
@@ -449,7 +449,7 @@ def all_on_host(gpu: FakeGPU) -> dict[str, Any]:
     """All parts are offloaded, on a GPU with a tenth more memory than planned. Then nothing is offloaded."""
 
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
-    with mock.patch.object(host_sums, "LIMIT", LIMIT):
+    with mock.patch.object(host_stream, "LIMIT", LIMIT):
         planned = plan_of_gradients(model, 1)
         gpu.capacity = int(gpu.bytes + 1.1 * planned)
         with gpu.watched() as seen:

@@ -131,13 +131,13 @@ WAITS = {
     # once in a step, or less often
     "loop.py Loop._log_evaluate_save", "loop.py Loop._prepare", "extensions/offload/adamw.py OptimizerOffload._wait",
     "reporting/metrics.py PhaseTimes._now", "reporting/metrics.py numbers",
-    "extensions/offload/host_sums.py HostSums.squared_norm", "sharding/strategy.py squared_norm",
-    "sharding/strategy.py ShardingStrategy.norm_over_parts",
-    "extensions/tensor_parallel/strategy.py TensorStrategy._sum_of_squares", "trainer.py GRPOTrainer.training_step",
+    "extensions/offload/host_stream.py HostSums.squared_norm", "sharding/strategy.py squared_norm",
+    "sharding/strategy.py ShardingStrategy.sum_over_parts",
+    "extensions/tensor_parallel/strategy.py TensorStrategy.sum_of_squares", "trainer.py GRPOTrainer.training_step",
     "extensions/recording/recorder.py by_completion",
     "loop.py Loop.run", "extensions/recording/utilisation.py _measured",
     # with a reference that follows the policy, and with checkpoints
-    "checkpoint/host_files.py HostFiles.take", "extensions/reference/model.py FrozenCopy.mix",
+    "checkpoint/writing.py HostFiles.take", "extensions/reference/model.py FrozenCopy.mix",
     "rollout/store.py digest_of",
     "training/checkpointer.py Checkpointer._write_contents", "weights/sync.py state_dict_on_host",
 }  # fmt: skip

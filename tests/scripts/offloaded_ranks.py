@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fsdp_ranks import CPU, Fault, backward_pass, fresh, rows
 
-from colograd.extensions.offload import adamw, host_sums
+from colograd.extensions.offload import adamw, host_stream
 from colograd.extensions.offload.adamw import HostAdamW
 from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 from colograd.extensions.offload.on_host import ON_HOST
@@ -83,8 +83,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     zero.buckets_of.__defaults__ = (4096, None)
-    adamw.ELEMENTS = host_sums.ELEMENTS = 1000
-    host_sums.LIMIT = 20000
+    adamw.ELEMENTS = host_stream.ELEMENTS = 1000
+    host_stream.LIMIT = 20000
     results = {
         f"{kind} {dtype} {strategy}": {way: train(kind, dtype, strategy, way) for way in WAYS}
         for kind, dtype, strategy in itertools.product(KINDS, ("float32", "bfloat16"), ON_HOST)

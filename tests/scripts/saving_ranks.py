@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from colograd.checkpoint import folders, writing
-from colograd.checkpoint.host_files import HostFiles
-from colograd.checkpoint.writing import Save, Writer
+from colograd.checkpoint.writing import HostFiles, Save, Writer
 from colograd.parallel.ranks import gather, rank, world_size
 
 
@@ -29,7 +28,7 @@ def save_of(run_dir: Path, step: int, apart: bool = False) -> Save:
     return Save(
         step=step,
         final=run_dir / f"checkpoint-{step}",
-        aside=folders.aside_folder(run_dir) / f"checkpoint-{step}.1",
+        aside=run_dir / folders.ASIDE / f"checkpoint-{step}.1",
         sources={name: images.take()[Path(name)], **({"trainer_state.json": b"{}"} if leads else {})},
         leads=leads,
         leaders=range(world_size()) if apart else (0,),

@@ -32,11 +32,11 @@ from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 
 ON_HOST: dict[str, type[ShardingStrategy]] = {}
 if "offload" in registry.installed():
-    from colograd.extensions.offload import adamw, host_sums
+    from colograd.extensions.offload import adamw, host_stream
     from colograd.extensions.offload.on_host import ON_HOST
 
-    adamw.ELEMENTS = host_sums.ELEMENTS = 1000
-    host_sums.LIMIT = 20000
+    adamw.ELEMENTS = host_stream.ELEMENTS = 1000
+    host_stream.LIMIT = 20000
 
 STRATEGIES = {**OF_CORE, "fsdp": FullySharded}
 STEPS, ROWS, SAVED = 6, 4, 3

@@ -16,12 +16,11 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
 from ...batch import TEACHER, PackedRow
@@ -91,16 +90,31 @@ class OtherAdapter(Teacher):
             yield self.model
 
 
-@dataclass(frozen=True, slots=True)
 class _Source:
     """Location of a teacher model, and the settings for loading the teacher."""
 
-    name: str  # The teacher's name in the configuration.
-    base: str  # Folder or Hub id of the teacher's model without adapter.
-    adapter: str  # Folder of the teacher's adapter. Empty means no adapter.
-    loading: GRPOConfig  # The run's configuration with the teacher's loading settings in place of the policy's.
-    revision: str | None
-    trust: bool  # Whether code from the model's repository may run.
+    def __init__(self, config: GRPOConfig, policy: Policy) -> None:
+        self.name = str(config.teacher_model_name_or_path)  # The teacher's name in the configuration.
+        arguments: dict[str, Any] = dict(config.teacher_model_init_kwargs or {})  # type: ignore[arg-type]
+        if arguments.get("dtype") is None and arguments.get("torch_dtype") is None:
+            arguments["dtype"] = str(policy.model.dtype).removeprefix("torch.")
+        if config.teacher_model_revision is not None:
+            arguments["revision"] = config.teacher_model_revision
+        # The run's configuration with the teacher's loading settings in place of the policy's.
+        self.loading = copy.copy(config)
+        self.loading.model_init_kwargs = arguments
+        self.revision = arguments.get("revision")
+        # Whether code from the model's repository may run.
+        self.trust = bool(arguments.get("trust_remote_code", config.trust_remote_code))
+        saved = adapter_folder(self.name)
+        self.adapter = "" if saved is None else self.name  # Folder of the teacher's adapter. Empty means no adapter.
+        # Folder or Hub id of the teacher's model without adapter.
+        self.base = self.name if saved is None else str(saved.get("base_model_name_or_path") or "")
+        if not self.base:
+            raise ValueError(
+                f"teacher_model_name_or_path {self.name!r} holds an adapter that doesn't name its base: set "
+                "base_model_name_or_path in its adapter_config.json."
+            )
 
     @property
     def quantization(self) -> dict[str, Any] | None:
@@ -123,27 +137,6 @@ class _Source:
 _outline = functools.lru_cache(maxsize=8)(outline)
 
 
-def _source_of(config: GRPOConfig, policy: Policy) -> _Source:
-    """Return the teacher's location and loading settings."""
-    name = str(config.teacher_model_name_or_path)
-    loading = copy.copy(config)
-    arguments: dict[str, Any] = dict(config.teacher_model_init_kwargs or {})  # type: ignore[arg-type]
-    if arguments.get("dtype") is None and arguments.get("torch_dtype") is None:
-        arguments["dtype"] = str(policy.model.dtype).removeprefix("torch.")
-    if config.teacher_model_revision is not None:
-        arguments["revision"] = config.teacher_model_revision
-    loading.model_init_kwargs = arguments
-    revision, trust = arguments.get("revision"), bool(arguments.get("trust_remote_code", config.trust_remote_code))
-    saved = adapter_folder(name)
-    base = name if saved is None else str(saved.get("base_model_name_or_path") or "")
-    if not base:
-        raise ValueError(
-            f"teacher_model_name_or_path {name!r} holds an adapter that doesn't name its base: set "
-            "base_model_name_or_path in its adapter_config.json."
-        )
-    return _Source(name, base, "" if saved is None else name, loading, revision, trust)
-
-
 def configs_of(config: GRPOConfig) -> dict[str, GRPOConfig]:
     """Return a configuration for each teacher by name, in which that teacher is the only one. A single teacher has the
     name "" and the unchanged configuration."""
@@ -157,7 +150,7 @@ def check_teacher(policy: Policy, config: GRPOConfig, samples: bool = True) -> P
     """Return the policy if the teachers can score its samples. Raise a ValueError if a teacher reads other tokens or
     images than the policy, or can't be used with the run's settings. No weights are loaded."""
     for each in configs_of(config).values():
-        source = _source_of(each, policy)
+        source = _Source(each, policy)
         model = source.outline()
         _check_tokens(source, model, policy)
         kind, own = model.config.model_type, unwrap(policy.model).config.model_type
@@ -190,7 +183,7 @@ def check_teacher(policy: Policy, config: GRPOConfig, samples: bool = True) -> P
 def check_teacher_context(config: GRPOConfig, policy: Policy, tokens: int) -> None:
     """Raise a ValueError if ``tokens``, the longest possible sequence, exceeds a teacher's context."""
     for each in configs_of(config).values():
-        source = _source_of(each, policy)
+        source = _Source(each, policy)
         most = getattr(source.outline().config.get_text_config(), "max_position_embeddings", None)
         if most is not None and tokens > most:
             raise ValueError(
@@ -237,7 +230,7 @@ def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
 
 def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
     """Return the bytes of the whole teacher on the policy's device, before FSDP shards the teacher."""
-    source = _source_of(config, policy)
+    source = _Source(config, policy)
     if _values_for(source, policy) is not None:
         return os.path.getsize(os.path.join(source.adapter, "adapter_model.safetensors"))
     found, exact = source.outline(), config.distillation_kl == "exact"
@@ -251,7 +244,7 @@ def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
 
 def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
     """Load the configured teacher. All ranks load the same teacher, after the policy is on its device."""
-    source = _source_of(config, policy)
+    source = _Source(config, policy)
     values = _values_for(source, policy)
     if values is not None:
         return OtherAdapter(source.name, policy.model, values, config.distillation_top_k)
@@ -300,20 +293,13 @@ def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | No
     saved, own = adapter_folder(source.adapter) or {}, policy.model.peft_config[name].to_dict()
     if any((saved.get(field) or None) != (own.get(field) or None) for field in SCALE):
         return None
-    values = _adapter_values(file)
+    values = load_file(file)
     if source.loading.distillation_kl == "exact" and any("lm_head" in key for key in values):
         return None  # With `distillation_kl: exact` the head is read while the policy's adapter is active.
     known = {key.replace(f".{name}.", "."): (key, p) for key, p in policy.model.named_parameters() if p.requires_grad}
     if values.keys() != known.keys() or any(values[key].shape != p.shape for key, (_, p) in known.items()):
         return None
     return {known[key][0]: value for key, value in values.items()}
-
-
-@functools.lru_cache(maxsize=1)
-def _adapter_values(file: str) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return dict(load_file(file))
 
 
 UNTAUGHT = float("inf")  # Stands for a teacher's log-probability where the prompt names no teacher.

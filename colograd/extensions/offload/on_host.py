@@ -19,7 +19,7 @@ from ...parallel.shards import sum_over_ranks
 from ...runtime.page_locked import host_empty
 from ...sharding.strategy import ShardingStrategy
 from ...sharding.zero import Bucket, SharedGradients, SharedOptimizer, WholeCopies
-from .host_sums import HostSums
+from .host_stream import HostSums
 
 
 class OnHost(ShardingStrategy):
@@ -41,7 +41,8 @@ class OnHost(ShardingStrategy):
         return self.sums.get(part)
 
     def clip(self, largest: float) -> float:
-        norm = self.norm_over_parts(self.sums.squared_norm())
+        local = self.sums.squared_norm()
+        norm = (self.sum_over_parts(local) if self.parts > 1 else local) ** 0.5
         self.factor = largest / (norm + 1e-6)
         return norm
 

@@ -4,6 +4,7 @@ has settings that can't be combined with offloading."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,8 +16,7 @@ from ...memory.choice import best_plan, fits
 from ...memory.description import RunDescription
 from ...memory.shape import again
 from ...memory.table import MemoryPlan, gib
-from .host_stream import device_bytes
-from .host_sums import buffer_bytes, on_way
+from .host_stream import device_bytes, on_way
 from .layer_inputs import KEPT
 
 BUS = 50.0  # Assumed GB/s in each direction of 16 lanes of PCIe 5 (63 at most). PCIe 4 has half. This isn't measured.
@@ -57,7 +57,8 @@ CONFLICTS = (
 
 class LeftOnDevice:
     inputs = KEPT
-    state, sums, on_way = staticmethod(device_bytes), staticmethod(buffer_bytes), staticmethod(on_way)
+    state, on_way = staticmethod(device_bytes), staticmethod(on_way)
+    sums = staticmethod(functools.partial(device_bytes, itemsize=4))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from ...parallel.ranks import gather
 from ...parallel.shards import RankGroup
 from ...policy.lora import is_adapted
 from ...sharding import optimizer_state
-from ...sharding.strategy import Owned, SharedRows, Write, scale_down, squared_norm
+from ...sharding.strategy import Owned, SharedRows, Write, squared_norm
 from ...sharding.weight_files import WeightFiles, all_names, completed
 from ...sharding.zero import SharedGradients, SharedOptimizer, WholeCopies
 from .layers import TensorParts
@@ -63,22 +63,13 @@ class TensorStrategy(SharedRows):
             f"summed over {data}{shared}"
         )
 
-    def _sum_of_squares(self, local: float) -> float:
-        total = torch.tensor(local, dtype=torch.float64, device=next(self.model.parameters()).device)
+    def sum_of_squares(self) -> float:
+        """Return the sum of squares of the whole gradient. A part that several ranks have counts once."""
+        pieces = [piece for piece in self.owned() if piece.part.grad is not None and piece.name in self._counted]
+        local = squared_norm(piece.part.grad for piece in pieces)
         if self.state_of:  # With ZeRO all ranks together hold the gradient. Otherwise an engine's ranks hold it.
-            torch.distributed.all_reduce(total)
-        else:
-            self.cut.engine.sum_(total)
-        return float(total)
-
-    def clip(self, largest: float) -> float:
-        """Scale gradients down to the norm ``largest``, and return their norm before. A part that several ranks have
-        counts once in the norm."""
-        gradients = {piece.name: piece.part.grad for piece in self.owned() if piece.part.grad is not None}
-        local = squared_norm(gradient for name, gradient in gradients.items() if name in self._counted)
-        norm = self._sum_of_squares(local) ** 0.5
-        scale_down([*gradients.values()], norm, largest)
-        return norm
+            return self.sum_over_parts(local)
+        return float(self.cut.engine.sum_(torch.tensor(local, dtype=torch.float64, device=self.device)))
 
     def owned(self) -> Sequence[Owned]:
         """Return the pieces of parameters that this rank updates, with their positions in the whole parameters."""

@@ -12,7 +12,7 @@ from peft import LoraConfig
 
 from colograd import GRPOTrainer
 from colograd.config import GRPOConfig
-from colograd.extensions.offload import adamw, host_sums, layer_inputs
+from colograd.extensions.offload import adamw, host_stream, layer_inputs
 from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 
 OFFLOADS: dict[str, Any] = {"offload_optimizer": "stream", "offload_gradients": True}
@@ -65,9 +65,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Layer inputs that were sent to the host."""
     sent: list[torch.Tensor] = []
     monkeypatch.setattr(layer_inputs, "inputs_on_host", lambda model, _: inputs_on_host(model, Counting(sent)))
-    for module in (adamw, host_sums):
+    for module in (adamw, host_stream):
         monkeypatch.setattr(module, "ELEMENTS", 1000)
-    monkeypatch.setattr(host_sums, "LIMIT", 10000)
+    monkeypatch.setattr(host_stream, "LIMIT", 10000)
     return sent
 
 

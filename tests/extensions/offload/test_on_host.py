@@ -19,7 +19,7 @@ from races import Races
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from colograd.config import GRPOConfig
-from colograd.extensions.offload import adamw, host_stream, host_sums
+from colograd.extensions.offload import adamw, host_stream
 from colograd.extensions.offload.adamw import HostAdamW
 from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 from colograd.extensions.offload.on_host import WholeOnHost
@@ -30,9 +30,9 @@ from colograd.training.adamw_split import accumulate_in_float32
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (adamw, host_sums):
+    for module in (adamw, host_stream):
         monkeypatch.setattr(module, "ELEMENTS", 700)
-    monkeypatch.setattr(host_sums, "LIMIT", 4 * 4000)
+    monkeypatch.setattr(host_stream, "LIMIT", 4 * 4000)
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +132,9 @@ def test_additions_keep_their_order_and_reuse_memory(monkeypatch: pytest.MonkeyP
     races = Races()
     monkeypatch.setattr(torch, "get_device_module", lambda device: races)
     shapes, draw = ((40, 50), (3000,), (7,)), torch.Generator().manual_seed(0)
-    sums, taken = host_sums.HostSums(torch.device("cpu")), []
-    made = host_sums.host_empty
-    monkeypatch.setattr(host_sums, "host_empty", lambda *given: taken.append(given) or made(*given))
+    sums, taken = host_stream.HostSums(torch.device("cpu")), []
+    made = host_stream.host_empty
+    monkeypatch.setattr(host_stream, "host_empty", lambda *given: taken.append(given) or made(*given))
     for _ in range(2):
         expected: dict[int, torch.Tensor] = {}
         for key, shape in (item for _ in range(3) for item in enumerate(shapes)):
@@ -144,7 +144,7 @@ def test_additions_keep_their_order_and_reuse_memory(monkeypatch: pytest.MonkeyP
                 del gradient  # the next one may have its memory
             value = sums._on_way[-1][1].clone().view(shape)
             expected[key] = expected[key] + value if key in expected else value
-            assert sum(tensor.nbytes for _, tensor in sums._on_way) <= host_sums.LIMIT
+            assert sum(tensor.nbytes for _, tensor in sums._on_way) <= host_stream.LIMIT
         with races:
             sums.settle()
         assert races.copied <= races.host
@@ -163,9 +163,11 @@ def test_additions_keep_their_order_and_reuse_memory(monkeypatch: pytest.MonkeyP
 
 
 def test_what_the_device_holds_is_counted() -> None:
-    assert host_sums.on_way(1000, 10) == host_sums.buffer_bytes(1000) == 1000, "both are smaller than their limits"
-    assert host_sums.on_way(10**12, 10**9) == host_sums.LIMIT + 10**9
-    assert host_sums.buffer_bytes(10**12) == 2 * 700 * 4
+    assert host_stream.on_way(1000, 10) == host_stream.device_bytes(1000, 4) == 1000, (
+        "both are smaller than their limits"
+    )
+    assert host_stream.on_way(10**12, 10**9) == host_stream.LIMIT + 10**9
+    assert host_stream.device_bytes(10**12, 4) == 2 * 700 * 4
 
 
 def test_what_cannot_be_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
