@@ -20,7 +20,7 @@ import torch
 from ..batch import Group, ModelInput, Prompt, Rollout
 from ..config import GRPOConfig
 from ..parallel import faults, watchdog
-from ..parallel.ranks import Lockstep
+from ..parallel.shards import Lockstep
 from ..riders import with_shared_riders
 from ..runtime import cpu_products, process
 from . import building
@@ -66,7 +66,7 @@ class VLLMEngine:
         self._features = engine_features(config, use) if features is None else tuple(features)
         self.blank = use.blank or any(feature.blank for feature in self._features)
         ranks = self.layout.ranks_per_engine
-        self._lockstep = Lockstep(self.layout, config.ddp_timeout) if ranks > 1 else None
+        self._lockstep = Lockstep(self.layout) if ranks > 1 else None
         kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, use.sequences, use.trained)
         for feature in self._features:
             kwargs |= feature.arguments(kwargs)

@@ -13,7 +13,7 @@ import tiny
 import torch
 from paths import SCRIPTS
 
-from colograd.extensions.overlap.first_rows import FILE as PARTITION
+from colograd.extensions.overlap.rounds import FILE as PARTITION
 from colograd.rollout.record_file import FIGURES
 
 STEPS = 3

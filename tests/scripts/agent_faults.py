@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from colograd import GRPOTrainer
-from colograd.extensions.agents import sessions
+from colograd.extensions.agents import session, sessions
 
 KINDS = [
     "fine", "hangs", "floods", "late",
@@ -45,13 +44,23 @@ class Clock(SimpleNamespace):
         return time.perf_counter() + self.ahead
 
 
-class ImpatientSessions(sessions._RunningSessions):
-    """Sessions that time out when only hanging sessions are left, at any speed of the machine."""
+alive: list[session.Session] = []
 
-    def finished(self) -> Iterator[Any]:
-        if self.running and all(each.prompt.example["kind"] == "hangs" for each in self.running):
+
+class ImpatientSession(session.Session):
+    """A session that times out when only hanging sessions are left, at any speed of the machine."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        alive.append(self)
+
+    def outcome(self) -> Any:
+        if all(each.prompt.example["kind"] == "hangs" for each in alive):
             clock.ahead += 1e6
-        yield from super().finished()
+        outcome = super().outcome()
+        if outcome is not None:
+            alive.remove(self)
+        return outcome
 
 
 class Strict(TrainerCallback):
@@ -63,8 +72,8 @@ class Strict(TrainerCallback):
 
 
 clock = Clock()
-sessions.time = clock  # type: ignore[assignment]
-sessions._RunningSessions = ImpatientSessions  # type: ignore[misc]
+session.time = sessions.time = clock  # type: ignore[assignment]
+sessions.Session = ImpatientSession  # type: ignore[misc]
 rows = Dataset.from_list([{"question": f"row {i}", "kind": kind} for i, kind in enumerate(KINDS)])
 given = {
     "num_generations": 4, "prompts_per_step": GROUPS, "max_completion_length": 24, "max_steps": len(KINDS) // GROUPS,

@@ -36,7 +36,7 @@ from colograd import GRPOTrainer
 from colograd.apps.replaying.replayer import Replay, Replayer
 from colograd.batch import Group, Prompt
 from colograd.config import GRPOConfig
-from colograd.extensions.overlap.first_rows import read_partition
+from colograd.extensions.overlap.rounds import read_partition
 
 RANK = int(os.environ.get("RANK", "0"))
 MODEL, FOLDER = sys.argv[1], Path(sys.argv[2])

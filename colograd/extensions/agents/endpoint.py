@@ -76,7 +76,12 @@ class Endpoint:
     def _answering(self, api: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             try:
-                session = self._session_of(request)
+                bearer = request.headers.get("authorization", "")
+                has_bearer = bearer.lower().startswith("bearer ")
+                key = bearer[7:].strip() if has_bearer else request.headers.get("x-api-key", "")
+                if (session := self.sessions.get(key)) is None:
+                    told = "no session has this API key: use the api_key that the program was given."
+                    raise BadRequest(told, 401, "no_key")
                 if api != "models":
                     return await self._answer(api, session, request)
                 card = {"id": self.api.model, "object": "model", "created": 0, "owned_by": "colograd"}
@@ -90,16 +95,6 @@ class Endpoint:
 
     def _failed(self, api: str, error: BadRequest) -> Response:
         return JSONResponse(self.api.error(api, error.status, error.code, str(error)), error.status)
-
-    def _session_of(self, request: Request) -> Session:
-        key = request.headers.get("x-api-key", "")
-        bearer = request.headers.get("authorization", "")
-        if bearer.lower().startswith("bearer "):
-            key = bearer[7:].strip()
-        session = self.sessions.get(key)
-        if session is None:
-            raise BadRequest("no session has this API key: use the api_key that the program was given.", 401, "no_key")
-        return session
 
     async def _answer(self, api: str, session: Session, request: Request) -> Response:
         began = time.perf_counter()
@@ -133,7 +128,16 @@ class Endpoint:
             news: asyncio.Queue[Any] = asyncio.Queue()  # All tokens so far. None at the end, GONE if nobody waits.
             if call.request.stream and count == 1:
                 works[0].more = news.put_nowait
-            closing.callback(self._withdraw, session, works)
+
+            @closing.callback
+            def withdraw() -> None:
+                """Drop unfinished works, because the answer is complete or nobody waits for it."""
+                session.working.difference_update(works)
+                for work in works:
+                    if not work.future.done():
+                        work.future.cancel()
+                        self.queue.drop(work)
+
             session.working.update(works)
             for work in works:
                 self.queue.put(work)
@@ -226,14 +230,6 @@ class Endpoint:
         except Exception as error:  # malformed messages may cause any type of error
             raise BadRequest(f"the messages can't be read: {type(error).__name__}: {error}") from None
         return pairs
-
-    def _withdraw(self, session: Session, works: list[Work]) -> None:
-        """Drop a request's unfinished works, because its answer is complete or nobody waits for it."""
-        session.working.difference_update(works)
-        for work in works:
-            if not work.future.done():
-                work.future.cancel()
-                self.queue.drop(work)
 
     def close(self, session: Session, why: str) -> None:
         """End a session and fail its open requests. Any thread may call this method."""

@@ -14,13 +14,13 @@ import dataclasses
 import json
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
 
-from ...batch import FinishReason, Group, Logged, ModelInput, PackedRow, Prompt, Rollout
+from ...batch import FinishReason, Group, Logged, PackedRow, Prompt, Rollout
 from ...engine.protocol import Sampled
 from ...policy.sending import to_device_async
 from ...riders import Rider, RowRider, joined_riders
@@ -95,92 +95,68 @@ def versions_of(rollout: Rollout) -> torch.Tensor:
     return torch.cat([torch.full((span.length,), span.version) for span in versions.spans])
 
 
-@dataclass(frozen=True, slots=True)
-class PartialCompletion:
-    """The tokens of one completion that are sampled so far. The completion may be unfinished or whole."""
-
-    ids: array[int] = field(default_factory=lambda: array("i"))
-    logprobs: array[float] = field(default_factory=lambda: array("f"))  # Log-probability of each token.
-    spans: tuple[VersionSpan, ...] = ()  # Versions of the weights that sampled the tokens.
-    riders: tuple[Rider, ...] = ()
-    finish_reason: FinishReason | None = None  # None means that the completion is unfinished.
-
-    def extended(self, part: Sampled, version: int) -> PartialCompletion:
-        ended = None if part.finish_reason is FinishReason.ABORT else part.finish_reason
-        spans = (*self.spans, VersionSpan(len(part.ids), version)) if part.ids else self.spans
-        riders = joined_riders([(self.riders, len(self.ids)), (part.riders, len(part.ids))], 0)
-        return PartialCompletion(self.ids + part.ids, self.logprobs + part.logprobs, spans, riders, ended)
-
-    @classmethod
-    def of_record(cls, rollout: Rollout) -> Self:
-        """Rebuild a partial completion from a rollout that `recorded` returned."""
-        versions, riders = rollout.get(Versions), tuple(r for r in rollout.riders if not isinstance(r, Versions))
-        logprobs = array("f", rollout.sampler_logprobs.numpy().tobytes())
-        ended = None if rollout.finish_reason is FinishReason.ABORT else rollout.finish_reason
-        return cls(rollout.completion_ids, logprobs, () if versions is None else versions.spans, riders, ended)
-
-    def recorded(self, prompt: ModelInput, since: int) -> Rollout:
-        """Return the tokens so far as a `Rollout`, because the rollout log records completions in this form."""
-        logprobs, sampled = torch.tensor(self.logprobs), torch.ones(len(self.ids), dtype=torch.bool)
-        riders = (*self.riders, *([Versions(self.spans)] if self.spans else []))
-        reason = self.finish_reason or FinishReason.ABORT
-        return Rollout(prompt, self.ids, logprobs, sampled, reason, since, riders=riders)
-
-    def rollout(self, prompt: ModelInput, version: int) -> Rollout:
-        """Return a whole completion as a rollout of the round at optimizer step ``version``."""
-        assert self.finish_reason is not None
-        whole = Sampled(self.ids, self.logprobs, self.finish_reason, self.riders).rollout(prompt, version)
-        is_new = all(span.version == version for span in self.spans)
-        return whole if is_new else whole.carrying(Versions(self.spans))
+def extended(rollout: Rollout, part: Sampled, version: int) -> Rollout:
+    """Return an unfinished completion followed by the tokens that the round at step ``version`` sampled. If its finish
+    reason is ABORT, it is still unfinished."""
+    versions, others = rollout.get(Versions), [r for r in rollout.riders if not isinstance(r, Versions)]
+    spans = () if versions is None else versions.spans
+    spans = (*spans, VersionSpan(len(part.ids), version)) if part.ids else spans
+    riders = joined_riders([(others, len(rollout.completion_ids)), (part.riders, len(part.ids))], 0)
+    riders = (*riders, Versions(spans)) if spans else riders
+    ids = rollout.completion_ids + part.ids
+    logprobs = torch.cat([rollout.sampler_logprobs, torch.tensor(part.logprobs, dtype=torch.float32)])
+    sampled = torch.ones(len(ids), dtype=torch.bool)
+    return Rollout(rollout.input, ids, logprobs, sampled, part.finish_reason, rollout.policy_version, riders=riders)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupInFlight:
-    """A group that isn't trained yet: completions are unfinished, or the group finished when its round was full."""
+def is_whole(group: Group) -> bool:
+    return all(rollout.finish_reason is not FinishReason.ABORT for rollout in group.rollouts)
 
-    prompt: Prompt
-    completions: tuple[PartialCompletion, ...]  # The G completions of the prompt.
-    since: int  # Optimizer step of the round that began the group.
 
-    @property
-    def is_whole(self) -> bool:
-        return all(completion.finish_reason is not None for completion in self.completions)
-
-    def group(self, version: int) -> Group:
-        rollouts = tuple(completion.rollout(self.prompt.input, version) for completion in self.completions)
-        return Group(self.prompt.example, rollouts, self.prompt.position)
+def of_round(group: Group, version: int) -> Group:
+    """Return a whole group in flight as a group of the round at optimizer step ``version``."""
+    rollouts = []
+    for rollout in group.rollouts:
+        is_new = bool((versions_of(rollout) == version).all())
+        riders = tuple(rider for rider in rollout.riders if not (is_new and isinstance(rider, Versions)))
+        rollouts.append(dataclasses.replace(rollout, policy_version=version, riders=riders))
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
 
 
 class RoundEnd(NamedTuple):
     done: tuple[int, ...]  # Positions of the groups that the round trains.
-    carried: tuple[GroupInFlight, ...]  # Groups that the next round continues, the oldest first.
+    carried: tuple[Group, ...]  # Groups that the next round continues, the oldest first.
 
 
 @dataclass(slots=True)
 class InFlight:
-    """Groups in flight that a rank carries from one round of sampling to the next."""
+    """Groups in flight that a rank carries from one round of sampling to the next. An unfinished completion has the
+    finish reason ABORT. The `policy_version` of its rollouts is the step of the round that began the group."""
 
     takes: int  # Number of groups that a round trains.
     size: int  # Number of groups that are sampled at the same time.
     max_age: int  # Maximum number of optimizer steps between the beginning of a group and its last round.
     completions: int  # Number of completions in a group.
     longest: int  # Maximum number of tokens in a completion.
-    groups: tuple[GroupInFlight, ...] = ()  # Groups in flight, the oldest first.
+    groups: tuple[Group, ...] = ()  # Groups in flight, the oldest first.
 
-    def begin(self, prompts: Sequence[Prompt], version: int) -> list[GroupInFlight]:
+    def begin(self, prompts: Sequence[Prompt], version: int) -> list[Group]:
         """Return a group for each prompt of the round at step ``version``: a carried group, or a new one without
         tokens."""
         begun = {
-            group.prompt.position: group
+            group.position: group
             for group in self.groups
-            if any(completion.ids or completion.finish_reason for completion in group.completions)
+            if any(each.completion_ids or each.finish_reason is not FinishReason.ABORT for each in group.rollouts)
         }
-        new = (PartialCompletion(),) * self.completions
-        return [begun.get(prompt.position) or GroupInFlight(prompt, new, since=version) for prompt in prompts]
+        nothing = array("i"), torch.empty(0), torch.empty(0, dtype=torch.bool), FinishReason.ABORT, version
+        new = (
+            Group(each.example, (Rollout(each.input, *nothing),) * self.completions, each.position) for each in prompts
+        )
+        return [begun.get(group.position, group) for group in new]
 
-    def due(self, groups: Sequence[GroupInFlight], version: int) -> set[int]:
+    def due(self, groups: Sequence[Group], version: int) -> set[int]:
         """Return the positions of groups that the round at step ``version`` must finish, because of their age."""
-        old = [group.prompt.position for group in groups if version - group.since >= self.max_age]
+        old = [group.position for group in groups if version - group.rollouts[0].policy_version >= self.max_age]
         return set(old[: self.takes])
 
     def save(self, folder: str | Path, rank: int, ranks: int) -> None:
@@ -197,19 +173,20 @@ class InFlight:
                 self.groups = ()
                 return f"carry_over: {folder} lacks the groups in flight of some of its ranks: they aren't trained."
             carried = [group for end in ends if end is not None for group in end.carried]
-            own = RoundEnd((), tuple(sorted(carried, key=lambda each: (each.since, each.prompt.position))[rank::ranks]))
+            carried.sort(key=lambda group: (group.rollouts[0].policy_version, group.position))
+            own = RoundEnd((), tuple(carried[rank::ranks]))
         groups = []
         for group in own.carried:
-            if len(group.completions) != self.completions:
+            if len(group.rollouts) != self.completions:
                 raise JournalError(
-                    f"{folder} has unfinished groups of {len(group.completions)} completions, but num_generations is "
+                    f"{folder} has unfinished groups of {len(group.rollouts)} completions, but num_generations is "
                     f"{self.completions}: set num_generations back, or drop these groups by ignore_data_skip: true."
                 )
-            parts = [*group.completions]
+            parts = [*group.rollouts]
             for index, each in enumerate(parts):  # A completion with this run's maximum number of tokens is finished.
-                if each.finish_reason is None and len(each.ids) >= self.longest:
+                if each.finish_reason is FinishReason.ABORT and len(each.completion_ids) >= self.longest:
                     parts[index] = dataclasses.replace(each, finish_reason=FinishReason.LENGTH)
-            groups.append(dataclasses.replace(group, completions=tuple(parts)))
+            groups.append(dataclasses.replace(group, rollouts=tuple(parts)))
         self.groups = tuple(groups)
         return ""
 
@@ -222,11 +199,8 @@ def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
     with contextlib.closing(RecordFile(path)) as file:
         file.append(Record(HEAD, json.dumps(head).encode()))
         for group in end.carried:
-            prompt = group.prompt
-            rollouts = tuple(part.recorded(prompt.input, group.since) for part in group.completions)
-            whole = Group(prompt.example, rollouts, prompt.position)
-            recorded = RewardedGroup(whole, torch.zeros(len(rollouts), 1), Logged({}, {}))
-            file.append(Record(prompt.position, group_bytes(recorded)))
+            recorded = RewardedGroup(group, torch.zeros(len(group.rollouts), 1), Logged({}, {}))
+            file.append(Record(group.position, group_bytes(recorded)))
         file.flush()
 
 
@@ -245,11 +219,9 @@ def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks:
             prompt = prompt_at(record.position)
             if prompt is None:
                 return None
-            rollouts = group_of(record.content, prompt).group.rollouts
-            if rollouts[0].input != prompt.input:
+            groups.append(group_of(record.content, prompt).group)
+            if groups[-1].rollouts[0].input != prompt.input:
                 raise JournalError(f"the group at position {prompt.position} is of another prompt")
-            parts = tuple(map(PartialCompletion.of_record, rollouts))
-            groups.append(GroupInFlight(prompt, parts, rollouts[0].policy_version))
         return RoundEnd(tuple(map(int, head["done"])), tuple(groups))
     except NONSENSE as error:
         raise JournalError(

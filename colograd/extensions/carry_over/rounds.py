@@ -12,6 +12,7 @@ depends on everything that was decoded in the round. Rewards that are already re
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import time
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from ...batch import Group, Prompt, SampledStep, ScoredGroup
+from ...batch import FinishReason, Group, Prompt, SampledStep, ScoredGroup
 from ...config import GRPOConfig
 from ...data import prompt_at
 from ...engine.protocol import Engine, Sampled
@@ -27,10 +28,11 @@ from ...engine.sampling import Sampling, request_seed
 from ...parallel.ranks import on_all_ranks
 from ...policy.loading import Policy
 from ...reporting.console import LOGGER
+from ...rollout.checks import checked_groups
 from ...rollout.features import SourceFeature, TrainerArguments
 from ...rollout.rounds import PlainRound, Steps, more_prompts_of
-from ...rollout.stages import InScoring, Stages, checked_groups
-from .in_flight import GroupInFlight, InFlight, RoundEnd, read_round_end, write_round_end
+from ...rollout.stages import InScoring, Stages
+from .in_flight import InFlight, RoundEnd, extended, is_whole, of_round, read_round_end, write_round_end
 
 FILE = "rank-{rank:05d}.carried"  # Name of a rank's file in a round's folder.
 
@@ -87,24 +89,24 @@ class _Round:
     """The groups of one round of sampling: unfinished groups, and whole groups that aren't yielded yet. ``due`` are the
     positions of groups that the round must wait for, because of their age. ``takes``: number of groups to yield."""
 
-    def __init__(self, engine: Engine, groups: Sequence[GroupInFlight], due: set[int], takes: int) -> None:
+    def __init__(self, engine: Engine, groups: Sequence[Group], due: set[int], takes: int) -> None:
         self.engine, self.due, self.lacks = engine, due, takes
-        self.groups = {group.prompt.position: group for group in groups}  # Groups that aren't yielded yet, by position.
-        self.whole = [group.prompt.position for group in groups if group.is_whole]  # Positions of whole groups.
+        self.groups = {group.position: group for group in groups}  # Groups that aren't yielded yet, by position.
+        self.whole = [group.position for group in groups if is_whole(group)]  # Positions of whole groups.
         self.requests: dict[str, tuple[int, int]] = {}  # Request -> position of the group, index of the completion.
 
     def submit(self, sampling: Sampling, seed: int, purpose: str, size: int) -> None:
         """Submit a request to the engine for each unfinished completion of the ``size`` oldest groups. (A resumed run
         may have more groups, if `carry_over` or the number of ranks has changed.)"""
         for position, group in itertools.islice(self.groups.items(), size):
-            for index, each in enumerate(group.completions):
-                if each.finish_reason is not None:
+            for index, each in enumerate(group.rollouts):
+                if each.finish_reason is not FinishReason.ABORT:
                     continue
                 own = request_seed(seed, position, purpose) + index  # The seed as in one request of n completions.
-                if each.ids:  # A continued completion needs new random numbers, independent of its earlier tokens.
-                    own = request_seed(seed, position, f"{purpose}/{index}/{len(each.ids)}")
-                read = group.prompt.input.followed_by(each.ids)
-                request = self.engine.submit(read, sampling, own, n=1, spent=len(each.ids))
+                ids = each.completion_ids
+                if ids:  # A continued completion needs new random numbers, independent of its earlier tokens.
+                    own = request_seed(seed, position, f"{purpose}/{index}/{len(ids)}")
+                request = self.engine.submit(each.input.followed_by(ids), sampling, own, n=1, spent=len(ids))
                 self.requests[request] = position, index
 
     def hand_over(self, version: int) -> Iterator[Group]:
@@ -114,16 +116,16 @@ class _Round:
                 self.due.discard(position)
                 self.whole.remove(position)
                 self.lacks -= 1
-                yield self.groups.pop(position).group(version)
+                yield of_round(self.groups.pop(position), version)
 
     def extend(self, ended: Iterable[tuple[str, Sequence[Sampled]]], version: int) -> None:
         for request, (part,) in ended:
             position, index = self.requests.pop(request)
             group = self.groups[position]
-            parts = [*group.completions]
-            parts[index] = parts[index].extended(part, version)
-            self.groups[position] = group = GroupInFlight(group.prompt, tuple(parts), group.since)
-            if group.is_whole:
+            parts = [*group.rollouts]
+            parts[index] = extended(parts[index], part, version)
+            self.groups[position] = group = dataclasses.replace(group, rollouts=tuple(parts))
+            if is_whole(group):
                 self.whole.append(position)
 
 
@@ -153,7 +155,8 @@ class CarriedRound(PlainRound):
         new = [prompt for step in steps for prompt in step]
         lacking = self.in_flight.size - len(self.in_flight.groups) - len(new)
         more = self.more_prompts(0, lacking) if lacking > 0 else []
-        pool = [*(group.prompt for group in self.in_flight.groups), *new, *more]
+        begun = [Prompt(group.example, group.rollouts[0].input, group.position) for group in self.in_flight.groups]
+        pool = [*begun, *new, *more]
         journal, version, end = stages.journal, self.trainer.state.global_step, None
         if journal is not None:
             name, prompts = FILE.format(rank=journal.rank), {prompt.position: prompt for prompt in pool}

@@ -104,7 +104,17 @@ class ToolFormat:
         given = without_nones(own or {})
         before = self._read([ASKED, call], **given).ids
         whole = self._read([ASKED, call, *messages], **given, add_generation_prompt=True)
-        start = self._place(before, whole.ids)
+        if self._end in before:
+            # The last message ends at the last end token in `before`. End tokens are counted, because a template may
+            # write messages differently once others follow. Tokens behind the end token (a newline) weren't sampled.
+            start = [place for place, token in enumerate(whole.ids) if token == self._end][before.count(self._end) - 1]
+        elif whole.ids[: len(before)] == before:
+            start = len(before)
+        else:
+            raise ValueError(
+                f"the chat template of {self._tokenizer.name_or_path} neither ends messages with a special token, nor "
+                "leaves earlier messages unchanged before a tool's answer: set another chat_template_path."
+            )
         if whole.ids[start] == (self._end if last is None else last):
             start += 1
         if (images := whole.images) is None:
@@ -113,21 +123,6 @@ class ToolFormat:
             images, engine_ids=images.engine_ids[start:], places=tuple(place - start for place in images.places)
         )
         return ModelInput(whole.ids[start:], images)
-
-    def _place(self, before: tuple[int, ...], whole: tuple[int, ...]) -> int:
-        """Return the index in ``whole`` where the messages of ``before`` end. ``whole`` has further messages."""
-        end = self._end
-        if end in before:
-            # The last message ends at the last end token in `before`. End tokens are counted, because a template may
-            # write messages differently once others follow. Tokens behind the end token (a newline) weren't sampled.
-            places = [place for place, token in enumerate(whole) if token == end]
-            return places[before.count(end) - 1]
-        if whole[: len(before)] == before:
-            return len(before)
-        raise ValueError(
-            f"the chat template of {self._tokenizer.name_or_path} neither ends messages with a special token, nor "
-            "leaves earlier messages unchanged before a tool's answer: set another chat_template_path."
-        )
 
     def _read(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> ModelInput:
         arguments = {**self._kwargs, **kwargs}

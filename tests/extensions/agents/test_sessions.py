@@ -20,7 +20,7 @@ import torch
 from agent_cases import run
 
 from colograd.batch import Group, Rollout, ScoredGroup
-from colograd.extensions.agents import sessions
+from colograd.extensions.agents import session
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 
@@ -264,7 +264,7 @@ def test_a_session_that_hangs_dies_floods_or_calls_late_disturbs_no_other(
     gate, late, statuses, whole = threading.Event(), [], set[int](), []
     # Its time is over when all others have ended, however slow this machine is.
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + (1e6 if len(whole) == 3 else 0.0))
-    monkeypatch.setattr(sessions, "time", clock)
+    monkeypatch.setattr(session, "time", clock)
 
     def fine(base_url: str, api_key: str, **row: Any) -> float:
         answer = ask(

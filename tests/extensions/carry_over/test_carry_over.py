@@ -7,6 +7,7 @@ import json
 import shutil
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +26,11 @@ from colograd.engine.protocol import Sampled
 from colograd.engine.sampling import Sampling
 from colograd.extensions.carry_over import rounds
 from colograd.extensions.carry_over.in_flight import (
-    GroupInFlight,
     InFlight,
-    PartialCompletion,
     TokenAges,
     Versions,
     VersionSpan,
+    extended,
     versions_of,
 )
 from colograd.losses.objective import Objective
@@ -67,7 +67,7 @@ class Observed(GRPOTrainer):
 
     @property
     def in_flight_tokens(self) -> int:
-        return sum(len(each.ids) for group in self.round.in_flight.groups for each in group.completions)
+        return sum(len(each.completion_ids) for group in self.round.in_flight.groups for each in group.rollouts)
 
 
 def tokens(rounds: dict[int, list[Group]]) -> list[tuple[int, list[list[int]]]]:
@@ -130,13 +130,8 @@ def test_each_token_is_sampled_once_by_the_weights_that_it_names_and_a_cut_run_h
     trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
     assert tokens(trainer.rounds) == tokens({step: rounds[step] for step in range(2, STEPS)})
     again = [r for step in (4, 5) for group in trainer.rounds[step] for r in group.rollouts]
-    own = sum(int((versions_of(r) >= 4).sum()) for r in again) + sum(
-        span.length
-        for g in trainer.round.in_flight.groups
-        for c in g.completions
-        for span in c.spans
-        if span.version >= 4
-    )
+    in_flight = [rollout for group in trainer.round.in_flight.groups for rollout in group.rollouts]
+    own = sum(int((versions_of(rollout) >= 4).sum()) for rollout in (*again, *in_flight) if rollout.completion_ids)
     assert trainer.sampled == own, "the third and the fourth round aren't sampled again"
     assert all(torch.equal(value, last[name]) for name, value in trainer.model.state_dict().items())
     trainer.close()
@@ -257,10 +252,19 @@ def sampled(count: int, reason: FinishReason) -> Sampled:
 
 
 def test_what_is_in_flight_is_saved_and_shared_out_among_other_ranks(tmp_path: Path) -> None:
-    def group(position: int, since: int, *lengths: int) -> GroupInFlight:
-        begun = [PartialCompletion().extended(sampled(n, FinishReason.ABORT), since) for n in lengths]
-        ended = begun[0].extended(sampled(3, FinishReason.STOP), since + 1)
-        return GroupInFlight(prompt_at(position), (ended, *begun[1:]), since)
+    def group(position: int, since: int, *lengths: int) -> Group:
+        (new,) = InFlight(2, 4, max_age=2, completions=1, longest=9).begin([prompt_at(position)], since)
+        begun = [extended(new.rollouts[0], sampled(n, FinishReason.ABORT), since) for n in lengths]
+        ended = extended(begun[0], sampled(3, FinishReason.STOP), since + 1)
+        return dataclasses.replace(new, rollouts=(ended, *begun[1:]))
+
+    def shown(groups: Sequence[Group]) -> list[Any]:
+        """What a group in flight consists of, because tensors have no equality."""
+        return [
+            (g.position, r.completion_ids, r.sampler_logprobs.tolist(), r.finish_reason, r.policy_version, r.riders)
+            for g in groups
+            for r in g.rollouts
+        ]
 
     def prompt_at(position: int) -> Prompt:
         return Prompt({"prompt": str(position)}, (1, 2, position), position)
@@ -271,17 +275,19 @@ def test_what_is_in_flight_is_saved_and_shared_out_among_other_ranks(tmp_path: P
     two.save(tmp_path, 1, 2)
     loaded = InFlight(2, 4, max_age=2, completions=2, longest=9)
     loaded.load(tmp_path, 0, 2, prompt_at)
-    assert loaded.groups == one.groups
+    assert shown(loaded.groups) == shown(one.groups)
     loaded.load(tmp_path, 0, 1, prompt_at)
-    assert [each.prompt.position for each in loaded.groups] == [9, 3, 2], "the oldest first"
+    assert [each.position for each in loaded.groups] == [9, 3, 2], "the oldest first"
     assert loaded.due(loaded.groups, version=6) == {9} and loaded.due(loaded.groups, version=8) == {9, 3}
     for other in (Prompt({"prompt": "other"}, (1, 2, 3), 3), Prompt({"prompt": "3"}, (1, 2, 4), 3)):
         with pytest.raises(ValueError, match="at position 3 is of another prompt"):
             loaded.load(tmp_path, 0, 2, lambda _, other=other: other)
     shorter = InFlight(2, 4, max_age=2, completions=2, longest=4)
     assert shorter.load(tmp_path, 0, 2, prompt_at) == ""
-    reasons = [[each.finish_reason for each in group.completions] for group in shorter.groups]
-    assert reasons == [[FinishReason.STOP, None], [FinishReason.STOP, FinishReason.LENGTH]], "it has all it may have"
+    reasons = [[each.finish_reason for each in group.rollouts] for group in shorter.groups]
+    assert reasons == [[FinishReason.STOP, FinishReason.ABORT], [FinishReason.STOP, FinishReason.LENGTH]], (
+        "it has all it may have"
+    )
     with pytest.raises(ValueError, match="unfinished groups of 2 completions, but num_generations is 3"):
         InFlight(2, 4, max_age=2, completions=3, longest=9).load(tmp_path, 0, 2, prompt_at)
     Path(tmp_path, "in_flight_1.records").unlink()
@@ -294,11 +300,11 @@ def test_no_more_is_sampled_at_once_than_the_share_says() -> None:
     """A resumed run may have more groups in flight than its own share or number of ranks allows."""
     in_flight = InFlight(2, 3, max_age=2, completions=2, longest=9)
     prompts = [Prompt({"prompt": str(number)}, (1, number), number) for number in range(6)]
-    begun = GroupInFlight(prompts[0], (PartialCompletion().extended(sampled(2, FinishReason.ABORT), 4),) * 2, 4)
-    waiting = GroupInFlight(prompts[1], (PartialCompletion(),) * 2, 4)
-    in_flight.groups = (begun, waiting)
+    begun, waiting = in_flight.begin(prompts[:2], version=4)
+    part = extended(begun.rollouts[0], sampled(2, FinishReason.ABORT), 4)
+    in_flight.groups = (dataclasses.replace(begun, rollouts=(part, part)), waiting)
     groups = in_flight.begin(prompts, version=7)
-    assert [group.since for group in groups] == [4, *[7] * 5], "what hasn't begun doesn't age"
+    assert [group.rollouts[0].policy_version for group in groups] == [4, *[7] * 5], "what hasn't begun doesn't age"
     engine = SimpleNamespace(submit=lambda *given, **more: str(next(numbers)))
     numbers = iter(range(100))
     round_ = rounds._Round(engine, groups, set(), 2)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.extensions.overlap import finished_groups
 from colograd.extensions.overlap.finished_groups import FinishedGroups, tokens_of
-from colograd.extensions.overlap.first_rows import FILE, fits, read_partition
+from colograd.extensions.overlap.rounds import FILE, fits, read_partition
 from colograd.parallel.layout import RankLayout
 from colograd.rollout.record_file import add_step
 

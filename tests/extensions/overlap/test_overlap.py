@@ -16,8 +16,7 @@ from overlapping import STEPS, apart, check_resumed, is_replayed, results, start
 
 from colograd.apps.report.recorded_run import RecordedRun
 from colograd.config import GRPOConfig
-from colograd.extensions.overlap.first_rows import first_rows, fits
-from colograd.extensions.overlap.rounds import note, why_not
+from colograd.extensions.overlap.rounds import first_rows, fits, note, why_not
 from colograd.extensions.recording.event_log import events_of
 from colograd.losses.advantages import AdvantageEstimator
 from colograd.losses.objective import Objective

@@ -159,7 +159,6 @@ class ChatAPI:
         temperature = sampling.temperature if request.temperature is None else request.temperature
         if temperature != sampling.temperature:
             shaping["temperature"] = temperature
-        arguments: dict[str, Any] = {}
         if api == "completions":
             prompt = request.prompt
             if (request.logprobs or 0) > 1:
@@ -169,7 +168,7 @@ class ChatAPI:
             one = isinstance(prompt, str) or isinstance(prompt[0], int)
             further: dict[str, Any] = {"prompts": [prompt] if one else list(prompt)}
         else:
-            arguments |= request.chat_template_kwargs or {}
+            arguments = dict(request.chat_template_kwargs or {})
             request = self._with_tools(request, arguments)
             further = {"messages": _texts_only(request.messages), "arguments": arguments}
         try:
@@ -183,7 +182,7 @@ class ChatAPI:
         return Call(api, request, own, shaping, stops, **further)
 
     def _with_tools(self, request: Any, arguments: dict[str, Any]) -> Any:
-        """Return a chat request with the output structure of its tools. Add its settings to the template's arguments"""
+        """Return a chat request with the output structure of its tools. Add its settings to the template arguments."""
         if others := NO_ARGUMENTS & arguments.keys():
             raise BadRequest(f"chat_template_kwargs has {min(others)}, which this endpoint doesn't support: remove it.")
         if request.reasoning_effort is not None:
@@ -210,8 +209,6 @@ class ChatAPI:
 
     def _request(self, api: str, body: Any) -> Any:
         from pydantic import ValidationError
-        from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-        from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
@@ -224,6 +221,9 @@ class ChatAPI:
                 return CompletionRequest.model_validate(body)
             if api == "chat":
                 return ChatCompletionRequest.model_validate(body)
+            from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+            from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
             request = AnthropicMessagesRequest.model_validate(body)
             return AnthropicServingMessages.to_chat_completion_request(request)
         except ValidationError as error:
