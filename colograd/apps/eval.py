@@ -91,8 +91,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             raise ValueError(f"--{name.replace('_', '-')} is {value}, but must be at least {least:g}: raise it.")
     if options.top_p is not None and not 0 < options.top_p <= 1:
         raise ValueError(f"--top-p is {options.top_p}, but must be in (0, 1].")
-    for path in filter(None, (options.json, options.completions)):  # Check output files before hours of evaluation.
-        if path.is_dir():
+    for path in (options.json, options.completions):  # Check output files before hours of evaluation.
+        if path is not None and path.is_dir():
             raise ValueError(f"{path} is a folder: name a file.")
     if options.resume and options.json is None:
         raise ValueError("--resume reads the results of an earlier command: name that file with --json.")
@@ -105,9 +105,7 @@ def model_of(name: str) -> str:
     """Return a model's folder or Hub id. If ``name`` is a run's folder: its saved model, else its newest checkpoint."""
     from ..checkpoint.search import model_folder
 
-    if not os.path.isdir(name):
-        return name
-    folder = model_folder(name)
+    folder = model_folder(name) if os.path.isdir(name) else name
     if folder is None:
         raise ValueError(
             f"{name} holds neither a model (model.safetensors), an adapter nor a complete checkpoint: give a model's "

@@ -77,7 +77,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("run", type=Path)
     add("--step", type=int)
     add("--to", type=int)
-    add("--profile", nargs="?", type=Path, const=Path(), default=None)
+    add("--profile", nargs="?", type=Path, const=Path())
     add("--config", type=Path)
     try:
         options, flags = parser.parse_known_args(argv)

@@ -97,29 +97,25 @@ def page(runs: Sequence[RecordedRun]) -> str:
     for place, run in enumerate(runs):
         found, alarms = overview(run), [int(alarm["step"]) for alarm in run.alarms[:20]]
         texts: dict[str, str] = {}  # Key of a prompt -> beginning of the prompt's text.
-        packed: dict[int, bytes] = {}  # Step -> compressed JSON, first for steps with completions.
-        order, recorded = list(spread_out(dict(found["held"]), alarms)), {*run.samples.steps}
-        room = COMPLETION_BYTES // len(runs)
-        for step in filter(recorded.__contains__, order):
-            if room <= 0:
-                break
-            content = of_step(run, step, min(STEP_BYTES, 8 * room))
-            packed[step] = zlib.compress(compact(content).encode(), 9)
-            room -= len(packed[step])
-            for completion in content["completions"]:
-                if completion.get("key") and len(texts) < MOST_TEXTS:
-                    texts.setdefault(completion["key"], prompt_beginning(content["prompts"][completion["prompt"]]))
-        with_completions, room = {*packed}, ROLLOUT_BYTES // len(runs)
-        for step in order:
-            if room > 0 and step not in packed:
-                packed[step] = zlib.compress(compact(of_step(run, step, 0)).encode(), 9)
-                room -= len(packed[step])
+        packed: dict[int, bytes] = {}  # Step -> compressed JSON.
+        recorded, held = {*run.samples.steps}, []
+        rooms = [ROLLOUT_BYTES // len(runs), COMPLETION_BYTES // len(runs)]  # for steps without and with completions
+        for step in spread_out(dict(found["held"]), alarms):
+            kind = int(step in recorded and rooms[1] > 0)
+            if rooms[kind] > 0:
+                content = of_step(run, step, min(STEP_BYTES, 8 * rooms[1]) if kind else 0)
+                packed[step] = zlib.compress(compact(content).encode(), 9)
+                rooms[kind] -= len(packed[step])
+                held.append([step, kind])
+                for completion in content["completions"]:
+                    if completion.get("key") and len(texts) < MOST_TEXTS:
+                        texts.setdefault(completion["key"], prompt_beginning(content["prompts"][completion["prompt"]]))
         for step in sorted(packed):
             block = base64.b64encode(packed[step]).decode()
             blocks.append(f'<script type="text/plain" id="step-{place}-{step}">{block}</script>')
         found["texts"] = texts | found.get("texts", {})
-        found["held"] = [[step, int(step in with_completions)] for step in sorted(packed)]
-        found["chosen"] = [len(with_completions), len(recorded)]  # Steps with completions: in the page, in the run.
+        found["held"] = sorted(held)
+        found["chosen"] = [sum(kind for _, kind in held), len(recorded)]  # Steps with completions: in the page, in all.
         data.append(found)
     return document({"live": False, "version": __version__, "runs": data}, "\n".join(blocks))
 

@@ -208,12 +208,12 @@ def _rows(opened: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
     file = CompletionFile(opened, os.fstat(opened.fileno()).st_size)
     places: dict[int, int] = defaultdict(int)  # Index of a group's next completion, by the group's position.
     prompts: dict[str, int] = {}  # First row of a prompt, by the prompt, because TRL's files have no position.
-    for at, row in enumerate(file.rows(pictures=True)):
+    for at, (row, values, extra) in enumerate(file.rows(pictures=True)):
         prompt, written = prompt_of(row.get("prompt")), row.get(TEXT)
         position = whole(row.get("position"))
         if position is None:
             position = prompts.setdefault(json.dumps(_prompt(prompt)), at)
-        rewards = dict(zip(file.reward_names, file.rewards(row), strict=True))
+        rewards = dict(zip(file.reward_names, values, strict=True))
         pictures = [mapping(value).get("bytes") for value in items(row.get(IMAGES))] if file.has_images else []
         small = [each for each in pictures if isinstance(each, bytes) and len(each) <= THUMBNAIL_BYTES]
         contents = (str(message.get("content") or "") for message in items(_prompt(written)))
@@ -221,6 +221,6 @@ def _rows(opened: BinaryIO, purpose: str) -> Iterator[dict[str, Any]]:
         found = {"position": position, "index": places[position], "purpose": purpose, "prompt": prompt}
         found |= {"length": row.get("completion_tokens"), "finish": row.get("finish_reason")}
         found |= {"reward": math.fsum(known) if len(known) == 1 else None, "advantage": row.get("advantage")}
-        found |= {"rewards": rewards, "extra": file.extra(row), "images": [*map(data_url, small)]}
+        found |= {"rewards": rewards, "extra": extra, "images": [*map(data_url, small)]}
         yield _checked(found | {"text": written if isinstance(written, str) else "\n".join(contents)})
         places[position] += 1

@@ -138,21 +138,17 @@ class HarnessBenchmark:
 @contextlib.contextmanager
 def _as_the_harness() -> Iterator[None]:
     """Set the harness's random seeds, hide its progress lines, and restore the generators' states afterwards."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     logger = logging.getLogger("lm_eval")
-    level = logger.level
-    try:
+    with contextlib.ExitStack() as restored, torch.random.fork_rng(devices=[]), code_runs_apart():
+        restored.callback(logger.setLevel, logger.level)
+        restored.callback(random.setstate, random.getstate())
+        restored.callback(np.random.set_state, np.random.get_state())
         logger.setLevel(logging.ERROR)
         random.seed(0)
         np.random.seed(1234)
-        torch.manual_seed(1234)
-        with contextlib.redirect_stderr(io.StringIO()), code_runs_apart():
+        torch.default_generator.manual_seed(1234)
+        with contextlib.redirect_stderr(io.StringIO()):
             yield
-    finally:
-        logger.setLevel(level)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 @functools.cache

@@ -47,6 +47,7 @@ class Answered:
     verdicts: list[dict[Key, Any]]  # One per separately judged completion, else one. {}: a check failed.
     tokens: int = 0  # Tokens of all completions.
     cut_off: int = 0  # Number of completions that ended at their token limit.
+    failed: list[tuple[str, str]] = field(default_factory=list)  # Failed checks: late, died, raised; and the error.
 
 
 @dataclass(slots=True)
@@ -55,8 +56,6 @@ class TaskResult:
 
     loaded: LoadedTask
     answered: list[Answered]
-    counts: Counter[str] = field(default_factory=Counter)  # Failed checks by kind: late, died, raised.
-    example: str = ""  # Error of one check that raised.
     seconds: float = 0.0  # Seconds of the whole benchmark.
     aggregates: dict[Key, float] = field(default_factory=dict)  # Values aggregated by the harness.
 
@@ -64,6 +63,9 @@ class TaskResult:
     def completions(self) -> int:
         sampling = self.loaded.sampling
         return 0 if sampling is None else len(self.answered) * sampling.n
+
+    def counts(self) -> Counter[str]:
+        return Counter(kind for each in self.answered for kind, _ in each.failed)
 
     def values(self) -> dict[Key, list[list[Any]]]:
         """Return a list of values per question, by metric: one value per verdict. A failed check is a wrong answer."""
@@ -112,7 +114,7 @@ class TaskResult:
             found["completions/mean_length"] = sum(each.tokens for each in self.answered) / self.completions
             found["completions/clipped_ratio"] = sum(each.cut_off for each in self.answered) / self.completions
         found["completions"] = float(self.completions)
-        return found | {f"checks/{kind}": float(count) for kind, count in self.counts.items()}
+        return found | {f"checks/{kind}": float(count) for kind, count in self.counts().items()}
 
     def as_json(self) -> dict[str, Any]:
         """Return the task's result, with its settings, as JSON values."""
@@ -187,8 +189,8 @@ def table(results: Sequence[SuiteResult]) -> list[str]:
             shown = accuracy.percent() + " %" if first and accuracy is not None else f"{value:.4g}"
             cells = (f"{each}{_name(key)}", shown, (first and of_k) or "-", tokens, cut)
             rows.append((result.loaded.name, str(len(result.answered)), *cells))
-        if wrong := ", ".join(f"{count} {kind}" for kind, count in sorted(result.counts.items())):
-            about = f": {result.example}" if result.example else ""
+        if wrong := ", ".join(f"{count} {kind}" for kind, count in sorted(result.counts().items())):
+            about = next((f": {error}" for each in result.answered for _, error in each.failed if error), "")
             lines.append(f"{result.loaded.name}: checks that judged nothing count as wrong answers: {wrong}{about}")
     for suite in results:
         for group, values in suite.groups.items():

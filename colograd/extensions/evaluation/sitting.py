@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
@@ -74,31 +73,24 @@ def take(
             ],
             others=[],
         )
-    counts: dict[str, Counter[str]] = {task.name: Counter() for task in benchmark.tasks}
-    examples: dict[str, str] = {}
     judged, answers = [], []
     for each in sat:
-        verdicts = []
+        verdicts, failed = [], []
         for call in each.calls:
             watchdog.progress(f"the checks of {each.task}")
             outcome = call.result()
             verdicts.append(dict(outcome.value) if outcome.kind == "value" else {})
             if outcome.kind != "value":
-                counts[each.task][outcome.kind] += 1
-            if outcome.kind == "raised":
-                examples.setdefault(each.task, outcome.value[0])
+                failed.append((outcome.kind, outcome.value[0] if outcome.kind == "raised" else ""))
         rollouts = [rollout for group in each.groups for rollout in group.rollouts]
         tokens = sum(len(rollout.completion_ids) for rollout in rollouts)
         cut_off = sum(rollout.finish_reason is not FinishReason.STOP for rollout in rollouts)
         judged.append((each, verdicts))
-        answers.append((each.task, Answered(each.question.row, verdicts, tokens, cut_off)))
-    parts = gather((answers, counts, examples))
-    results = []
+        answers.append((each.task, Answered(each.question.row, verdicts, tokens, cut_off, failed)))
+    parts, results = gather(answers), []
     for task in benchmark.tasks:
-        answered = sorted((a for rows, _, _ in parts for name, a in rows if name == task.name), key=lambda a: a.row)
-        whole = sum((of_rank[task.name] for _, of_rank, _ in parts), Counter[str]())
-        example = next((of_rank[task.name] for _, _, of_rank in parts if task.name in of_rank), "")
-        results.append(TaskResult(task, answered, whole, example, time.perf_counter() - started))
+        answered = sorted((a for rows in parts for name, a in rows if name == task.name), key=lambda a: a.row)
+        results.append(TaskResult(task, answered, time.perf_counter() - started))
     with on_all_ranks("the benchmark's metrics"):
         return SuiteResult.of(benchmark, results), judged
 

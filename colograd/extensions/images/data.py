@@ -299,11 +299,10 @@ def with_images(prompt: Any, images: Sequence[Any], where: str) -> tuple[list[di
         )
     contents = [[*content_parts(message["content"])] for message in prompt]
     places = [part for content in contents for part in content if part["type"] == "image" and not part.get("image")]
-    if images and not places:
-        first = next((i for i, m in enumerate(prompt) if m["role"] == "user" and isinstance(m["content"], str)), None)
-        if first is not None:
-            contents[first] = [*({"type": "image"} for _ in images), *contents[first]]
-            places = [*images]
+    texts = [i for i, m in enumerate(prompt) if m["role"] == "user" and isinstance(m["content"], str)]
+    if images and not places and texts:
+        contents[texts[0]] = [*({"type": "image"} for _ in images), *contents[texts[0]]]
+        places = [*images]
     if len(places) != len(images):
         raise Unreadable(
             f'{where}: found {len(places)} place(s) for images in the prompt ({{"type": "image"}} parts), and '
@@ -355,10 +354,8 @@ def _marked(rows: range, total: int, rules: PromptRules) -> Iterator[int]:
 
 
 def _undecoded(feature: Any) -> Any:
-    if isinstance(feature, datasets.Image):
-        return datasets.Image(mode=feature.mode, decode=False)
     if isinstance(feature, datasets.List):
         return datasets.List(_undecoded(feature.feature), length=feature.length)
     if isinstance(feature, dict):
         return type(feature)({name: _undecoded(part) for name, part in feature.items()})
-    return feature
+    return datasets.Image(mode=feature.mode, decode=False) if isinstance(feature, datasets.Image) else feature

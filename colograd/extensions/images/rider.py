@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,23 +78,18 @@ class Images(Media):
         """Join the images of a prompt and of a further turn of the conversation: ``ids`` with their images ``media``. A
         placeholder token that the model or a user wrote stands for no image, but the engine would insert an image
         there. So the engine gets the token `STAND_IN`, and `engine.features` puts the placeholder back afterwards."""
-        first, second = before.media, media
-        assert isinstance(first, Images | None) and isinstance(second, Images | None)
-
-        def plain(ids: Sequence[int]) -> Iterator[int]:
-            return (STAND_IN if token == self.placeholder else token for token in ids)
-
-        both = [part for part in (first, second) if part is not None]
-        moved = () if second is None else second.shifted(len(before)).places
+        turns = [(before.media, before.ids), (media and media.shifted(len(before)), ids)]
+        both = [part for part, _ in turns if isinstance(part, Images)]
+        engine_ids: list[int] = []
+        for part, text in turns:
+            plain = (STAND_IN if token == self.placeholder else token for token in text)
+            engine_ids += part.engine_ids if isinstance(part, Images) else plain
         return Images(
             digest="+".join(part.digest for part in both),
-            engine_ids=(
-                *(plain(before.ids) if first is None else first.engine_ids),
-                *(plain(ids) if second is None else second.engine_ids),
-            ),
+            engine_ids=tuple(engine_ids),
             pictures=tuple(picture for part in both for picture in part.pictures),
             inputs={},  # The engine needs no model inputs. It processes images again.
-            places=(*(first.places if first else ()), *moved),
+            places=tuple(place for part in both for place in part.places),
             placeholder=self.placeholder,
         )
 
@@ -115,17 +110,13 @@ class Images(Media):
             of_prompt = rollout.input.media if ENVIRONMENTS in rollout.columns else None
             prompts = [(True, of_prompt)] if isinstance(of_prompt, Images) else []
             for in_prompt, images in (*prompts, *((False, part) for part in rollout.all(cls))):
-                files: list[bytes] | None = None
-                if images.digest not in written:
-                    files = []
-                    for picture in images.pictures:
-                        file = io.BytesIO()
-                        # Leave the colour profile out. Nothing reads it, and PIL can't open a PNG with a profile of 1
-                        # MiB.
-                        picture.save(file, "PNG", compress_level=COMPRESSION, icc_profile=None)
-                        files.append(file.getvalue())
+                files = [io.BytesIO() for _ in images.pictures]
+                for picture, file in zip(images.pictures, files, strict=True) if images.digest not in written else ():
+                    # Leave the colour profile out. Nothing reads it, and PIL can't open a PNG with a profile of 1 MiB.
+                    picture.save(file, "PNG", compress_level=COMPRESSION, icc_profile=None)
+                content = None if images.digest in written else [file.getvalue() for file in files]
                 written.add(images.digest)
-                rows.append((index, in_prompt, images.digest, images.engine_ids, images.places, files))
+                rows.append((index, in_prompt, images.digest, images.engine_ids, images.places, content))
         return table_bytes(cls.MARK, rows, ROWS)
 
     @classmethod
@@ -140,9 +131,8 @@ class Images(Media):
             if row["files"] is not None:
                 pictures[row["digest"]] = [Image.open(io.BytesIO(file)) for file in row["files"]]
                 assert digest_of(pictures[row["digest"]]) == row["digest"], "a picture isn't the one that was recorded"
-            rollout = found[row["rollout"]]
+            rollout, places = found[row["rollout"]], row["places"]
             length = len(rollout.input) if row["in_prompt"] else len(rollout.completion_ids)
-            places = row["places"]
             assert places and 0 <= min(places) <= max(places) < length, "a picture's place is wrong"
             images = encoder.again(pictures[row["digest"]], row["engine_ids"], places)
             found[row["rollout"]] = (

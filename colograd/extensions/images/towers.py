@@ -39,9 +39,8 @@ def see_both_ways(model_config: Any) -> str:
 def hidden_tokens(model_config: Any) -> tuple[int, ...]:
     """Return the ids that transformers' forward reads as padding: Gemma 4's placeholders of images, video and audio. In
     Colograd and in vLLM a placeholder without an image, in a prompt or a completion, is an ordinary token."""
-    if getattr(model_config, "model_type", None) != "gemma4":
-        return ()
-    found = (getattr(model_config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+    kinds = ("image", "video", "audio") if getattr(model_config, "model_type", None) == "gemma4" else ()
+    found = (getattr(model_config, f"{kind}_token_id", None) for kind in kinds)
     return tuple(int(token) for token in found if token is not None)
 
 
@@ -59,13 +58,9 @@ def find_processors() -> None:
 
 def freeze_tower(model: Any) -> int:
     """Freeze a model's vision tower, but not the projector behind it. Return the number of frozen weights."""
-    frozen = 0
-    for name, parameter in model.named_parameters():
-        if in_tower(name):
-            parameter.requires_grad_(False)
-            frozen += parameter.numel()
+    frozen = [parameter.requires_grad_(False) for name, parameter in model.named_parameters() if in_tower(name)]
     keep_gradients_out(tower_layers(model))
-    return frozen
+    return sum(parameter.numel() for parameter in frozen)
 
 
 def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
@@ -128,11 +123,9 @@ Placed = Sequence[tuple[int, Images]]  # Images with offsets. An image's `places
 
 
 def _placed(micro_batch: MicroBatch, chain: Sequence[int]) -> list[tuple[int, Images]]:
-    placed, at = [], 0
-    for segment in chain:
-        placed += [(at, of) for of in (micro_batch.media or {}).get(segment, ())]
-        at += micro_batch.layout.lengths[segment]
-    return placed
+    starts = itertools.accumulate((micro_batch.layout.lengths[segment] for segment in chain), initial=0)
+    media = micro_batch.media or {}
+    return [(at, of) for at, segment in zip(starts, chain, strict=False) for of in media.get(segment, ())]
 
 
 def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -46,26 +46,20 @@ def completions_table(
     # A column of numbers is as wide as its header and border. Prompt and completion share the remaining width 1 : 2.
     room = max(width - (48 if several else 40) - sum(max(len(name), 5) + 3 for name in [*reward_names, *extra]), 45)
     prompt_limit, completion_limit = TEXT_LINES * room // 3, TEXT_LINES * room * 2 // 3
-    table = Table(title=title, width=width, show_lines=True)
+    table, number = Table(title=title, width=width, show_lines=True), {"justify": "right", "no_wrap": True}
     if several:
-        table.add_column("Step", justify="right", no_wrap=True)
+        table.add_column("Step", **number)  # type: ignore[arg-type]
     table.add_column("Prompt", ratio=1, overflow="fold")
     table.add_column("Completion", ratio=2, overflow="fold")
     for name in [*reward_names, *extra]:
         table.add_column(Text(name), justify="right", overflow="fold")
     for name in ("Advantage", "Tokens", "End"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, **number)  # type: ignore[arg-type]
     for row in chosen_rows(rows, limit, unique_prompts):
-        table.add_row(
-            *([str(row.step)] if several else []),
-            Text(_shorten(prompt_text(row.prompt, row.sizes), prompt_limit)),
-            Text(_shorten(row.completion, completion_limit)),
-            *(_cell(value) for value in row.rewards),
-            *(_cell(row.extra.get(name)) for name in extra),
-            _cell(row.advantage),
-            str(row.completion_tokens),
-            Text(_shorten(row.finish_reason, EXTRA_CHARACTERS)),
-        )
+        prompt = _shorten(prompt_text(row.prompt, row.sizes), prompt_limit)
+        texts = Text(prompt), Text(_shorten(row.completion, completion_limit))
+        values = [*row.rewards, *(row.extra.get(name) for name in extra), row.advantage, row.completion_tokens]
+        table.add_row(*([str(row.step)] if several else []), *texts, *map(_cell, [*values, row.finish_reason]))
     return table
 
 
@@ -78,7 +72,7 @@ def print_table(
     width: int | None = None,
 ) -> None:
     """Print `completions_table`. ``width`` defaults to the terminal's width, also if a pager reads the output."""
-    terminal = sys.stdout.isatty()
+    terminal, buffer = sys.stdout.isatty(), io.StringIO()
     if not width and terminal:
         width = shutil.get_terminal_size((DEFAULT_WIDTH, 0)).columns
     elif not width:  # standard output is a pipe into a pager, or a log file
@@ -86,10 +80,8 @@ def print_table(
             width = os.get_terminal_size(STDERR).columns
     width = width or DEFAULT_WIDTH
     table = completions_table(rows, reward_names, title, limit, unique_prompts, width)
-    buffer = io.StringIO()
     Console(file=buffer, width=width, force_terminal=terminal).print(table)
-    sys.stdout.write(printable(buffer.getvalue()))
-    sys.stdout.flush()
+    print(printable(buffer.getvalue()), end="", flush=True)
 
 
 def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:

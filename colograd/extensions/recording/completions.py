@@ -13,7 +13,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -159,8 +159,9 @@ class CompletionFile:
         self._columns = column_names(self.reward_names, self._extra_names, self.has_images)
         self._most_bytes = min(PACKING * size + 2**26, psutil.virtual_memory().available // 2)
 
-    def rows(self, pictures: bool) -> Iterator[dict[str, Any]]:
-        """Yield the rows as dicts by column, with thumbnails if ``pictures``. Memory holds at most ROWS rows."""
+    def rows(self, pictures: bool) -> Iterator[tuple[dict[str, Any], list[Any], dict[str, Any]]]:
+        """Yield each row as a dict by column, with thumbnails if ``pictures``, and the row's rewards and logged values.
+        Memory holds at most ROWS rows."""
         groups = (self._file.metadata.row_group(index) for index in range(self._file.metadata.num_row_groups))
         taken, schema = 0, self._file.schema_arrow
         if sum(group.total_byte_size for group in groups) > self._most_bytes:
@@ -172,13 +173,9 @@ class CompletionFile:
             taken += batch.nbytes + ROW_BYTES * batch.num_rows
             if taken > self._most_bytes:
                 raise ValueError(f"its rows take more than {self._most_bytes:,} bytes")
-            yield from batch.to_pylist()
-
-    def rewards(self, row: Mapping[str, Any]) -> list[Any]:
-        return [row[column] for column in self._columns[0]]
-
-    def extra(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: row[column] for name, column in zip(self._extra_names, self._columns[1], strict=True)}
+            for row in batch.to_pylist():
+                extra = {name: row[column] for name, column in zip(self._extra_names, self._columns[1], strict=True)}
+                yield row, [row[column] for column in self._columns[0]], extra
 
 
 def _names(json_list: bytes) -> list[str]:
@@ -200,11 +197,11 @@ def read_log(path: Path) -> tuple[list[CompletionRow], list[str]]:
                 text=row[TEXT].encode(),
                 finish_reason=str(row["finish_reason"]),
                 advantage=float(row["advantage"]),
-                rewards=tuple(math.nan if value is None else float(value) for value in file.rewards(row)),
-                extra=file.extra(row),
+                rewards=tuple(math.nan if value is None else float(value) for value in rewards),
+                extra=extra,
                 sizes=tuple(map(str, row[SIZES] or ())) if file.has_images else (),
             )
-            for row in file.rows(pictures=False)
+            for row, rewards, extra in file.rows(pictures=False)
         ]
         return rows, file.reward_names
     except (pa.ArrowException, *NONSENSE) as error:

@@ -94,15 +94,15 @@ class Recorder(NoRecord):
         except KeyboardInterrupt:
             status = "stopped"
             raise
-        except BaseException as error:
-            status, problem = "failed", f"{type(error).__name__}: {error}"
+        except BaseException as cause:
+            status, problem = "failed", f"{type(cause).__name__}: {cause}"
             raise
         finally:
             self._groups.clear()
             self._kept = None
             if self._is_open:
-                shown = without_absolute_paths(without_secrets(problem))[:ERROR_CHARACTERS]
-                self.file.event("end", step=self.trainer.state.global_step, status=status, error=shown)
+                error = shown(problem)[:ERROR_CHARACTERS]
+                self.file.event("end", step=self.trainer.state.global_step, status=status, error=error)
             self.file.close()
             if self._is_open:
                 with self._spared():
@@ -294,8 +294,7 @@ def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[Rollo
         return {}
     values = torch.cat([logprobs.float() for _, logprobs in kept]).cpu()
     lengths = [n for row, _ in kept for n in row.completion_lengths]
-    identities = [identity for row, _ in kept for identity in row.rollouts]
-    return dict(zip(identities, values.split(lengths), strict=True))
+    return dict(zip((each for row, _ in kept for each in row.rollouts), values.split(lengths), strict=True))
 
 
 def group_row(scored: ScoredGroup, combine: Combine) -> list[Any]:
@@ -342,10 +341,8 @@ def run_facts(trainer: Any) -> dict[str, Any]:
 
 def shown(value: Any) -> Any:
     """Return a value without secrets and absolute paths in its texts."""
-    if isinstance(value, str):
-        return without_absolute_paths(without_secrets(value))
     if isinstance(value, dict):
         return {name: shown(each) for name, each in value.items() if not is_secret(name, each)}
     if isinstance(value, list):
-        return [shown(each) for each in value]
-    return value
+        return [*map(shown, value)]
+    return without_absolute_paths(without_secrets(value)) if isinstance(value, str) else value

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import statistics
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,8 @@ def test_a_check_that_hangs_dies_or_raises_counts_as_wrong(tmp_path: Path) -> No
     assert outcomes[0].value == {("right", "none"): 1.0}
     verdicts = [outcome.value if outcome.kind == "value" else {} for outcome in outcomes]
     answered = [Answered(row, [verdict]) for row, verdict in enumerate(verdicts)]
-    result = TaskResult(task, answered, Counter({"late": 1}))
+    answered[1].failed.append(("late", ""))
+    result = TaskResult(task, answered)
     SuiteResult.of(loaded(tmp_path, "letters"), [result])
     assert result.metrics()["accuracy"] == 2 / 5 and "count as wrong answers: 1 late" in table_of(result)
 
