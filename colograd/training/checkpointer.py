@@ -31,7 +31,7 @@ from ..checkpoint.manifest import files_of
 from ..checkpoint.reading import STATE_FILE, loading
 from ..checkpoint.search import search
 from ..checkpoint.stop_signal import TERMINATED, StopSignal, exit_status
-from ..checkpoint.writing import HostFiles, Save, Source, Writer, saving_model, why_in_foreground
+from ..checkpoint.writing import HostFiles, Save, Source, Writer, why_in_foreground
 from ..config import GRPOConfig
 from ..engine.load import after_each_step
 from ..parallel import faults

@@ -29,8 +29,8 @@ from ..policy.packing import PackingRules, collate, has_signal, loss_tokens, pac
 from ..policy.second_models import OF, SecondModels, fill, with_second_logprobs
 from ..reporting.events import Events
 from ..reporting.metrics import Metrics, PhaseTimes, numbers
+from ..rollout.checks import shown
 from ..rollout.sampler import SampledRound
-from ..rollout.stages import shown
 from ..rollout.statistics import RolloutStatistics
 from ..runtime.sizes import active_parameters
 from ..sharding import ShardingStrategy

@@ -18,8 +18,8 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from ..checkpoint import folders, search
-from ..checkpoint.host_files import saving_model
 from ..checkpoint.reading import loading, trainer_state
+from ..checkpoint.writing import saving_model
 from ..config import GRPOConfig
 from ..data import PromptDataset, PromptLoader, StepOrder
 from ..engine.sampling import LengthHistory
