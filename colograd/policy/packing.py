@@ -139,7 +139,8 @@ def plan_rows(
     padded size."""
     parts: list[PackedGroup] = []
     for scored in groups:
-        rollouts, advantages, ids = scored.group.rollouts, advantages_of(scored), scored.group.rollout_ids
+        rollouts, advantages = scored.group.rollouts, advantages_of(scored)
+        ids = tuple(RolloutId(scored.group.position, index) for index in range(len(rollouts)))
         starts, tokens = [0], len(rollouts[0].input)
         for index, rollout in enumerate(rollouts):
             over = not share_prompts or tokens + len(rollout.completion_ids) > budget
@@ -241,7 +242,7 @@ def collate(row: PackedRow) -> MicroBatch:
         old_logprobs=row.old_logprobs,
         ref_logprobs=row.ref_logprobs,
         scores={name: to_device_async(values, row.device) for name, values in row.scores.items()},
-        rollouts=row.rollouts,
+        rollouts=tuple(identity for part in row.parts for identity in part.ids),
         in_loss=bool(in_loss.any()),
         completion_lengths=tuple(map(len, labels)),
         step_constants=row.step_constants,

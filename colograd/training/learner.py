@@ -198,7 +198,7 @@ class Learner:
         version, autocast = self.hooks.state.global_step, self.hooks.compute_loss_context_manager
         while True:
             try:
-                filled = self.with_second_models(steps)
+                filled = self.with_second_models(steps) if self.second_models or self.objective.terms else steps
                 scheduled = [
                     dataclasses.replace(step, version=version + index, trained=step.trained * (index < len(steps)))
                     for index, step in enumerate(filled * self.config.num_iterations)
@@ -242,7 +242,8 @@ class Learner:
         self.model.train()
         while True:
             try:
-                step = self.with_constants(step)
+                if self.needs_constants:
+                    step = self.with_constants(step)
                 earlier = step.trained_metrics if step.trained else None
                 bar = self.events.console.progress(len(step.rows) - step.trained, "train", "micro-batch")
                 recorded, timed = self.events.recorder.trains(step), self.events.times.phase("train")
@@ -284,11 +285,13 @@ class Learner:
         own = self.sharding.traffic.take(), self.events.times.end_step()
         return self.metrics | {name: value for part in own for name, value in part.items()}
 
+    @property
+    def needs_constants(self) -> bool:
+        """Whether the loss may read constants of the step."""
+        return self.objective.needs_constants or "compute_loss" in self.hooks.replaced
+
     def with_constants(self, step: StepBatch) -> StepBatch:
-        """Return the step with the entropy threshold and coefficient added to every row, if the loss may read them. A
-        collective call."""
-        if not (self.objective.needs_constants or "compute_loss" in self.hooks.replaced):
-            return step
+        """Return the step with the entropy threshold and coefficient added to every row. A collective call."""
 
         def entropies(row: MicroBatch) -> torch.Tensor:
             with self.hooks.compute_loss_context_manager():

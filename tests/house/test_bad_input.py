@@ -603,7 +603,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
     def build(*args: Any) -> None:
         raise AssertionError("an engine would have been built")
 
-    monkeypatch.setattr(process, "prepare_ranks", lambda: None)
+    monkeypatch.setattr(process, "prepare_ranks", list)
     monkeypatch.setattr(preparation, "check_vllm", lambda: None)
     monkeypatch.setattr(trainer, "assemble", build)
     monkeypatch.chdir(tmp_path)

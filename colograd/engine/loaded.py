@@ -1,0 +1,249 @@
+"""`LoadedVLLM`: builds vLLM in the trainer's process, stamps its weights with an optimizer step, frees its KV cache.
+
+Every rank builds an engine through vLLM's external launcher, or with tensor parallelism its part of an engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..batch import ModelInput
+from ..config import GRPOConfig
+from ..parallel import faults, watchdog
+from ..parallel.shards import Lockstep
+from . import building
+from .arguments import blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
+from .closing import closed_if_it_fails, closes_with
+from .protocol import EngineFeature, EngineUse, ServedWeights, engine_features
+from .tensors import VLLMTensors
+
+
+class LoadedVLLM:
+    """The part of `VLLMEngine` that builds vLLM, and manages its weights and memory. `VLLMEngine` adds the sampling.
+
+    Args:
+        model_path: folder or Hub id of the model that vLLM loads.
+        dtype: the policy's dtype. The engine uses this dtype unless ``vllm_engine_kwargs`` sets a dtype.
+        context: maximum tokens of one sequence, prompt and completion together. None means the model's maximum.
+        kv_bytes: bytes of the KV cache. On a GPU 0 means the memory that ``vllm_gpu_memory_utilization`` leaves.
+        use: facts about the run that the configuration doesn't hold.
+        features: extensions' changes of the engine. None means the features that the run's configuration needs.
+    """
+
+    llm: Any  # The vllm.LLM object.
+    dtype: torch.dtype  # Dtype of the engine's weights and activations.
+
+    def __init__(
+        self, model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int,
+        use: EngineUse = EngineUse(), features: Sequence[EngineFeature] | None = None,
+    ) -> None:  # fmt: skip
+        self.started = time.perf_counter()
+        building.check_vllm()
+        self.layout, self.end_tokens = config.layout, use.end_tokens
+        self.sleeps = config.vllm_enable_sleep_mode and not config.on_cpu
+        self.asleep = False
+        self.version: int | None = None  # Optimizer step of the weights. Only `stamp` and `invalidate` write it.
+        self.after_step: list[Callable[[], None]] = []  # Listeners that are called after each engine step.
+        self._adapter: Any = None  # vLLM's LoRARequest that every request gets; None without an adapter.
+        self._requests = 0  # Number of requests since the engine was built.
+        self._open: dict[str, ModelInput] = {}  # Prompts of unfinished requests by request name.
+        self._written: list[tuple[str, Sequence[int]]] = []
+        self._unknown_tokens = 0  # number of sampled ids without a token in the tokenizer, since the last `take_counts`
+        self.served = ServedWeights()
+        self._features = engine_features(config, use) if features is None else tuple(features)
+        self.blank = use.blank or any(feature.blank for feature in self._features)
+        self._lockstep = Lockstep(self.layout) if self.layout.ranks_per_engine > 1 else None
+        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, use.sequences, use.trained)
+        for feature in self._features:
+            kwargs |= feature.arguments(kwargs)
+        kwargs |= lora_kwargs(model_path, config, use.adapter)
+        self._build(kwargs | (blank_kwargs(kwargs) if self.blank else {}), config, use)
+
+    def _build(self, kwargs: dict[str, Any], config: GRPOConfig, use: EngineUse) -> None:
+        """Build vLLM with the arguments ``kwargs`` of `vllm.LLM`, and read its sizes."""
+        watchdog.progress("the start of vLLM")
+        ranks, adapted = self.layout.ranks_per_engine, use.adapter is not None
+        with contextlib.ExitStack() as while_built:
+            enter = while_built.enter_context
+            enter(closed_if_it_fails())
+            enter(building.build_conditions(config.device, self.sleeps, adapted, ranks, self.blank))
+            from vllm import LLM
+
+            for feature in self._features:
+                enter(feature.while_built())
+            enter(building.classes_apart(lambda: self.model))
+            with building.explained_errors(kwargs["model"]):
+                self.llm = LLM(**kwargs)
+            self._close = closes_with(self, self.llm)
+            model_config, cache = self.vllm_config.model_config, self.vllm_config.cache_config
+            self.vocab_size = int(model_config.hf_text_config.vocab_size)
+            for feature in self._features:
+                feature.built(self)
+        self.dtype = model_config.dtype
+        self.head_dtype = self.dtype
+        if computes_float32_heads():
+            self.head_dtype = getattr(model_config, "head_dtype", self.dtype)
+        self.tokens = min(use.tokens or self.vocab_size, self.vocab_size)  # number of the tokenizer's tokens
+        self.context = int(model_config.max_model_len)
+        self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+        self.max_sequences = int(self.vllm_config.scheduler_config.max_num_seqs)
+        self.weight_bytes = sum(p.nbytes for p in self.model.parameters())
+        self.build_seconds = time.perf_counter() - self.started
+
+    def check_processor(self, processor: Any) -> None:
+        for feature in self._features:
+            feature.check_processor(processor)
+
+    @property
+    def core(self) -> Any:
+        """The `LLMEngine` of vLLM that schedules and decodes requests in this process."""
+        return self.llm.llm_engine
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.core.model_executor.driver_worker.worker.model_runner.model
+
+    @property
+    def vllm_config(self) -> Any:
+        return self.core.vllm_config
+
+    def describe(self) -> str:
+        from vllm import __version__ as vllm_version
+
+        config = self.vllm_config.model_config
+        mode = "eager" if config.enforce_eager else "compiled"
+        ranks, engines = self.layout.ranks_per_engine, self.layout.data_size
+        where = "in this process" if ranks == 1 else f"on {ranks} ranks ({engines} such engine(s))"
+        return (
+            f"engine: vLLM {vllm_version} {where}, {config.model}, {str(self.dtype).removeprefix('torch.')}, {mode}, "
+            f"context {self.context:,} tokens, KV cache {self.kv_tokens:,} tokens, weights "
+            f"{self.weight_bytes / 2**30:.2f} GiB, ready in {self.build_seconds:.0f} s"
+        )
+
+    def warnings(self, config: GRPOConfig) -> Iterator[str]:
+        yield from building.untested_vllm()
+        if config.cast_lm_head_to_fp32 and self.head_dtype != torch.float32:
+            yield "engine: this vLLM rounds logits to the model's dtype; cast_lm_head_to_fp32 is the policy's"
+
+    def invalidate(self) -> None:
+        self.version = None
+
+    def stamp(self, version: int) -> None:
+        self.invalidate()
+        if self.core.has_unfinished_requests():
+            raise RuntimeError("Weights were published while completions were being decoded: drain the engine first.")
+        self._forget_prefixes(version)
+        self.version = version
+
+    def _forget_prefixes(self, version: int | None) -> None:
+        inner = self.core.engine_core.engine_core
+        # vLLM's worker learns of finished requests only in a further step. Asynchronous scheduling may have a batch in
+        # flight, and resetting the prefix cache during a batch would destroy vLLM's record of routed experts.
+        while inner.scheduler.has_requests() or getattr(inner, "batch_queue", None):
+            self.core.step()
+        if not self.core.reset_prefix_cache():
+            raise RuntimeError(
+                f"vLLM could not reset its prefix cache at step {version}: keys and values of old weights would be "
+                "reused. Set vllm_engine_kwargs: {enable_prefix_caching: false}."
+            )
+        for feature in self._features:
+            feature.forget()
+
+    @property
+    def tensors(self) -> VLLMTensors:
+        return VLLMTensors(self.model)
+
+    def load_adapter(self, folder: str) -> None:
+        """Let vLLM load a LoRA adapter in peft's format into its first slot. Every later request uses the adapter."""
+        from vllm.lora.request import LoRARequest
+
+        self._adapter = LoRARequest("policy", 1, folder)
+        if not self.core.add_lora(self._adapter) or not self.adapter_is_active:
+            raise RuntimeError(
+                f"vLLM loaded the adapter of {folder!r}, but didn't activate the adapter in its first LoRA slot."
+            )
+
+    @property
+    def adapter_is_active(self) -> bool:
+        ids: Any = self.model.lora_manager.lora_index_to_id
+        return self._adapter is not None and list(ids[:1]) == [self._adapter.lora_int_id]
+
+    def sleep(self) -> None:
+        if not self.sleeps or self.asleep:
+            return
+        self._forget_prefixes(self.version)  # Some versions of vLLM don't clear the prefix cache before sleeping.
+        if hasattr(self.core, "release_kv_cache_memory"):
+            # Level 0 pauses the scheduler, because releasing the KV cache needs a paused scheduler. Mode "keep" doesn't
+            # abort requests, because aborting would reset vLLM's record of routed experts.
+            self.core.sleep(level=0, mode="keep")
+            self.core.release_kv_cache_memory()
+        else:
+            self.core.sleep(level=1)  # frees only the KV cache, because `weights_stay` keeps weights out of the pool
+        self.asleep = True
+
+    def wake(self) -> None:
+        if not self.asleep:
+            return
+        torch.cuda.empty_cache()  # frees torch's cached memory, because vLLM doesn't use torch's allocator
+        self.core.wake_up(tags=["kv_cache"] if hasattr(self.core, "release_kv_cache_memory") else None)
+        if self.core.is_sleeping():
+            raise RuntimeError("vLLM's KV cache stayed asleep after wake_up: set vllm_enable_sleep_mode: false.")
+        self.asleep = False
+
+    def close(self) -> None:
+        self._close()
+        for feature in self._features:
+            feature.close()
+        self._features, self.served = (), ServedWeights()
+        self.llm = None
+
+
+@contextlib.contextmanager
+def leading(core: Any, group: Lockstep) -> Iterator[None]:
+    """Send the first rank's requests, aborts and steps of ``core`` (vLLM's LLMEngine) to the engine's other ranks.
+
+    Each rank has a vLLM with a scheduler, and all schedulers must get the same calls between steps. The calls of a
+    generation depend on clocks, rewards, tools and the user's code. So this code runs on the first rank only.
+    """
+    calls: list[bytes] = []  # pickled calls of vLLM since the last step
+
+    def told(name: str, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        as_given = pickle.dumps((name, args, kwargs))  # Pickled first, because vLLM may modify arguments.
+        result = own(*args, **kwargs)  # A call that fails on this rank isn't sent to the other ranks.
+        calls.append(as_given)
+        return result
+
+    def step(own: Callable[[], Any]) -> Any:
+        group.tell((calls, True))
+        calls.clear()
+        with faults.telling("a step of the engine"):
+            return own()
+
+    with (
+        building.replaced(core, "add_request", functools.partial(told, "add_request", core.add_request)),
+        building.replaced(core, "abort_request", functools.partial(told, "abort_request", core.abort_request)),
+        building.replaced(core, "step", functools.partial(step, core.step)),
+    ):
+        try:
+            yield
+        finally:
+            group.tell((calls, False))
+
+
+def follow(core: Any, group: Lockstep) -> None:
+    """Repeat the first rank's calls of vLLM on another rank, until the first rank leaves its `leading` context."""
+    goes_on = True
+    while goes_on:
+        calls, goes_on = group.listen()
+        with faults.telling("a step of the engine"):
+            for name, args, kwargs in map(pickle.loads, calls):
+                getattr(core, name)(*args, **kwargs)
+            if goes_on:
+                core.step()
