@@ -113,7 +113,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
     """Recompute activations in the backward: less memory, about a third more training time. Unset, the memory plan
     chooses no layer, or every fourth, second or each one (`gradient_checkpointing_kwargs: {every_n_layers: 2}` sets
     it). `offload`: each layer's input waits in page-locked host memory, to the same bits; `true` on a CPU."""
-    bf16: bool | None = knob(None)
+    bf16: bool | None = knob(None, nargs="?", const=True)
     """With `dtype: float32`, run the forward under bfloat16 autocast: on unless false, as in TRL. No effect with a
     bfloat16 policy."""
     remove_unused_columns: bool | None = knob(False, "Pass only the column `prompt` to reward functions.")

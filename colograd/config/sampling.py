@@ -83,7 +83,7 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
     max_completion_length_eval: int | None = knob(None)
     """Tokens a completion may have in `evaluate`; default `max_completion_length`."""
     pass_threshold_eval: float = knob(1.0, "Weighted reward from which a completion counts as a pass in `eval_pass@k`.")
-    loss_eval: bool | None = knob(None)
+    loss_eval: bool | None = knob(None, nargs="?", const=True)
     """Run the policy's forward on the completions of `evaluate`, for `eval_loss`, the entropy and TRL's other metrics
     of the loss. Unset: true, as in TRL, unless `temperature_eval` differs from `temperature`."""
 

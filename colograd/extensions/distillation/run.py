@@ -3,14 +3,14 @@ that names each prompt's teacher, and a run without rewards."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...batch import TEACHER
 from ...config import GRPOConfig
 from ...config.conflicts import ANY, SET, UNSET, Conflict, When, equal, other_than
-from ...data import PromptDataset
-from ...data.columns import columns_of
-from ...training.preparation import Prompts
+
+if TYPE_CHECKING:  # The configuration reads `CONFLICTS`, and must not import the datasets' libraries.
+    from ...training.preparation import Prompts
 
 SETTING = "teacher_model_name_or_path"
 SEVERAL = When("of several teachers", lambda models: isinstance(models, dict))
@@ -58,6 +58,9 @@ def prompt_columns(config: GRPOConfig) -> tuple[str, ...]:
 
 def check_teacher_column(prompts: Prompts, args: GRPOConfig) -> None:
     """Raise a ValueError if, with several teachers, the dataset has no column of teachers or names an unknown one."""
+    from ...data import PromptDataset
+    from ...data.columns import columns_of
+
     if not args.names_teachers:
         return
     known = ", ".join(args.teachers)

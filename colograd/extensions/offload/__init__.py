@@ -2,7 +2,7 @@
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "cheapest": "ways:cheapest",
-    "conflicts": "ways:CONFLICTS",
+    "conflicts": "conflicts:CONFLICTS",
     "host_remedies": "ways:remedies",
     "left_on_device": "ways:LeftOnDevice",
     "optimizer": "adamw:host_adamw_of",

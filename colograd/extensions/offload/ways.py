@@ -1,5 +1,4 @@
-"""Combinations of offloading settings (ways) that make a run fit on its GPU, and their seconds on the bus. `CONFLICTS`
-has settings that can't be combined with offloading."""
+"""Combinations of offloading settings (ways) that make a run fit on its GPU, and their seconds on the bus."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...config.conflicts import SET, Conflict, equal, other_than
 from ...config.sharding import TENSOR
 from ...memory.choice import best_plan, fits
 from ...memory.description import RunDescription
@@ -34,25 +32,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "stream, gradients": STREAM | GRADIENTS,
     "stream, gradients, activations": STREAM | GRADIENTS | ACTIVATIONS,
 }
-
-CONFLICTS = (
-    Conflict(
-        "offload_gradients", SET, "sharding", equal("fsdp"),
-        "then gradients go to the host together with a rank's rows",
-        "set fsdp_offload_params: true in its place, or sharding: gradients",
-    ),
-    Conflict(
-        "offload_optimizer", equal("stream"), "optim", other_than("auto", "adamw_split"),
-        "that optimizer's state can't pass through the GPU piece by piece",
-        "set optim: adamw_split, or offload_optimizer: sampling",
-        lambda settings: settings.streams_optimizer,
-    ),
-    Conflict(
-        "offload_gradients", SET, "optim", other_than("auto", "adamw_split"),
-        "that optimizer takes gradients from the GPU alone", "set optim: adamw_split, or offload_gradients: false",
-        lambda settings: settings.offloads_gradients,
-    ),
-)  # fmt: skip
 
 
 class LeftOnDevice:

@@ -45,7 +45,7 @@ def test_what_triton_needs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 @pytest.mark.parametrize(("missing", "status"), [((), 0), (("vllm",), 1), (("cc",), 1)])
 def test_installation_is_checked_without_opening_gpus(missing, status, monkeypatch, capsys) -> None:
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("opened a GPU"))
-    monkeypatch.setattr(doctor.gpus, "nodes", lambda: ["/dev/nvidia0"])
+    monkeypatch.setattr(doctor.process, "gpu_nodes", lambda: ["/dev/nvidia0"])
     monkeypatch.setattr(doctor, "lacking_for_triton", lambda: [name for name in missing if name == "cc"])
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name in missing else object())
     assert cli.main(["doctor"]) == status

@@ -146,7 +146,7 @@ def test_each_token_is_sampled_once_by_the_weights_that_it_names_and_a_cut_run_h
         )
     )
     replayer.train()
-    assert replayer.comparison.equal == replayer.comparison.compared == STEPS - 2
+    assert replayer._equal == replayer._compared == STEPS - 2
 
 
 @pytest.mark.slow

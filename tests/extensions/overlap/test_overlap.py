@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import zlib
 from collections.abc import Container
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,7 +61,10 @@ def test_the_report_shows_what_was_trained_beside_the_tail_and_when_all_had_samp
             assert all(each["seconds"] - 0.01 <= start <= end <= each["until"] for _, start, end, _ in each["trained"])
     shown = RecordedRun(run)
     shown.refresh()
-    assert all(lane["trained"] or lane["rank"] for step in range(STEPS) for lane in shown.rollouts_of(step + 1))
+    shown_lanes = [(rank, lane) for step in range(STEPS) for rank, lane in shown.rollouts[step + 1].items()]
+    assert len(shown_lanes) == 2 * STEPS and all(
+        json.loads(zlib.decompress(lane))["trained"] or rank for rank, lane in shown_lanes
+    )
 
 
 @pytest.mark.engine
