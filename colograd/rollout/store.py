@@ -177,7 +177,7 @@ class RolloutStore:
         self._end(self._open_files.keys() - ({""} if evaluation else set()))
         self._found, self._unscored = {}, {}
         problem, self.problem, self.warning = self.problem, "", ""
-        self.seconds = 0.0  # the seconds of an evaluation don't count for training
+        self.seconds = 0.0  # drop the seconds spent on writing an evaluation's groups
         about, folder = About(step, weights, self.settings), self.round_folder(step, evaluation)
         self._round = self._round if evaluation else folder
         for path, found, records in files_of(folder):

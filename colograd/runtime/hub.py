@@ -1,6 +1,7 @@
-"""Check quickly that a model or dataset exists, because libraries would request many files and retry each request.
+"""Quick checks of model and dataset names before loading, because libraries would retry requests for minutes.
 
-For a local folder huggingface_hub isn't imported.
+A model must be a local folder, in the Hub's cache or on the Hub. For a dataset that isn't in the cache, the Hub must be
+reachable. The check of a model's local folder doesn't import huggingface_hub.
 """
 
 from __future__ import annotations

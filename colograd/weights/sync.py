@@ -121,7 +121,8 @@ class CopiedWeights(PlannedSync):
 
 
 def changes(part: Slice) -> bool:
-    """Return whether the engine's value may change during training. Buffers may change without the optimizer."""
+    """Return whether the values that ``part`` copies into the engine may change during training. Buffers may change
+    without the optimizer."""
     is_parameter = isinstance(part.source, torch.nn.Parameter)
     return part.adapted is not None or part.source.requires_grad or not is_parameter
 

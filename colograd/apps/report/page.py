@@ -99,7 +99,8 @@ def page(runs: Sequence[RecordedRun]) -> str:
         texts: dict[str, str] = {}  # Key of a prompt -> beginning of the prompt's text.
         packed: dict[int, bytes] = {}  # Step -> compressed JSON.
         recorded, held = {*run.samples.steps}, []
-        rooms = [ROLLOUT_BYTES // len(runs), COMPLETION_BYTES // len(runs)]  # for steps without and with completions
+        # Bytes of the page that are left for steps without completions, and for steps with completions.
+        rooms = [ROLLOUT_BYTES // len(runs), COMPLETION_BYTES // len(runs)]
         for step in spread_out(dict(found["held"]), alarms):
             kind = int(step in recorded and rooms[1] > 0)
             if rooms[kind] > 0:

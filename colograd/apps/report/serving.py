@@ -32,7 +32,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer", "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }  # fmt: skip
-LOOK_SECONDS = 1.0  # Minimum seconds between two reads of the files, however many pages are open.
+LOOK_SECONDS = 1.0  # Minimum seconds between two looks for new data in the files, however many pages are open.
 REQUEST_SECONDS = 20  # Maximum seconds until a request has arrived.
 _ADDRESS = re.compile(r"/data\?after=([0-9]{1,15})|/step\?step=([0-9]{1,15})")
 
@@ -67,8 +67,9 @@ def watch(argv: Sequence[str] | None = None) -> int:
 
 
 class Server(ThreadingHTTPServer):
-    """HTTP server of a run's live page. It reads the run's files at most once per `LOOK_SECONDS`, however many browsers
-    have opened the page. The run's folder may not exist yet."""
+    """HTTP server of a run's live page. It looks for new data in the run's files at most once per `LOOK_SECONDS`,
+    however many browsers have opened the page. Each request of a step reads the step's completions from their files.
+    The run's folder may not exist yet."""
 
     daemon_threads = True
     allow_reuse_address = True

@@ -125,7 +125,8 @@ class Endpoint:
             for ids, _ in contexts:
                 text = f"{self._purpose}/{session.seed_text(ids)}"
                 works.append(Work(ids, call.sampling, request_seed(self._seed, session.prompt.position, text)))
-            news: asyncio.Queue[Any] = asyncio.Queue()  # All tokens so far. None at the end, GONE if nobody waits.
+            # Each item is the list of all tokens so far. None: sampling has ended. GONE: the client disconnected.
+            news: asyncio.Queue[Any] = asyncio.Queue()
             if call.request.stream and count == 1:
                 works[0].more = news.put_nowait
 

@@ -229,7 +229,9 @@ def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
 
 
 def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
-    """Return the bytes of the whole teacher on the policy's device, before FSDP shards the teacher."""
+    """Return the bytes of the teacher on the policy's device, before FSDP shards the teacher. FSDP adds one copy of the
+    head per rank with `distillation_kl: exact`. An offloaded teacher counts only such a copy. A teacher that runs as
+    another adapter of the policy's model counts only the adapter."""
     source = _Source(config, policy)
     if _values_for(source, policy) is not None:
         return os.path.getsize(os.path.join(source.adapter, "adapter_model.safetensors"))

@@ -2,7 +2,7 @@
 
 The reference depends on the weights that the run trains:
 
-    all weights of the policy           a frozen copy of the policy, made on the policy's device before training
+    all weights of the policy           a frozen copy of the policy, made before training
     a new adapter on a model            the model with the adapter disabled: no copy is needed
     an adapter that was loaded, or one  the adapter's initial values, exchanged for the trained values while the
     that trains the base's biases       reference runs

@@ -124,7 +124,7 @@ class Conversations:
                 if unopened and not (writing or waiting):
                     if environments.in_scoring:  # wait for async reward functions, which make environments free
                         time.sleep(POLL)
-                    else:  # nothing makes environments free, e.g. in a subclass that scores only when all are sampled
+                    else:  # no environment will become free, e.g. in a subclass that scores after all sampling
                         is_limited = False
                 elif writing:
                     for request, (turn,) in self.engine.advance():

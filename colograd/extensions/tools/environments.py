@@ -128,7 +128,8 @@ class Environments:
         return environment
 
     def has_room(self, group: int) -> bool:
-        """Return whether one more environment may be lent. One group's ``group`` conversations may always run."""
+        """Return whether one more environment may be lent. The limit is at least ``group``, the number of conversations
+        in a group, so that a whole group can run."""
         return self._limit is None or sum(not each.stuck for each in self._lent) < max(self._limit, group)
 
     def begin_scoring(self, groups: Sequence[Group]) -> None:

@@ -119,7 +119,7 @@ class ToolFormat:
             start += 1
         if (images := whole.images) is None:
             return ModelInput(whole.ids[start:])
-        images = dataclasses.replace(  # no image is before `start`; before it the engine's ids are the same
+        images = dataclasses.replace(  # all images are behind `start`, so `engine_ids` and `ids` are equal up to it
             images, engine_ids=images.engine_ids[start:], places=tuple(place - start for place in images.places)
         )
         return ModelInput(whole.ids[start:], images)
