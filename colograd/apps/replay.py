@@ -102,7 +102,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def write_recipe(options: argparse.Namespace, flags: Sequence[str], scratch: Path) -> Path:
-    """Write the replay's recipe into ``scratch``: the run's recipe with changes by the flags and `SET`."""
+    """Write the replay's recipe into ``scratch``: the run's recipe, changed by the command line's ``flags``, without
+    the settings in `NOT_TAKEN`, and with the values in `SET`."""
     from ..config import given_settings
     from ..rollout.store import FOLDER, RECIPE
 

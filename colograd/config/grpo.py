@@ -241,9 +241,9 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
             steps = getattr(self, name)
             if strategy == "steps" and (steps < 1 or steps % length):
                 raise ValueError(
-                    f"{name} is {steps} and {reason}, but checkpoints fall on the ends of rounds of {length} optimizer "
-                    "steps (steps_per_generation x num_iterations), so no checkpoint might hold the best model: make "
-                    f"{name} a multiple of {length}."
+                    f"{name} is {steps} and {reason}, but checkpoints are written at the ends of rounds of {length} "
+                    "optimizer steps (steps_per_generation x num_iterations), so no checkpoint might hold the best "
+                    f"model: make {name} a multiple of {length}."
                 )
 
     def advice(self) -> Iterator[str]:

@@ -51,7 +51,7 @@ class ShardingKnobs(TrainingArguments):
     `optimizer`, `gradients` and the three of `tensor`; see docs/guide/several-gpus.md."""
 
     def _take_sharding(self) -> None:
-        """Set ``sharding`` and its options from accelerate's or DeepSpeed's file, before transformers does."""
+        """Set ``sharding`` and its options from accelerate's or DeepSpeed's file. Hide the file from transformers."""
         if self.deepspeed or any(map(os.environ.get, LAUNCHERS)):
             registry.require("launchers", "deepspeed, or accelerate's FSDP or DeepSpeed,")
         # An extension's function (deepspeed) returns requests for a sharding. A request has `sharding`, the method's

@@ -1,4 +1,6 @@
-"""`RolloutStore`: the rollout log ("journal"), with every scored group on the disk before the group is trained on.
+"""`RolloutStore`: the rollout log ("journal"). It writes a scored group to a file before the group is trained on.
+
+The file is flushed to the disk soon after. A group is trained on even if it can't be written.
 
 A killed run resumes from its last checkpoint and reads the groups sampled after the checkpoint from the rollout log.
 These groups are neither sampled nor scored again. A round is all groups sampled with one set of weights. Each rank
@@ -297,8 +299,8 @@ class RolloutStore:
         self._beside.clear()
 
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
-        """Return the recorded groups of these prompts, by position. Call this method before user code can change the
-        prompts' dataset rows, because it computes the rows' digests."""
+        """Return the recorded groups of these prompts, by `Prompt.position`. Call this method before user code can
+        change the prompts' dataset rows, because it computes the rows' digests."""
         for prompt in prompts if self._newest in self._open_files else ():
             self._digests[self._newest, prompt.position] = digest_of_example(prompt.example)
         return self._recalled(prompts, self._found)

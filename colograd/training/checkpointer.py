@@ -172,7 +172,7 @@ class Checkpointer(TrainerCallback):
                 self.stop_signal.forget_deadline()
         finally:
             faults.stop_listeners[:] = listeners
-            self.finish_alone()  # if the run ends by an error
+            self.finish_alone()  # After an error, a save may still be in progress.
             # A launcher that has seen one rank die sends the others a SIGTERM. The handler stays, so that this rank can
             # still print its error. `GRPOTrainer.close` removes it.
             if not ends_by_error or world_size() == 1:

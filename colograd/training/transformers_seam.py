@@ -108,7 +108,7 @@ class SeamTrainer(Trainer):
         self._unlogged: list[dict[str, float]] = []  # Metrics of each step since the last call of `log`.
         self._gathered: dict[str, torch.Tensor] | None = None  # Weights to save, gathered from a sharded policy.
         self.checkpointer = self.make_checkpointer()
-        # An extension's hook "recorder" is a function that takes the trainer and returns a `NoRecord` subclass or None.
+        # The hook "recorder" of an extension is a function (trainer) -> an instance of a `NoRecord` subclass, or None.
         self.recorder: NoRecord = next(filter(None, (make(self) for make in hooks("recorder"))), None) or NoRecord()
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)

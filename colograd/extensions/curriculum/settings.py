@@ -111,8 +111,8 @@ class Curriculum:
                 )
             if self.column is None and (other := [pool for pool in self.shares if pool not in LEVELS]):
                 raise ValueError(
-                    f"curriculum: shares has the pool {other[0]!r}, but without a column the pools are "
-                    f"{', '.join(LEVELS)} (by the last pass rate): name one of these pools, or set `column`."
+                    f"curriculum: shares has the pool {other[0]!r}, but `column` isn't set, so the pools "
+                    f"are {', '.join(LEVELS)} (by the last pass rate): name one of these pools, or set `column`."
                 )
         if (self.difficulty is None) != (self.difficulty_until is None):
             raise ValueError("curriculum: difficulty (a column) and difficulty_until (its limit) must both be set.")

@@ -1,8 +1,9 @@
 """FSDP2 (`fully_shard`): ranks shard the policy's weights, gradients and optimizer state by rows.
 
-Each forward and backward gathers the weights block by block. Gradients add up in their own precision, such as float32.
-The optimizer updates plain tensors: this rank's rows, in the memory that torch gathers from. Ranks exchange weights
-inside a forward. So a rank that fails still takes part in the exchanges that other ranks wait for. Then all ranks fail.
+Each forward gathers the weights block by block. By default each backward gathers them again
+(`fsdp_reshard_after_forward`). Gradients add up in their own precision, such as float32. The optimizer updates plain
+tensors: this rank's rows, in the memory that torch gathers from. Ranks exchange weights inside a forward. So a rank
+that fails still takes part in the exchanges that other ranks wait for. Then all ranks fail.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Images of prompts, of tools' answers and of environments, as data that travels with a rollout and is recorded.
+"""Images of prompts, of tools' answers and of environments, as data that travels with a rollout.
 
 Images of a dataset's rows aren't recorded. Images of tools and environments are written after a group's table as PNG
-files, each image once, with the positions of their tokens. When the group is read, the processor computes the pixels
-again.
+files, with the positions of their tokens. If several answers have the same images, the files are written once. When
+the group is read, the processor computes the pixels again.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ class HostSums:
             stream.let_wait(event)
 
     def let_go(self) -> None:
-        """Free gradients of earlier backwards on the device. After a forward their copies to the host have ended."""
+        """Free gradients of earlier backwards on the device. The present stream waits for their copies to the host."""
         while self._on_way:
             self._stream.let_wait(self._on_way.popleft()[0])
 

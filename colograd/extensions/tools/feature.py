@@ -46,7 +46,8 @@ class ToolFeature(SourceFeature):
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
         tools, factory = arguments.sources["tools"], arguments.sources["environment_factory"]
         if tools or factory is not None:
-            # No limit with `reward_call: all`: each conversation keeps its environment until the last group is scored.
+            # With `reward_call: all` the number of environments has no limit, because each conversation keeps its
+            # environment until the last group is scored.
             most = config.environments_at_once if config.reward_call == "group" else None
             workers, timeout = config.tool_workers, config.tool_timeout
             return cls(Toolbox(tools, factory, workers, timeout, config.main_thread_tools, most))

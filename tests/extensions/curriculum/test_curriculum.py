@@ -154,7 +154,7 @@ def test_schedules_are_linear_between_their_points() -> None:
         ({"solved_at": "much"}, "must be a number"),
         (
             {"shares": {"simple": 1}},
-            "has the pool 'simple', but without a column the pools are new, hard",
+            "has the pool 'simple', but `column` isn't set, so the pools are new, hard",
         ),
         ({"column": "source"}, "but shares is missing: set"),
         ({"shares": {"hard": -1}}, "a share is negative"),

@@ -45,7 +45,7 @@ def _(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
 
 class ServedLayers(ServedWeights, EngineFeature):
     """Engine feature: the layers of one engine that read the policy's packed weights. ``parts_of`` returns the weights
-    of each layer, from the names and fusions of vLLM's model class."""
+    of each layer. Its argument has the tensor names and fused layers of vLLM's model class."""
 
     blank = True
 
