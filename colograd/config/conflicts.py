@@ -71,7 +71,8 @@ class Conflict:
     also: Callable[[Any], Any] | None = None  # `also`: an additional condition, a function of all settings.
 
     def error(self, settings: Any, facts: Mapping[str, Any]) -> str | None:
-        """Return the error text if both settings' conditions hold, else None. ``facts`` are further values by name."""
+        """Return the error text if all conditions of this conflict hold, else None. ``facts`` has values by name that
+        aren't attributes of ``settings``."""
         try:
             value, other = (
                 facts[name] if name in facts else value_of(settings, name) if name else None

@@ -64,8 +64,9 @@ class EntropyController(TrainerCallback):
         return self.coefficient
 
     def show(self, metrics: dict[str, float], loss: float) -> float | None:
-        """Add the metric `policy_loss`, which is ``loss`` without the entropy bonus, to ``metrics``. Return the mean
-        entropy in nats of the tokens that have the bonus. None means that there is no bonus, or no such token."""
+        """Add `policy_loss`, which is ``loss`` without the entropy bonus, to ``metrics`` if the run's settings have a
+        bonus. Return the mean entropy in nats of the tokens that the bonus counts. None means that there is no bonus,
+        or no such token."""
         entropy = metrics.pop(BONUS_ENTROPY, None)
         if self.config.entropy_coef != 0 or self.config.use_adaptive_entropy:
             metrics["policy_loss"] = loss + self.applied * (entropy or 0.0)

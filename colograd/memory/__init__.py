@@ -1,1 +1,1 @@
-"""Plan and use of a rank's device memory by the engine, which samples, and the policy, which is trained."""
+"""Memory of a rank's device: its plan, and its alternate use by the engine (sampling) and the policy (training)."""

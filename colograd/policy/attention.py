@@ -74,7 +74,7 @@ def packed_attention(
     scaling, dropout = options.pop("scaling", None), options.pop("dropout", 0.0)
     if layout is None:
         if s_aux is not None:
-            # transformers' `sdpa` ignores sinks. It passes no mask if a causal mask is enough.
+            # transformers' `sdpa` ignores sinks. If a causal mask is enough, transformers passes None as the mask.
             size, scaling = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
             mask = attention_mask
             if mask is None:

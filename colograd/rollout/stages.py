@@ -43,7 +43,7 @@ class PendingRewards(Protocol):
         """Return whether the rewards are ready, so that `result` returns without waiting."""
 
     def cancel(self) -> object:
-        """Cancel the computation of the rewards."""
+        """Cancel the calls of reward functions. Running calls may continue, but their results are dropped."""
 
     def result(self) -> torch.Tensor:
         """Wait for the rewards. Return float32 [completions, reward functions], NaN where a function abstained."""

@@ -311,9 +311,10 @@ def adopt_masters(optimizer: AdamWSplit, owned: Iterable[Owned], masters: Iterab
 
 @torch.no_grad()
 def join_remainders(optimizer: torch.optim.Optimizer) -> None:
-    """Convert the state of `AdamWSplit` (int16 remainders) that a plain AdamW has loaded. Float32 parameters with the
-    saved bfloat16 values become the exact master weights. ``remainder`` is removed from the state, and settings that
-    AdamWSplit lacks (``fused``, ``foreach``, ...) are restored."""
+    """Convert loaded state of `AdamWSplit` for parameters that ``optimizer`` doesn't split, e.g. all in a plain AdamW.
+    A float32 parameter that was loaded from a bfloat16 value is set to the exact master weight. The int16 ``remainder``
+    is removed from the state. A plain AdamW gets back its settings that AdamWSplit lacks (``fused``, ``foreach``, ...).
+    """
     if isinstance(optimizer, AdamWSplit):
         foreign = [p for p in optimizer.state if p.dtype != torch.bfloat16]
     else:

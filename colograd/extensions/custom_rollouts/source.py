@@ -54,8 +54,8 @@ class UserFeature(SourceFeature):
             return cls(write)
         if isinstance(write, type):
             raise ValueError(
-                f"rollout_func is the class {write.__name__}, which has no method `generate`, but a class must be a "
-                "rollout source: see docs/architecture.md."
+                f"rollout_func is a class without a method `generate`, {write.__name__}, but a class must be a rollout "
+                "source: add `generate` (docs/architecture.md, Add a rollout source), or give a function."
             )
         if config.router_replay:
             raise ValueError(

@@ -49,8 +49,8 @@ class Experts(ModelFeature):
         kind = text.model_type
         if ranks > 1 and (kind in WHOLE or kind not in TRIED):
             raise ValueError(
-                f"vllm_tensor_parallel_size is {ranks}, but {kind} is a mixture of experts, and its engine can't be "
-                "split over ranks in this version: set it to 1 (each rank has a whole engine)."
+                f"vllm_tensor_parallel_size is {ranks}, but {kind} is a mixture of experts that this version "
+                "can't split over the ranks of an engine: set it to 1 (each rank has a whole engine)."
             )
         size = int(getattr(text, "moe_intermediate_size", None) or text.intermediate_size)
         if size % ranks:

@@ -152,7 +152,8 @@ def softmax_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> t
 
 
 def sigmoid_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return the weights of the chosen experts: the sigmoid of each logit, without the router's correction bias."""
+    """Return the weights of the chosen experts: the sigmoid of each logit, without the router's correction bias. With
+    `norm_topk_prob` their sum is normalised to 1. Then all weights are multiplied by `routed_scaling_factor`."""
     shares = logits.sigmoid().gather(1, chosen)
     if router.norm_topk_prob:
         shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)

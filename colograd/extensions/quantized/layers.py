@@ -150,14 +150,15 @@ def packed_bytes(shape: tuple[int, ...] | torch.Size, settings: Mapping[str, Any
 
 def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
     """Return the weights of a model on the meta device that transformers would quantise, each with its packed bytes.
-    transformers quantises all linear layers except the head and the modules that ``settings`` skip."""
+    transformers quantises all linear layers except those that must stay float32, and those that ``settings`` skip. If
+    ``settings`` have no `llm_int8_skip_modules`, the head is skipped."""
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     kept = HfQuantizer.get_modules_to_not_convert(
         model, settings.get("llm_int8_skip_modules"), getattr(model, "_keep_in_fp32_modules", None)
     )
-    # transformers never quantises the last module. With a tied head a model on the meta device ends with another one.
+    # By default transformers skips the last module. With a tied head a model on the meta device ends with another one.
     last, really_last = ([*model.named_parameters(remove_duplicate=of)][-1][0] for of in (True, False))
     if last != really_last:
         kept = [name for name in kept if name != last.rpartition(".")[0]]

@@ -75,7 +75,7 @@ def print_table(
     terminal, buffer = sys.stdout.isatty(), io.StringIO()
     if not width and terminal:
         width = shutil.get_terminal_size((DEFAULT_WIDTH, 0)).columns
-    elif not width:  # standard output is a pipe into a pager, or a log file
+    elif not width:  # Standard output is a pipe or a file: use the width of standard error's terminal.
         with contextlib.suppress(OSError):
             width = os.get_terminal_size(STDERR).columns
     width = width or DEFAULT_WIDTH

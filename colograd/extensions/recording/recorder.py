@@ -69,7 +69,8 @@ class Recorder(NoRecord):
 
     @contextlib.contextmanager
     def _spared(self) -> Iterator[None]:
-        """Context of recording. An error inside ends the recording, but not the run."""
+        """Context that protects the run from errors of recording. After an OSError the recording goes on. Any other
+        exception ends the recording."""
         try:
             yield
         except OSError as error:  # the recording goes on, because the disk may have room again

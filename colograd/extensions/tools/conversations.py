@@ -29,9 +29,9 @@ from .environments import Environment
 from .tool_format import ToolFormat
 from .toolbox import Answers, Toolbox, characters, shown_content, text_of
 
-POLL = 0.02  # maximum seconds of a wait for tools while the engine is idle
-# A conversation in progress. It yields the name of an engine request, to be sent the completion, or tools' answers, to
-# be resumed when they are done. It returns the finished conversation.
+POLL = 0.02  # Maximum seconds of one wait for tools, or for a free environment, while the engine is idle.
+# Generator of a conversation. If it yields the name of an engine request, send it the request's completion. If it
+# yields tools' answers, resume it when all answers are done. It returns the finished conversation.
 Talk = Generator["str | Answers", Any, "Conversation"]
 
 

@@ -153,7 +153,8 @@ class Environments:
             self._lent, self.in_scoring, self._begins = [], set(), True
 
     def _take_back(self, environment: Environment) -> None:
-        """Make an environment free again. Drop a stuck environment and end its thread."""
+        """Make an environment free again, or drop it if it is stuck. A dropped environment's thread ends once the stuck
+        call returns."""
         if not environment.stuck:
             self._free[environment.factory].append(environment)
             return
