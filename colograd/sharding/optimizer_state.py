@@ -20,7 +20,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.optim import Optimizer
-from transformers.trainer import OPTIMIZER_NAME
 
 from ..parallel import watchdog
 from ..parallel.shards import Shard
@@ -169,6 +168,8 @@ def _in_files(folder: Path, names: Sequence[str], files: contextlib.ExitStack) -
 
 
 def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, Any]]]:
+    from transformers.trainer import OPTIMIZER_NAME  # Only here: a large import, which a refused start doesn't need.
+
     path = folder / OPTIMIZER_NAME
     if not path.is_file():
         raise ValueError(

@@ -2,8 +2,8 @@
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "conflicts:CONFLICTS",
-    "loaded_policy": "weights:check_policy",
-    "model_feature": "weights:InEngineLayout",
+    "loaded_policy": "model:check_policy",
+    "model_feature": "model:InEngineLayout",
     "sharding": ("strategy:TensorParallel", "strategy:TensorOptimizer", "strategy:TensorGradients"),
     "weights_in_parts": "weights:weights_in_parts",
 }
