@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..runtime import registry
+from ..runtime.importing import is_import_path
 from .knob import shown
 
 # Liger's kernels that replace the model's own loss. Colograd's training doesn't use the model's loss.
@@ -37,6 +38,10 @@ class When:
 SET = When("", bool)
 UNSET = When("unset", operator.not_)
 ANY = When("", lambda value: value is not None)
+
+
+OWN_CLASS = When("an import path", lambda value: is_import_path(str(value)))
+DIVIDED = When("other than `none` or an import path", lambda value: value != "none" and not is_import_path(str(value)))
 
 
 def equal(*values: Any) -> When:
@@ -164,7 +169,14 @@ CONFLICTS = (
                  "remove it")
         for loss in LIGER_LOSSES
     ),
-    Conflict("sharding", other_than("none"), "optim", other_than(*ELEMENTWISE),
+    *(
+        Conflict("sharding", OWN_CLASS, name, when, "your own class sums whole gradients on the device",
+                 f"remove {name}, or choose a strategy of Colograd's")
+        for name, when in (
+            ("sequence_parallel_size", above(1)), ("offload_gradients", SET), ("offload_optimizer", equal("auto"))
+        )
+    ),
+    Conflict("sharding", DIVIDED, "optim", other_than(*ELEMENTWISE),
              "a rank updates slices of parameters, which that optimizer can't",
              f"choose one of {', '.join(ELEMENTWISE)}, or set sharding: none"),
     Conflict("sharding", other_than("none", "optimizer"), "gradient_checkpointing_kwargs.use_reentrant", SET,

@@ -358,10 +358,11 @@ def find_strategy(path: str) -> type[ShardingStrategy]:
 
 
 def check_sharding(config: GRPOConfig, optimizer: Any) -> None:
-    """Raise a ValueError if the user's strategy can't be found, or if the user's optimizer is combined with sharding:
-    its state may need whole parameters."""
+    """Raise a ValueError if the user's strategy can't be found, or if the user's optimizer is combined with one of
+    Colograd's: the optimizer's state may need whole parameters."""
     if is_import_path(config.sharding):
         find_strategy(config.sharding)
+        return
     if optimizer is not None and config.sharding != "none":
         raise ValueError(
             f"sharding is {config.sharding!r}, which can't use the optimizer passed to the trainer "

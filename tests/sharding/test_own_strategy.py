@@ -6,7 +6,8 @@ import pytest
 import tiny
 
 from colograd import GRPOTrainer
-from colograd.sharding import strategy_of
+from colograd.config.conflicts import conflict
+from colograd.sharding import check_sharding, strategy_of
 from colograd.sharding.zero import WholeCopies
 
 
@@ -47,3 +48,17 @@ def test_a_run_trains_with_the_strategy_of_an_import_path(tiny_model, tmp_path, 
 def test_another_class_is_refused(path, message, tmp_path) -> None:
     with pytest.raises(ValueError, match=message):
         strategy_of(tiny.config(tmp_path, sharding=path))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("sequence_parallel_size", 2), ("offload_gradients", True), ("offload_optimizer", "auto")]
+)
+def test_own_strategy_excludes_settings_of_others(setting, value, tmp_path) -> None:
+    settings = tiny.config(tmp_path, sharding=f"{__name__}:Counting")
+    assert conflict(settings) is None
+    setattr(settings, setting, value)
+    assert "your own class sums whole gradients on the device: remove" in (conflict(settings) or "")
+
+
+def test_own_strategy_takes_any_optimizer(tmp_path) -> None:
+    check_sharding(tiny.config(tmp_path, sharding=f"{__name__}:Counting", optim="adafactor"), object())
