@@ -98,7 +98,6 @@ class StopSignal:
     ) -> None:  # fmt: skip
         self.status = status
         self.tell: Callable[[str, float], None] = lambda name, seconds: None  # Sends the seconds left to other ranks.
-        self.cut: Callable[[], None] = lambda: None  # Called in a thread when the round must end.
         self.leave: Callable[[], None] = lambda: None  # Tells other ranks that this rank may end.
         self._speaks, self._stop_within = speaks, stop_within
         self.names: dict[int, str] = {getattr(signal, name): name for name in names} | {signal.SIGINT: INTERRUPT}
@@ -222,9 +221,7 @@ class StopSignal:
             os.write(2, b"\nCtrl-C: the run ends with a checkpoint after this round; a second one ends it at once\n")
 
     def _cut(self) -> None:
-        was_cut, self.is_cut = self.is_cut, True
-        if not was_cut:
-            self.cut()
+        self.is_cut = True
 
     def _end(self) -> NoReturn:
         with contextlib.suppress(Exception):

@@ -74,14 +74,6 @@ def numbers(values: Iterable[float | torch.Tensor]) -> list[float]:
     return found
 
 
-def _by_name(ranks: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = defaultdict(list)
-    for rank in ranks:
-        for name, value in rank.items():
-            found[name].append(value)
-    return found
-
-
 class PhaseTimes:
     """Wall-clock seconds of each phase of an optimizer step. No second is counted twice."""
 
