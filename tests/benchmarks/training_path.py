@@ -292,8 +292,9 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         plan, tokens = planned(trainer), trainer.learner.rules.max_tokens
         matrices = Matrices.of(trainer.model)
         half = trainer.policy.model.dtype == torch.bfloat16 or trainer.args.bf16
-        exact = trainer.policy.model.dtype == trainer.engine.dtype == torch.float32 and not trainer.args.bf16
-        limit = (TOLERANCE[torch.float32] if exact else TOLERANCE_16_BIT) if options.sampled else 0.0
+        dtypes = {trainer.policy.model.dtype, *([trainer.engine.dtype] if trainer.engine else [])}
+        exact = dtypes == {torch.float32} and not trainer.args.bf16
+        limit = TOLERANCE[torch.float32] if exact else TOLERANCE_16_BIT
         asked_to_sleep, checkpointing = trainer.engine and trainer.engine.sleeps, trainer.args.checkpointing
     finally:
         trainer.close()
