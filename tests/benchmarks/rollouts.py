@@ -74,10 +74,8 @@ class Sampled:
         texts = [self.tokenizer.batch_decode(of_group, skip_special_tokens=True) for of_group in ids]
         return self.scorer.submit(groups, texts)
 
-    def judge(self, group: Any, rewards: torch.Tensor) -> Any:
-        from colograd.batch import ScoredGroup
-
-        return ScoredGroup(group, rewards, torch.zeros(len(rewards)))
+    def compute_advantages(self, group: Any, rewards: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(rewards))
 
 
 def trivial(completions: list[str], **kwargs: Any) -> list[float]:
@@ -143,7 +141,7 @@ def streamed(stages: Sampled, prompts: Sequence[Any]) -> tuple[list[list[tuple[i
     from colograd.rollout.rounds import PlainRound
     from colograd.rollout.stages import Stages
 
-    steps = Stages(stages.generate, stages.begin_score, stages.judge, stages.scorer.take_logged)
+    steps = Stages(stages.generate, stages.begin_score, stages.compute_advantages, stages.scorer.take_logged)
     scored = [*PlainRound(PhaseTimes()).draw([prompts], steps)[0].sampled]
     return [[tuple(r.completion_ids) for r in s.group.rollouts] for s in scored], scored
 
