@@ -110,9 +110,12 @@ def _fit(encode: Callable[[str], tuple[Any, list[int]]], tokens: int, generator:
         question = f"What is {generator.randrange(1, 10)} + {generator.randrange(1, 10)}? Give only the number."
         for ending in (question, question[8:], question[-8:], "Go."):
             words: list[str] = []
-            while len(encode(" ".join([*words, ending]))[1]) < tokens and len(words) <= 2 * tokens:
-                words.append(generator.choice(WORDS))
-            prompt, ids = encode(" ".join([*words, ending]))
+            prompt, ids = encode(ending)
+            most = max(len(encode(f"{word} {ending}")[1]) - len(ids) for word in WORDS)  # tokens of a word
+            while len(ids) < tokens and len(words) <= 2 * tokens:
+                # As many words as surely fit, because one by one a long prompt takes minutes.
+                words += generator.choices(WORDS, k=max((tokens - len(ids)) // most, 1))
+                prompt, ids = encode(" ".join([*words, ending]))
             if len(ids) == tokens:
                 return prompt
     return None

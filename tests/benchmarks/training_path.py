@@ -1,7 +1,7 @@
 """The training path on its own: seconds of a step, model FLOP utilisation, peak memory against the plan.
 
     python tests/benchmarks/training_path.py [--model M] [--set gradient_checkpointing=true] [--lora 16] [--sampled]
-        [--out F.json]
+        [--profile] [--out F.json]
 
 The real trainer runs some steps; the first one warms up. Without --sampled completions are made up, the same ones in
 every process, so that options can be compared: they are written as a run's journal, and replayed without an engine.
@@ -9,8 +9,9 @@ With --sampled the engine writes them, and its log-probabilities are compared wi
 vllm_enable_sleep_mode=true it prints the memory that the sleep gives back. With --copied-keys attention copies a
 prompt's keys for each of its completions, in every step, or in every second one: the others then read them in place,
 however short the prompt is, on completions of the same lengths. With --torch-backward, steps with copied keys have
-torch's own backward of attention too, which on a CPU without products of bfloat16 isn't what is run else. The formula
-of the FLOPs is in colograd/extensions/recording/utilisation.py.
+torch's own backward of attention too, which on a CPU without products of bfloat16 isn't what is run else. With
+--profile one more step runs under torch's profiler, which prints what the GPU's time goes to. The formula of the FLOPs
+is in colograd/extensions/recording/utilisation.py.
 
 Exit status 1 where a loss or gradient isn't finite, sampler and trainer disagree, or, on a GPU, more memory was taken
 than planned or the sleep gave too little back.
@@ -19,17 +20,19 @@ than planned or the sleep gave too little back.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
 import random
+import re
 import statistics
 import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,17 @@ from colograd.extensions.recording.utilisation import Matrices, Work, peak_of  #
 from colograd.policy import attention, merged_attention  # noqa: E402
 from colograd.policy.merged_attention import calls_at_once  # noqa: E402
 
+# Kinds of a GPU's kernels by their names; the first that matches counts.
+KINDS = {
+    "matrix products": r"gemm|nvjet|cutlass|xmma|splitK|mm$|linear",
+    "attention": r"flash|fmha|attention",
+    "the head's two kernels": r"_add_tile|_turn_to_gradient",
+    "copies and casts": r"copy|Memcpy|Memset|CatArray|fill|clone",
+    "norms, sums": r"reduce|norm|sum",
+    "gathering and scattering": r"index|gather|scatter|embedding",
+    "element-wise": r"elementwise|vectorized|unrolled|triton|mul|add|silu",
+    "others": r"",
+}
 DIFFERENCE = "sampling/sampling_logp_difference"
 GIVEN_BACK = 0.9  # Least share of the KV cache that a sleep must free.
 EVERYTHING = 2**30  # Tokens of a window that hides nothing. With a window flash attention gathers all keys.
@@ -70,8 +84,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lora", type=int, default=0, metavar="R", help="train an adapter of rank R on all layers")
     parser.add_argument("--copied-keys", choices=("never", "always", "turns"), default="never", help="in attention")
     parser.add_argument("--torch-backward", action="store_true", help="of attention, in steps with copied keys")
+    parser.add_argument("--profile", action="store_true", help="one more step, with the kernels of its training")
     parser.add_argument("--out", type=Path, metavar="F.json", help="write the figures as JSON")
     options = parser.parse_args(argv)
+    options.all_steps = options.steps + options.profile
     if options.copied_keys == "turns" and options.steps < 3:
         parser.error(f"--steps is {options.steps}, but the first warms up, and turns are two: at least 3")
     if options.steps < 2:
@@ -140,6 +156,7 @@ class Watch:
         self.last = self.sampling_peak = 0.0
         self.processor = self.processor_s = 0.0  # at the start of the present training, and of the last one
         self.copies = False
+        self.kernels: list[tuple[str, float, int]] = []  # of the profiled training: name, seconds, calls
 
     def begin_training(self, rows: Any, copies: bool) -> None:
         self.copies = copies
@@ -150,6 +167,20 @@ class Watch:
 
     def end_training(self) -> None:
         self.processor_s = time.process_time() - self.processor
+
+    @contextlib.contextmanager
+    def profiled(self) -> Iterator[None]:
+        """Record the kernels that a training runs on the GPU, or its operators on a CPU."""
+        from torch.profiler import ProfilerActivity, profile
+
+        kind = ProfilerActivity.CUDA if self.memory.cuda else ProfilerActivity.CPU
+        time_of = "self_device_time_total" if self.memory.cuda else "self_cpu_time_total"
+        with profile(activities=[kind]) as found:
+            yield
+            if self.memory.cuda:
+                torch.cuda.synchronize()
+        events = [(event.key, getattr(event, time_of) / 1e6, event.count) for event in found.key_averages()]
+        self.kernels = sorted((event for event in events if event[1] > 0), key=lambda event: -event[1])
 
     def step(self, metrics: dict[str, Any]) -> None:
         """An optimizer step has ended."""
@@ -183,7 +214,7 @@ def make_config(options: argparse.Namespace, folder: str) -> Any:
         "prompts_per_step": options.prompts_per_step,
         "max_completion_length": options.completion_tokens,
         "generation_kwargs": {"ignore_eos": True},
-        "max_steps": options.steps,
+        "max_steps": options.all_steps,
         "logging_steps": 1,
         "save_strategy": "no",
         "report": False,
@@ -227,9 +258,12 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
             merged_attention.slow = (lambda _: False) if copies and options.torch_backward else own_slow
             if options.copied_keys == "turns":
                 attention._in_place_from = 0
-            watch.begin_training(inputs.rows, copies)
-            loss = super().training_step(model, inputs, num_items_in_batch)
-            watch.end_training()
+            with contextlib.ExitStack() as profiled:
+                if options.profile and len(watch.steps) == options.all_steps - 1:
+                    profiled.enter_context(watch.profiled())
+                watch.begin_training(inputs.rows, copies)
+                loss = super().training_step(model, inputs, num_items_in_batch)
+                watch.end_training()
             return loss
 
         def report_step(self, metrics: Any) -> None:  # a replay logs no step
@@ -240,7 +274,7 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             watch.last = time.perf_counter()
 
-    count = options.prompts_per_step * options.steps
+    count = options.prompts_per_step * options.all_steps
     tokenizer, config = AutoTokenizer.from_pretrained(options.model), make_config(options, folder)
     prompts = make_prompts(tokenizer, options.prompt_tokens, count, seed=0)
     rows = Dataset.from_list([{"prompt": prompt, "signal": True} for prompt in prompts])
@@ -248,7 +282,7 @@ def make_trainer(options: argparse.Namespace, folder: str, watch: Watch) -> Any:
     if not options.sampled:
         run = Path(folder) / "recorded"
         write_journal(run, config, rows, tokenizer, options.full_length, options.copied_keys == "turns")
-        recorded = {"replay": Replay(run, 1, options.steps)}
+        recorded = {"replay": Replay(run, 1, options.all_steps)}
     trainer = Watched(
         model=options.model,
         reward_funcs=hash_reward,
@@ -298,7 +332,7 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         asked_to_sleep, checkpointing = trainer.engine and trainer.engine.sleeps, trainer.args.checkpointing
     finally:
         trainer.close()
-    steps = watch.steps[1:]
+    steps = watch.steps[1 : options.steps]
     found = summary(steps, matrices, peak_of(machine()) if half else None)
     if options.copied_keys == "turns":
         found["in_turns"] = in_turns(steps, "time/train" if watch.memory.cuda else "processor")
@@ -311,6 +345,8 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         "sampling": max(step["sampling_peak"] for step in steps) - base,
         "training": max(step["training_peak"] for step in planned_for) - base - slept,
     }
+    if watch.kernels:
+        found["kernels"] = watch.kernels
     if watch.sleeps:
         found["given_back"] = min(watch.sleeps)
     if options.sampled:
@@ -383,6 +419,15 @@ def faults(found: dict[str, Any], steps: Sequence[dict[str, Any]], on_gpu: bool)
     return said
 
 
+def kinds_of(kernels: Sequence[tuple[str, float, int]]) -> list[tuple[str, float, int]]:
+    """Seconds and calls by `KINDS`, the longest first."""
+    sums = dict.fromkeys(KINDS, (0.0, 0))
+    for name, seconds, calls in kernels:
+        kind = next(kind for kind, pattern in KINDS.items() if re.search(pattern, name))
+        sums[kind] = sums[kind][0] + seconds, sums[kind][1] + calls
+    return sorted(((kind, *both) for kind, both in sums.items() if both[1]), key=lambda row: -row[1])
+
+
 def report(found: dict[str, Any], settings: dict[str, Any]) -> str:
     """The figures as Markdown."""
     rows = [
@@ -407,6 +452,8 @@ def report(found: dict[str, Any], settings: dict[str, Any]) -> str:
         rows.append(["GB that a sleep gives back", f"{found['given_back'] / GB:.2f}"])
     if "difference" in found:
         rows.append(["sampler/trainer, nats on average", f"{found['difference']['mean']:.4f}"])
+    kernels = kinds_of(found.get("kernels", []))
+    rows += [[f"{kind}, ms of the profiled training (calls)", f"{1000 * s:.1f} ({n:,})"] for kind, s, n in kernels]
     head = (
         f"{settings['model']}, {settings['machine']}: {settings['prompts_per_step']} prompts of "
         f"{settings['prompt_tokens']} tokens x {settings['num_generations']} completions of at most "

@@ -38,7 +38,6 @@ from ...rollout.record_file import Record, RecordFile, read_records
 from ...usercode.calls import Outcome, place_in
 from ...usercode.untrusted import clean, own_copy
 from .context import ChatFormat
-from .endpoint import Endpoint, served
 from .engine.chat_api import ChatAPI
 from .programs import CommandProgram, FunctionProgram
 from .session import AgentSettings, Session, WorkQueue
@@ -184,6 +183,8 @@ class AgentSessions:
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
         """See `RolloutSource.generate`. The seed of a request depends on the session and the context, not on time."""
+        from .endpoint import Endpoint, served  # with a web server, which takes a moment to import
+
         self.engine.require(version)
         if not prompts:  # in an evaluation a rank may have no prompts
             return
