@@ -1,8 +1,8 @@
 """The token budget: the maximum tokens of a micro-batch, measured once on a GPU, and halved if memory runs out.
 
 The optimizer step doesn't depend on the budget. `max_tokens_per_microbatch: auto` measures the peak memory of dummy
-rows of growing length, and fits a line. The budget fills `SHARE` of the memory that policy, engine and optimizer state
-leave free.
+rows of growing length beside all gradients, and fits a line. The budget fills `SHARE` of the memory that policy,
+engine and optimizer state leave free.
 """
 
 from __future__ import annotations
@@ -85,10 +85,11 @@ def measure(
         peaks = []
         for of in shapes:
             row = dummy_row(tokens, of, device)
-            torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
             peaks.append(math.inf)
             with contextlib.suppress(torch.OutOfMemoryError):
+                train(dummy_row(STEP, of, device))  # A step's later micro-batches start with gradients.
+                torch.cuda.reset_peak_memory_stats(device)
                 train(row)
                 peaks[-1] = torch.cuda.max_memory_allocated(device) - before
             clean()
