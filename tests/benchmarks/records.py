@@ -274,8 +274,6 @@ measures the rows on this machine's GPU and writes them here:
 
 ```bash
 make records                                  # all rows, each within 10 or 20 minutes
-make records ARGS="--only prime-rl"           # the rows whose names begin so
-make records ARGS="--device cpu"              # a tiny form of each on a CPU: does the row work?
 ```"""
 MARKERS = ("<!-- records: written by tests/benchmarks/records.py (make records) -->", "<!-- end of records -->")
 NOT_YET = "-"
