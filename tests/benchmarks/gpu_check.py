@@ -197,12 +197,14 @@ def checks(model: str, recipe: str, device: str) -> list[Check]:
         str(HERE / "tail.py"), "--model", model, "--device", device, "--pairs", str(sizes.trials), "--measured",
         *map(str, sizes.tail),
     )  # fmt: skip
+    features = (str(HERE / "features.py"), *(("--device", "cpu", "--only", "bfloat16") if on_cpu else ()))
     sleep = ("--sampled", "--set", "vllm_enable_sleep_mode=true")
     full = ("--prompt-tokens", str(sizes.long_prompt), "--full-length", "--steps", "2")
     options = {name: given for name, given in OPTIONS.items() if not on_cpu or name in ON_CPU}
     return [
         Check("doctor", doctor, 60, tell_doctor, writes=False),
         Check("gpu tests", gpu_tests(only_collect=on_cpu), 60, last_line, writes=False),
+        Check("features", features, 200, tell_features),
         Check("training", (*path, "--sampled"), 90, tell_training),
         Check("memory", (*path, *full), 30, tell_memory),
         Check("sleep and wake", (*path, *sleep), 60, tell_sleep),
@@ -252,6 +254,13 @@ def last_line(said: str, figures: Mapping[str, Any]) -> str:
 def tell_doctor(said: str, figures: Mapping[str, Any]) -> str:
     lines = [line.removesuffix(": ok") for line in said.splitlines() if line.startswith("sampler/trainer")]
     return "; ".join([last_line(said, figures), *lines])
+
+
+def tell_features(said: str, figures: Mapping[str, Any]) -> str:
+    skipped = [result["case"] for result in figures["results"] if "skipped" in result]
+    return f"{len(figures['results']) - len(skipped)} features trained tiny models" + (
+        f", without {', '.join(skipped)}" if skipped else ""
+    )
 
 
 def tell_training(said: str, figures: Mapping[str, Any]) -> str:

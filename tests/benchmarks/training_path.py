@@ -52,8 +52,8 @@ from colograd.policy.merged_attention import calls_at_once  # noqa: E402
 
 # Kinds of a GPU's kernels by their names; the first that matches counts.
 KINDS = {
+    "attention": r"flash|fmha|attention",  # before the products, because flash kernels name cutlass
     "matrix products": r"gemm|nvjet|cutlass|xmma|splitK|mm$|linear",
-    "attention": r"flash|fmha|attention",
     "the head's two kernels": r"_add_tile|_turn_to_gradient",
     "copies and casts": r"copy|Memcpy|Memset|CatArray|fill|clone",
     "norms, sums": r"reduce|norm|sum",
