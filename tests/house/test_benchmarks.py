@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,26 @@ def test_reward_models_give_the_same_rewards_each_way(tiny_model: Path, tmp_path
     said = forked("reward_models", *sizes, "--out", tmp_path / "f.json")
     assert said.count("\n| ") == 5  # header, rule, three ways
     assert all(json.loads((tmp_path / "f.json").read_text())[f"processor_s.{way}"] > 0 for way in ("at_once", "padded"))
+
+
+def test_training_is_measured_and_profiled_without_an_engine(tiny_model: Path, tmp_path: Path) -> None:
+    sizes = ("--prompt-tokens", "70", "--completion-tokens", "16", "--num-generations", "4", "--prompts-per-step", "2")
+    said = forked("training_path", "--model", tiny_model, *sizes, "--profile", "--out", tmp_path / "f.json")
+    assert "| attention, ms of the profiled training (calls) |" in said
+    found = json.loads((tmp_path / "f.json").read_text())
+    assert found["faults"] == [] and found["kernels"] and len(found["steps"]) == 4
+
+
+def test_a_long_prompt_takes_few_encodings() -> None:
+    """A token per letter: words of 4 to 6 tokens."""
+    calls = []
+
+    def encode(text: str) -> tuple[str, list[int]]:
+        calls.append(text)
+        return text, list(text.encode())
+
+    prompt = side_by_side._fit(encode, 4096, random.Random(0))
+    assert prompt is not None and len(prompt) == 4096 and len(calls) < 300
 
 
 @pytest.mark.slow
