@@ -272,7 +272,8 @@ class SampledStep:
     sampled: tuple[ScoredGroup, ...]  # Groups sampled for the step, dropped ones included; metrics and logs count them.
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, because torch 2.11 compiles a layer again if a field of a frozen argument has changed (`torch_compile`).
+@dataclass(unsafe_hash=True, slots=True)
 class SegmentLayout:
     """The segments (prompts and completions) of a packed row, and the earlier segments that each one attends to.
 
