@@ -8,7 +8,6 @@ earlier answers. Each session (`session`) becomes a `Rollout` with branches (`tr
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "add_advantages": "turn_rewards:with_turn_rewards",
-    "part_rewards": "turn_rewards:split",
     "source": "feature:AgentFeature",
     "stages": "turn_rewards:agent_stages",
 }
