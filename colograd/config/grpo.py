@@ -160,6 +160,8 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         self.disable_tqdm: bool = bool(self.disable_tqdm)  # None would hide bars, because the log level is ERROR.
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
+        if self.metric_for_best_model is not None:
+            registry.require("best_model", f"metric_for_best_model: {self.metric_for_best_model}")
         compiled["torch_compile"] = any(compiled.values())  # A set backend or mode means compilation.
         for name, value in compiled.items():
             setattr(self, name, value)

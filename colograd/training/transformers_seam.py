@@ -47,11 +47,6 @@ MISSING = object()
 DRIVEN_BY_METRICS = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
 
 
-def best_metric(args: GRPOConfig) -> str:
-    """Return the name that ``metric_for_best_model`` has in an evaluation's metrics: with the prefix ``eval_``."""
-    return f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
-
-
 class CheckpointConfig:
     """The original values of a model's configuration and generation configuration, to restore later.
 
