@@ -64,10 +64,10 @@ class RewardKnobs:
 class AdvantageKnobs:
     """Settings of advantages."""
 
-    dynamic_sampling: bool = knob(False)
+    dynamic_sampling: bool = knob(False, extension="dynamic_sampling")
     """Draw more prompts until a step has its number of groups with a reward difference (DAPO). Reward metrics cover all
     samples."""
-    dynamic_sampling_max_rounds: int = knob(10, at_least=1)
+    dynamic_sampling_max_rounds: int = knob(10, at_least=1, extension="dynamic_sampling")
     """Maximum number of further draws; then the step trains on fewer groups."""
     scale_rewards: str = knob(
         "group",

@@ -13,7 +13,7 @@ from httpx import HTTPError
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.optimization import GreedyLR
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, SCHEDULER_NAME
+from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
@@ -107,10 +107,6 @@ class SeamTrainer(Trainer):
         self.recorder: NoRecord = next(filter(None, (make(self) for make in hooks("recorder"))), None) or NoRecord()
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
-        if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:  # notebooks show Colograd's table of rewards
-            from ..reporting.notebook import RewardTable
-
-            self.add_callback(RewardTable())
         for callback in (self.checkpointer, self.console, self.recorder):
             self.add_callback(callback)
 

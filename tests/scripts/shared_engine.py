@@ -29,6 +29,7 @@ from colograd.data import PromptRules
 from colograd.engine.sampling import Sampling
 from colograd.engine.vllm_engine import VLLMEngine
 from colograd.extensions.custom_rollouts.source import CustomRollouts
+from colograd.extensions.dynamic_sampling.rounds import DynamicRound
 from colograd.extensions.tools.conversations import Conversations
 from colograd.extensions.tools.tool_format import ToolCall, ToolFormat
 from colograd.extensions.tools.toolbox import Toolbox
@@ -36,7 +37,6 @@ from colograd.parallel import faults
 from colograd.parallel.ranks import on_all_ranks
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Scorer, resolve_rewards
-from colograd.rollout.rounds import DynamicRound
 from colograd.rollout.stages import Stages
 from colograd.runtime import process, registry
 
