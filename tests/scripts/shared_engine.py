@@ -29,7 +29,6 @@ from colograd.data import PromptRules
 from colograd.engine.sampling import Sampling
 from colograd.engine.vllm_engine import VLLMEngine
 from colograd.extensions.custom_rollouts.source import CustomRollouts
-from colograd.extensions.dynamic_sampling.rounds import DynamicRound
 from colograd.extensions.tools.conversations import Conversations
 from colograd.extensions.tools.tool_format import ToolCall, ToolFormat
 from colograd.extensions.tools.toolbox import Toolbox
@@ -104,6 +103,8 @@ class Cases:
             return rewards[:, 0] - rewards[:, 0].mean()
 
         stages = Stages(self.write, begin, judge)
+        from colograd.extensions.dynamic_sampling.rounds import DynamicRound
+
         own = DynamicRound(PhaseTimes(), False, 6, lambda drawn, count: self.prompts(100 + drawn, count))
         (step,) = own.draw([self.prompts()], stages)
         return [scored.group for scored in step.kept]
