@@ -8,6 +8,7 @@ earlier answers. Each session (`session`) becomes a `Rollout` with branches (`tr
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "add_advantages": "turn_rewards:with_turn_rewards",
+    "riders": "branches:Branches",
     "source": "feature:AgentFeature",
     "stages": "turn_rewards:agent_stages",
 }
