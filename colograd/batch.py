@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .riders import Media, Rider, RowRider, Span
+from .riders import Media, Rider, RowRider, Segment
 from .riders import first as first_rider
 
 
@@ -166,15 +166,15 @@ class Rollout(_WithPrompt):
         return dataclasses.replace(self, riders=(*self.riders, *riders))
 
     @property
-    def spans(self) -> tuple[Span, ...]:
+    def segments(self) -> tuple[Segment, ...]:
         """The parts of the completion. A completion is one part, unless a rider divides it."""
-        divided = next(filter(None, (rider.spans() for rider in self.riders)), None)
-        return divided or (Span(len(self.input), len(self.completion_ids)),)
+        divided = next(filter(None, (rider.segments() for rider in self.riders)), None)
+        return divided or (Segment(len(self.input), len(self.completion_ids)),)
 
     @property
     def sequence_tokens(self) -> int:
         """Number of tokens of the completion's sequences. A token that n sequences share counts n times."""
-        return sum(span.context + span.length for span in self.spans if span.ends)
+        return sum(one.context + one.length for one in self.segments if one.ends)
 
 
 @dataclass(frozen=True, slots=True)

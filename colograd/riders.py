@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .batch import MicroBatch, ModelInput, PackedRow, Rollout
 
 
-class Span(NamedTuple):
+class Segment(NamedTuple):
     """A part of a completion: consecutive tokens that attend to the same earlier tokens."""
 
     context: int  # Number of earlier tokens, of the prompt and of other parts, that the part attends to.
@@ -39,7 +39,7 @@ class Rider:
         """Return a rollout's metrics in two dicts: values to sum over rollouts, and values to take the maximum of."""
         return {}, {}
 
-    def spans(self) -> tuple[Span, ...]:
+    def segments(self) -> tuple[Segment, ...]:
         """Return the parts of the completion, in its order, if the rider divides it. Then the rider's `RowRider` lays
         out these parts in `applied`."""
         return ()

@@ -143,9 +143,6 @@ class Scorer:
         self.check = checked_values  # An extension may convert other values to numbers here.
         # `on_call` gets a function's name, the start and end of a call in seconds, and the number of completions.
         self.on_call: Callable[[str, float, float, int], None] | None = None
-        # Lends a user's environments to conversations, and takes them back after scoring: `begin_scoring(groups)`,
-        # `end_scoring(groups)`. `extensions.tools.environments.Environments` or None.
-        self.environments: Any = None
         self._told_late: set[str] = set()
         self._state: tuple[Any, Any] = ((), None)  # Key of the copied trainer state (step, epoch, ...), and the copy.
         self._pickled: tuple[Any, bytes] = ((), b"")  # Key and pickle of the trainer state for workers.
@@ -167,8 +164,6 @@ class Scorer:
         a future. Sync functions that run in this process finish before `submit` returns."""
         calls: list[Future[Outcome]] = []
         scoring, completions = Scoring(self, groups, calls), sum(map(len, texts))
-        if self.environments is not None:
-            self.environments.begin_scoring(groups)
         try:
             for reward in self.rewards:
                 calls.append(self._begin_call(reward, groups, texts, trainer_state))
@@ -177,17 +172,6 @@ class Scorer:
         except RewardError:
             scoring.cancel()
             raise
-        if (lender := self.environments) is not None:  # Only functions in this process use environments.
-            pairs = [pair for pair in zip(self.rewards, calls, strict=True) if pair[0].name not in self._pool]
-            here = iter([call for reward, call in pairs if not isinstance(reward.function, ModelReward)])
-
-            def end_with_last(ended: Any = None) -> None:
-                if (call := next(here, None)) is None:
-                    lender.end_scoring(groups)
-                else:
-                    call.add_done_callback(end_with_last)
-
-            end_with_last()
         return scoring
 
     def outcome_of(self, name: str, call: Future[Outcome], position: int, completions: int) -> Outcome:

@@ -95,7 +95,6 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         needs_none = not (functions or weights) and any(allows(args) for allows in registry.hooks("without_rewards"))
         rewards = [] if needs_none else resolve_rewards(functions, weights)
         scorer = Scorer(rewards, args.reward_workers, args.reward_timeout, args.reward_on_error, on_gpu=not args.on_cpu)
-        scorer.environments = feature.lender
         closing.callback(scorer.close)
         watchdog.progress("loading the model")
         policy = load_policy(given.model, given.processing_class, args, given.peft_config, given.has_images)
@@ -226,7 +225,8 @@ def engine_context(policy: Policy, args: GRPOConfig, context: int | None) -> int
 
 def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
     """Yield a warning if the model has a chat template, but the first prompt is plain text without special tokens."""
-    prompt, tokenizer = prompts.first(1)[0].example["prompt"], policy.tokenizer
+    row = prompts[0] if isinstance(prompts, PromptDataset) else prompts.first(1)[0].example
+    prompt, tokenizer = row["prompt"], policy.tokenizer
     if not isinstance(prompt, str) or not getattr(tokenizer, "chat_template", None):
         return
     if not any(token in prompt for token in tokenizer.all_special_tokens):

@@ -14,7 +14,7 @@ import torch
 
 from ...batch import MicroBatch, PackedRow, Rollout, SegmentLayout
 from ...policy.sending import to_device_async
-from ...riders import Rider, RowRider, Span
+from ...riders import Rider, RowRider, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class Branches(Rider):
 
     KEY = "branches"
 
-    def spans(self) -> tuple[Span, ...]:
+    def segments(self) -> tuple[Segment, ...]:
         contexts, parents = list[int](), {branch.after for branch in self.branches}
         for branch in self.branches:
             parent = branch.after
             contexts.append(branch.prompt if parent is None else contexts[parent] + self.branches[parent].length)
         pairs = enumerate(zip(contexts, self.branches, strict=True))
-        return tuple(Span(context, branch.length, index not in parents) for index, (context, branch) in pairs)
+        return tuple(Segment(context, branch.length, index not in parents) for index, (context, branch) in pairs)
 
     @classmethod
     def of_row(cls, row: PackedRow) -> RowBranches:

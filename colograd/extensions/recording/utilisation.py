@@ -79,7 +79,7 @@ class Work:
     @classmethod
     def of_rows(cls, rows: Iterable[Any]) -> Work:
         def lengths(rollouts: Any) -> list[tuple[int, int]]:
-            return [(span.context, span.length) for rollout in rollouts for span in rollout.spans]
+            return [(one.context, one.length) for rollout in rollouts for one in rollout.segments]
 
         parts = (part.rollouts for row in rows for part in row.parts)
         return cls.of((len(rollouts[0].input), lengths(rollouts)) for rollouts in parts)
