@@ -231,11 +231,6 @@ class DistillationKnobs:
         return {} if models is None else models if isinstance(models, dict) else {"": models}
 
     @property
-    def names_teachers(self) -> bool:
-        """Whether there are several named teachers, so that each prompt's row must name its teacher."""
-        return isinstance(self.teacher_model_name_or_path, dict)
-
-    @property
     def distils(self) -> bool:
         """Whether a teacher is set."""
         return self.teacher_model_name_or_path is not None

@@ -283,8 +283,7 @@ class Recorder(NoRecord):
         chosen = chosen_groups(totals, trainer, self.args.report_groups)
         names, masked = self.trainer.learner.reward_names, self.args.mask_truncated_completions
         notes = shown_notes(chosen, step, purpose, names, trainer, self._token_texts, masked)
-        groups = [RewardedGroup(scored.group, scored.rewards, scored.logged) for scored, _ in chosen]
-        show(self._store, notes, groups)
+        show(self._store, notes, [RewardedGroup(scored.group, scored.rewards, scored.logged) for scored, _ in chosen])
 
 
 def recorder_of(trainer: Any) -> Recorder | None:

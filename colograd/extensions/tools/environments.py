@@ -237,8 +237,8 @@ def begin_lent(environments: Environments, begin: BeginScore, groups: Sequence[G
     pending, here = begin(groups), iter(list[Future[Any]]())
     if isinstance(pending, Scoring):
         pairs = zip(pending.scorer.rewards, pending.calls, strict=True)
-        pairs = (pair for pair in pairs if not isinstance(pair[0].function, ModelReward))
-        here = iter([call for _, call in pairs if not isinstance(call, WorkerCall)])
+        alone = [call for reward, call in pairs if not isinstance(reward.function, ModelReward)]
+        here = iter([call for call in alone if not isinstance(call, WorkerCall)])
 
     def end_with_last(ended: Any = None) -> None:
         if (call := next(here, None)) is None:
