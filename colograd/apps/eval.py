@@ -24,7 +24,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -214,6 +213,7 @@ def prepare(
     from ..policy.lora import adapter_folder
     from ..reporting.console import Console
     from ..runtime.hub import check_model_name
+    from ..training.assembly import engine_alone
 
     _, config, of_model, _ = parse_arguments(["--output_dir", scratch, *SET, "--dtype", "auto", *flags])
     config.resolve_loading(**of_model.init_kwargs())
@@ -258,40 +258,6 @@ def prepare(
         print("".join(f"{part.dropped_line()}\n" for part in made.values() if part.dropped), end="")
     host = Host(config, engine, tokenizer, Console(enabled=is_main, bars=True), 0)
     return host, made, {"model": model, "request": request, "results": done}
-
-
-def engine_alone(
-    config: Any, model: str, model_config: Any, end_tokens: tuple[int, ...], length: int, sequences: int,
-    closing: ExitStack,
-) -> Any:  # fmt: skip
-    """Build a vLLM engine with a checkpoint's weights and without a policy, for benchmarks. A collective call."""
-    import psutil
-    import torch
-
-    from ..engine.protocol import EngineUse
-    from ..engine.vllm_engine import VLLMEngine
-    from ..memory.shape import CacheNeed, Shape
-    from ..memory.table import CPU_SHARE
-    from ..parallel.ranks import on_all_ranks
-    from ..runtime import process
-
-    dtype = model_config.dtype if isinstance(model_config.dtype, torch.dtype) else torch.bfloat16
-    if (given := dict(config.model_init_kwargs or {}).get("dtype", "auto")) != "auto":
-        dtype = getattr(torch, str(given).removeprefix("torch."))
-    kv_bytes = 0  # 0 lets vLLM choose the size of the KV cache on a GPU
-    with on_all_ranks("the engine"):
-        if config.on_cpu:
-            ranks = config.vllm_tensor_parallel_size
-            need = CacheNeed.of(
-                Shape.of(model_config.get_text_config()).split(ranks), dtype.itemsize, length, min(sequences, 256)
-            )
-            available = psutil.virtual_memory().available // process.local_world_size()
-            kv_bytes = max(need.least, min(need.wanted, available // CPU_SHARE))
-    use = EngineUse(end_tokens=end_tokens, sequences=sequences, model_config=model_config)
-    engine = VLLMEngine(model, config, dtype, length, kv_bytes, use)
-    closing.callback(engine.close)
-    engine.stamp(0)
-    return engine
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
+import torch
 
 from ..batch import ModelInput
 from ..config import GRPOConfig
@@ -17,7 +19,8 @@ from ..engine.vllm_engine import VLLMEngine
 from ..memory.choice import auto, least_checkpointing, plan_or_raise
 from ..memory.description import RunDescription, Workload, describe_run, own_devices
 from ..memory.device_turns import DeviceTurns
-from ..memory.table import MemoryPlan
+from ..memory.shape import CacheNeed, Shape
+from ..memory.table import CPU_SHARE, MemoryPlan
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.layers import check_compiled, compile_layers, forget_compiled
 from ..policy.lora import unwrap
@@ -118,6 +121,30 @@ def assemble(
     apart = plan.policy_weights if config.cuts_weights else bytes_apart(policy.model, engine.tensors)
     plan = plan.with_engine(engine.weight_bytes, apart, engine.kv_tokens)
     return Assembly(plan, others, engine, weights, DeviceTurns(engine, config, times))
+
+
+def engine_alone(
+    config: GRPOConfig, model: str, model_config: Any, end_tokens: tuple[int, ...], length: int, sequences: int,
+    closing: ExitStack,
+) -> Engine:  # fmt: skip
+    """Build a vLLM engine with a checkpoint's weights and without a policy, for benchmarks. A collective call."""
+    dtype = model_config.dtype if isinstance(model_config.dtype, torch.dtype) else torch.bfloat16
+    if (given := dict(config.model_init_kwargs or {}).get("dtype", "auto")) != "auto":  # type: ignore[arg-type]
+        dtype = getattr(torch, str(given).removeprefix("torch."))
+    kv_bytes = 0  # 0 lets vLLM choose the size of the KV cache on a GPU
+    with on_all_ranks("the engine"):
+        if config.on_cpu:
+            ranks = config.vllm_tensor_parallel_size
+            need = CacheNeed.of(
+                Shape.of(model_config.get_text_config()).split(ranks), dtype.itemsize, length, min(sequences, 256)
+            )
+            available = psutil.virtual_memory().available // process.local_world_size()
+            kv_bytes = max(need.least, min(need.wanted, available // CPU_SHARE))
+    use = EngineUse(end_tokens=end_tokens, sequences=sequences, model_config=model_config)
+    engine = VLLMEngine(model, config, dtype, length, kv_bytes, use)
+    closing.callback(engine.close)
+    engine.stamp(0)
+    return engine
 
 
 def resolve_by_memory(config: GRPOConfig, prepared: PreparedRun, samples: bool = True) -> None:
