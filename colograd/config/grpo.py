@@ -184,7 +184,6 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
             needed = OF_LOSS.search(str(self.metric_for_best_model or "")) is not None
             self.loss_eval = needed or self.temperature_eval in (None, self.temperature)
         self._check_ranks()
-        self._check_sequences()
         for check in registry.hooks("check_settings"):  # Each function (config) -> None checks an extension's settings.
             check(self)
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high

@@ -28,7 +28,7 @@ from ..parallel.faults import ends_together
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.loading import Policy
 from ..reporting.console import Console
-from ..reporting.events import NoRecord, Spare, spare_from_trackers
+from ..reporting.events import NoRecord
 from ..reporting.metrics import PhaseTimes
 from ..rewards import RewardFunction
 from ..rollout.rounds import PlainRound
@@ -133,7 +133,8 @@ class SeamTrainer(Trainer):
                 return checkpoint, TrainOutput(state.global_step, 0.0, {})
         self.checkpointer.begin(checkpoint)
         self._open_records(checkpoint, search.is_wanted(wanted))
-        spare_from_trackers(self.callback_handler.callbacks, Spare(self.console.warn))
+        for guard in hooks("guard_callbacks"):
+            guard(self)
         return checkpoint, None
 
     @ends_together("the evaluation")
