@@ -197,11 +197,6 @@ class GRPOTrainer(TrainerBase):
             self.console.say(line)
         for line in built.warnings(args, task):
             self.console.warn(line)
-        if (size := args.sequence_parallel_size) > 1 and "compute_loss" in self.replaced:
-            self.console.warn(
-                f"loss: {size} ranks call compute_loss on each row; a term with a gradient that doesn't come from "
-                f"policy_logprobs counts {size} times: divide it by {size}"
-            )
         args.freeze()
 
     def _make_sampler(self, task: PreparedRun) -> Sampler:

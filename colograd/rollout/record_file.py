@@ -56,7 +56,7 @@ class RecordFile:
         self.path, self.positions, end = path, set[int](), len(MAGIC)  # `positions` has the positions of all records.
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "r+b" if path.is_file() else "w+b")  # noqa: SIM115 (closed by `close`)
-        for position, length, size, raw in _heads(self._file):
+        for position, length, size, raw in heads(self._file):
             if _head(position, self._file.read(length), size) != raw:
                 break
             self.positions.add(position)
@@ -101,7 +101,7 @@ def read_records(
     false, or if the record has more than ``largest`` uncompressed bytes."""
     packing = pa.Codec("zstd")
     with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as file:
-        for position, length, size, raw in _heads(file):
+        for position, length, size, raw in heads(file):
             if not wanted(position) or size > largest:
                 continue
             packed = file.read(length)
@@ -116,16 +116,7 @@ def read_records(
             yield Record(position, content)
 
 
-def positions(file: BinaryIO, start: int = 0) -> tuple[list[int], int]:
-    """Return the positions of the records from byte ``start`` on, and the last record's end. Checks no checksums."""
-    found, end = [], start
-    for position, length, _, _ in _heads(file, start):
-        found.append(position)
-        end = file.tell() + length
-    return found, end
-
-
-def _heads(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, int, int, bytes]]:
+def heads(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, int, int, bytes]]:
     """Yield (position, compressed bytes, uncompressed bytes, raw header) of each record, with the file positioned at
     the record's content. A damaged length can't exhaust memory, because the file's size and GROWTH bound lengths."""
     end = file.seek(0, os.SEEK_END)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...rollout.record_file import TABLE, Record, RecordFile, read_records
+from ...rollout.record_file import TABLE, Record, RecordFile, heads, read_records
 
 if TYPE_CHECKING:
     from ...rollout.group_records import RewardedGroup
@@ -57,6 +57,15 @@ def kept_records(folder: Path) -> list[Path]:
         with contextlib.suppress(pa.ArrowException, *NONSENSE):
             keep_shown(path)
     return [*folder.glob(f"*{SHOWN}")]
+
+
+def record_positions(file: BinaryIO, start: int = 0) -> tuple[list[int], int]:
+    """Return the positions of the records from byte ``start`` on, and the last record's end. Checks no checksums."""
+    found, end = [], start
+    for position, length, _, _ in heads(file, start):
+        found.append(position)
+        end = file.tell() + length
+    return found, end
 
 
 def steps_of(positions: list[int]) -> set[int]:
