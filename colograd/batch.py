@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .riders import Media, Rider, RowRider
+from .riders import Media, Rider, RowRider, Segment
 from .riders import first as first_rider
 
 
@@ -133,23 +133,6 @@ TEACHER = "teacher"  # Dataset column with the name of the prompt's teacher mode
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
-    """Consecutive tokens of a completion that is a tree, such as an agent's session with several contexts.
-
-    The branches lie one after the other in `Rollout.completion_ids`; a parent lies before its children. In this
-    example the agent called the model with the whole prompt 11 12 13 (branch 0) and continued that context (branch 1).
-    Then the agent called the model with only the prompt's first two tokens (branch 2):
-
-        completion_ids   21 22 | 31 32 | 41 42
-        branches         Branch(2, prompt=3), Branch(2, after=0), Branch(2, prompt=2)
-    """
-
-    length: int  # Number of tokens in the branch.
-    after: int | None = None  # Index of the parent branch. None means that the prompt is the parent.
-    prompt: int = 0  # Number of prompt tokens that the branch attends to, if the prompt is its parent.
-
-
-@dataclass(frozen=True, slots=True)
 class Rollout(_WithPrompt):
     """One completion with the data that sampling recorded.
 
@@ -168,7 +151,6 @@ class Rollout(_WithPrompt):
     policy_version: int  # Optimizer step of the engine's weights when the completion's group was finished.
     messages: tuple[dict[str, Any], ...] = ()  # Messages of a conversation after the prompt. Empty for plain text.
     columns: Mapping[str, Any] = field(default_factory=dict)  # Columns of this completion for the reward functions.
-    branches: tuple[Branch, ...] = ()  # Branches of a completion that is a tree. Empty means that it isn't a tree.
     riders: tuple[Rider, ...] = ()  # Riders: data of extensions that travels with the completion.
 
     def get(self, kind: type[T]) -> T | None:
@@ -184,25 +166,15 @@ class Rollout(_WithPrompt):
         return dataclasses.replace(self, riders=(*self.riders, *riders))
 
     @property
-    def tree(self) -> tuple[Branch, ...]:
-        """The rollout's branches. A completion that isn't a tree is returned as a single branch."""
-        return self.branches or (Branch(len(self.completion_ids), prompt=len(self.input)),)
-
-    @property
-    def context_lengths(self) -> tuple[int, ...]:
-        """For each branch of the `tree`, the number of earlier tokens (prompt and parents) that it attends to."""
-        lengths: list[int] = []
-        for branch in self.tree:
-            parent = branch.after
-            lengths.append(branch.prompt if parent is None else lengths[parent] + self.tree[parent].length)
-        return tuple(lengths)
+    def segments(self) -> tuple[Segment, ...]:
+        """The parts of the completion. A completion is one part, unless a rider divides it."""
+        divided = next(filter(None, (rider.segments() for rider in self.riders)), None)
+        return divided or (Segment(len(self.input), len(self.completion_ids)),)
 
     @property
     def sequence_tokens(self) -> int:
-        """Number of tokens of all sequences from the prompt to a leaf. Tokens in n sequences count n times."""
-        within = {branch.after for branch in self.tree}
-        ends = (i for i in range(len(self.tree)) if i not in within)
-        return sum(self.context_lengths[i] + self.tree[i].length for i in ends)
+        """Number of tokens of the completion's sequences. A token that n sequences share counts n times."""
+        return sum(one.context + one.length for one in self.segments if one.ends)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from accelerate import skip_first_batches
 from transformers.trainer_pt_utils import nested_gather
-from transformers.trainer_utils import SaveStrategy, TrainOutput
+from transformers.trainer_utils import TrainOutput
 
 from .batch import Prompt
 from .runtime.registry import hooks
-from .training.transformers_seam import DRIVEN_BY_METRICS, best_metric
+from .training.transformers_seam import DRIVEN_BY_METRICS
 
 
 class Loop:
@@ -50,7 +50,7 @@ class Loop:
         self._tell("on_train_begin")
         trainer.measure_budget()  # Measures the maximum tokens per micro-batch. Measuring needs the optimizer.
         if args.eval_on_start:
-            self._evaluate()
+            self._evaluate(at_start=True)
         for epoch in range(self.first_epoch, self.epochs):
             self._tell("on_epoch_begin")
             if self.checkpoint is not None and epoch == self.first_epoch:
@@ -141,23 +141,13 @@ class Loop:
             logs = {"loss": total / steps, "grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
             trainer.log(logs, self.started)
         if control.should_evaluate:  # `evaluate` first copies the present weights into the engine.
-            metrics, best = self._evaluate(), best_metric(args)
-            if best in metrics and isinstance(trainer.lr_scheduler, DRIVEN_BY_METRICS):
-                trainer.lr_scheduler.step(metrics[best])
-            is_best = best in metrics and trainer._determine_best_metric(metrics, None)
-            if args.save_strategy == SaveStrategy.BEST:
-                trainer.control.should_save = is_best
+            self._evaluate()
         if trainer.control.should_save:
             if trainer.checkpointer.save():  # `save` returns False if saving failed, or waits for the round's end.
                 self._tell("on_save")
             trainer.control.should_save = False
 
-    def _evaluate(self) -> dict[str, float]:
-        """Evaluate. If the metrics lack `metric_for_best_model`, warn. (Transformers would fail.)"""
-        trainer = self.trainer
-        metrics: dict[str, float] = trainer.evaluate(ignore_keys=self.ignore_keys)
-        # Extension hook "lacks_best": (config, metrics, whether a past evaluation had the metric) -> a warning, or "".
-        for lacks in hooks("lacks_best") if self.args.metric_for_best_model is not None else ():
-            if line := lacks(self.args, metrics, trainer.state.best_metric is not None):
-                trainer.console.warn(line)
-        return metrics
+    def _evaluate(self, at_start: bool = False) -> None:
+        metrics = self.trainer.evaluate(ignore_keys=self.ignore_keys)
+        for act in hooks("evaluated"):  # What extensions do with an evaluation, e.g. save the best model.
+            act(self.trainer, metrics, at_start)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
     from .batch import MicroBatch, ModelInput, PackedRow, Rollout
+
+
+class Segment(NamedTuple):
+    """A part of a completion: consecutive tokens that attend to the same earlier tokens."""
+
+    context: int  # Number of earlier tokens, of the prompt and of other parts, that the part attends to.
+    length: int  # Number of tokens of the part.
+    ends: bool = True  # Whether no other part continues this part.
 
 
 class Rider:
@@ -30,6 +38,11 @@ class Rider:
     def statistics(self, rollout: Rollout) -> tuple[dict[str, float], dict[str, float]]:
         """Return a rollout's metrics in two dicts: values to sum over rollouts, and values to take the maximum of."""
         return {}, {}
+
+    def segments(self) -> tuple[Segment, ...]:
+        """Return the parts of the completion, in its order, if the rider divides it. Then the rider's `RowRider` lays
+        out these parts in `applied`."""
+        return ()
 
     @classmethod
     def of_row(cls, row: PackedRow) -> RowRider | None:

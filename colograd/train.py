@@ -128,14 +128,15 @@ def make_trainer(
         train_dataset, eval_dataset = load_datasets(script)
     evaluates = config.do_eval or config.eval_on_start
     if script.exams:
-        from colograd.training.preparation import benchmark_names
+        from colograd.runtime import registry
 
         if not evaluates:
             raise ValueError(
                 f"exams is {script.exams}, but the run has no evaluation: set eval_strategy: steps and eval_steps, or "
                 "eval_on_start."
             )
-        names, test = benchmark_names(script.exams), script.dataset_test_split
+        (names_of,) = registry.hooks("benchmark_names")
+        names, test = names_of(script.exams), script.dataset_test_split
         if eval_dataset is not None and test in names:
             raise ValueError(f"dataset_test_split is {test!r}, the name of a benchmark in `exams`: rename the split.")
         eval_dataset = {**({} if eval_dataset is None else {test: eval_dataset}), **names}

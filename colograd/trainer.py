@@ -10,7 +10,6 @@ To change one stage of the training, override `generate`, `score`, `compute_adva
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,7 @@ from .policy.second_models import FrozenModel
 from .reporting.events import Events
 from .rewards import weighted_sum
 from .rollout.features import TrainerArguments
-from .rollout.record_file import note_figures
+from .rollout.record_file import FIGURES, add_step
 from .rollout.rounds import round_of
 from .rollout.sampler import Sampler
 from .runtime import process, registry
@@ -198,11 +197,6 @@ class GRPOTrainer(TrainerBase):
             self.console.say(line)
         for line in built.warnings(args, task):
             self.console.warn(line)
-        if (size := args.sequence_parallel_size) > 1 and "compute_loss" in self.replaced:
-            self.console.warn(
-                f"loss: {size} ranks call compute_loss on each row; a term with a gradient that doesn't come from "
-                f"policy_logprobs counts {size} times: divide it by {size}"
-            )
         args.freeze()
 
     def _make_sampler(self, task: PreparedRun) -> Sampler:
@@ -321,8 +315,8 @@ class GRPOTrainer(TrainerBase):
         """Pass an optimizer step's metrics to the next log, the rollout log, the console and the run's report."""
         self._unlogged.append(dict(metrics))
         if self.journal is not None and self.args.layout.is_main:
-            note = functools.partial(note_figures, step=self.state.global_step, figures=self.learner.figures)
-            self.journal.note_beside(note)
+            step, figures = self.state.global_step, self.learner.figures
+            self.journal.note_beside(lambda folder: add_step(folder / FIGURES, step, figures))
         self.console.step(self.state.global_step, self.state.max_steps, metrics)
         self.recorder.step(metrics)
 

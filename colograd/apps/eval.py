@@ -103,7 +103,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def model_of(name: str) -> str:
     """Return a model's folder or Hub id. If ``name`` is a run's folder: its saved model, else its newest checkpoint."""
-    from ..checkpoint.search import model_folder
+    from .export import model_folder
 
     folder = model_folder(name) if os.path.isdir(name) else name
     if folder is None:

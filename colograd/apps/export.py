@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +18,9 @@ from typing import Any
 from ..runtime import process, registry
 
 ADAPTER = "adapter_config.json"
+WEIGHTS = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json", ADAPTER,
+)  # fmt: skip
 RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")  # Files of a run in its model's folder.
 
 
@@ -34,7 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     import huggingface_hub as hub
 
     from ..checkpoint.folders import check
-    from ..checkpoint.search import model_folder
 
     folder, source = options.folder, Path(model_folder(str(options.checkpoint)) or options.checkpoint)
     if not (source / "trainer_state.json").is_file():
@@ -53,6 +57,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _on_the_hub(f"{folder} can't be pushed to {repo}"):
             print(f"pushed to {hub.upload_folder(repo_id=repo, folder_path=folder).repo_url}")
     return 0
+
+
+def model_folder(folder: str) -> str | None:
+    """Return the folder with a run's newest model: the run's folder if its model isn't older than the last checkpoint,
+    otherwise the last checkpoint, or None if there are no models. For the folder of a plain model, return this folder.
+    (With ``load_best_model_at_end`` the model in the run's folder is the best one.)"""
+    from ..checkpoint.folders import complete_steps
+    from ..checkpoint.reading import STATE_FILE
+
+    saved = any(os.path.isfile(os.path.join(folder, name)) for name in WEIGHTS)
+    steps = complete_steps(folder)
+    if saved and steps:  # if a finished run was resumed, its checkpoints may be newer than its model
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            saved = json.loads(Path(folder, STATE_FILE).read_text())["global_step"] >= max(steps)
+    return folder if saved else os.path.join(folder, f"checkpoint-{max(steps)}") if steps else None
 
 
 @contextlib.contextmanager

@@ -14,11 +14,6 @@ from ..reporting.console import Console
 from . import manifest, reading
 from .folders import complete_steps, step_of
 
-WEIGHTS = (
-    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
-    "adapter_config.json",
-)  # fmt: skip
-
 
 def is_wanted(wanted: str | bool | None) -> bool:
     return wanted is not None and wanted is not False and str(wanted).lower() not in ("false", "none", "")
@@ -34,18 +29,6 @@ def nothing_left(checkpoint: str, max_steps: int) -> str:
         f"{os.path.relpath(checkpoint)} is at the last of {max_steps} steps: nothing is left to train. Raise max_steps "
         "to train on. Set resume_from_checkpoint: false to start again; this run's files then move to _earlier/"
     )
-
-
-def model_folder(folder: str) -> str | None:
-    """Return the folder with a run's newest model: the run's folder if its model isn't older than the last checkpoint,
-    otherwise the last checkpoint, or None if there are no models. For the folder of a plain model, return this folder.
-    (With ``load_best_model_at_end`` the model in the run's folder is the best one.)"""
-    saved = any(os.path.isfile(os.path.join(folder, name)) for name in WEIGHTS)
-    steps = complete_steps(folder)
-    if saved and steps:  # if a finished run was resumed, its checkpoints may be newer than its model
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-            saved = json.loads(Path(folder, reading.STATE_FILE).read_text())["global_step"] >= max(steps)
-    return folder if saved else os.path.join(folder, f"checkpoint-{max(steps)}") if steps else None
 
 
 def finished_checkpoint(wanted: str | bool | None, run_dir: str, max_steps: int) -> str | None:

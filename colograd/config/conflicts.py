@@ -161,14 +161,6 @@ CONFLICTS = (
     Conflict("temperature", When("0 or below", lambda value: value <= 0), "", ANY,
              "completions of a group must differ",
              "set it above 0 (1.0 is usual), and for greedy evaluation temperature_eval: 0"),
-    Conflict("torch_compile", SET, "use_liger_kernel", SET,
-             "each fuses the same parts of a layer", "set one of them to false"),
-    *(
-        Conflict(f"liger_kernel_config.{loss}", SET, "", ANY,
-                 "that replaces the model's own loss, and log-probabilities are computed from its hidden states",
-                 "remove it")
-        for loss in LIGER_LOSSES
-    ),
     *(
         Conflict("sharding", OWN_CLASS, name, when, "your own class sums whole gradients on the device",
                  f"remove {name}, or choose a strategy of Colograd's")
@@ -185,14 +177,6 @@ CONFLICTS = (
     Conflict("weights", other_than("auto", "copied"), "vllm_tensor_parallel_size", above(1),
              "an engine over several ranks holds parts of the weights, into which those of the policy are copied",
              "set weights: auto, or vllm_tensor_parallel_size: 1", lambda settings: not settings.tensor_parallel),
-    Conflict(DRAFTS, ANY, "vllm_tensor_parallel_size", above(1),
-             "drafts aren't available in an engine over several ranks in this version", "remove one of them"),
-    Conflict(DRAFTS, ANY, "min_p", SET, "vLLM leaves min_p out where it drafts", "remove one of them"),
-    Conflict(DRAFTS, ANY, "generation_kwargs.min_tokens", SET,
-             "vLLM doesn't count drafted tokens towards min_tokens", "remove one of them"),
-    Conflict("dynamic_sampling", SET, "the dataset", equal("a stream"),
-             "further rows are drawn at random, which a stream hasn't",
-             "load it whole, or set dynamic_sampling: false"),
     Conflict("num_generations_eval", above(1), "temperature_eval", equal(0),
              "then all completions of a prompt are equal", "set it to 1, or raise temperature_eval"),
     Conflict("metric_for_best_model", When("a metric of the loss", lambda name: OF_LOSS.search(str(name or ""))),

@@ -47,19 +47,6 @@ class TRLKnobs(TrainingArguments):
     use_transformers_paged: bool = knob(False)
     vllm_importance_sampling_cap: float | None = knob(None)
 
-    def _take_old_names(self) -> list[str]:
-        """Copy settings with an old name in TRL to their present names. Return one log line per old name in use."""
-        lines = []
-        for old, present in RENAMED.items():
-            if (value := getattr(self, old)) is None:
-                continue
-            default = type(self).__dataclass_fields__[present].default
-            if getattr(self, present) not in (default, value):
-                raise ValueError(f"`{old}` is the old name of `{present}`, and both are given: remove the old name.")
-            setattr(self, present, value)
-            lines.append(f"config: `{old}` is the old name of `{present}`")
-        return lines
-
     def _check_trl(self) -> None:
         """Raise a ValueError if a TRL setting that Colograd refuses isn't TRL's default. Trainers repeat the check."""
         for each in fields(self):
@@ -134,7 +121,12 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
     def __post_init__(self) -> None:
         self.__dict__.setdefault("notes", [])  # The `__init__` of a derived dataclass doesn't create `notes`.
         self._check_trl()
-        self.notes.extend(self._take_old_names())
+        for old, present in RENAMED.items():
+            if (value := getattr(self, old)) is not None:
+                if getattr(self, present) not in (type(self).__dataclass_fields__[present].default, value):
+                    raise ValueError(f"`{old}` is the old name of `{present}`, and both are set: remove the old name.")
+                setattr(self, present, value)
+                self.notes.append(f"config: `{old}` is the old name of `{present}`")
         self._take_checkpointing()
         checkpoints: Any = self.gradient_checkpointing  # The setting before transformers may replace None by False.
         self._take_sharding()
@@ -160,6 +152,8 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         self.disable_tqdm: bool = bool(self.disable_tqdm)  # None would hide bars, because the log level is ERROR.
         super().__post_init__()
         self.optim, self.bf16 = optim, autocast
+        if self.metric_for_best_model is not None:
+            registry.require("best_model", f"metric_for_best_model: {self.metric_for_best_model}")
         compiled["torch_compile"] = any(compiled.values())  # A set backend or mode means compilation.
         for name, value in compiled.items():
             setattr(self, name, value)
@@ -182,7 +176,6 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
             needed = OF_LOSS.search(str(self.metric_for_best_model or "")) is not None
             self.loss_eval = needed or self.temperature_eval in (None, self.temperature)
         self._check_ranks()
-        self._check_sequences()
         for check in registry.hooks("check_settings"):  # Each function (config) -> None checks an extension's settings.
             check(self)
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high

@@ -64,10 +64,10 @@ class RewardKnobs:
 class AdvantageKnobs:
     """Settings of advantages."""
 
-    dynamic_sampling: bool = knob(False)
+    dynamic_sampling: bool = knob(False, extension="dynamic_sampling")
     """Draw more prompts until a step has its number of groups with a reward difference (DAPO). Reward metrics cover all
     samples."""
-    dynamic_sampling_max_rounds: int = knob(10, at_least=1)
+    dynamic_sampling_max_rounds: int = knob(10, at_least=1, extension="dynamic_sampling")
     """Maximum number of further draws; then the step trains on fewer groups."""
     scale_rewards: str = knob(
         "group",
@@ -229,11 +229,6 @@ class DistillationKnobs:
         """The teacher models by name. A single teacher has the empty name."""
         models = self.teacher_model_name_or_path
         return {} if models is None else models if isinstance(models, dict) else {"": models}
-
-    @property
-    def names_teachers(self) -> bool:
-        """Whether there are several named teachers, so that each prompt's row must name its teacher."""
-        return isinstance(self.teacher_model_name_or_path, dict)
 
     @property
     def distils(self) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainingArguments
 
-from ..runtime import process, registry
+from ..runtime import registry
 from .knob import knob
 
 # Tensor parallel sharding: each rank trains the tensors that its vLLM rank samples with. The suffix divides the
@@ -51,41 +50,12 @@ class ShardingKnobs(TrainingArguments):
     `optimizer`, `gradients` and the three of `tensor`; see docs/guide/several-gpus.md."""
 
     def _take_sharding(self) -> None:
-        """Set ``sharding`` and its options from accelerate's or DeepSpeed's file. Hide the file from transformers."""
+        """Set ``sharding`` and its options from accelerate's or DeepSpeed's file. Hide the file from transformers. An
+        extension's hook ``launched`` (config -> line for the user or "") reads the file."""
         if self.deepspeed or any(map(os.environ.get, LAUNCHERS)):
             registry.require("launchers", "deepspeed, or accelerate's FSDP or DeepSpeed,")
-        # An extension's function (deepspeed) returns requests for a sharding. A request has `sharding`, the method's
-        # `name`, `describe()`, and the options below. An option is None if it isn't set.
-        requests = [request for read in registry.hooks("launched") for request in read(self.deepspeed)]
-        for request in requests:
-            if self.sharding not in ("none", "auto", request.sharding):
-                raise ValueError(
-                    f"sharding is {self.sharding!r}, but {request.name}, which the launcher or deepspeed asks for, is "
-                    f"{request.sharding!r}: remove one of them (recipes/accelerate_configs/ddp.yaml sets no sharding)."
-                )
-            self.sharding = request.sharding
-            for name in ("fsdp_reshard_after_forward", "fsdp_offload_params", "offload_optimizer"):
-                if (value := getattr(request, name.removeprefix("fsdp_"))) is not None:
-                    setattr(self, name, value)
+        self.sharding_note = "".join(take(self) for take in registry.hooks("launched"))
         self.deepspeed: Any = None  # Colograd shards without DeepSpeed's engine.
-        self.sharding_note = requests[0].describe() if requests else ""
-
-    def _check_sequences(self) -> None:
-        """Raise a ValueError if ranks can't be grouped by ``sequence_parallel_size``; a group shares a row."""
-        size = self.sequence_parallel_size
-        if size == 1:
-            return
-        parts = self.vllm_tensor_parallel_size if self.tensor_parallel else 1
-        per_node = process.local_world_size()
-        for ranks, where in ((self.world_size, "the number of ranks"), (per_node, "the ranks of a machine")):
-            if size < 1 or ranks % (size * parts):
-                of_parts = f" times vllm_tensor_parallel_size ({parts})" if parts > 1 else ""
-                both = math.gcd(self.world_size, per_node)
-                able = [str(n) for n in range(1, both + 1) if not both % (n * parts)]
-                raise ValueError(
-                    f"sequence_parallel_size is {size}, but it{of_parts} must divide {where}, {ranks}: choose one of "
-                    f"{', '.join(able)}."
-                )
 
     def resolve_sharding(self, strategy: str) -> None:
         """Replace `sharding: auto` by the chosen ``strategy``, when the policy and the prompts are known."""

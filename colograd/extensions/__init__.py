@@ -12,6 +12,7 @@ EXTENSIONS = (
     "curriculum",
     "custom_rollouts",
     "distillation",
+    "dynamic_sampling",
     "evaluation",
     "experts",
     "fsdp",

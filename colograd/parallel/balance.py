@@ -32,7 +32,7 @@ def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
     pair, see `pair_cost`) for each pair. With ``share_prompts`` a prompt counts once per group, not once per
     completion."""
     rollouts = group.group.rollouts
-    sizes = [(p, b.length) for r in rollouts for p, b in zip(r.context_lengths, r.tree, strict=True)]
+    sizes = [(one.context, one.length) for rollout in rollouts for one in rollout.segments]
     if not share_prompts:
         return sum(p + c + pair * (p + c) ** 2 / 2 for p, c in sizes)
     prompts = [len(prompt) for prompt in {rollout.input for rollout in rollouts}]

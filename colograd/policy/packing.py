@@ -1,8 +1,7 @@
 """Pack groups into rows of at most a token budget, and convert rows to `MicroBatch`es. Only this file shifts labels.
 
 A group is packed as [prompt][completion 1] ... [completion G]. The prompt goes through the model once, and a completion
-attends to the prompt and to its own tokens. A row holds as many groups as the budget allows, without padding. A
-completion that is a tree (`batch.Branch`) has one segment per branch; a branch attends to its parents and the prompt.
+attends to the prompt and to its own tokens. A row holds as many groups as the budget allows, without padding.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..batch import (
-    Branch,
     FinishReason,
     MicroBatch,
     ModelInput,
@@ -105,7 +103,7 @@ class PackedSequence(NamedTuple):
 
 
 def sequences(row: MicroBatch) -> list[PackedSequence]:
-    """Return the completions of a row, each with its prompt. No completion of the row may be a tree."""
+    """Return the completions of a row, each with its prompt. No rider may divide a completion of the row."""
     segments, found, at = row.input_ids[0].split(row.layout.lengths), list[PackedSequence](), 0
     ids, media = iter(row.rollouts), row.media or {}
     for index, (completion, context) in enumerate(zip(segments, row.layout.attends_to, strict=True)):
@@ -176,51 +174,32 @@ def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
     return group.advantages.split([len(r.completion_ids) for r in rollouts])
 
 
-class _End(NamedTuple):
-    """End of a segment (a prompt or branch) of a row, where a following segment can continue."""
-
-    path: tuple[int, ...]  # Indices of the segments from the prompt's first segment up to this segment.
-    tokens: int  # Number of tokens in the segments of `path`.
-    place: int  # Index in the row of this segment's last token.
-
-
 def collate(row: PackedRow) -> MicroBatch:
     """Make the `MicroBatch` of a row: all tokens one after the other, in tensors on the row's device. Token t of a
-    completion is predicted at token t-1, and token 0 at the prompt's last token. In a tree the first token of a branch
-    is predicted at the last token of its parent branch."""
+    completion is predicted at token t-1, and token 0 at the prompt's last token."""
     segments, position_ids, logit_positions, labels = (list[torch.Tensor]() for _ in range(4))
     attends_to: list[tuple[int, ...]] = []
     media: dict[int, tuple[Media, ...]] = {}
     at = 0  # Number of the row's tokens laid out so far.
-
-    def add(ids: torch.Tensor, before: _End) -> _End:
-        nonlocal at
-        position_ids.append(torch.arange(before.tokens, before.tokens + len(ids)))
-        attends_to.append(before.path)
-        segments.append(ids)
-        at += len(ids)
-        return _End((*before.path, len(segments) - 1), before.tokens + len(ids), at - 1)
-
     for part in row.parts:
-        prompt = part.rollouts[0].input
+        prompt, first = part.rollouts[0].input, len(segments)
         if prompt.media is not None:
-            media[len(segments)] = (prompt.media,)
-        # A prompt is split into segments where a branch begins after only a part of the prompt.
-        cuts = {branch.prompt for r in part.rollouts for branch in r.branches if branch.after is None}
-        ends = {0: _End((), 0, at)}  # `ends`: number of prompt tokens -> `_End` after this prefix of the prompt.
-        for first, last in itertools.pairwise((0, *sorted(cuts - {0, len(prompt)}), len(prompt))):
-            ends[last] = add(torch.tensor(prompt.ids[first:last]), ends[first])
+            media[first] = (prompt.media,)
+        segments.append(torch.tensor(prompt.ids))
+        position_ids.append(torch.arange(len(prompt)))
+        attends_to.append(())
+        at += len(prompt)
+        last = at - 1  # Index of the prompt's last token.
         for rollout in part.rollouts:
             if rollout.riders and (own_media := rollout.all(Media)):
                 media[len(segments)] = own_media
             completion = torch.frombuffer(rollout.completion_ids, dtype=torch.int32).long()
+            segments.append(completion)
             labels.append(completion)
-            branches = rollout.branches or (Branch(len(completion), prompt=len(prompt)),)
-            tree: list[_End] = []
-            for ids, branch in zip(completion.split([each.length for each in branches]), branches, strict=True):
-                before = ends[branch.prompt] if branch.after is None else tree[branch.after]
-                logit_positions += [torch.tensor([before.place]), torch.arange(at, at + len(ids) - 1)]
-                tree.append(add(ids, before))
+            position_ids.append(torch.arange(len(prompt), len(prompt) + len(completion)))
+            logit_positions += [torch.tensor([last]), torch.arange(at, at + len(completion) - 1)]
+            attends_to.append((first,))
+            at += len(completion)
     rollouts = [rollout for part in row.parts for rollout in part.rollouts]
     by_sequence = (advantage for part in row.parts for advantage in part.advantages)
     advantages = [advantage.expand(len(ids)) for advantage, ids in zip(by_sequence, labels, strict=True)]

@@ -1,10 +1,9 @@
-"""`Events`: passes a run's events to the console, the phase times, the run's record and the completions log. `Spare`:
-turns errors of logs and trackers into one warning, because such errors must not end a run."""
+"""`Events`: passes a run's events to the console, the phase times, the run's record and the completions log."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from transformers import TrainerCallback
@@ -67,35 +66,3 @@ class Events:
         self.recorder.evaluated(groups, name)
         if self.completions is not None:
             self.completions.add_evaluation(groups, trainer.decode, trainer.state, name)
-
-
-# Methods of a tracker. Their errors don't end the run. Errors at a tracker's start do, so that the user can fix them.
-EVENTS = ("on_step_end", "on_log", "on_evaluate", "on_predict", "on_save", "on_train_end")
-
-
-class Spare:
-    """Makes context managers that turn an exception into a warning. Only the first exception is logged."""
-
-    def __init__(self, warn: Callable[[str], None] = lambda line: None) -> None:
-        self._warn, self._told = warn, False
-
-    @contextlib.contextmanager
-    def __call__(self, problem: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # An error of a log or tracker must not end the run.
-            if not self._told:
-                self._told = True
-                line = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
-                self._warn(f"{problem} ({line}); said once")
-
-
-def spare_from_trackers(callbacks: Iterable[Any], spare: Spare) -> None:
-    """Turn errors of transformers' trackers after their start, such as a full disk, into a warning."""
-    for callback in callbacks:
-        if not type(callback).__module__.startswith("transformers.integrations"):
-            continue
-        for name in EVENTS:
-            if name not in vars(callback):
-                spared = spare(f"trackers: {type(callback).__name__} doesn't take all that is sent")
-                setattr(callback, name, spared(getattr(callback, name)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
 import numbers
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..batch import Group, Rollout
+from ..batch import Group
 from ..usercode.calls import place_of
 from ..usercode.untrusted import own_copy
 from ..usercode.worker_process import PER_TOKEN, CallLog
@@ -23,7 +24,6 @@ RESERVED = (
     "prompt", "prompts", "prompt_texts", "completions", "completion_ids", "completion_mask", "trainer_state",
     "log_extra", "log_metric",
 )  # fmt: skip
-PARTS = "judged_turns"  # Column of a rollout: {name of a reward function: rewards of the single turns of a completion}.
 Texts = Sequence[Sequence[str]]  # The decoded completions of each group.
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -42,7 +42,6 @@ def keywords_for(
     """
     columns = dict.fromkeys(name for group in groups for name in group.example if name not in RESERVED)
     own = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.columns)
-    own.pop(PARTS, None)  # `PARTS` has rewards of a previous scoring, which functions don't get.
     shared = {"trainer_state": trainer_state, "log_extra": log and log.extra, "log_metric": log and log.metric}
     names = dict.fromkeys(("prompts", "completions", *PER_TOKEN, *columns, *own, *shared))
     parameters = parameters_of(reward.function)
@@ -102,22 +101,17 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
         return inspect.signature(lambda **kwargs: None).parameters
 
 
-# Function of an extension (hook ``part_rewards``) for reward functions that return a list per completion, with a reward
-# per turn. (values, rollouts) -> (values with a number instead of each list; for each completion its list or None). For
-# a wrong list it raises ValueError(index of the completion, problem).
-SplitParts = Callable[[Sequence[Any], Sequence[Rollout]], tuple[list[Any], list[Any]]]
+def value_error(reward: RewardFunction, groups: Sequence[Group], completion: int | None, problem: str) -> RewardError:
+    if place := place_of(reward.function):
+        problem += f" It begins at {place}."
+    return RewardError(reward.name, groups[0].position, completion, problem)
 
 
-def checked_values(
-    reward: RewardFunction, position: int, rollouts: Sequence[Rollout], values: Any, split_parts: SplitParts | None
-) -> tuple[list[float], list[Any]]:
-    """Check the values that a reward function returned. Return a number per completion, NaN for None, and the lists of
-    rewards per turn that ``split_parts`` returns. A wrong value raises `RewardError`."""
-    size, parts = len(rollouts), list[Any]()
-    place = place_of(reward.function)
-
-    def fail(completion: int | None, problem: str) -> RewardError:
-        return RewardError(reward.name, position, completion, problem + (f" It begins at {place}." if place else ""))
+def checked_values(reward: RewardFunction, groups: Sequence[Group], values: Any) -> list[float]:
+    """Check the values that a reward function returned for ``groups``. Return a number per completion, NaN for None. A
+    wrong value raises `RewardError`."""
+    size = sum(len(group.rollouts) for group in groups)
+    fail = functools.partial(value_error, reward, groups)
 
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu().float().numpy()
@@ -133,11 +127,6 @@ def checked_values(
             f"it returned {len(values)} rewards for {size} completions. A reward function must return exactly one "
             "number per completion, or None to abstain from that completion.",
         )
-    if split_parts is not None and any(hasattr(value, "__len__") for value in values):
-        try:
-            values, parts = split_parts([*values], rollouts)
-        except ValueError as error:
-            raise fail(*error.args) from None
     numbers_G = []
     for index, value in enumerate(values):
         number = value.item() if isinstance(value, np.generic | torch.Tensor) and value.ndim == 0 else value
@@ -151,4 +140,4 @@ def checked_values(
                 f"number or None.{' To abstain, return None.' if is_nan else ''}",
             )
         numbers_G.append(float(number))
-    return numbers_G, parts
+    return numbers_G

@@ -31,12 +31,11 @@ import torch
 from ..batch import Group, Logged
 from ..parallel import watchdog
 from ..runtime import process
-from ..runtime.registry import hooks
 from ..usercode.calls import GRACE, Late, Outcome, awaited_outcome, event_loop, raised_outcome, time_limit, when_done
 from ..usercode.untrusted import own_copy, storable
 from ..usercode.worker_pool import WorkerCall, WorkerPool
 from ..usercode.worker_process import CallLog
-from .calling import PARTS, SplitParts, Texts, checked_values, keywords_for, parameters_of
+from .calling import Texts, checked_values, keywords_for, parameters_of
 from .functions import ModelReward, RewardError, RewardFunction, check_log, is_async, is_of_module, raised_error
 
 MOST_WORKERS = 4  # Maximum of the default number of reward worker processes.
@@ -62,11 +61,11 @@ class Scoring:
 
     def result(self) -> torch.Tensor:
         """Wait for the rewards, and return them as [completions, R] float32, NaN where a function abstained. Afterwards
-        `Scorer.take_logged` returns logged values, and `Scorer.take_turns` rewards of single turns."""
+        `Scorer.take_logged` returns logged values."""
         scorer, log, position = self.scorer, CallLog(), self.groups[0].position
         scorer.score_with_models()
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
-        rewards, of_parts = list[list[float]](), dict[str, list[Any]]()
+        rewards = list[list[float]]()
         for reward, call in zip(scorer.rewards, self.calls, strict=True):
             watchdog.progress(f"reward function {reward.name!r}")
             rewards.append([math.nan] * len(rollouts))
@@ -76,7 +75,6 @@ class Scoring:
                     continue
                 if outcome.kind == "raised":
                     raise raised_error(reward, self.groups[0], outcome)
-                column, parts = checked_values(reward, position, rollouts, outcome.value, scorer.split_parts)
                 columns, metrics = outcome.logged
                 if columns or metrics:
                     check_log(reward, position, rollouts, columns, metrics)
@@ -85,25 +83,21 @@ class Scoring:
                         f"the function logged the column {name!r}, as another function did: rename one of the two."
                     )
                     raise RewardError(reward.name, position, None, problem)
+                rewards[-1] = scorer.check(reward, self.groups, outcome.value)
             except RewardError:
                 scorer.counts[f"rewards/{reward.name}/errors"] += 1
                 if scorer.on_error == "raise":
                     self.cancel()
                     raise
                 continue
-            rewards[-1] = column
             log.columns |= columns
             for name, values in metrics.items():
                 log.metrics.setdefault(name, []).extend(values)
-            if any(part is not None for part in parts):
-                of_parts[reward.name] = parts
         start, metrics_of = 0, {name: (sum(values), len(values)) for name, values in log.metrics.items()}
         for group in self.groups:  # Metrics aren't logged per group. So the first group gets all metrics.
             own = slice(start, start + len(group.rollouts))
             cut = {storable(name): tuple(map(storable, values[own])) for name, values in log.columns.items()}
             scorer.logged[group.position] = Logged(cut, metrics_of)
-            if of_parts:
-                scorer.of_parts[group.position] = {name: [*parts[own]] for name, parts in of_parts.items()}
             start, metrics_of = own.stop, {}
         return torch.tensor(rewards, dtype=torch.float32).reshape(len(rewards), len(rollouts)).T.contiguous()
 
@@ -146,13 +140,9 @@ class Scorer:
         self.reads_prompt_texts = any("prompt_texts" in parameters_of(reward.function) for reward in self.rewards)
         self.counts: dict[str, float] = defaultdict(float)  # Metric -> sum since the last `take_counts`.
         self.logged: dict[int, Logged] = {}  # Prompt position -> logged values, removed by `take_logged`.
-        self.of_parts: dict[int, dict[str, list[Any]]] = {}  # Prompt position -> function's name -> rewards per turn.
-        self.split_parts: SplitParts | None = next(iter(hooks("part_rewards")), None)
+        self.check = checked_values  # An extension may convert other values to numbers here.
         # `on_call` gets a function's name, the start and end of a call in seconds, and the number of completions.
         self.on_call: Callable[[str, float, float, int], None] | None = None
-        # Lends a user's environments to conversations, and takes them back after scoring: `begin_scoring(groups)`,
-        # `end_scoring(groups)`. `extensions.tools.environments.Environments` or None.
-        self.environments: Any = None
         self._told_late: set[str] = set()
         self._state: tuple[Any, Any] = ((), None)  # Key of the copied trainer state (step, epoch, ...), and the copy.
         self._pickled: tuple[Any, bytes] = ((), b"")  # Key and pickle of the trainer state for workers.
@@ -174,8 +164,6 @@ class Scorer:
         a future. Sync functions that run in this process finish before `submit` returns."""
         calls: list[Future[Outcome]] = []
         scoring, completions = Scoring(self, groups, calls), sum(map(len, texts))
-        if self.environments is not None:
-            self.environments.begin_scoring(groups)
         try:
             for reward in self.rewards:
                 calls.append(self._begin_call(reward, groups, texts, trainer_state))
@@ -184,17 +172,6 @@ class Scorer:
         except RewardError:
             scoring.cancel()
             raise
-        if (lender := self.environments) is not None:  # Only functions in this process use environments.
-            pairs = [pair for pair in zip(self.rewards, calls, strict=True) if pair[0].name not in self._pool]
-            here = iter([call for reward, call in pairs if not isinstance(reward.function, ModelReward)])
-
-            def end_with_last(ended: Any = None) -> None:
-                if (call := next(here, None)) is None:
-                    lender.end_scoring(groups)
-                else:
-                    call.add_done_callback(end_with_last)
-
-            end_with_last()
         return scoring
 
     def outcome_of(self, name: str, call: Future[Outcome], position: int, completions: int) -> Outcome:
@@ -238,17 +215,6 @@ class Scorer:
         """Return the values that reward functions logged for the group of the prompt at ``position``, and forget them.
         Call this after `Scoring.result`."""
         return self.logged.pop(position, Logged({}, {}))
-
-    def take_turns(self, group: Group) -> Group:
-        """Return the group with the rewards of single turns that reward functions returned, in its rollouts' column
-        `PARTS`, in place of present ones. Call this after `Scoring.result`."""
-        of_parts, rollouts = self.of_parts.pop(group.position, {}), []
-        for index, rollout in enumerate(group.rollouts):
-            columns = {name: value for name, value in rollout.columns.items() if name != PARTS}
-            if own := {name: parts[index] for name, parts in of_parts.items() if parts[index] is not None}:
-                columns[PARTS] = own
-            rollouts.append(dataclasses.replace(rollout, columns=columns))
-        return dataclasses.replace(group, rollouts=tuple(rollouts))
 
     def score_with_models(self) -> None:
         """Run the reward models on all completions of the waiting calls, and complete these calls."""

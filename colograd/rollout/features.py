@@ -60,7 +60,6 @@ class SourceFeature:
     the hook ``source``. `of` returns an object for at most one subclass, because their arguments exclude each other."""
 
     rewards: Sequence[Any] = ()  # Reward functions that the rollout source adds, with weight 1.
-    lender: Any = None  # Lends objects, e.g. environments, to completions until the completions are scored.
     reserved_tokens = 0  # Tokens of each sequence reserved for texts that arrive during the rollout.
     writes_prompts = False  # Whether a dataset's rows may lack a prompt.
     columns: Sequence[str] = ()  # Dataset columns, besides the prompt, that the tokenised prompt depends on.

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..batch import Branch, FinishReason, Group, Logged, ModelInput, Prompt, Rollout
+from ..batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout
 from ..riders import riding
 from ..runtime.registry import hooks
 from .record_file import TABLE
@@ -62,10 +62,8 @@ def group_bytes(recorded: RewardedGroup, example: str = "") -> bytes:
     rollouts, first, logged = recorded.group.rollouts, recorded.group.rollouts[0].input, recorded.logged
     riders = riding(rollouts)
     kinds = [kind for kind in hooks("riders") if kind in riders] if riders else []
-    # Values of the whole group, stored in the first row: logged values, branches of tree rollouts, riders as JSON.
+    # Values of the whole group, stored in the first row: logged values, riders as JSON.
     of_group: dict[str, Any] = {"columns": logged.columns, "metrics": logged.metrics}
-    if any(rollout.branches for rollout in rollouts):
-        of_group["branches"] = [[dataclasses.astuple(branch) for branch in rollout.branches] for rollout in rollouts]
     for kind in (kind for kind in kinds if kind.KEY):
         of_kind = (rollout.get(kind) for rollout in rollouts)
         of_group[kind.KEY] = [[] if rider is None else rider.to_json() for rider in of_kind]
@@ -115,11 +113,6 @@ def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGro
         rewards = torch.tensor(np.array(batch["rewards"].to_pylist(), dtype=np.float32))
         assert rewards.dim() == 2, "rewards differ in number"
         logged = json.loads(batch["logged"][0].as_py())
-        for index, branches in enumerate(logged.get("branches", ())):
-            tree = tuple(Branch(int(length), after, int(prompt)) for length, after, prompt in branches)
-            tokens = len(rollouts[index].completion_ids)
-            assert not tree or sum(branch.length for branch in tree) == tokens, "branches don't fit"
-            rollouts[index] = dataclasses.replace(rollouts[index], branches=tree)
         for kind in (kind for kind in hooks("riders") if kind.KEY in logged):
             pairs = zip(rollouts, logged[kind.KEY], strict=True)
             rollouts = [one.carrying(kind.from_json(value, one)) if value else one for one, value in pairs]

@@ -5,9 +5,7 @@
 If a process is killed, the last record may be incomplete. Readers drop an incomplete record. In a damaged file, the
 records before the damage are readable. Records are compressed with zstd.
 
-`add_step` and `steps_in` write and read JSON lines files with a line per optimizer step, e.g. its exact loss. `shown`
-reads recorded groups for the HTML report, without importing torch. Some groups have notes: a JSON record per step with
-the trainer's log-probabilities, the advantages and the tokens' texts.
+`add_step` and `steps_in` write and read JSON lines files with a line per optimizer step, e.g. its exact loss.
 """
 
 from __future__ import annotations
@@ -22,19 +20,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 MAGIC = b"colograd records 1\n"
 HEAD = struct.Struct("<qIII")  # A record's position, compressed size, uncompressed size, and CRC-32.
 LARGEST = 2**31 - 1  # Maximum bytes of an uncompressed record.
 GROWTH = 4096  # Maximum compression ratio. Content that zstd would compress further is stored uncompressed.
-FIGURES = "steps.jsonl"
-LARGEST_FIGURES = 2**24  # maximum number of bytes that are read of `steps.jsonl`
-NOTES = -2  # The record with the report's notes on optimizer step s has position NOTES - s.
-SHOWN = ".shown"  # Suffix of a file that holds only the groups that the report shows.
-LARGEST_SHOWN = (
-    2**28
-)  # Maximum bytes of a recorded group that the report reads. `reduced` makes a group's record smaller.
+FIGURES = "steps.jsonl"  # Loss and gradient norm of each optimizer step.
 
 TABLE = pa.schema(
     [
@@ -65,7 +56,7 @@ class RecordFile:
         self.path, self.positions, end = path, set[int](), len(MAGIC)  # `positions` has the positions of all records.
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "r+b" if path.is_file() else "w+b")  # noqa: SIM115 (closed by `close`)
-        for position, length, size, raw in _heads(self._file):
+        for position, length, size, raw in heads(self._file):
             if _head(position, self._file.read(length), size) != raw:
                 break
             self.positions.add(position)
@@ -110,7 +101,7 @@ def read_records(
     false, or if the record has more than ``largest`` uncompressed bytes."""
     packing = pa.Codec("zstd")
     with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as file:
-        for position, length, size, raw in _heads(file):
+        for position, length, size, raw in heads(file):
             if not wanted(position) or size > largest:
                 continue
             packed = file.read(length)
@@ -125,16 +116,7 @@ def read_records(
             yield Record(position, content)
 
 
-def positions(file: BinaryIO, start: int = 0) -> tuple[list[int], int]:
-    """Return the positions of the records from byte ``start`` on, and the last record's end. Checks no checksums."""
-    found, end = [], start
-    for position, length, _, _ in _heads(file, start):
-        found.append(position)
-        end = file.tell() + length
-    return found, end
-
-
-def _heads(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, int, int, bytes]]:
+def heads(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, int, int, bytes]]:
     """Yield (position, compressed bytes, uncompressed bytes, raw header) of each record, with the file positioned at
     the record's content. A damaged length can't exhaust memory, because the file's size and GROWTH bound lengths."""
     end = file.seek(0, os.SEEK_END)
@@ -156,21 +138,6 @@ def _heads(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, int, int, byte
 def _head(position: int, packed: bytes, size: int) -> bytes:
     bare = HEAD.pack(position, len(packed), size, 0)
     return HEAD.pack(position, len(packed), size, zlib.crc32(packed, zlib.crc32(bare)))
-
-
-def note_figures(folder: Path, step: int, figures: Mapping[str, float]) -> None:
-    add_step(folder / FIGURES, step, figures)
-
-
-def read_figures(folder: Path) -> dict[int, dict[str, float]]:
-    """Read `steps.jsonl`: optimizer step -> loss and gradient norm. If a step has several lines, the first counts."""
-    figures_of = dict[int, dict[str, float]]()
-    for step, entry in steps_in(folder / FIGURES, LARGEST_FIGURES):
-        try:
-            figures_of.setdefault(step, {str(name): float(value) for name, value in entry.items()})
-        except (ValueError, TypeError, OverflowError):
-            continue
-    return figures_of
 
 
 def add_step(path: Path, step: int, entry: Mapping[str, Any]) -> None:
@@ -195,78 +162,6 @@ def steps_in(path: Path, largest: int) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         if type(step) is int:
             yield step, entry
-
-
-def steps_of(positions: list[int]) -> set[int]:
-    return {NOTES - position for position in positions if position <= NOTES}
-
-
-def reduced(group: bytes, tokens: int) -> bytes:
-    """Shorten a recorded group: keep the first ``tokens`` of each completion, drop prompts, router data and images."""
-    return bytes(_first_tokens(group, tokens).serialize().to_pybytes())
-
-
-def _first_tokens(group: bytes, tokens: int) -> pa.RecordBatch:
-    batch = pa.ipc.read_record_batch(pa.ipc.read_message(pa.BufferReader(group)), TABLE)
-    batch.validate(full=True)
-    columns = {name: batch[name] for name in TABLE.names} | {"input": pa.nulls(len(batch), TABLE.field("input").type)}
-    for name in ("completion", "logprobs", "sampled"):
-        columns[name] = pc.list_slice(batch[name], 0, tokens, return_fixed_size_list=False)
-    return pa.record_batch(list(columns.values()), schema=TABLE)
-
-
-def keep_shown(path: Path) -> None:
-    """Copy the groups that the report shows from a record file to a `.shown` file. If there are none, write nothing."""
-    notes = list(read_records(path, lambda position: position <= NOTES))
-    if not notes:
-        return
-    tokens: dict[int, int] = {}
-    for entry in (json.loads(record.content) for record in notes):
-        tokens |= {group["position"]: entry["tokens"] for group in entry["groups"]}
-    with contextlib.closing(RecordFile(path.with_suffix(SHOWN))) as file:
-        for record in read_records(path, tokens.__contains__):
-            file.append(Record(record.position, reduced(record.content, tokens[record.position])))
-        for record in notes:
-            file.append(record)
-
-
-def shown(file: BinaryIO, step: int) -> Iterator[dict[str, Any]]:
-    """Yield a dict for each completion of an optimizer step that the report shows, read from a record file."""
-    all_notes = [
-        json.loads(record.content) for record in read_records(file, lambda at: at == NOTES - step, LARGEST_SHOWN)
-    ]
-    wanted = {group["position"] for notes in all_notes for group in notes["groups"]}
-    groups = {record.position: record.content for record in read_records(file, wanted.__contains__, LARGEST_SHOWN)}
-    for notes in all_notes:
-        yield from entries(notes, groups)
-
-
-def entries(notes: Mapping[str, Any], groups: Mapping[int, bytes]) -> Iterator[dict[str, Any]]:
-    """Yield a dict for each completion in ``notes``: tokens as texts, log-probabilities, rewards, advantages. Groups
-    that ``groups`` (position -> recorded group) lacks are skipped."""
-    for noted in notes["groups"]:
-        if noted["position"] not in groups:
-            continue
-        rows = _first_tokens(groups[noted["position"]], notes["tokens"]).to_pylist()
-        logged = json.loads(rows[0]["logged"])["columns"]
-        for index, (row, own) in enumerate(zip(rows, noted["completions"], strict=True)):
-            messages, session = json.loads(row["messages"]), json.loads(row["columns"]).get("session")
-            yield {
-                "step": notes["step"],
-                "purpose": notes["purpose"],
-                "position": noted["position"],
-                "index": index,
-                "prompt": noted["prompt"],
-                "tokens": [notes["texts"].get(str(token), f"<{token}>") for token in row["completion"]],
-                "sampler": row["logprobs"],
-                "sampled": [1] * len(row["completion"]) if row["sampled"] is None else [*map(int, row["sampled"])],
-                "rewards": dict(zip(notes["rewards"], row["rewards"], strict=True)),
-                "finish": row["finish_reason"],
-                "extra": {name: values[index] for name, values in logged.items()},
-                **({"messages": messages} if messages else {}),
-                **({"session": session} if session else {}),
-                **own,
-            }
 
 
 # Optional tables follow a group's table of completions. Each optional table begins with marker bytes, which differ from

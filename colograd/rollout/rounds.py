@@ -1,16 +1,14 @@
 """Sample and score the prompts of a round (all prompts sampled with one set of weights).
 
 A group is scored as soon as its last completion ends, while vLLM decodes other groups. With `reward_call: all` the
-groups are scored together after sampling. `round_of` chooses the run's round object at start: `PlainRound`,
-`DynamicRound`, or an extension's class.
+groups are scored together after sampling. `round_of` chooses the run's round object at start: `PlainRound`, or an
+extension's class.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
-import math
 import reprlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ..batch import Group, Prompt, SampledStep
-from ..data import extra_prompts
-from ..policy.packing import has_signal
 from ..reporting.metrics import PhaseTimes
 from ..runtime import registry
 from .stages import Stages
 
 Steps = Sequence[Sequence[Prompt]]  # One list of prompts per optimizer step.
-MorePrompts = Callable[[int, int], list[Prompt]]  # Draws extra prompts: (number drawn so far, number wanted).
 Tally = Callable[[Sequence[SampledStep]], Mapping[str, float]]  # Counts metrics of this rank's sampled steps.
 
 
@@ -91,60 +86,11 @@ class PlainRound:
         """Read the state that `save` wrote to a checkpoint folder. A collective call: all ranks take part."""
 
 
-def more_prompts_of(trainer: Any) -> MorePrompts:
-    """Return a function that draws extra prompts from the training dataset: (number drawn so far, number wanted)."""
-    return lambda drawn, count: extra_prompts(
-        trainer.train_prompts, trainer.args, trainer.state.global_step, drawn, count
-    )
-
-
-class DynamicRound(PlainRound):
-    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) of the prompts of several optimizer steps.
-
-    Only groups with a reward difference are trained. Further prompts are sampled until every step has enough groups.
-    Steps take these groups in the order of sampling, so a step may train a group that was sampled for another step."""
-
-    def __init__(self, times: PhaseTimes, one_call: bool, max_rounds: int, more_prompts: MorePrompts) -> None:
-        super().__init__(times, one_call)
-        self.max_rounds, self.more_prompts = max_rounds, more_prompts
-        self.tallies.append(self.counts)
-
-    def counts(self, steps: Sequence[SampledStep]) -> dict[str, float]:
-        """Return two metrics of dynamic sampling: the number of sampled prompts, and the number of trained groups."""
-        return {
-            "dynamic_sampling/prompts": sum(len(step.sampled) for step in steps),
-            "dynamic_sampling/groups": sum(len(step.kept) for step in steps),
-        }
-
-    def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
-        """Sample and score the prompts of each optimizer step. Replace groups with equal rewards by further groups."""
-        prompts = [prompt for step in steps for prompt in step]
-        sampled = super().draw([prompts], stages)[0].sampled
-        for _ in range(self.max_rounds):
-            found = sum(map(has_signal, sampled))
-            if found >= len(prompts):
-                break
-            # Draw as many prompts as the missing groups probably need: at most ten prompts per missing group.
-            count = math.ceil((len(prompts) - found) / max(found / len(sampled), 0.1))
-            more = self.more_prompts(len(sampled) - len(prompts), count)
-            until_enough = dataclasses.replace(stages, enough=len(prompts) - found)
-            sampled += super().draw([more], until_enough)[0].sampled
-        kept = filter(has_signal, sampled)
-        return [
-            SampledStep(kept=tuple(itertools.islice(kept, len(step))), sampled=tuple(sampled[index :: len(steps)]))
-            for index, step in enumerate(steps)
-        ]
-
-
 def round_of(trainer: Any) -> PlainRound:
     """Create the run's round object, which samples and scores prompts. A collective call: all ranks take part. An
     extension's hook ``tally`` is a function (trainer) -> `Tally`, or None to count nothing."""
-    config, times = trainer.args, trainer.times
-    one_call = config.reward_call == "all"
     chosen = next(filter(None, (offer(trainer) for offer in registry.hooks("round"))), None)
-    if chosen is None and config.dynamic_sampling:
-        chosen = DynamicRound(times, one_call, config.dynamic_sampling_max_rounds, more_prompts_of(trainer))
-    chosen = chosen or PlainRound(times, one_call)
+    chosen = chosen or PlainRound(trainer.times, trainer.args.reward_call == "all")
     chosen.tallies.extend(filter(None, (offer(trainer) for offer in registry.hooks("tally"))))
     return chosen
 

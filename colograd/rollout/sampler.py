@@ -163,10 +163,7 @@ class Sampler:
 
     def _begin_replaced(self, groups: Sequence[Group]) -> PendingRewards:
         score, functions = self.hooks.score, len(self.scorer.rewards)
-        rewards = torch.cat([checked_rewards(score(group), group, functions) for group in groups])
-        if self.scorer.environments is not None:
-            self.scorer.environments.end_scoring(groups)
-        return Ready(rewards)
+        return Ready(torch.cat([checked_rewards(score(group), group, functions) for group in groups]))
 
     def with_advantages(self, groups: Sequence[ScoredGroup]) -> SampledStep:
         """Compute the advantages of an evaluation's groups, and return the groups as one step. A collective call."""

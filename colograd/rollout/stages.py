@@ -96,8 +96,6 @@ class InScoring:
                 rewards, logged = pending.result(), stages.take_logged(at)
                 if logged.columns:
                     scored = with_logged_riders(scored, logged)
-                if stages.take_turns is not None:
-                    scored = stages.take_turns(scored)
                 self.rewarded[at] = RewardedGroup(scored, rewards, logged)
                 if stages.journal is not None:
                     stages.journal.add(self.rewarded[at])
@@ -135,7 +133,6 @@ class Stages:
     compute_advantages: Callable[[Group, torch.Tensor], torch.Tensor]  # (group, rewards [G, R]) -> advantages.
     # Function from a scored group's position to the values that reward functions logged for the group.
     take_logged: Callable[[int], Logged] = lambda position: Logged({}, {})
-    take_turns: Callable[[Group], Group] | None = None  # Function that adds rewards of single turns to a group.
     journal: RolloutStore | None = None
     checks: bool = True  # Whether to check the groups of ``generate``, because user code may have made them.
     scoring: Callable[[Stages, Sequence[Prompt]], InScoring] = InScoring  # Class that scores groups.

@@ -12,6 +12,7 @@ import torch
 from ..batch import FinishReason, ScoredGroup
 from ..losses.advantages import group_std
 from ..policy.packing import loss_tokens
+from ..runtime.registry import hooks
 
 ADDED = (
     "lengths", "ended", "rewards", "totals", "flat_groups", "prompt_tokens", "loss_tokens", "distinct", "notes",
@@ -102,17 +103,8 @@ class RolloutStatistics:
         seconds, idle = (result.pop(f"rollout/{name}", 0.0) for name in ("seconds", "idle_seconds"))
         if seconds:  # sums over ranks
             result["rollout/idle_share"] = idle / seconds
-        if "tools/calls" in self.counts:
-            calls = self.counts["tools/calls"]
-            result["tools/call_frequency"] = calls / max(len(self.lengths), 1)
-            result["tools/failure_frequency"] = self.counts["tools/failures"] / calls if calls else 0.0
-        if "carry_over/groups" in self.counts or "carry_over/ages" in self.counts:
-            old, ages = (result.pop(f"carry_over/{name}", 0.0) for name in ("old_tokens", "ages"))
-            tokens = max(sum(self.lengths), 1)
-            result |= {"carry_over/old_tokens_share": old / tokens, "carry_over/mean_age": ages / tokens}
-            result["carry_over/max_age"] = float(self.maxima.get("carry_over/max_age", 0))
-        if drafted := self.counts["drafts/tokens"]:
-            result["drafts/acceptance"] = self.counts["drafts/accepted"] / drafted
+        for derive in hooks("derived_metrics"):  # Functions (statistics, metrics) that add shares and means of counts.
+            derive(self, result)
         if self.flat_groups and reward_names:
             result["frac_reward_zero_std"] = sum(self.flat_groups) / len(self.flat_groups)
         return result

@@ -6,14 +6,13 @@ A killed run resumes from its last checkpoint and reads the groups sampled after
 These groups are neither sampled nor scored again. A round is all groups sampled with one set of weights. Each rank
 appends to one file per round or evaluation:
 
-    RUN/_journal/step-00000012/rank-00000.records     an `About`, the groups, notes for the HTML report
-    RUN/_journal/step-00000012/rank-00000.shown       only groups that the report shows (old rounds, or `journal: off`)
+    RUN/_journal/step-00000012/rank-00000.records     an `About`, the groups, notes of extensions
     RUN/_journal/step-00000012/rank-00000.unscored    with `rescore: true`: groups that are scored again
     RUN/_journal/step-00000012/steps.jsonl            loss and gradient norm of the optimizer steps
     RUN/_journal/recipe.yaml                          the run's recipe, for `colograd replay`
 
 Extensions write other files to a round's folder (`note_beside`, `open_beside`). Resume and replay read `.records`
-(`recall`). The report reads `.records` and `.shown` (`shown`).
+(`recall`).
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pyarrow as pa
 import torch
 
 from ..batch import Group, Prompt
 from ..checkpoint.folders import move_aside
+from ..runtime.registry import hooks
 from .group_records import NONSENSE, JournalError, RewardedGroup, digest_of_example, group_bytes, group_of
-from .record_file import NOTES, SHOWN, Record, RecordFile, keep_shown, read_records, reduced
+from .record_file import Record, RecordFile, read_records
 
 FOLDER = "_journal"  # Folder of the rollout log. Transformers doesn't push names with an underscore to the Hub.
 UNSCORED = ".unscored"  # Suffix of a file with recorded groups that will be scored again.
@@ -78,7 +77,7 @@ class RolloutStore:
         of_samples: Collection[str] = (),
     ) -> None:
         self.folder, self.rank, self.reader, self.of_samples = Path(run_dir) / FOLDER, rank, reader, of_samples
-        self._file_name = f"rank-{rank:05d}.records"
+        self.file_name = f"rank-{rank:05d}.records"
         self.settings = json.loads(json.dumps(settings, default=str))
         self.problem = ""  # Error message: why the last groups couldn't be written.
         self.warning = ""  # Warning about the recorded groups, e.g. that the weights differ.
@@ -87,8 +86,8 @@ class RolloutStore:
         self._found: dict[int, bytes] = {}  # Recorded groups of the current round or evaluation, by position.
         self._unscored: dict[int, bytes] = {}  # Recorded groups to score again, by position.
         self._round: Path | None = None  # Folder of the groups sampled with the current weights.
-        self._open_files: dict[str, RecordFile] = {}  # Open files by the evaluation's name; "" is the training's file.
-        self._newest = ""  # Name (key in `_open_files`) of the file that `add` writes.
+        self.open_files: dict[str, RecordFile] = {}  # Open files by the evaluation's name; "" is the training's file.
+        self._newest = ""  # Name (key in `open_files`) of the file that `add` writes.
         self._digests: dict[tuple[str, int], str] = {}  # (File's name, group's position) -> digest of its dataset row.
         self._beside: dict[Any, Any] = {}  # Open files that extensions write, by class.
         self._place: tuple[Path, int, dict[str, Any]] | None = None  # Folder, rank and `About` of the newest open file.
@@ -176,7 +175,7 @@ class RolloutStore:
         Returns:
             A message about problems with the recorded groups or with the last written groups, or "".
         """
-        self._end(self._open_files.keys() - ({""} if evaluation else set()))
+        self._end(self.open_files.keys() - ({""} if evaluation else set()))
         self._found, self._unscored = {}, {}
         problem, self.problem, self.warning = self.problem, "", ""
         self.seconds = 0.0  # drop the seconds spent on writing an evaluation's groups
@@ -197,22 +196,22 @@ class RolloutStore:
     def _open(self, folder: Path, about: About, evaluation: str) -> None:
         self._newest = evaluation
         try:
-            self._open_files[evaluation] = file = RecordFile(folder / self._file_name)
+            self.open_files[evaluation] = file = RecordFile(folder / self.file_name)
             if file.is_new:
                 file.append(Record(ABOUT, json.dumps(dataclasses.asdict(about)).encode()))
         except OSError as error:
-            self._open_files.pop(evaluation, None)
+            self.open_files.pop(evaluation, None)
             self.problem = _problem(folder, error)
 
     def add(self, recorded: RewardedGroup) -> None:
         """Append a scored group to the open file. A thread flushes the file to the disk soon after. Serializing takes
         0.1 microseconds per token. An error isn't raised, but sets `problem`."""
         started = time.perf_counter()
-        self._append(self._newest, recorded)
+        self.append(self._newest, recorded)
         self.seconds += time.perf_counter() - started
 
-    def _append(self, name: str, recorded: RewardedGroup) -> None:
-        if (file := self._open_files.get(name)) is None:
+    def append(self, name: str, recorded: RewardedGroup) -> None:
+        if (file := self.open_files.get(name)) is None:
             return
         try:
             position = recorded.group.position
@@ -227,30 +226,11 @@ class RolloutStore:
 
     def _flush(self) -> None:
         self._will_flush = False
-        for file in list(self._open_files.values()):
+        for file in list(self.open_files.values()):
             try:
                 file.flush()
             except OSError as error:
                 self.problem = _problem(file.path, error)
-
-    def show(self, notes: Mapping[str, Any], groups: Sequence[RewardedGroup]) -> None:
-        """Record some groups of an optimizer step, with ``notes``, for the HTML report. Pruning doesn't delete these
-        groups. Without an open file (`journal: off`), the groups are written to a `.shown` file."""
-        step, training = notes["step"], notes["purpose"] == "train"
-        evaluation = "" if training else notes["purpose"]
-        record = Record(NOTES - step, json.dumps(notes, default=str).encode())
-        if (file := self._open_files.get(evaluation)) is not None:
-            for recorded in groups:
-                if recorded.group.position not in file.positions:
-                    self._append(evaluation, recorded)
-            file.append(record)
-            return
-        folder = self.round_folder(step - 1 if training else step, evaluation)
-        with contextlib.closing(RecordFile((folder / self._file_name).with_suffix(SHOWN))) as alone:
-            for recorded in groups:
-                content = reduced(group_bytes(recorded), notes["tokens"])
-                alone.append(Record(recorded.group.position, content))
-            alone.append(record)
 
     def note_beside(self, write: Callable[[Path], None]) -> None:
         """Call ``write`` with the folder of the groups that are being recorded. An error isn't raised, but sets
@@ -281,7 +261,7 @@ class RolloutStore:
         return taken
 
     def close(self) -> str:
-        self._end(self._open_files.keys())
+        self._end(self.open_files.keys())
         if self._flusher is not None:
             self._flusher.shutdown()
             self._flusher = None
@@ -292,7 +272,7 @@ class RolloutStore:
         if self._flusher is not None:
             self._flusher.submit(self._flush).result()  # No flush is waiting or running afterwards.
         for name in [*names]:
-            self._open_files.pop(name).close()
+            self.open_files.pop(name).close()
             self._digests = {key: digest for key, digest in self._digests.items() if key[0] != name}
         for beside in self._beside.values():
             beside.close()
@@ -301,7 +281,7 @@ class RolloutStore:
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
         """Return the recorded groups of these prompts, by `Prompt.position`. Call this method before user code can
         change the prompts' dataset rows, because it computes the rows' digests."""
-        for prompt in prompts if self._newest in self._open_files else ():
+        for prompt in prompts if self._newest in self.open_files else ():
             self._digests[self._newest, prompt.position] = digest_of_example(prompt.example)
         return self._recalled(prompts, self._found)
 
@@ -344,14 +324,13 @@ class RolloutStore:
         return next((found.settings for found in files), {})
 
     def prune(self, before: int) -> None:
-        """Delete the groups sampled before step ``before``, except the groups that the HTML report shows."""
+        """Delete the groups sampled before step ``before``, except files that an extension's hook ``kept_records``
+        returns for the folder of a round."""
         for step, folder in self._folders():
             if self._pruned <= step < before:
-                for path in folder.glob("rank-*.records"):
-                    with contextlib.suppress(pa.ArrowException, *NONSENSE):
-                        keep_shown(path)
-                with contextlib.suppress(OSError):  # the folder isn't empty if it has a `.shown` file
-                    for path in [path for path in folder.iterdir() if path.suffix != SHOWN]:
+                keeps = {path for hook in hooks("kept_records") for path in hook(folder)}
+                with contextlib.suppress(OSError):  # the folder isn't empty if a file is kept
+                    for path in {*folder.iterdir()} - keeps:
                         path.unlink(missing_ok=True)
                     folder.rmdir()
         self._pruned = max(self._pruned, before)

@@ -1,6 +1,4 @@
-"""Check the arguments of a `GRPOTrainer`, load the policy and tokenise prompts, before the vLLM engine is built.
-
-Prompts of training come from datasets. Evaluations may also use benchmarks that extensions implement."""
+"""Check the arguments of a `GRPOTrainer`, load the policy and tokenise prompts, before the vLLM engine is built."""
 
 from __future__ import annotations
 
@@ -37,11 +35,7 @@ from ..runtime import process, registry
 from ..sharding import check_sharding
 from ..weights import check_choice
 
-# A PromptDataset, a benchmark (see `eval_prompts_of`), or prompts of a streamed dataset, tokenised during training. An
-# extension's hook ``prompt_stream`` makes the latter: (dataset, rules, config) -> an object with ``choice`` (a
-# curriculum or the dataset's position, or None), ``dataset``, ``longest`` (upper bound of a prompt's number of tokens),
-# and the methods ``first(count) -> list[Prompt]`` and ``loader() -> DataLoader``.
-Prompts = Any
+Prompts = Any  # A PromptDataset, or an extension's object with some of its members.
 NO_FEATURE = SourceFeature()
 
 
@@ -101,7 +95,6 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         needs_none = not (functions or weights) and any(allows(args) for allows in registry.hooks("without_rewards"))
         rewards = [] if needs_none else resolve_rewards(functions, weights)
         scorer = Scorer(rewards, args.reward_workers, args.reward_timeout, args.reward_on_error, on_gpu=not args.on_cpu)
-        scorer.environments = feature.lender
         closing.callback(scorer.close)
         watchdog.progress("loading the model")
         policy = load_policy(given.model, given.processing_class, args, given.peft_config, given.has_images)
@@ -151,8 +144,8 @@ def longest_completion(args: GRPOConfig) -> int:
 def train_prompts_of(
     dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature = NO_FEATURE, context: int | None = None
 ) -> Prompts:
-    """Tokenise the training dataset, or wrap a streamed dataset that is tokenised during training. As in TRL, a run
-    without a dataset needs ``max_steps``, and an environment that makes all prompts. An extension's hook
+    """Tokenise the training dataset. As in TRL, a run without a dataset needs ``max_steps``, and an environment that
+    makes all prompts. Extension hooks: ``prompt_stream`` wraps an iterable dataset, which is tokenised during training;
     ``train_prompts`` checks or changes the prompts: (prompts, config) -> None."""
     rules = prompt_rules(policy, args, "train", context, feature)
     rows = wanted_columns(feature.empty_prompts(args) if dataset is None else dataset, policy, args, feature, "train")
@@ -168,48 +161,24 @@ def train_prompts_of(
     return prompts
 
 
-def benchmark_names(texts: Sequence[str]) -> dict[str, str]:
-    """Convert the texts that name benchmarks in a recipe to {name in the log: text in the recipe}, by the extension's
-    hook ``benchmark_names``."""
-    registry.require("evaluation", f"exams: {list(texts)}")
-    (names_of,) = registry.hooks("benchmark_names")
-    return dict(names_of(texts))
-
-
 def eval_prompts_of(
-    dataset: Any,
-    policy: Policy,
-    args: GRPOConfig,
-    feature: SourceFeature = NO_FEATURE,
-    context: int | None = None,
-    name: str = "eval",
+    dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature = NO_FEATURE, context: int | None = None
 ) -> Any:
-    """Tokenise the prompts of an evaluation. A dict of datasets becomes a dict of prompts, None stays None.
+    """Tokenise the prompts of an evaluation. A dict of datasets becomes a dict of prompts, None stays None. An
+    extension's hook ``benchmark`` may replace datasets by objects with an `evaluate` of their own: (dataset, policy,
+    config, maximum context of the vLLM engine) -> dataset."""
+    for replace in registry.hooks("benchmark"):
+        dataset = replace(dataset, policy, args, context)
 
-    Streamed datasets are read to their end. Names of benchmarks, such as GSM8K, become a dict of benchmarks: objects
-    with prompts, sampling settings and scoring of their own. An extension's hook ``benchmark`` makes them: (text,
-    policy, args, maximum context of the vLLM engine) -> an object with ``longest`` (number of tokens of the longest
-    prompt), ``generations`` (largest number of sequences that vLLM samples for one question), ``dropped`` and
-    ``dropped_line()`` as in `PromptDataset`, ``metric_names()`` without a prefix such as ``eval_``, the number of
-    questions as its length, and the collective ``evaluate(trainer, name)``, which returns its metrics."""
-    if dataset is None or hasattr(dataset, "dropped_line"):
-        return dataset
-    if isinstance(dataset, str) or (isinstance(dataset, list | tuple) and all(isinstance(n, str) for n in dataset)):
-        dataset = benchmark_names([dataset] if isinstance(dataset, str) else dataset)
+    def prompts_of(part: Any, name: str) -> Any:
+        if part is None or hasattr(part, "dropped_line"):
+            return part
+        rows = wanted_columns(part, policy, args, feature, name)
+        return tokenize_prompts(rows, prompt_rules(policy, args, name, context, feature))
+
     if isinstance(dataset, dict):
-        made: dict[str, Any] = {}
-        if texts := [part for part in dataset.values() if isinstance(part, str)]:
-            benchmark_names(texts)
-        for name, part in dataset.items():
-            if isinstance(part, str):
-                (benchmark_of,) = registry.hooks("benchmark")
-                made[name] = benchmark_of(part, policy, args, context)
-            else:
-                made[name] = eval_prompts_of(part, policy, args, feature, context, name)
-        return made
-    return tokenize_prompts(
-        wanted_columns(dataset, policy, args, feature, name), prompt_rules(policy, args, name, context, feature)
-    )
+        return {name: prompts_of(part, name) for name, part in dataset.items()}
+    return prompts_of(dataset, "eval")
 
 
 def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature, name: str) -> Any:

@@ -32,13 +32,7 @@ GROUPS = (AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, SamplingKnobs)
 OF_CARRY_OVER = ("carry_over", "carry_over_max_age")
 # Settings that must have equal values in a replay and in the recorded run.
 OF_GROUPS = frozenset(
-    (
-        *OF_ROUNDS,
-        *OF_CARRY_OVER,
-        "curriculum",
-        *(field.name for field in dataclasses.fields(SamplingKnobs)),
-        REWARD_FUNCS,
-    )
+    (*OF_ROUNDS, *OF_CARRY_OVER, "curriculum", *(each.name for each in dataclasses.fields(SamplingKnobs)), REWARD_FUNCS)
 )
 
 

@@ -13,7 +13,7 @@ from httpx import HTTPError
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.optimization import GreedyLR
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, SCHEDULER_NAME
+from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
@@ -28,7 +28,7 @@ from ..parallel.faults import ends_together
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.loading import Policy
 from ..reporting.console import Console
-from ..reporting.events import NoRecord, Spare, spare_from_trackers
+from ..reporting.events import NoRecord
 from ..reporting.metrics import PhaseTimes
 from ..rewards import RewardFunction
 from ..rollout.rounds import PlainRound
@@ -45,11 +45,6 @@ NAMES = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")  # Setting
 MISSING = object()
 # Learning rate schedules that take their steps with the metric of an evaluation.
 DRIVEN_BY_METRICS = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
-
-
-def best_metric(args: GRPOConfig) -> str:
-    """Return the name that ``metric_for_best_model`` has in an evaluation's metrics: with the prefix ``eval_``."""
-    return f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
 
 
 class CheckpointConfig:
@@ -112,10 +107,6 @@ class SeamTrainer(Trainer):
         self.recorder: NoRecord = next(filter(None, (make(self) for make in hooks("recorder"))), None) or NoRecord()
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
-        if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:  # notebooks show Colograd's table of rewards
-            from ..reporting.notebook import RewardTable
-
-            self.add_callback(RewardTable())
         for callback in (self.checkpointer, self.console, self.recorder):
             self.add_callback(callback)
 
@@ -142,7 +133,8 @@ class SeamTrainer(Trainer):
                 return checkpoint, TrainOutput(state.global_step, 0.0, {})
         self.checkpointer.begin(checkpoint)
         self._open_records(checkpoint, search.is_wanted(wanted))
-        spare_from_trackers(self.callback_handler.callbacks, Spare(self.console.warn))
+        for guard in hooks("guard_callbacks"):
+            guard(self)
         return checkpoint, None
 
     @ends_together("the evaluation")

@@ -51,6 +51,8 @@ def without_extensions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (lambda: GRPOConfig(sequence_parallel_size=2), "needs the extension `sequence_parallel`"),
         (lambda: GRPOConfig(freeze_vision_tower=True), "needs the extension `images`"),
         (lambda: GRPOConfig(teacher_model_name_or_path="m"), "needs the extension `distillation`"),
+        (lambda: GRPOConfig(dynamic_sampling=True), "dynamic_sampling: true needs the extension `dynamic_sampling`"),
+        (lambda: GRPOConfig(metric_for_best_model="kl"), "metric_for_best_model: kl needs the extension `best_model`"),
         (lambda: GRPOConfig(agent_timeout=1.0), "agent_timeout: 1.0 needs the extension `agents`"),
         (lambda: ScriptArguments(tools=["my:tool"]), "needs the extension `tools`"),
         (lambda: ScriptArguments(exams=["gsm8k"]), r"exams: \['gsm8k'\] needs the extension `evaluation`"),

@@ -21,7 +21,7 @@ import importlib, pathlib, pkgutil, sys
 import colograd, tiny
 assert pathlib.Path(colograd.__file__).is_relative_to(sys.argv[1]), colograd.__file__
 from colograd.runtime import registry
-left_out = ["reporting.notebook"]  # which needs IPython
+left_out = ["extensions.recording.notebook"]  # which needs IPython
 if "recording" not in registry.installed():  # readers of what that extension writes: these commands end with one line
     left_out += ["apps.report", "apps.show"]
 for module in pkgutil.walk_packages(colograd.__path__, "colograd."):

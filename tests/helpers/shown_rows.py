@@ -10,8 +10,9 @@ from typing import Any
 from colograd.apps.report.samples import Samples
 from colograd.batch import ScoredGroup
 from colograd.extensions.recording.group_views import shown_notes
+from colograd.extensions.recording.shown import entries, shown
 from colograd.rollout.group_records import RewardedGroup, group_bytes
-from colograd.rollout.record_file import RecordFile, entries, read_records, shown
+from colograd.rollout.record_file import RecordFile, read_records
 from colograd.rollout.store import ABOUT
 
 

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 import torch
 
 from colograd.batch import ModelInput, Rollout
+from colograd.extensions.agents.branches import Branch, branches_of
 
 
 def sequences(rollout: Rollout) -> Iterator[Rollout]:
     """Yield a tree's branches as plain rollouts. Each has all tokens that it sees. A sampled token counts in the first
     branch that has it."""
-    tree = rollout.tree
+    tree = branches_of(rollout) or (Branch(len(rollout.completion_ids), prompt=len(rollout.input)),)
     ends = set(range(len(tree))) - {branch.after for branch in tree}
     starts = [sum(branch.length for branch in tree[:index]) for index in range(len(tree))]
     done: set[int] = set()

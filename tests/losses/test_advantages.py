@@ -23,7 +23,7 @@ from colograd.losses.advantages import (
 from colograd.policy.packing import PackingRules, collate, has_signal, pack_step
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready, weighted_sum
-from colograd.rollout.rounds import DynamicRound, PlainRound
+from colograd.rollout.rounds import PlainRound
 from colograd.rollout.stages import Stages
 
 NAN = math.nan
@@ -283,7 +283,11 @@ class Made:
     def draw(self, max_rounds: int = 0) -> list[SampledStep]:
         stages = Stages(self.generate, self.begin_score, self.judge)
         plain = PlainRound(PhaseTimes())
-        own = DynamicRound(PhaseTimes(), False, max_rounds, self.more_prompts) if max_rounds else plain
+        own = plain
+        if max_rounds:
+            from colograd.extensions.dynamic_sampling.rounds import DynamicRound
+
+            own = DynamicRound(PhaseTimes(), False, max_rounds, self.more_prompts)
         drawn = own.draw(STEPS, stages)
         return scale_over_steps(drawn, self.estimator)
 

@@ -190,7 +190,7 @@ def test_a_full_disk_is_said_once_and_the_run_goes_on(tmp_path: Path) -> None:
 
     kept = RolloutStore(tmp_path, 0, {})
     kept.begin(3, "")
-    kept._open_files[""].__class__ = Full
+    kept.open_files[""].__class__ = Full
     kept.add(made_up())
     assert "No space left on device" in kept.problem and "the run goes on" in kept.problem
     kept.close()

@@ -29,7 +29,7 @@ from peft import LoraConfig
 from row_cases import PACKED, RECURRENT, SHAPE, make, make_groups
 from saved_tensors import kept
 
-from colograd.batch import Branch, PackedRow, Rollout, ScoredGroup
+from colograd.batch import PackedRow, Rollout, ScoredGroup
 from colograd.extensions.experts.losses import RoutingStep
 from colograd.extensions.experts.router_replay import UNKNOWN, RowExperts, make_replaying
 from colograd.extensions.kept_tokens.rider import KeptStep, KeptTokens
@@ -93,10 +93,12 @@ def first_of(scored: ScoredGroup) -> ScoredGroup:
 def with_trees(scored: ScoredGroup) -> ScoredGroup:
     """Completions of more than 3 tokens go on from their first 2 twice."""
 
+    from colograd.extensions.agents.branches import Branch, Branches
+
     def tree(rollout: Rollout) -> Rollout:
         rest = len(rollout.completion_ids) - 3
         branches = Branch(2, prompt=len(rollout.prompt_ids)), Branch(1, after=0), Branch(rest, after=0)
-        return dataclasses.replace(rollout, branches=branches) if rest > 0 else rollout
+        return rollout.carrying(Branches(branches)) if rest > 0 else rollout
 
     group = dataclasses.replace(scored.group, rollouts=tuple(map(tree, scored.group.rollouts)))
     return dataclasses.replace(scored, group=group)

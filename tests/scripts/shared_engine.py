@@ -36,7 +36,6 @@ from colograd.parallel import faults
 from colograd.parallel.ranks import on_all_ranks
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Scorer, resolve_rewards
-from colograd.rollout.rounds import DynamicRound
 from colograd.rollout.stages import Stages
 from colograd.runtime import process, registry
 
@@ -104,6 +103,8 @@ class Cases:
             return rewards[:, 0] - rewards[:, 0].mean()
 
         stages = Stages(self.write, begin, judge)
+        from colograd.extensions.dynamic_sampling.rounds import DynamicRound
+
         own = DynamicRound(PhaseTimes(), False, 6, lambda drawn, count: self.prompts(100 + drawn, count))
         (step,) = own.draw([self.prompts()], stages)
         return [scored.group for scored in step.kept]

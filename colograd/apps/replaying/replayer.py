@@ -21,7 +21,7 @@ from ...checkpoint.search import find_damage
 from ...config import GRPOConfig
 from ...parallel.ranks import gather, on_all_ranks
 from ...rewards.functions import as_list
-from ...rollout.record_file import read_figures
+from ...rollout.record_file import FIGURES, steps_in
 from ...rollout.sampler import Sampler
 from ...rollout.store import About, JournalError, RolloutStore, files_of
 from ...trainer import GRPOTrainer
@@ -29,6 +29,7 @@ from ...training.checkpointer import Checkpointer
 from ...training.preparation import PreparedRun, reader_of
 from ...training.recorded_settings import OF_GROUPS, settings_of
 
+LARGEST_FIGURES = 2**24  # Maximum number of bytes that are read of `steps.jsonl`.
 PROFILE_ROWS = 30  # Maximum rows of the profile's table of operators.
 
 
@@ -99,6 +100,17 @@ class ReplayStore(RolloutStore):
     @property
     def _remedy(self) -> str:
         return "a replay trains the groups as they were recorded, so leave it as it was"
+
+
+def read_figures(folder: Path) -> dict[int, dict[str, float]]:
+    """Read `steps.jsonl`: optimizer step -> loss and gradient norm. If a step has several lines, the first counts."""
+    figures_of = dict[int, dict[str, float]]()
+    for step, entry in steps_in(folder / FIGURES, LARGEST_FIGURES):
+        try:
+            figures_of.setdefault(step, {str(name): float(value) for name, value in entry.items()})
+        except (ValueError, TypeError, OverflowError):
+            continue
+    return figures_of
 
 
 def _shown(figures: Mapping[str, float]) -> str:

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...extensions.recording.completions import FOLDER, IMAGES, TEXT, CompletionFile, data_url, prompt_of
-from ...rollout.record_file import positions as record_positions
-from ...rollout.record_file import shown, steps_of
+from ...extensions.recording.shown import record_positions, shown, steps_of
 from ...runtime.sizes import THUMBNAIL_BYTES, THUMBNAILS
 from .untrusted import Tail, entries, items, mapping, number, open_inside, parse, plain, text, whole
 

@@ -8,7 +8,7 @@ earlier answers. Each session (`session`) becomes a `Rollout` with branches (`tr
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "add_advantages": "turn_rewards:with_turn_rewards",
-    "part_rewards": "turn_rewards:split",
+    "riders": "branches:Branches",
     "source": "feature:AgentFeature",
     "stages": "turn_rewards:agent_stages",
 }

@@ -31,7 +31,6 @@ from ...batch import Group, Logged, Prompt, Rollout
 from ...engine.protocol import Engine
 from ...engine.sampling import Sampling
 from ...parallel import watchdog
-from ...rewards.calling import PARTS as JUDGED
 from ...rewards.functions import code_digest
 from ...rollout.group_records import NONSENSE, JournalError, RewardedGroup, group_bytes, group_of
 from ...rollout.record_file import Record, RecordFile, read_records
@@ -41,7 +40,7 @@ from .context import ChatFormat
 from .engine.chat_api import ChatAPI
 from .programs import CommandProgram, FunctionProgram
 from .session import AgentSettings, Session, WorkQueue
-from .turn_rewards import FAILURE, SESSION, problem_with
+from .turn_rewards import FAILURE, JUDGED, SESSION, problem_with
 
 POLL = 0.05  # Maximum seconds of a wait while the engine has no requests.
 REWARD = "agent_reward"  # Column of a rollout with the program's reward.

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ...batch import Branch, FinishReason, ModelInput, Rollout
+from ...batch import FinishReason, ModelInput, Rollout
+from .branches import Branch, Branches
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +96,8 @@ class TokenTree:
             todo += [(child, len(branches) - 1, -1) for child in reversed(run[-1].children)]
         if not ids:
             return None
-        further["branches"] = () if branches == [Branch(len(ids), None, len(asked))] else tuple(branches)
+        if branches != [Branch(len(ids), None, len(asked))]:
+            further["riders"] = (Branches(tuple(branches)),)
         values = torch.frombuffer(logprobs, dtype=torch.float32), torch.tensor(sampled, dtype=torch.bool)
         return Rollout(ModelInput(tuple(asked)), ids, *values, reason, version, **further)
 

@@ -12,20 +12,22 @@ import dataclasses
 import functools
 import numbers
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...batch import Group, Rollout
+from ...batch import Group
 from ...losses.advantages import AdvantageEstimator, group_advantages
 from ...rewards import Ready
-from ...rewards.calling import PARTS as JUDGED
+from ...rewards.calling import checked_values, value_error
+from ...rewards.functions import RewardFunction
 from ...rollout.stages import BeginScore, Stages
 
 FAILURE = "agent_failure"  # Column of a rollout with the reason of a failure, or an empty text.
 SESSION = "session"  # Column of a rollout with the agent's answers.
+JUDGED = "judged_turns"  # Column of a rollout: {name of a reward function: rewards of the single answers}.
 TURN_REWARDS = "turn_rewards"  # Column of a rollout with the program's reward for each answer.
 WITHIN_GROUPS = ("group", "mean")  # Values of `scale_rewards` that divide within a group.
 LARGEST = torch.finfo(torch.float32).max
@@ -49,30 +51,54 @@ def problem_with(columns: Mapping[str, Any], answers: int) -> str:
     return broken and f"its turn_rewards are {broken}"
 
 
-def split(values: Iterable[Any], rollouts: Sequence[Rollout]) -> tuple[list[Any], list[list[float] | None]]:
-    """Return one number per session, and the rewards per answer or None. A list's number is the mean of the list."""
-    whole, turns = list[Any](), list[list[float] | None]()
-    for index, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
-        kind = type(value).__name__
-        if isinstance(value, np.ndarray | torch.Tensor) and value.ndim == 1:
-            value = value.tolist()
-        if not isinstance(value, (list, tuple)):
-            whole.append(value)
-            turns.append(None)
-            continue
-        answers = rollout.columns.get(SESSION)
-        if not isinstance(answers, list | tuple) or not all(isinstance(each, Mapping) for each in answers):
-            raise ValueError(
-                index,
-                f"its reward is {reprlib.repr(value)} ({kind}), but only an agent's session can have one reward per "
-                "answer: return one number per completion.",
-            )
-        if broken := _rule_broken(value, len(answers)):
-            raise ValueError(index, f"its turn rewards are {broken}")
-        own = [float(each) for each in value]
-        turns.append(own)
-        whole.append(sum(own) / len(own) if own else None)
-    return whole, turns
+class TurnRewards:
+    """The lists of rewards that reward functions returned for sessions, one reward per answer."""
+
+    def __init__(self) -> None:
+        self._of_groups: dict[int, dict[str, list[Any]]] = {}  # Prompt position -> function's name -> list per session.
+
+    def check(self, reward: RewardFunction, groups: Sequence[Group], values: Any) -> list[float]:
+        """Check a function's values as `checked_values` does. A list counts as its mean, and is stored for `take`."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        values = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values
+        is_list = isinstance(values, (list, tuple)) or (isinstance(values, np.ndarray) and values.ndim > 0)
+        if not is_list or len(values) != len(rollouts):
+            return checked_values(reward, groups, values)
+        whole, turns = list[Any](), list[list[float] | None]()
+        for index, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
+            kind = type(value).__name__
+            if isinstance(value, np.ndarray | torch.Tensor) and value.ndim == 1:
+                value = value.tolist()
+            if not isinstance(value, (list, tuple)):
+                whole.append(value)
+                turns.append(None)
+                continue
+            answers = rollout.columns.get(SESSION)
+            if not isinstance(answers, list | tuple) or not all(isinstance(each, Mapping) for each in answers):
+                problem = (
+                    f"its reward is {reprlib.repr(value)} ({kind}), but only an agent's session can have one reward "
+                    "per answer: return one number per completion."
+                )
+                raise value_error(reward, groups, index, problem)
+            if broken := _rule_broken(value, len(answers)):
+                raise value_error(reward, groups, index, f"its turn rewards are {broken}")
+            own = [float(each) for each in value]
+            turns.append(own)
+            whole.append(sum(own) / len(own) if own else None)
+        numbers_G, rest = checked_values(reward, groups, whole), iter(turns)
+        for group in groups:
+            of_group = [next(rest) for _ in group.rollouts]
+            self._of_groups.setdefault(group.position, {})[reward.name] = of_group
+        return numbers_G
+
+    def take(self, group: Group) -> None:
+        """Write a scored group's stored lists into its sessions' column `JUDGED`, in place of present ones."""
+        of_functions = self._of_groups.pop(group.position, {})
+        for index, rollout in enumerate(group.rollouts):
+            columns: Any = rollout.columns  # A dict that belongs to the session.
+            columns.pop(JUDGED, None)
+            if own := {name: turns[index] for name, turns in of_functions.items() if turns[index] is not None}:
+                columns[JUDGED] = own
 
 
 def with_turn_rewards(
@@ -112,27 +138,32 @@ def with_turn_rewards(
 
 def agent_stages(sampler: Any) -> Callable[[Stages], Stages] | None:
     """Return a function that changes agents' stages: failed groups abstain, and answers may have rewards, or None."""
-
-    def change(stages: Stages) -> Stages:
-        begin_score = functools.partial(Abstaining, stages.begin_score, len(sampler.scorer.rewards))
-        return dataclasses.replace(stages, begin_score=begin_score, take_turns=sampler.scorer.take_turns)
-
-    return change if getattr(sampler.source, "may_fail", False) else None
+    if not getattr(sampler.source, "may_fail", False):
+        return None
+    turns, functions = TurnRewards(), len(sampler.scorer.rewards)
+    sampler.scorer.check = turns.check
+    return lambda stages: dataclasses.replace(
+        stages, begin_score=functools.partial(Judging, stages.begin_score, functions, turns)
+    )
 
 
 def has_failed(group: Group) -> bool:
     return any(rollout.columns.get(FAILURE) for rollout in group.rollouts)
 
 
-class Abstaining:
+class Judging:
     """`PendingRewards` of agents' groups. Failed groups get NaN, and reward functions aren't called for them.
 
     Args:
         begin: starts to score the groups that didn't fail.
         functions: R, the number of reward functions.
+        turns: has the rewards of single answers, which `result` adds to the groups.
     """
 
-    def __init__(self, begin: BeginScore, functions: int, groups: Sequence[Group]) -> None:
+    def __init__(self, begin: BeginScore, functions: int, turns: TurnRewards, groups: Sequence[Group]) -> None:
+        self._groups, self._turns = groups, turns
+        for group in groups:
+            turns.take(group)  # Reward functions don't get rewards of an earlier scoring.
         self._judged = torch.tensor([not has_failed(group) for group in groups for _ in group.rollouts])
         self._rewards = torch.full((len(self._judged), functions), torch.nan)
         whole = [group for group in groups if not has_failed(group)]
@@ -140,4 +171,7 @@ class Abstaining:
         self.done, self.cancel = self._pending.done, self._pending.cancel
 
     def result(self) -> torch.Tensor:
-        return self._rewards.masked_scatter(self._judged[:, None], self._pending.result())
+        rewards = self._rewards.masked_scatter(self._judged[:, None], self._pending.result())
+        for group in self._groups:
+            self._turns.take(group)
+        return rewards

@@ -1,6 +1,6 @@
-"""Checks of the setting `metric_for_best_model`, at start and after each evaluation."""
+"""The best model by `metric_for_best_model`: checks at start, and what follows from each evaluation's metric."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "evaluation_check": "metric:check_best_metric",
-    "lacks_best": "metric:lacks_best",
+    "evaluated": "metric:after_evaluation",
 }

@@ -1,4 +1,4 @@
-"""Checks of `metric_for_best_model`: an error if no evaluation can have the metric, a warning if one lacks it."""
+"""The setting `metric_for_best_model`: checks at start, and the best model and the schedule after an evaluation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from transformers.trainer_utils import SaveStrategy
+
 from ...config import GRPOConfig
 from ...config.conflicts import OF_LOSS
 from ...config.objective import LOSSES
 from ...rewards import RewardFunction
 from ...rewards.calling import parameters_of
-from ...training.transformers_seam import best_metric
+from ...training.transformers_seam import DRIVEN_BY_METRICS
 
 # Names of metrics that an evaluation has from rewards and from the loss. OF_LOSS matches further metrics of the loss.
 NAMES = ("reward", "reward_std", "frac_reward_zero_std", "completions", "runtime", "samples_per_second", "num_tokens")
@@ -43,6 +45,30 @@ def check_best_metric(
         f"metric_for_best_model is {best!r}, but no evaluation of this run has a metric of that name (they have "
         f"{', '.join(names)}): name one of these; the nearest is {near!r}."
     )
+
+
+def after_evaluation(trainer: Any, metrics: Mapping[str, float], at_start: bool) -> None:
+    """Pass the metric of an evaluation to the learning rate schedule, note the best model, and with `save_strategy:
+    best` request a checkpoint of it. Warn if the metric is missing, where transformers would fail. Before training
+    (``at_start``) only warn."""
+    args = trainer.args
+    if args.metric_for_best_model is None:
+        return
+    if line := lacks_best(args, metrics, trainer.state.best_metric is not None):
+        trainer.console.warn(line)
+    if at_start:
+        return
+    name = best_metric(args)
+    if name in metrics and isinstance(trainer.lr_scheduler, DRIVEN_BY_METRICS):
+        trainer.lr_scheduler.step(metrics[name])
+    is_best = name in metrics and trainer._determine_best_metric(metrics, None)
+    if args.save_strategy == SaveStrategy.BEST:
+        trainer.control.should_save = is_best
+
+
+def best_metric(args: GRPOConfig) -> str:
+    """Return the name that ``metric_for_best_model`` has in an evaluation's metrics: with the prefix ``eval_``."""
+    return f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
 
 
 def lacks_best(args: GRPOConfig, metrics: Mapping[str, float], earlier: bool) -> str:

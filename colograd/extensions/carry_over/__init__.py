@@ -4,6 +4,7 @@ others."""
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "advice": "conflicts:advice",
     "conflicts": "conflicts:CONFLICTS",
+    "derived_metrics": "in_flight:age_metrics",
     "riders": "in_flight:Versions",
     "round": "rounds:carried_round",
     "source": "rounds:CarryOverFeature",

@@ -26,6 +26,7 @@ from ...policy.sending import to_device_async
 from ...riders import Rider, RowRider, joined_riders
 from ...rollout.group_records import NONSENSE, JournalError, RewardedGroup, group_bytes, group_of
 from ...rollout.record_file import Record, RecordFile, read_records
+from ...rollout.statistics import RolloutStatistics
 
 FILE = "in_flight_{rank}.records"  # Name of a rank's file in a checkpoint.
 HEAD = 0  # Position number of a file's first record, which has no group but the number of groups.
@@ -85,6 +86,15 @@ class TokenAges(RowRider):
     def metrics(self, difference: torch.Tensor, scored: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         old = scored * (self.ages > 0)
         return {"carry_over/old_logp_difference": ((difference * old).sum(), old.sum())}
+
+
+def age_metrics(statistics: RolloutStatistics, metrics: dict[str, float]) -> None:
+    """Replace sums over the tokens' ages by the share of old tokens and the mean age, and add the largest age."""
+    if "carry_over/groups" in statistics.counts or "carry_over/ages" in statistics.counts:
+        old, ages = (metrics.pop(f"carry_over/{name}", 0.0) for name in ("old_tokens", "ages"))
+        tokens = max(sum(statistics.lengths), 1)
+        metrics |= {"carry_over/old_tokens_share": old / tokens, "carry_over/mean_age": ages / tokens}
+        metrics["carry_over/max_age"] = float(statistics.maxima.get("carry_over/max_age", 0))
 
 
 def versions_of(rollout: Rollout) -> torch.Tensor:

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from ...batch import FinishReason, Group, Prompt, SampledStep, ScoredGroup
 from ...config import GRPOConfig
-from ...data import prompt_at
+from ...data import extra_prompts, prompt_at
 from ...engine.protocol import Engine, Sampled
 from ...engine.sampling import Sampling, request_seed
 from ...parallel.ranks import on_all_ranks
@@ -30,7 +30,7 @@ from ...policy.loading import Policy
 from ...reporting.console import LOGGER
 from ...rollout.checks import checked_groups
 from ...rollout.features import SourceFeature, TrainerArguments
-from ...rollout.rounds import PlainRound, Steps, more_prompts_of
+from ...rollout.rounds import PlainRound, Steps
 from ...rollout.stages import InScoring, Stages
 from .in_flight import InFlight, RoundEnd, extended, is_whole, of_round, read_round_end, write_round_end
 
@@ -143,7 +143,7 @@ class CarriedRound(PlainRound):
         args = trainer.args
         age, sizes = args.carry_over_max_age * args.round_length, (args.num_generations, args.max_completion_length)
         self.in_flight = InFlight(args.groups_per_round, args.groups_in_flight, age, *sizes)
-        self.trainer, self.more_prompts = trainer, more_prompts_of(trainer)
+        self.trainer = trainer
         self.ranks: int = trainer.args.layout.data_size  # Number of ranks that divide a round's prompts.
         self.tallies.append(self.counts)
 
@@ -154,7 +154,8 @@ class CarriedRound(PlainRound):
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
         new = [prompt for step in steps for prompt in step]
         lacking = self.in_flight.size - len(self.in_flight.groups) - len(new)
-        more = self.more_prompts(0, lacking) if lacking > 0 else []
+        trainer, step = self.trainer, self.trainer.state.global_step
+        more = extra_prompts(trainer.train_prompts, trainer.args, step, 0, lacking) if lacking > 0 else []
         begun = [Prompt(group.example, group.rollouts[0].input, group.position) for group in self.in_flight.groups]
         pool = [*begun, *new, *more]
         journal, version, end = stages.journal, self.trainer.state.global_step, None

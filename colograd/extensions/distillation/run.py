@@ -53,7 +53,7 @@ CONFLICTS = (
 
 def prompt_columns(config: GRPOConfig) -> tuple[str, ...]:
     """Return the dataset column that names each prompt's teacher. Empty, unless the run has several teachers."""
-    return (TEACHER,) if config.names_teachers else ()
+    return (TEACHER,) if isinstance(config.teacher_model_name_or_path, dict) else ()
 
 
 def check_teacher_column(prompts: Prompts, args: GRPOConfig) -> None:
@@ -61,7 +61,7 @@ def check_teacher_column(prompts: Prompts, args: GRPOConfig) -> None:
     from ...data import PromptDataset
     from ...data.columns import columns_of
 
-    if not args.names_teachers:
+    if not isinstance(args.teacher_model_name_or_path, dict):
         return
     known = ", ".join(args.teachers)
     if not isinstance(prompts, PromptDataset) or TEACHER not in columns_of(prompts.dataset):

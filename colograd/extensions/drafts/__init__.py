@@ -1,3 +1,7 @@
 """Speculative decoding that samples the same tokens as decoding without drafts."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {"engine_feature": "engine.speculation:drafts_of"}
+HOOKS: dict[str, str | tuple[str, ...]] = {
+    "conflicts": "conflicts:CONFLICTS",
+    "derived_metrics": "acceptance:acceptance",
+    "engine_feature": "engine.speculation:drafts_of",
+}

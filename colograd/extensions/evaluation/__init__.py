@@ -7,4 +7,4 @@ once, with a seed per question, and computes pass@k from several completions. Me
 model wrote runs in separate processes. Only `harness`, `judging` and `results` import lm_eval, when a task is loaded.
 """
 
-HOOKS = {"benchmark_names": "specs:names_of", "benchmark": "sitting:benchmark_of"}
+HOOKS = {"benchmark_names": "specs:names_of", "benchmark": "sitting:with_benchmarks"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from .engine import score
 from .harness import HarnessBenchmark, LoadedTask, Question, Request, Rules, stops, thinks
 from .judging import Judge
 from .results import Answered, SuiteResult, TaskResult
+from .specs import names_of
 
 MOST_WORKERS = 8  # Maximum number of worker processes.
 CHECK_SECONDS = 120.0  # Maximum seconds of one call that judges a question with all filters and metrics.
@@ -153,7 +154,7 @@ def _texts(group: Group, request: Request, tokenizer: Any) -> list[str]:
 
 
 class RunBenchmark(HarnessBenchmark):
-    """A benchmark of lm-evaluation-harness in a run's evaluations."""
+    """A benchmark of lm-evaluation-harness in a run's evaluations, in the place of a `PromptDataset`."""
 
     pool: WorkerPool | None = None  # worker processes, started by the first evaluation
 
@@ -181,8 +182,14 @@ class RunBenchmark(HarnessBenchmark):
         return {**result.metrics(), **times, "num_tokens": float(trainer.state.num_input_tokens_seen)}
 
 
-def benchmark_of(text: str, policy: Any, args: Any, context: int | None) -> RunBenchmark:
-    """Load a benchmark for a run. Its completions are at most as long as other evaluations' completions."""
+def with_benchmarks(dataset: Any, policy: Any, args: Any, context: int | None) -> Any:
+    """Replace names of benchmarks in a run's ``eval_dataset`` by `RunBenchmark`s: one name, a list of names, or values
+    of a dict. Their completions are at most as long as other evaluations' completions."""
+    if isinstance(dataset, str) or (isinstance(dataset, list | tuple) and all(isinstance(n, str) for n in dataset)):
+        dataset = names_of([dataset] if isinstance(dataset, str) else dataset)
+    if not isinstance(dataset, Mapping) or not (texts := [one for one in dataset.values() if isinstance(one, str)]):
+        return dataset
+    names_of(texts)
     temperature = args.temperature if args.temperature_eval is None else args.temperature_eval
     rules = Rules(
         policy.tokenizer,
@@ -192,4 +199,4 @@ def benchmark_of(text: str, policy: Any, args: Any, context: int | None) -> RunB
         spread=temperature or 1.0,
         template_kwargs=dict(args.chat_template_kwargs or {}),
     )
-    return RunBenchmark(text, rules)
+    return {name: RunBenchmark(one, rules) if isinstance(one, str) else one for name, one in dataset.items()}

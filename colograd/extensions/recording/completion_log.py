@@ -14,10 +14,10 @@ from transformers import TrainerState
 from ...batch import Group, ScoredGroup
 from ...config import GRPOConfig
 from ...parallel.ranks import gather
-from ...reporting.events import Spare
 from .completion_table import chosen_rows, print_table
 from .completions import FOLDER, IMAGES, TEXT, CompletionRow, columns, write_log
 from .group_views import as_utf8, completion_rows
+from .spare import Spare
 from .trackers import Trackers
 
 UPLOAD_MINUTES = 2  # minutes between uploads to the Hub, as in TRL

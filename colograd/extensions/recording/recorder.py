@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import ProgressCallback
 
 from ...batch import MicroBatch, PackedRow, RolloutId, SampledStep, ScoredGroup, StepBatch
 from ...engine.load import watched
@@ -34,6 +36,7 @@ from .advisor import Advisor
 from .event_log import EventLog, events_of, histogram, plain, prompt_beginning
 from .group_views import TokenTexts, chosen_groups, shown_notes
 from .model_card import listed, versions
+from .shown import show
 from .timeline import Timeline
 from .trackers import Trackers
 from .utilisation import Matrices, Work, peak_flops
@@ -280,12 +283,17 @@ class Recorder(NoRecord):
         chosen = chosen_groups(totals, trainer, self.args.report_groups)
         names, masked = self.trainer.learner.reward_names, self.args.mask_truncated_completions
         notes = shown_notes(chosen, step, purpose, names, trainer, self._token_texts, masked)
-        self._store.show(notes, [RewardedGroup(scored.group, scored.rewards, scored.logged) for scored, _ in chosen])
+        show(self._store, notes, [RewardedGroup(scored.group, scored.rewards, scored.logged) for scored, _ in chosen])
 
 
 def recorder_of(trainer: Any) -> Recorder | None:
-    """Return the recorder of a run, or None if the run has neither a report nor a tracker."""
+    """Return the recorder of a run, or None if the run has neither a report nor a tracker. In a notebook, replace
+    transformers' progress table by one with rewards."""
     args = trainer.args
+    if DEFAULT_PROGRESS_CALLBACK is not ProgressCallback and trainer.pop_callback(DEFAULT_PROGRESS_CALLBACK):
+        from .notebook import RewardTable
+
+        trainer.add_callback(RewardTable())
     return Recorder(trainer, trainer.is_world_process_zero()) if args.report or args.report_to else None
 
 

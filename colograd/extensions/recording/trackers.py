@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ...reporting.events import Spare
+from .spare import Spare
 
 ALERT_LEVELS = {"severe": "ERROR", "warning": "WARN", "note": "INFO"}
 

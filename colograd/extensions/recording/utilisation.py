@@ -79,7 +79,7 @@ class Work:
     @classmethod
     def of_rows(cls, rows: Iterable[Any]) -> Work:
         def lengths(rollouts: Any) -> list[tuple[int, int]]:
-            return [(seen, b.length) for r in rollouts for seen, b in zip(r.context_lengths, r.tree, strict=True)]
+            return [(one.context, one.length) for rollout in rollouts for one in rollout.segments]
 
         parts = (part.rollouts for row in rows for part in row.parts)
         return cls.of((len(rollouts[0].input), lengths(rollouts)) for rollouts in parts)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
+from ...config import GRPOConfig
 from ...config.conflicts import SET, Conflict, above, equal
+from ...runtime import process
 
 SIZE = "sequence_parallel_size"
 
@@ -19,3 +23,21 @@ CONFLICTS = (
         for name in ("torch_compile", "router_replay", "teacher_model_name_or_path", "offload_gradients")
     ),
 )  # fmt: skip
+
+
+def check_sequences(config: GRPOConfig) -> None:
+    """Raise a ValueError if ranks can't be grouped by ``sequence_parallel_size``; a group shares a row."""
+    size = config.sequence_parallel_size
+    if size == 1:
+        return
+    parts = config.vllm_tensor_parallel_size if config.tensor_parallel else 1
+    per_node = process.local_world_size()
+    for ranks, where in ((config.world_size, "the number of ranks"), (per_node, "the ranks of a machine")):
+        if size < 1 or ranks % (size * parts):
+            of_parts = f" times vllm_tensor_parallel_size ({parts})" if parts > 1 else ""
+            both = math.gcd(config.world_size, per_node)
+            able = [str(n) for n in range(1, both + 1) if not both % (n * parts)]
+            raise ValueError(
+                f"sequence_parallel_size is {size}, but it{of_parts} must divide {where}, {ranks}: choose one of "
+                f"{', '.join(able)}."
+            )

@@ -101,3 +101,13 @@ class WholeRows(ModelFeature):
 def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
     check_shared_rows(policy.model, config.sequence_parallel_size, policy.why_padded)
     return policy
+
+
+def warn_of_own_loss(trainer: Any) -> str:
+    """Warn if a subclass overrides `compute_loss`, whose additional terms may count once per rank of a row."""
+    if (size := trainer.args.sequence_parallel_size) > 1 and "compute_loss" in trainer.replaced:
+        trainer.console.warn(
+            f"loss: {size} ranks call compute_loss on each row; a term with a gradient that doesn't come from "
+            f"policy_logprobs counts {size} times: divide it by {size}"
+        )
+    return ""

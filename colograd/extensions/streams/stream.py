@@ -23,6 +23,7 @@ ROWS_AT_ONCE = 64  # number of rows that are read and tokenised together
 
 class PromptStream(torch.utils.data.IterableDataset):
     """The prompts of a `datasets.IterableDataset`. An item is the list of this rank's prompts of one optimizer step.
+    It takes the place of a `PromptDataset`, with its members ``choice``, ``dataset``, ``longest`` and ``first``.
 
     As in TRL, the rows are shuffled in a buffer (``shuffle_dataset``), anew in each pass over the dataset. The last
     rows of a pass are skipped if they don't fill a generation. Every rank reads all rows and yields its part.

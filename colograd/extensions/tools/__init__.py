@@ -1,3 +1,8 @@
 """Python functions (tools) and environments that the model calls while it writes a completion."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {"conflicts": "conflicts:CONFLICTS", "source": "feature:ToolFeature"}
+HOOKS: dict[str, str | tuple[str, ...]] = {
+    "conflicts": "conflicts:CONFLICTS",
+    "derived_metrics": "feature:call_metrics",
+    "source": "feature:ToolFeature",
+    "stages": "environments:lending_stages",
+}

@@ -5,6 +5,8 @@ Each environment has a thread of its own (`EnvironmentThread`).
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,8 +18,11 @@ from typing import Any
 import torch
 
 from ...batch import Group
-from ...rewards.functions import function_name
+from ...rewards import Scoring
+from ...rewards.functions import ModelReward, function_name
+from ...rollout.stages import BeginScore, PendingRewards, Stages
 from ...usercode.calls import Outcome, place_in, raised_outcome
+from ...usercode.worker_pool import WorkerCall
 
 Advise = Callable[[str, Outcome], None]  # Warns about a tool or environment (name) if its call needs the main thread.
 PIECE = 0.2  # maximum seconds of one wait for a reward
@@ -213,3 +218,33 @@ class Environments:
         if thread is not None and environment.thread is not thread:  # the factory returned a known instance
             thread.close()
         return environment
+
+
+def lending_stages(sampler: Any) -> Callable[[Stages], Stages] | None:
+    """Return a function that changes the stages: environments are lent until their groups are scored. Or None."""
+    box = getattr(getattr(sampler.hooks, "feature", None), "toolbox", None)
+    if box is None:
+        return None
+    return lambda stages: dataclasses.replace(
+        stages, begin_score=functools.partial(begin_lent, box.environments, stages.begin_score)
+    )
+
+
+def begin_lent(environments: Environments, begin: BeginScore, groups: Sequence[Group]) -> PendingRewards:
+    """Start to score groups. Make their environments free when the last call in this process has ended, because only
+    reward functions in this process use environments."""
+    environments.begin_scoring(groups)
+    pending, here = begin(groups), iter(list[Future[Any]]())
+    if isinstance(pending, Scoring):
+        pairs = zip(pending.scorer.rewards, pending.calls, strict=True)
+        alone = [call for reward, call in pairs if not isinstance(reward.function, ModelReward)]
+        here = iter([call for call in alone if not isinstance(call, WorkerCall)])
+
+    def end_with_last(ended: Any = None) -> None:
+        if (call := next(here, None)) is None:
+            environments.end_scoring(groups)
+        else:
+            call.add_done_callback(end_with_last)
+
+    end_with_last()
+    return pending

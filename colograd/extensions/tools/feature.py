@@ -13,6 +13,7 @@ from ...data.columns import EMPTY
 from ...engine.protocol import Engine
 from ...policy.loading import Policy
 from ...rollout.features import SourceFeature, TrainerArguments
+from ...rollout.statistics import RolloutStatistics
 from ...training.preparation import prompt_rules, reader_of
 from .conversations import Conversations
 from .tool_format import ToolFormat
@@ -30,7 +31,7 @@ class ToolFeature(SourceFeature):
     def __init__(self, toolbox: Toolbox) -> None:
         self.toolbox = toolbox
         self.rewards = [environment_reward(kind, toolbox) for kind in toolbox.reward_classes]
-        self.lender, self.schemas, self.notes = toolbox.environments, toolbox.schemas, toolbox.notes
+        self.schemas, self.notes = toolbox.schemas, toolbox.notes
         self.close = toolbox.close  # type: ignore[method-assign]
         if toolbox.factories:
             self.reserved_tokens, self.writes_prompts, self.adds_columns = OBSERVATION, True, True
@@ -86,3 +87,10 @@ class ToolFeature(SourceFeature):
 
     def watch(self, record: Callable[[str, float, float], None]) -> None:
         self.toolbox.on_call = record
+
+
+def call_metrics(statistics: RolloutStatistics, metrics: dict[str, float]) -> None:
+    """Add the number of tool calls per completion, and the share of calls that failed."""
+    if (calls := statistics.counts.get("tools/calls")) is not None:
+        metrics["tools/call_frequency"] = calls / max(len(statistics.lengths), 1)
+        metrics["tools/failure_frequency"] = statistics.counts["tools/failures"] / calls if calls else 0.0

@@ -17,9 +17,10 @@ from shown_rows import as_before_training
 
 from colograd.apps.cli import main
 from colograd.apps.replay import changed
+from colograd.apps.replaying.replayer import read_figures
 from colograd.config import given_settings
 from colograd.engine import vllm_engine
-from colograd.rollout.record_file import note_figures, read_figures
+from colograd.rollout.record_file import FIGURES, add_step
 from colograd.rollout.store import FOLDER
 
 pytestmark = pytest.mark.engine
@@ -210,10 +211,10 @@ def test_recipe_has_flags_and_no_secrets(run: Path) -> None:
 
 def test_torn_and_foreign_lines_of_figures_are_left_out(tmp_path: Path) -> None:
     for step in (1, 2, 1):
-        note_figures(tmp_path, step, {"loss": 0.1 * step, "grad_norm": 1 / 3})
+        add_step(tmp_path / FIGURES, step, {"loss": 0.1 * step, "grad_norm": 1 / 3})
     path = tmp_path / "steps.jsonl"
     path.write_text(path.read_text() + '\n[1]\n{"step": "x"}\n{"step": 9, "loss": {}}\n{"step": 3, "lo')
-    note_figures(tmp_path, 4, {"loss": 1e-300})
+    add_step(tmp_path / FIGURES, 4, {"loss": 1e-300})
     assert read_figures(tmp_path) == {
         1: {"loss": 0.1, "grad_norm": 1 / 3}, 2: {"loss": 0.2, "grad_norm": 1 / 3}, 4: {"loss": 1e-300},
     }  # fmt: skip

@@ -31,8 +31,8 @@ from colograd.apps.report.recorded_run import RecordedRun
 from colograd.apps.report.untrusted import Tail, open_inside, parse
 from colograd.batch import FinishReason, Group, Logged, Rollout
 from colograd.extensions.recording.completions import FIXED, CompletionRow, write_log
+from colograd.extensions.recording.shown import entries
 from colograd.rollout.group_records import RewardedGroup, group_bytes
-from colograd.rollout.record_file import entries
 
 
 def read(folder: Path) -> RecordedRun:

@@ -10,6 +10,7 @@ import pytest
 from template_families import FAMILIES, Model, families, tokenizer_of
 
 from colograd.batch import FinishReason
+from colograd.extensions.agents.branches import branches_of
 from colograd.extensions.agents.context import DISTINCT, ChatFormat, SessionContexts, UnreadableMessages
 from colograd.extensions.agents.tree import TokenTree
 
@@ -117,4 +118,4 @@ def test_a_conversation_that_no_one_rewrites_is_one_line_of_tokens() -> None:
         session.add(context, wrote, reply)
         messages += [reply, {"role": "user", "content": "and?"}]
     rollout = tree.rollout(0, FinishReason.STOP)
-    assert rollout is not None and rollout.branches == ()
+    assert rollout is not None and branches_of(rollout) == ()

@@ -19,6 +19,7 @@ import agent_cases
 import pytest
 
 from colograd.batch import Rollout
+from colograd.extensions.agents.branches import branches_of
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def test_the_openai_agents_package(trainer: Any) -> None:
 
     for rollout in rollouts(trainer, solves, calls=True):
         assert rollout.columns["agent_reward"] == calls_of(rollout) >= 2
-        assert rollout.branches == (), "each request went on from the last one's tokens"
+        assert branches_of(rollout) == (), "each request went on from the last one's tokens"
 
 
 def test_an_environment_of_openenv_on_a_server(trainer: Any) -> None:
@@ -175,4 +176,4 @@ def test_an_environment_of_verifiers_with_a_tool_server(trainer: Any, monkeypatc
         assert rollout.columns["errors"] == []
         assert rollout.columns["turns"] == len(rollout.columns["session"]) == 3
         assert rollout.columns["agent_reward"] >= 2
-        assert rollout.branches == (), "each request went on from the last one's tokens"
+        assert branches_of(rollout) == (), "each request went on from the last one's tokens"

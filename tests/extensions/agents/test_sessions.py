@@ -21,6 +21,7 @@ from agent_cases import run
 
 from colograd.batch import Group, Rollout, ScoredGroup
 from colograd.extensions.agents import session
+from colograd.extensions.agents.branches import branches_of
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
 
@@ -48,7 +49,7 @@ def test_a_run_trains_what_the_agents_model_wrote(trained: Any) -> None:
         assert int(rollout.sampled.sum()) == sum(turn["tokens"] for turn in turns)
         calls += sum(len(turn["reply"].get("tool_calls", ())) for turn in turns)
         assert rollout.columns["agent_reward"] == sum(len(t["reply"].get("tool_calls", ())) for t in turns)
-        assert rollout.branches == (), "each request went on from the last one's tokens"
+        assert branches_of(rollout) == (), "each request went on from the last one's tokens"
         assert rollout.messages[0]["role"] == "assistant"
     entry = next(entry for entry in trainer.state.log_history if entry["step"] == 1)
     assert calls > 8 and entry["reward"] == entry["rewards/agent_reward/mean"] > 0
@@ -63,7 +64,7 @@ def test_the_trainer_gives_a_sessions_tree_the_samplers_log_probabilities(traine
     with torch.no_grad():
         logprobs, _ = policy_logprobs(trainer.model, row, 1.0)
     assert ((logprobs - row.sampler_logprobs) * row.loss_mask).abs().max() < 1e-3
-    assert any(rollout.branches for rollout in sessions_of(groups)), "the short context is a branch"
+    assert any(branches_of(rollout) for rollout in sessions_of(groups)), "the short context is a branch"
     assert {r.columns["agent_reward"] for r in sessions_of(groups)} == {None}
 
 

@@ -12,7 +12,8 @@ import row_cases
 import torch
 from tree_cases import sequences
 
-from colograd.batch import Branch, FinishReason, Group, Rollout, ScoredGroup
+from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
+from colograd.extensions.agents.branches import Branch, branches_of
 from colograd.extensions.agents.tree import TokenTree
 from colograd.extensions.agents.turn_rewards import problem_with, with_turn_rewards
 from colograd.losses.advantages import AdvantageEstimator
@@ -42,7 +43,7 @@ def test_the_example_of_the_types_token_by_token() -> None:
     assert rollout.prompt_ids == (11, 12, 13)
     assert list(rollout.completion_ids) == [21, 22, 31, 32, 41, 42]
     assert rollout.sampled.tolist() == [True, True, False, True, False, True]
-    assert rollout.branches == (Branch(4, None, 3), Branch(2, None, 2))
+    assert branches_of(rollout) == (Branch(4, None, 3), Branch(2, None, 2))
     group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.ones(1))
     (row,) = pack([group], 100, False, CPU)
     assert row.input_ids.tolist() == [[11, 12, 13, 21, 22, 31, 32, 41, 42]]
@@ -53,14 +54,14 @@ def test_the_example_of_the_types_token_by_token() -> None:
 
 def test_a_conversation_without_branches_is_none() -> None:
     rollout = made(([1, 2], [3]), ([1, 2, 3, 4], [5, 6]))
-    assert rollout.branches == () and list(rollout.completion_ids) == [3, 4, 5, 6]
+    assert branches_of(rollout) == () and list(rollout.completion_ids) == [3, 4, 5, 6]
     assert rollout.sampled.tolist() == [True, False, True, True]
 
 
 def test_equal_samples_are_two_and_a_context_that_shares_nothing_sees_nothing() -> None:
     rollout = made(([1, 2], [3, 4]), ([1, 2], [3, 4]), ([9, 8], [7]))
     assert list(rollout.completion_ids) == [3, 4, 3, 4, 9, 8, 7] and int(rollout.sampled.sum()) == 5
-    assert rollout.branches == (Branch(2, None, 2), Branch(2, None, 2), Branch(3, None, 0))
+    assert branches_of(rollout) == (Branch(2, None, 2), Branch(2, None, 2), Branch(3, None, 0))
 
 
 def test_rewards_of_answers_add_to_the_advantages_of_their_tokens() -> None:
@@ -140,7 +141,7 @@ def test_gradients_of_a_packed_tree_are_those_of_its_branches_as_rows_of_their_o
         for rollout, advantage in zip(rollouts, advantages, strict=True):
             for one in sequences(rollout):
                 apart.append(ScoredGroup(Group({}, (one,), len(apart)), torch.zeros(1, 1), advantage[None]))
-    assert any(rollout.branches for group in groups for rollout in group.group.rollouts)
+    assert any(branches_of(rollout) for group in groups for rollout in group.group.rollouts)
 
     def gradients(rows: Any) -> list[torch.Tensor]:
         model.zero_grad()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,9 @@ import torch
 from reward_cases import per_answer
 
 from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout
-from colograd.extensions.agents.turn_rewards import with_turn_rewards
+from colograd.extensions.agents.turn_rewards import JUDGED, Judging, TurnRewards, with_turn_rewards
 from colograd.losses.advantages import AdvantageEstimator
-from colograd.rewards import Ready, RewardError, Scorer
-from colograd.rewards.calling import PARTS as JUDGED
+from colograd.rewards import RewardError, Scorer
 from colograd.rollout.stages import InScoring, Stages
 from colograd.rollout.store import RolloutStore
 
@@ -38,20 +39,28 @@ def group(**columns: Any) -> Group:
     return Group({"prompt": "so"}, tuple(session(tokens, **columns) for tokens in ANSWERS), 5)
 
 
+def judging(scorer: Scorer, groups: Sequence[Group]) -> Judging:
+    turns = TurnRewards()
+    scorer.check = turns.check
+    begin = lambda whole: scorer.submit(whole, [["so"] * len(of.rollouts) for of in whole])  # noqa: E731
+    return Judging(begin, len(scorer.rewards), turns, groups)
+
+
 def score(scorer: Scorer, of: Group) -> torch.Tensor:
-    return scorer.submit([of], [["so"] * len(of.rollouts)]).result()
+    return judging(scorer, [of]).result()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_they_come_with_the_group_and_their_mean_is_the_sessions_reward(scorer_of: Any, workers: int) -> None:
     scorer = scorer_of(per_answer, workers=workers)
-    rewards = score(scorer, group())
+    judged = group()
+    rewards = score(scorer, judged)
     assert rewards[:2, 0].tolist() == [0.5, 0.0] and rewards[2].isnan()
-    judged = scorer.take_turns(group())
     assert [rollout.columns[JUDGED] for rollout in judged.rollouts] == [
         {"per_answer": [0.0, 1.0]}, {"per_answer": [0.0]}, {"per_answer": []},
     ]  # fmt: skip
-    assert scorer.take_turns(judged).rollouts[0].columns.keys() == {"session"}, "once; older ones go"
+    TurnRewards().take(judged)
+    assert judged.rollouts[0].columns.keys() == {"session"}, "once; older ones go"
 
 
 def test_an_answers_tokens_get_its_advantage_by_all_who_rewarded_it() -> None:
@@ -71,8 +80,8 @@ def test_they_are_journaled_and_taken_from_there(scorer_of: Any, tmp_path: Path)
     scorer, prompt = scorer_of(per_answer), Prompt({"prompt": "so"}, (1, 2), 5)
     store = RolloutStore(tmp_path, 0, settings)
     store.begin(0, "weights")
-    rewards = score(scorer, group())
-    stages = Stages(iter, lambda groups: Ready(rewards), scorer.submit, scorer.take_logged, scorer.take_turns, store)
+    begin: Any = functools.partial(judging, scorer)
+    stages = Stages(iter, begin, scorer.submit, scorer.take_logged, store)
     scoring = InScoring(stages, [])
     scoring.take(group())
     (recorded,) = scoring.rewarded.values()

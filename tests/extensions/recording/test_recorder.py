@@ -35,6 +35,7 @@ from colograd.extensions.recording.event_log import (
 )
 from colograd.extensions.recording.group_views import TokenTexts, chosen_groups, shown_notes
 from colograd.extensions.recording.recorder import Recorder, group_row, shown
+from colograd.extensions.recording.shown import show
 from colograd.extensions.recording.timeline import CALLS, POINTS, Timeline, curve, merged, tail
 from colograd.extensions.recording.utilisation import peak_flops
 from colograd.policy.logprobs import policy_logprobs
@@ -276,7 +277,7 @@ def test_what_is_recorded_of_a_step_is_bounded(tmp_path: Path) -> None:
     pieces, started = TokenTexts(tokenizer), time.process_time()
     notes = shown_notes(groups, 1, "train", ["f"], {}, pieces, False)
     recorded = [RewardedGroup(group.group, group.rewards, group.logged) for group, _ in groups]
-    RolloutStore(tmp_path, 0, {}).show(notes, recorded)
+    show(RolloutStore(tmp_path, 0, {}), notes, recorded)
     (path,) = (tmp_path / "_journal").rglob("*.shown")
     assert path.stat().st_size < 2**19 and len(samples_of(tmp_path)) == 32
     assert time.process_time() - started < 2

@@ -20,8 +20,8 @@ from colograd.extensions.recording.completion_log import CompletionLog
 from colograd.extensions.recording.completions import CompletionRow, read_log, write_log
 from colograd.extensions.recording.event_log import EventLog
 from colograd.extensions.recording.recorder import Recorder
+from colograd.extensions.recording.spare import spare_from_trackers
 from colograd.reporting.console import Console
-from colograd.reporting.events import Spare, spare_from_trackers
 from colograd.usercode.untrusted import storable
 
 DEEP: Any = []
@@ -105,8 +105,10 @@ def test_a_tracker_that_fails_later_is_one_warning() -> None:
     said: list[str] = []
     tracker: Any = TensorBoardCallback(SimpleNamespace(add_scalar=lambda *args: 1 / 0, add_hparams=None))
     state, control = SimpleNamespace(global_step=1, is_world_process_zero=True), SimpleNamespace()
+    handler, console = SimpleNamespace(callbacks=[tracker]), SimpleNamespace(warn=said.append)
+    trainer = SimpleNamespace(console=console, callback_handler=handler)
     for _ in range(2):  # a second training of the same trainer
-        spare_from_trackers([tracker], Spare(said.append))
+        spare_from_trackers(trainer)
         tracker.on_log(None, state, control, logs={"loss": 1.0})
     assert said == [
         "trackers: TensorBoardCallback doesn't take all that is sent (ZeroDivisionError: division by zero); said once"

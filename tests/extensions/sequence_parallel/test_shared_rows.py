@@ -21,6 +21,7 @@ from engine_ranks import (
 from paths import SCRIPTS
 
 from colograd.config.conflicts import check_conflicts
+from colograd.extensions.sequence_parallel.conflicts import check_sequences
 from colograd.policy.supported import check_shared_rows
 
 SOME = ("qwen3_moe", "gpt_oss", "six heads, three of keys", "trees", "lfm2", "qwen3_5", "granitemoehybrid")
@@ -170,7 +171,7 @@ def test_incompatible_settings_are_named_at_start(
     for name, value in changes.items():
         setattr(config, name, value)
     with pytest.raises(ValueError, match=said):
-        config._check_sequences()
+        check_sequences(config)
         check_conflicts(config)
 
 

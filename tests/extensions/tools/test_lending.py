@@ -19,6 +19,7 @@ from colograd.batch import FinishReason, Group, ModelInput, Prompt
 from colograd.engine.protocol import Sampled
 from colograd.engine.sampling import Sampling
 from colograd.extensions.tools.conversations import Conversations
+from colograd.extensions.tools.environments import begin_lent
 from colograd.extensions.tools.toolbox import Toolbox, environment_reward
 from colograd.rewards import Scorer, resolve_rewards
 
@@ -77,7 +78,7 @@ def play(kind: Any, limit: int | None, collects: bool = False) -> list[list[floa
     addresses = iter(SERVERS if not collects else [str(n) for n in range(20)])
     box = Toolbox(None, lambda: kind(next(addresses)), most_environments=limit)
     scorer = Scorer(resolve_rewards([environment_reward(kind, box)], None))
-    scorer.environments = box.environments
+    begin = lambda groups: scorer.submit(groups, [["x", "x"]])  # noqa: E731
     form: Any = SimpleNamespace(read=lambda *args: ({"role": "assistant", "content": "x"}, []), reader=None)
     talks = Conversations(OneTurn(), box, form, None, None)  # type: ignore[arg-type]
     prompts = [Prompt({"prompt": [], "start": n}, ModelInput((1, 2)), n) for n in range(5)]
@@ -86,7 +87,7 @@ def play(kind: Any, limit: int | None, collects: bool = False) -> list[list[floa
         groups: Any = talks.generate(prompts, Sampling(2, 10, 1.0, {}), version=1, seed=0)
         for group in list(groups) if collects else groups:
             assert isinstance(group, Group)
-            pending[group.position] = scorer.submit([group], [["x", "x"]])
+            pending[group.position] = begin_lent(box.environments, begin, [group])
         return [pending[n].result()[:, 0].tolist() for n in sorted(pending)]
     finally:
         box.close()

@@ -17,6 +17,7 @@ from colograd.apps.cli import main
 from colograd.apps.report.samples import Samples
 from colograd.batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout, RolloutId, ScoredGroup
 from colograd.extensions.recording.group_views import TokenTexts, shown_notes
+from colograd.extensions.recording.shown import show
 from colograd.rollout.group_records import RewardedGroup
 from colograd.rollout.record_file import Record, RecordFile, read_records
 from colograd.rollout.store import RolloutStore
@@ -50,7 +51,7 @@ def write(folder: Path, **settings: Any) -> RolloutStore:
     store.begin(3, "weights")
     for position in (5, 6, 7):
         store.add(recorded(scored(position)))
-    store.show(notes_on(scored(6)), [recorded(scored(6))])
+    show(store, notes_on(scored(6)), [recorded(scored(6))])
     store.close()
     assert not store.problem
     return store
@@ -92,8 +93,8 @@ def test_a_shown_group_is_written_once_and_outlives_its_round(tmp_path: Path) ->
 
 def test_without_a_journal_only_shown_groups_are_written(tmp_path: Path) -> None:
     store = RolloutStore(tmp_path, 0, {})
-    store.show(notes_on(scored(6)), [recorded(scored(6))])
-    store.show(notes_on(scored(6), purpose="eval", step=0), [recorded(scored(6))])
+    show(store, notes_on(scored(6)), [recorded(scored(6))])
+    show(store, notes_on(scored(6), purpose="eval", step=0), [recorded(scored(6))])
     check([entry for entry in samples_of(tmp_path) if entry["purpose"] == "train"])
     assert {(entry["purpose"], entry["step"]) for entry in samples_of(tmp_path)} == {("train", 4), ("eval", 0)}
     again = RolloutStore(tmp_path, 0, {"other": "settings"})
@@ -126,7 +127,7 @@ def test_a_group_that_another_rank_recorded_is_written_again(tmp_path: Path) -> 
     other.close()
     store = RolloutStore(tmp_path, 0, {})
     store.begin(3, "weights")
-    store.show(notes_on(scored(6)), [recorded(scored(6))])
+    show(store, notes_on(scored(6)), [recorded(scored(6))])
     store.close()
     check(samples_of(tmp_path))
 
@@ -136,7 +137,7 @@ def test_an_evaluation_between_two_steps_of_a_round_leaves_it_open(tmp_path: Pat
     store.begin(3, "weights")
     store.add(recorded(scored(6)))
     store.begin(3, "weights", "eval")
-    store.show(notes_on(scored(6)), [recorded(scored(6))])
+    show(store, notes_on(scored(6)), [recorded(scored(6))])
     store.close()
     assert files(tmp_path) == ["rank-00000.records"] * 2
     check(samples_of(tmp_path))
@@ -150,7 +151,7 @@ def test_a_shown_row_stays_its_own_after_an_evaluation(tmp_path: Path) -> None:
     store.recall([trained])
     store.begin(3, "weights", "eval")
     store.recall([asked])
-    store.show(notes_on(scored(6)), [recorded(scored(6))])
+    show(store, notes_on(scored(6)), [recorded(scored(6))])
     store.close()
     store.begin(3, "weights")
     assert [*store.recall([trained])] == [6]

@@ -14,11 +14,12 @@ import torch
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, Prompt, Rollout, SampledStep
 from colograd.data import PromptRules, extra_prompts, tokenize_prompts
+from colograd.extensions.dynamic_sampling.rounds import DynamicRound
 from colograd.extensions.recording.completions import logged_steps, read_log
 from colograd.policy.packing import has_signal
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import Ready
-from colograd.rollout.rounds import DynamicRound, PlainRound
+from colograd.rollout.rounds import PlainRound
 from colograd.rollout.stages import Stages
 
 

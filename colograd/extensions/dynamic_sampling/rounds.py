@@ -1,0 +1,67 @@
+"""`DynamicRound`: a round that samples further prompts in place of groups without a reward difference."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...batch import Prompt, SampledStep
+from ...data import extra_prompts
+from ...policy.packing import has_signal
+from ...reporting.metrics import PhaseTimes
+from ...rollout.rounds import PlainRound, Steps
+from ...rollout.stages import Stages
+
+MorePrompts = Callable[[int, int], list[Prompt]]  # Draws extra prompts: (number drawn so far, number wanted).
+
+
+def dynamic_round(trainer: Any) -> DynamicRound | None:
+    args = trainer.args
+
+    def more_prompts(drawn: int, count: int) -> list[Prompt]:
+        return extra_prompts(trainer.train_prompts, args, trainer.state.global_step, drawn, count)
+
+    if not args.dynamic_sampling:
+        return None
+    return DynamicRound(trainer.times, args.reward_call == "all", args.dynamic_sampling_max_rounds, more_prompts)
+
+
+class DynamicRound(PlainRound):
+    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) of the prompts of several optimizer steps.
+
+    Only groups with a reward difference are trained. Further prompts are sampled until every step has enough groups.
+    Steps take these groups in the order of sampling, so a step may train a group that was sampled for another step."""
+
+    def __init__(self, times: PhaseTimes, one_call: bool, max_rounds: int, more_prompts: MorePrompts) -> None:
+        super().__init__(times, one_call)
+        self.max_rounds, self.more_prompts = max_rounds, more_prompts
+        self.tallies.append(self.counts)
+
+    def counts(self, steps: Sequence[SampledStep]) -> dict[str, float]:
+        """Return two metrics of dynamic sampling: the number of sampled prompts, and the number of trained groups."""
+        return {
+            "dynamic_sampling/prompts": sum(len(step.sampled) for step in steps),
+            "dynamic_sampling/groups": sum(len(step.kept) for step in steps),
+        }
+
+    def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
+        """Sample and score the prompts of each optimizer step. Replace groups with equal rewards by further groups."""
+        prompts = [prompt for step in steps for prompt in step]
+        sampled = super().draw([prompts], stages)[0].sampled
+        for _ in range(self.max_rounds):
+            found = sum(map(has_signal, sampled))
+            if found >= len(prompts):
+                break
+            # Draw as many prompts as the missing groups probably need: at most ten prompts per missing group.
+            count = math.ceil((len(prompts) - found) / max(found / len(sampled), 0.1))
+            more = self.more_prompts(len(sampled) - len(prompts), count)
+            until_enough = dataclasses.replace(stages, enough=len(prompts) - found)
+            sampled += super().draw([more], until_enough)[0].sampled
+        kept = filter(has_signal, sampled)
+        return [
+            SampledStep(kept=tuple(itertools.islice(kept, len(step))), sampled=tuple(sampled[index :: len(steps)]))
+            for index, step in enumerate(steps)
+        ]
