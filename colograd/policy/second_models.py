@@ -142,8 +142,6 @@ def second_models(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> S
 
 def _of_run(needs: Sequence[str], config: GRPOConfig) -> Iterator[tuple[str, Kind, GRPOConfig]]:
     """Yield (key in `SecondModels`, kind, configuration of this model) for each second model of the run."""
-    if "ref_logprobs" in needs:
-        registry.require("reference", f"beta: {config.beta:g}")
     for field in needs:
         kind = kinds()[field]
         for name, own in kind.configs(config).items():

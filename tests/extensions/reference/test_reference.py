@@ -222,8 +222,9 @@ def test_the_reference_of_an_adapter_that_was_given_is_that_adapter(tiny_model, 
 
 
 def test_nothing_exists_without_beta(tmp_path) -> None:
-    assert Objective.from_config(made(tmp_path, beta=0.0)).needs == ()
-    assert Objective.from_config(made(tmp_path)).needs == ("ref_logprobs",)
+    for beta, needs in ((0.0, ()), (0.1, ("ref_logprobs",))):
+        run = made(tmp_path, beta=beta)
+        assert Objective.from_config(run).with_terms(run, None).needs == needs
 
 
 def test_a_reference_that_is_to_follow_has_to_be_there(tiny_model, tmp_path) -> None:
