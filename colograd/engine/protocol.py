@@ -25,7 +25,6 @@ from ..policy.packed_weights import PackedWeight
 from ..riders import Rider
 from ..runtime.registry import hooks
 from .sampling import Sampling
-from .tensors import LoRALayer as LoRALayer
 from .tensors import VLLMTensors
 
 T = TypeVar("T")

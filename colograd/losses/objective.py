@@ -104,13 +104,11 @@ class Objective:
         bounds = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
         correction = SamplerCorrection(config.vllm_importance_sampling_mode, *bounds)
         return cls(
-            loss=find_loss(config.loss_type).from_config(config),
-            level=config.importance_sampling_level,
+            loss=find_loss(config.loss_type).from_config(config), level=config.importance_sampling_level,
             correction=correction if config.vllm_importance_sampling_correction else None,
-            off_policy_threshold=config.off_policy_mask_threshold,
-            top_entropy_quantile=config.top_entropy_quantile,
+            off_policy_threshold=config.off_policy_mask_threshold, top_entropy_quantile=config.top_entropy_quantile,
             entropy_bonus=config.entropy_coef != 0 or config.use_adaptive_entropy,
-        )
+        )  # fmt: skip
 
     def with_terms(self, config: GRPOConfig, policy: Any) -> Objective:
         """Return the objective with the terms that extensions offer for this run. An extension raises ValueError if

@@ -64,7 +64,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
         torch, "autocast", lambda kind, **k: contextlib.nullcontext() if kind == "meta" else own(kind, **k)
     )
 
-    monkeypatch.setattr(attention, "_flash_takes", lambda query: True)
+    monkeypatch.setattr(attention, "flash_takes", lambda query: True)
     with Sent() as sent:
         yield sent
 
