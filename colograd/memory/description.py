@@ -18,8 +18,7 @@ from ..config.sharding import TENSOR
 from ..engine.arguments import MOST_SEQUENCES, check_parts, engine_dtype, share_is_given
 from ..parallel.ranks import gather, world_size
 from ..policy.layers import largest_dropout
-from ..policy.lora import is_adapted
-from ..policy.packed_weights import packed_weights
+from ..policy.lora import is_adapted, packed_weights
 from ..policy.row_proof import obstacle
 from ..policy.supported import can_be_cut, check_planned, why_rows_stay_whole
 from ..runtime import process, registry

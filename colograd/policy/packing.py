@@ -93,29 +93,6 @@ def is_dummy(row: PackedRow) -> bool:
     return all(identity.position == NOBODY for identity in row.rollouts)
 
 
-class PackedSequence(NamedTuple):
-    """One completion of a packed row, with its prompt and the range of its entries in the row's [N] tensors."""
-
-    rollout: RolloutId
-    prompt_ids: torch.Tensor  # Token ids of the prompt, [P].
-    completion_ids: torch.Tensor  # Token ids of the completion, [C].
-    place: slice  # Range of the completion's entries in the row's [N] tensors.
-    images: tuple[Any, ...] = ()  # Images of the prompt. Their token positions count from the prompt's start.
-    answers: tuple[Any, ...] = ()  # Images in tools' answers. Their token positions count from the completion's start.
-
-
-def sequences(row: MicroBatch) -> list[PackedSequence]:
-    """Return the completions of a row, each with its prompt. No completion of the row may be a tree."""
-    segments, found, at = row.input_ids[0].split(row.layout.lengths), list[PackedSequence](), 0
-    ids, media = iter(row.rollouts), row.media or {}
-    for index, (completion, context) in enumerate(zip(segments, row.layout.attends_to, strict=True)):
-        if context:
-            place, own = slice(at, at + len(completion)), (media.get(context[0], ()), media.get(index, ()))
-            found.append(PackedSequence(next(ids), segments[context[0]], completion, place, *own))
-            at += len(completion)
-    return found
-
-
 def places(row: PackedRow) -> list[tuple[RolloutId, slice]]:
     """Return the identity of every completion in a row, with the range of its entries in the row's [N] tensors."""
     lengths = [len(rollout.completion_ids) for part in row.parts for rollout in part.rollouts]
@@ -216,11 +193,11 @@ def collate(row: PackedRow) -> MicroBatch:
             completion = torch.frombuffer(rollout.completion_ids, dtype=torch.int32).long()
             labels.append(completion)
             branches = rollout.branches or (Branch(len(completion), prompt=len(prompt)),)
-            tree: list[_End] = []
+            done: list[_End] = []
             for ids, branch in zip(completion.split([each.length for each in branches]), branches, strict=True):
-                before = ends[branch.prompt] if branch.after is None else tree[branch.after]
+                before = ends[branch.prompt] if branch.after is None else done[branch.after]
                 logit_positions += [torch.tensor([before.place]), torch.arange(at, at + len(ids) - 1)]
-                tree.append(add(ids, before))
+                done.append(add(ids, before))
     rollouts = [rollout for part in row.parts for rollout in part.rollouts]
     by_sequence = (advantage for part in row.parts for advantage in part.advantages)
     advantages = [advantage.expand(len(ids)) for advantage, ids in zip(by_sequence, labels, strict=True)]

@@ -21,8 +21,7 @@ from ...batch import MicroBatch
 from ...policy import attention
 from ...policy.logprobs import ForwardStep, Pass, run_body
 from ...policy.merged_attention import Call
-from ...policy.packing import PackedSequence
-from ...policy.padded import rows_of
+from ...policy.padded import PackedSequence, rows_of
 from ...policy.sending import to_device_async
 from ...policy.towers import has_tower, in_tower, keep_gradients_out, reads_text_alone, takes_images, tower_layers
 from .rider import PER_TOKEN, Images

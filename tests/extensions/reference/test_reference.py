@@ -31,7 +31,8 @@ from colograd.memory.table import GIB
 from colograd.policy import lora, row_proof
 from colograd.policy.loading import Policy, load_policy
 from colograd.policy.logprobs import policy_logprobs
-from colograd.policy.packing import PackingRules, collate, plan_rows, sequences
+from colograd.policy.packing import PackingRules, collate, plan_rows
+from colograd.policy.padded import sequences
 from colograd.policy.second_models import fill, with_second_logprobs
 from colograd.training.adamw_split import accumulate_in_float32
 
