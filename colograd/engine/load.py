@@ -43,7 +43,7 @@ def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Counter[str]]
     if own is not None:
         counts["preemptions"], scheduler._preempt_request = 0, counted
     try:
-        with load_after_each_step(engine, look):
+        with after_each_step(engine, lambda: (load := load_of(engine.core)) and look(load)):
             yield counts
     finally:
         if own is not None:
@@ -52,21 +52,11 @@ def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Counter[str]]
 
 def stepping(engine: Any, tell: Callable[[int], None]) -> contextlib.AbstractContextManager[None]:
     """Call ``tell`` after each engine step with the number of running sequences, which got one token each."""
-    return load_after_each_step(engine, lambda load: tell(load.running))
-
-
-def load_after_each_step(engine: Any, look: Callable[[Load], None]) -> contextlib.AbstractContextManager[None]:
-    """Call ``look`` with the load after each engine step, while the context lasts."""
-
-    def after_step() -> None:
-        if (load := load_of(engine.core)) is not None:
-            look(load)
-
-    return after_each_step(engine, after_step)
+    return after_each_step(engine, lambda: (load := load_of(engine.core)) and tell(load.running))
 
 
 @contextlib.contextmanager
-def after_each_step(engine: Any, work: Callable[[], None]) -> Iterator[None]:
+def after_each_step(engine: Any, work: Callable[[], Any]) -> Iterator[None]:
     """Append ``work`` to the listeners that the engine calls after each step, while the context lasts."""
     engine.after_step.append(work)
     try:

@@ -20,7 +20,7 @@ from ..parallel.ranks import gather, world_size
 from ..policy.layers import largest_dropout
 from ..policy.lora import is_adapted, packed_weights
 from ..policy.row_proof import obstacle
-from ..policy.supported import can_be_cut, check_planned, why_rows_stay_whole
+from ..policy.supported import check_planned, features, why_rows_stay_whole
 from ..runtime import process, registry
 from .shape import CacheNeed, Lengths, Shape
 
@@ -257,7 +257,7 @@ def _strategies(settings: Any, model: Any, devices: Devices, per_engine: int) ->
         and devices.takes_rows_of(size * per_engine)
         and not conflict(settings, cut, "sharding")
         and not largest_dropout(model)
-        and can_be_cut(model.config)
+        and any(feature.can_be_cut(model.config) for feature in features())
         and engine_dtype(settings, model.dtype) == model.dtype
         and getattr(settings, "vllm_model_impl", "auto") != "transformers"
     ):

@@ -16,11 +16,10 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 from ...batch import TEACHER, PackedRow
@@ -55,11 +54,6 @@ class Teacher(FrozenModel):
     ) -> None:  # fmt: skip
         super().__init__(model, device, offload)
         self.name, self.head, self.top = name, head, top
-
-    # Checkpoints don't contain a teacher, because the next start loads it again.
-    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None: ...
-
-    def load(self, checkpoint: str | Path) -> None: ...
 
     def describe(self) -> str:
         dtype, packed = str(self.model.dtype).removeprefix("torch."), len(packed_weights(unwrap(self.model)))
