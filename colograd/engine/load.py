@@ -27,7 +27,7 @@ def load_of(core: Any) -> Load | None:
 
 
 @contextlib.contextmanager
-def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Counter[str]]:
+def watched(engine: Any, look: Callable[[Load], Any]) -> Iterator[Counter[str]]:
     """Call ``look`` with the load after each engine step, while the context lasts. Yield a counter of "preemptions":
     vLLM drops a sequence's KV cache for lack of memory, and computes it again later. The counter is empty if this
     version of vLLM doesn't expose preemptions."""
@@ -50,7 +50,7 @@ def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Counter[str]]
             vars(scheduler).pop("_preempt_request", None)  # Delete the wrapper that hides the class's method.
 
 
-def stepping(engine: Any, tell: Callable[[int], None]) -> contextlib.AbstractContextManager[None]:
+def stepping(engine: Any, tell: Callable[[int], Any]) -> contextlib.AbstractContextManager[None]:
     """Call ``tell`` after each engine step with the number of running sequences, which got one token each."""
     return after_each_step(engine, lambda: (load := load_of(engine.core)) and tell(load.running))
 

@@ -228,6 +228,12 @@ def test_nothing_exists_without_beta(tmp_path) -> None:
         assert Objective.from_config(run).with_terms(run, None).needs == needs
 
 
+def test_two_terms_share_one_reference(tmp_path) -> None:
+    run = made(tmp_path, kl_in_reward=0.1)
+    objective = Objective.from_config(run).with_terms(run, None)
+    assert len(objective.terms) == 2 and objective.needs == ("ref_logprobs",)
+
+
 def test_a_reference_that_is_to_follow_has_to_be_there(tiny_model, tmp_path) -> None:
     with pytest.raises(ValueError, match=r"sync_ref_model is true and beta is 0\.0, but then there is no reference"):
         made(tmp_path, beta=0.0, sync_ref_model=True)
