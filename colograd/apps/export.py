@@ -154,8 +154,7 @@ def _dense(adapted: Any, base_config: Any, kind: Any) -> Any:
     import torch
     from transformers.core_model_loading import WeightRenaming
 
-    from ..policy.lora import adapted_layers, base_name, trained_copies
-    from ..policy.packed_weights import packed_weights
+    from ..policy.lora import adapted_layers, base_name, packed_weights, trained_copies
     from ..policy.towers import has_tower
 
     if hasattr(base_config, "quantization_config"):

@@ -188,7 +188,10 @@ class RewardPenaltyKnobs:
 class ReferenceKnobs:
     """Settings of the KL term and its reference model."""
 
-    beta: float = knob(0.0, "KL coefficient; 0: no KL term and no reference model. See docs/losses.md.", at_least=0)
+    beta: float = knob(
+        0.0, "KL coefficient; 0: no KL term and no reference model. See docs/losses.md.", at_least=0,
+        extension="reference",
+    )  # fmt: skip
     use_bias_correction_kl: bool = knob(True)
     """Multiply the KL term by the token's importance ratio, so that its expected gradient is the reverse KL
     divergence's."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib
 import inspect
 import os
@@ -149,7 +148,6 @@ def build_conditions(
             if has_adapter:
                 enter(one_adapter())
         # vLLM renders a chat to warm up, which loads the tokenizer again, but requests have token ids.
-        enter(patched("vllm.v1.engine.core:freeze_gc_heap", _freeze_heap))
         enter(patched("vllm.renderers.base:BaseRenderer.render_chat", lambda theirs, *args, **kwargs: None))
         if sleeps:
             enter(weights_stay())
@@ -195,12 +193,6 @@ def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, theirs)
-
-
-def _freeze_heap(theirs: Any) -> None:
-    """Collect garbage once. vLLM collects three times, and each collection takes a fraction of a second."""
-    gc.collect()
-    gc.freeze()
 
 
 def patched(path: str, ours: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:

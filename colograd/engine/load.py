@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
@@ -14,13 +14,6 @@ class Load(NamedTuple):
     running: int  # Number of running sequences.
     waiting: int  # Number of sequences that wait to start.
     cache: float  # Used fraction of the KV cache, between 0 and 1.
-
-
-@dataclass(slots=True)
-class Preemptions:
-    """Count of preemptions: vLLM drops a sequence's KV cache for lack of memory, and computes it again later."""
-
-    number: int | None = None  # None means that this version of vLLM doesn't expose preemptions.
 
 
 def load_of(core: Any) -> Load | None:
@@ -34,44 +27,36 @@ def load_of(core: Any) -> Load | None:
 
 
 @contextlib.contextmanager
-def watched(engine: Any, look: Callable[[Load], None]) -> Iterator[Preemptions]:
-    """Call ``look`` with the load after each engine step, and count preemptions, while the context lasts."""
-    preemptions = Preemptions()
+def watched(engine: Any, look: Callable[[Load], Any]) -> Iterator[Counter[str]]:
+    """Call ``look`` with the load after each engine step, while the context lasts. Yield a counter of "preemptions":
+    vLLM drops a sequence's KV cache for lack of memory, and computes it again later. The counter is empty if this
+    version of vLLM doesn't expose preemptions."""
+    counts = Counter[str]()
     inner = getattr(getattr(engine.core, "engine_core", None), "engine_core", None)
-    scheduler = getattr(inner, "scheduler", None)
+    scheduler: Any = getattr(inner, "scheduler", None)
     own = getattr(scheduler, "_preempt_request", None)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        preemptions.number = (preemptions.number or 0) + 1
+        counts["preemptions"] += 1
         return own(*args, **kwargs)  # type: ignore[misc]
 
     if own is not None:
-        preemptions.number, scheduler._preempt_request = 0, counted  # type: ignore[union-attr]
+        counts["preemptions"], scheduler._preempt_request = 0, counted
     try:
-        with load_after_each_step(engine, look):
-            yield preemptions
+        with after_each_step(engine, lambda: (load := load_of(engine.core)) and look(load)):
+            yield counts
     finally:
         if own is not None:
             vars(scheduler).pop("_preempt_request", None)  # Delete the wrapper that hides the class's method.
 
 
-def stepping(engine: Any, tell: Callable[[int], None]) -> contextlib.AbstractContextManager[None]:
+def stepping(engine: Any, tell: Callable[[int], Any]) -> contextlib.AbstractContextManager[None]:
     """Call ``tell`` after each engine step with the number of running sequences, which got one token each."""
-    return load_after_each_step(engine, lambda load: tell(load.running))
-
-
-def load_after_each_step(engine: Any, look: Callable[[Load], None]) -> contextlib.AbstractContextManager[None]:
-    """Call ``look`` with the load after each engine step, while the context lasts."""
-
-    def after_step() -> None:
-        if (load := load_of(engine.core)) is not None:
-            look(load)
-
-    return after_each_step(engine, after_step)
+    return after_each_step(engine, lambda: (load := load_of(engine.core)) and tell(load.running))
 
 
 @contextlib.contextmanager
-def after_each_step(engine: Any, work: Callable[[], None]) -> Iterator[None]:
+def after_each_step(engine: Any, work: Callable[[], Any]) -> Iterator[None]:
     """Append ``work`` to the listeners that the engine calls after each step, while the context lasts."""
     engine.after_step.append(work)
     try:

@@ -15,17 +15,15 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..batch import FinishReason, Group, ModelInput, Prompt, Rollout
+from ..batch import FinishReason, Group, ModelInput, Prompt
 from ..config import GRPOConfig
 from ..parallel.layout import RankLayout
 from ..parallel.ranks import on_all_ranks
 from ..policy.loading import Policy
-from ..policy.lora import Adapter
-from ..policy.packed_weights import PackedWeight
+from ..policy.lora import Adapter, PackedWeight
 from ..riders import Rider
 from ..runtime.registry import hooks
 from .sampling import Sampling
-from .tensors import LoRALayer as LoRALayer
 from .tensors import VLLMTensors
 
 T = TypeVar("T")
@@ -43,12 +41,6 @@ class Sampled:
     logprobs: array[float]  # Log-probabilities of the sampled tokens in nats, [C] float32.
     finish_reason: FinishReason
     riders: tuple[Rider, ...] = ()  # Per-token data of extensions.
-
-    def rollout(self, prompt: ModelInput, version: int) -> Rollout:
-        """Return a `Rollout` of ``prompt`` and this completion, sampled by the weights of step ``version``."""
-        logprobs = torch.frombuffer(self.logprobs, dtype=torch.float32)
-        sampled = torch.ones(len(self.ids), dtype=torch.bool)
-        return Rollout(prompt, self.ids, logprobs, sampled, self.finish_reason, version, riders=self.riders)
 
 
 class ServedWeights:

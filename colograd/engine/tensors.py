@@ -86,22 +86,16 @@ class VLLMTensors:
             if isinstance(own := getattr(module, "bias", None), torch.Tensor)
         )
 
-    def lora_layers(self) -> dict[str, LoRALayer]:
+    def lora_layers(self) -> dict[str, Any]:
         """Return vLLM's layers that have slots for LoRA adapters, by layer name."""
-        layers = getattr(getattr(self._model, "lora_manager", None), "modules", {})
-        return {name: LoRALayer(layer) for name, layer in layers.items()}
+        return dict(getattr(getattr(self._model, "lora_manager", None), "modules", {}))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoRALayer:
-    """A vLLM layer with slots for LoRA adapters. `stacks` reads the tensors anew at each call."""
-
-    layer: Any
-
-    def stacks(self, kind: str) -> Sequence[torch.Tensor]:
-        """Return the ``lora_A`` or ``lora_B`` tensors, one per fused part: [slots, 1, rows, columns]."""
-        stacks: Sequence[torch.Tensor] = getattr(self.layer, f"{kind.lower()}_stacked")
-        return stacks
+def lora_stacks(layer: Any, kind: str) -> Sequence[torch.Tensor]:
+    """Return the present ``lora_A`` or ``lora_B`` tensors of a layer with LoRA slots, one per fused part: [slots, 1,
+    rows, columns]."""
+    stacks: Sequence[torch.Tensor] = getattr(layer, f"{kind.lower()}_stacked")
+    return stacks
 
 
 def _renamed(model: Any, name: str) -> str:

@@ -6,6 +6,7 @@ extensions can extend). An extension's `__init__.py` maps seams to "module:attri
 
 # If several extensions have a hook at one seam, the hooks run in the order of these names.
 EXTENSIONS = (
+    "reference",  # first: its KL term is added to the tokens' losses before a teacher's divergence
     "agents",
     "best_model",
     "carry_over",
@@ -30,7 +31,6 @@ EXTENSIONS = (
     "drafts",  # after all extensions that observe vLLM's sampler
     "remedies",
     "recording",
-    "reference",
     "reward_kl",
     "sequence_parallel",
     "streams",

@@ -1,5 +1,5 @@
 """The complete loss of a micro-batch: a loss of `token_losses`, combined with options of any loss (importance ratio,
-sampler correction, masks, KL term, entropy bonus, terms of extensions)."""
+sampler correction, masks, entropy bonus, terms of extensions)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from .advantages import AdvantageEstimator
 from .correction import DIFFERENCE, SamplerCorrection, known, log_ratio_of, sampling_metrics
 from .token_losses import LOSSES, find_loss
 from .tokens import (
-    MOST_LOG_RATIO,
     Extremes,
     Means,
     TokenLoss,
@@ -58,7 +57,7 @@ class LossTerm:
         return ()
 
     def with_scores(self, step: StepBatch, estimator: AdvantageEstimator) -> StepBatch:
-        """Return the step with changed advantages. Called when reference and teacher models have filled the rows."""
+        """Return the step with changed advantages. Called when second models have filled the rows."""
         return step
 
     def with_constants(self, step: StepBatch) -> StepBatch:
@@ -69,7 +68,7 @@ class LossTerm:
         """Return the micro-batch with changes for its loss. ``old`` are the old policy's log-probabilities (N,)."""
         return batch
 
-    def of_tokens(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    def of_tokens(self, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Return values (N,) to add to the tokens' losses before they are averaged. ``values`` come from `steps`."""
         return None
 
@@ -77,7 +76,7 @@ class LossTerm:
         """Return a () tensor to add to the micro-batch's loss, after the sum over tokens."""
         return None
 
-    def observe(self, old: torch.Tensor, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> Means:
+    def observe(self, old: torch.Tensor, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> Means:
         """Return the term's metrics of a micro-batch as name -> (sum, count)."""
         return {}
 
@@ -96,8 +95,6 @@ class Objective:
     correction: SamplerCorrection | None = None
     off_policy_threshold: float | None = None  # Off-policy mask's threshold (DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
     top_entropy_quantile: float = 1.0  # Share of tokens trained, by entropy (Beyond the 80/20 Rule, arXiv 2506.01939).
-    beta: float = 0.0
-    unbiased_kl: bool = True  # Whether the KL term is multiplied by the token's importance ratio, as in DeepSeek-V3.2.
     entropy_bonus: bool = False
     terms: tuple[LossTerm, ...] = ()  # Terms that extensions add to the loss.
 
@@ -107,15 +104,11 @@ class Objective:
         bounds = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
         correction = SamplerCorrection(config.vllm_importance_sampling_mode, *bounds)
         return cls(
-            loss=find_loss(config.loss_type).from_config(config),
-            level=config.importance_sampling_level,
+            loss=find_loss(config.loss_type).from_config(config), level=config.importance_sampling_level,
             correction=correction if config.vllm_importance_sampling_correction else None,
-            off_policy_threshold=config.off_policy_mask_threshold,
-            top_entropy_quantile=config.top_entropy_quantile,
-            beta=config.beta,
-            unbiased_kl=config.use_bias_correction_kl,
+            off_policy_threshold=config.off_policy_mask_threshold, top_entropy_quantile=config.top_entropy_quantile,
             entropy_bonus=config.entropy_coef != 0 or config.use_adaptive_entropy,
-        )
+        )  # fmt: skip
 
     def with_terms(self, config: GRPOConfig, policy: Any) -> Objective:
         """Return the objective with the terms that extensions offer for this run. An extension raises ValueError if
@@ -126,8 +119,7 @@ class Objective:
     @property
     def needs(self) -> tuple[str, ...]:
         """Names of the row's values that reference and teacher models must compute (see `policy.second_models`)."""
-        reference = ("ref_logprobs",) if self.beta != 0 else ()
-        return reference + tuple(field for term in self.terms for field in term.needs)
+        return tuple(dict.fromkeys(field for term in self.terms for field in term.needs))
 
     @property
     def every_group(self) -> bool:
@@ -183,21 +175,19 @@ class Objective:
             per_token = per_token * chosen
         if tokens.correction is not None and not self.loss.corrects:
             per_token = per_token * tokens.correction
-        if (kl := self._kl(tokens) if self.beta != 0 else None) is not None:
-            per_token = per_token + self.beta * kl
         for term in self.terms:
-            if (of_tokens := term.of_tokens(batch, values)) is not None:
+            if (of_tokens := term.of_tokens(tokens, values)) is not None:
                 per_token = per_token + of_tokens
         loss = (per_token * self.loss.token_weights(batch)).sum()
         if self.entropy_bonus and batch.step_constants.coefficient != 0:
             of_step = batch.step_constants
             count = chosen.sum().clamp(min=1) if of_step.tokens is None else of_step.tokens
             loss = loss - (of_step.coefficient * of_step.denominator / count) * (entropy * chosen).sum()
-        sums, minima, maxima = self._observe(tokens, entropy.detach(), old, difference, to_sampler, kl, chosen)
+        sums, minima, maxima = self._observe(tokens, entropy.detach(), old, difference, to_sampler, chosen)
         for term in self.terms:
             if (of_row := term.of_row(batch, values)) is not None:
                 loss = loss + of_row
-            sums = sums | term.observe(old, batch, values)
+            sums = sums | term.observe(old, tokens, values)
         return LossOutput(loss, sums, minima, maxima)
 
     def _on_policy(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -207,24 +197,10 @@ class Objective:
         mean = per_sequence_sum(drift, batch)[batch.sequence]
         return ((batch.advantages >= 0) | (mean <= self.off_policy_threshold)).to(logprobs.dtype)
 
-    def _kl(self, tokens: Tokens) -> torch.Tensor:
-        """Compute the differentiable estimator k3 (N,) of KL(pi, reference), http://joschu.net/blog/kl-approx.html.
-        With `unbiased_kl` k3 is multiplied by the token's importance ratio, so its expected gradient is the gradient of
-        the divergence. A token that is e^20 times less likely under the policy than under the reference model has no
-        gradient, because k3 would overflow."""
-        reference = tokens.batch.ref_logprobs
-        assert reference is not None, "with beta != 0 every micro-batch has the reference's log-probabilities"
-        difference = (reference - tokens.logprobs).where(tokens.batch.loss_mask > 0, 0.0)
-        bounded = difference.clamp(max=MOST_LOG_RATIO)
-        kl = bounded.exp() - bounded - 1
-        if not self.unbiased_kl:
-            return kl
-        return kl * tokens.token_ratio.where(difference <= MOST_LOG_RATIO, tokens.token_ratio.detach())
-
     @torch.no_grad()
     def _observe(
         self, tokens: Tokens, entropy: torch.Tensor, old: torch.Tensor, difference: torch.Tensor,
-        to_sampler: torch.Tensor, kl: torch.Tensor | None, chosen: torch.Tensor,
+        to_sampler: torch.Tensor, chosen: torch.Tensor,
     ) -> tuple[Means, Extremes, Extremes]:  # fmt: skip
         """Compute TRL's metrics of a micro-batch: sums with counts, minima, maxima. ``difference`` and ``to_sampler``
         are explained in `sampling_metrics`."""
@@ -237,8 +213,6 @@ class Objective:
             sums |= rider.metrics(apart, scored)
         if self.entropy_bonus:
             sums[BONUS_ENTROPY] = summed(entropy, chosen)
-        if kl is not None:
-            sums["kl"] = summed(kl, mask)
         if not batch.in_loss:
             return sums, {}, {}
         of_loss, minima, maxima = self.loss.observe(tokens)

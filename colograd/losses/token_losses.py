@@ -186,17 +186,9 @@ class VESPOLoss(TokenLoss):
 
 
 LOSSES: dict[str, type[TokenLoss]] = {
-    "dapo": DAPOLoss,
-    "bnpo": BNPOLoss,
-    "grpo": GRPOLoss,
-    "dr_grpo": DrGRPOLoss,
-    "luspo": LUSPOLoss,
-    "cispo": CISPOLoss,
-    "sapo": SAPOLoss,
-    "vespo": VESPOLoss,
-    "gmpo": GMPOLoss,
-    "dppo": DPPOLoss,
-}
+    "dapo": DAPOLoss, "bnpo": BNPOLoss, "grpo": GRPOLoss, "dr_grpo": DrGRPOLoss, "luspo": LUSPOLoss,
+    "cispo": CISPOLoss, "sapo": SAPOLoss, "vespo": VESPOLoss, "gmpo": GMPOLoss, "dppo": DPPOLoss,
+}  # fmt: skip
 
 
 def find_loss(loss_type: str) -> type[TokenLoss]:

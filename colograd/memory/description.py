@@ -18,10 +18,9 @@ from ..config.sharding import TENSOR
 from ..engine.arguments import MOST_SEQUENCES, check_parts, engine_dtype, share_is_given
 from ..parallel.ranks import gather, world_size
 from ..policy.layers import largest_dropout
-from ..policy.lora import is_adapted
-from ..policy.packed_weights import packed_weights
+from ..policy.lora import is_adapted, packed_weights
 from ..policy.row_proof import obstacle
-from ..policy.supported import can_be_cut, check_planned, why_rows_stay_whole
+from ..policy.supported import check_planned, features, why_rows_stay_whole
 from ..runtime import process, registry
 from .shape import CacheNeed, Lengths, Shape
 
@@ -74,20 +73,13 @@ class PolicySizes:
         trained = [p.numel() for p in model.parameters() if p.requires_grad]
         gradients, whole = gradient_bytes(model, optim), elements(model)
         return cls(
-            elements=whole,
-            trained=sum(trained),
-            weights=sum(packed.get(p, p.nbytes) for p in model.parameters()),
-            gradients=gradients,
-            optimizer=optimizer_bytes(model, optim),
-            itemsize=itemsize,
-            gradient_itemsize=-(-gradients // max(sum(trained), 1)),
-            largest=max(trained, default=0),
-            block=max(layers, default=0),
-            rest=whole - sum(layers),
-            packed=sum(packed.values()),
+            elements=whole, trained=sum(trained), weights=sum(packed.get(p, p.nbytes) for p in model.parameters()),
+            gradients=gradients, optimizer=optimizer_bytes(model, optim), itemsize=itemsize,
+            gradient_itemsize=-(-gradients // max(sum(trained), 1)), largest=max(trained, default=0),
+            block=max(layers, default=0), rest=whole - sum(layers), packed=sum(packed.values()),
             packed_elements=sum(matrices.values()),
             matrix=max((p.numel() for p in own if p.requires_grad), default=0),
-        )
+        )  # fmt: skip
 
 
 def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
@@ -153,7 +145,7 @@ class RunDescription(Workload):
     lengths: Lengths
     checkpointing: int = 1  # Every n-th layer uses activation checkpointing. 0 means no layer.
     shared: bool = True  # Whether the policy's parameters are the engine's tensors, if the strategy allows sharing.
-    served: bool = False  # Whether the engine reads the policy's quantised weights.
+    served: bool = False  # Whether the engine reads the policy's quantised weights, if there are any.
     reshard: bool = True  # Whether FSDP frees gathered weights after a forward.
     offloads_parts: bool = False  # Whether FSDP keeps each rank's weights, gradients and optimizer state on the host.
     sleeps: bool = False  # Whether the KV cache is freed during training.
@@ -208,16 +200,9 @@ class RunDescription(Workload):
 
 
 def describe_run(
-    settings: Any,
-    model: Any,
-    devices: Devices,
-    work: Workload,
-    *,
-    shared: bool,
-    reference: int = 0,
-    teacher: int = 0,
-    to_pack: Mapping[torch.Tensor, int] | None = None,
-) -> RunDescription:
+    settings: Any, model: Any, devices: Devices, work: Workload, *, shared: bool, reference: int = 0,
+    teacher: int = 0, to_pack: Mapping[torch.Tensor, int] | None = None,
+) -> RunDescription:  # fmt: skip
     """Return the `RunDescription` of a run with these settings, model and devices.
 
     Args:
@@ -235,40 +220,27 @@ def describe_run(
     completion = min(settings.max_completion_length or work.length, work.length)
     group = (settings.num_generations or 1) if work.shares_prompts else 1
     optim = resolve_optimizer(settings.optim, dtype)
+    excluded = conflict(settings, {"sequence_parallel_size": 2}, "sequence_parallel_size")
+    can_share_rows = work.shares_prompts and not excluded and not why_rows_stay_whole(model, obstacle(model))
     return RunDescription(
-        devices=devices,
-        ranks_per_engine=settings.vllm_tensor_parallel_size,
-        shape=Shape.of(model.config),
-        sizes=PolicySizes.of(model, optim, dtype.itemsize, to_pack),
-        engine_itemsize=of_engine,
-        cache_itemsize=1 if eight_bit else of_engine,
-        **dataclasses.asdict(work),
+        devices=devices, ranks_per_engine=settings.vllm_tensor_parallel_size, shape=Shape.of(model.config),
+        sizes=PolicySizes.of(model, optim, dtype.itemsize, to_pack), engine_itemsize=of_engine,
+        cache_itemsize=1 if eight_bit else of_engine, **dataclasses.asdict(work),
         running=min(work.sequences, int(given.get("max_num_seqs") or MOST_SEQUENCES)),
         lengths=Lengths(work.prompt or max(work.length - completion, 1), completion, group),
-        checkpointing=settings.checkpointing,
-        shared=shared,
-        served=settings.weights == "shared",  # `served` has an effect on quantised weights only
-        reshard=settings.fsdp_reshard_after_forward,
-        offloads_parts=settings.fsdp_offload_params,
-        sleeps=settings.vllm_enable_sleep_mode,
-        offloads=settings.offload_optimizer == "sampling",
-        streams=settings.offload_optimizer == "stream",
-        can_stream=optim == "adamw_split",
-        offloads_gradients=settings.offload_gradients,
-        offloads_activations=settings.offloads_activations,
-        reference=reference,
-        teacher=teacher,
-        kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
+        checkpointing=settings.checkpointing, shared=shared, served=settings.weights == "shared",
+        reshard=settings.fsdp_reshard_after_forward, offloads_parts=settings.fsdp_offload_params,
+        sleeps=settings.vllm_enable_sleep_mode, offloads=settings.offload_optimizer == "sampling",
+        streams=settings.offload_optimizer == "stream", can_stream=optim == "adamw_split",
+        offloads_gradients=settings.offload_gradients, offloads_activations=settings.offloads_activations,
+        reference=reference, teacher=teacher, kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
         overruled=share_is_given(settings),
         share=float(settings.vllm_gpu_memory_utilization or given.get("gpu_memory_utilization") or 0.0),
         strategies=_strategies(settings, model, devices, settings.vllm_tensor_parallel_size),
         larger_engines=_larger_engines(settings, model, devices),
-        ranks_per_sequence=settings.sequence_parallel_size,
-        can_share_rows=work.shares_prompts
-        and not conflict(settings, {"sequence_parallel_size": 2}, "sequence_parallel_size")
-        and not why_rows_stay_whole(model, obstacle(model)),
+        ranks_per_sequence=settings.sequence_parallel_size, can_share_rows=can_share_rows,
         further=tuple(filter(None, (of(model) for of in registry.hooks("activations")))),
-    )
+    )  # fmt: skip
 
 
 def _strategies(settings: Any, model: Any, devices: Devices, per_engine: int) -> tuple[str, ...]:
@@ -285,7 +257,7 @@ def _strategies(settings: Any, model: Any, devices: Devices, per_engine: int) ->
         and devices.takes_rows_of(size * per_engine)
         and not conflict(settings, cut, "sharding")
         and not largest_dropout(model)
-        and can_be_cut(model.config)
+        and any(feature.can_be_cut(model.config) for feature in features())
         and engine_dtype(settings, model.dtype) == model.dtype
         and getattr(settings, "vllm_model_impl", "auto") != "transformers"
     ):

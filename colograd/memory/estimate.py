@@ -79,13 +79,9 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
         on_way = left_on_device().on_way(gradients, sizes.matrix * sizes.gradient_itemsize // parts)
         gradients = on_way + left_on_device().sums(gradients)
     return RankBytes(
-        engine,
-        policy_weights=sizes.packed if run.shared and size == 1 else sizes.weights,
-        gradients=gradients,
-        optimizer=state(ranks if divided else 1),
-        exchange=buckets(ranks) if divided else 0,
-        on_way=on_way,
-    )
+        engine, policy_weights=sizes.packed if run.shared and size == 1 else sizes.weights, gradients=gradients,
+        optimizer=state(ranks if divided else 1), exchange=buckets(ranks) if divided else 0, on_way=on_way,
+    )  # fmt: skip
 
 
 def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
@@ -101,14 +97,9 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
         on_way=parts.on_way,
     )
     activations = activation_bytes(
-        run.shape.split(cut).on_row_ranks(run.ranks_per_sequence),
-        -(-tokens // run.ranks_per_sequence),
-        itemsize,
-        run.checkpointing,
-        device,
-        copied,
-        trained,
-    )
+        run.shape.split(cut).on_row_ranks(run.ranks_per_sequence), -(-tokens // run.ranks_per_sequence), itemsize,
+        run.checkpointing, device, copied, trained,
+    )  # fmt: skip
     for part in run.further:
         activations += part.bytes(tokens, run.lengths, itemsize, run.checkpointing)
     shares, engine = devices.ranks if strategy == "fsdp" else cut, 0
@@ -116,21 +107,10 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
         engine = ENGINE_TOKENS * run.engine_itemsize * (4 * run.shape.hidden + 2 * run.shape.intermediate)
         engine += 3 * 4 * min(run.running, MOST_SEQUENCES) * run.shape.vocabulary
     return MemoryPlan(
-        **dataclasses.asdict(parts),
-        device=devices.name,
-        total=devices.total,
-        available=devices.available,
-        activations=activations,
-        engine=engine,
-        tokens=tokens,
-        kv_per_token=run.need.per_token,
-        kv_bytes=run.kv_bytes,
-        sleeps=run.sleeps and devices.on_gpu,
-        offloads=(run.offloads or run.streams) and devices.on_gpu,
-        streams=run.streams and devices.on_gpu,
-        reference=run.reference // shares,
-        teacher=run.teacher // shares,
-        strategy=strategy,
-        ranks=devices.ranks,
+        **dataclasses.asdict(parts), device=devices.name, total=devices.total, available=devices.available,
+        activations=activations, engine=engine, tokens=tokens, kv_per_token=run.need.per_token,
+        kv_bytes=run.kv_bytes, sleeps=run.sleeps and devices.on_gpu,
+        offloads=(run.offloads or run.streams) and devices.on_gpu, streams=run.streams and devices.on_gpu,
+        reference=run.reference // shares, teacher=run.teacher // shares, strategy=strategy, ranks=devices.ranks,
         offloads_gradients=run.offloads_gradients and devices.on_gpu,
-    )
+    )  # fmt: skip

@@ -172,11 +172,7 @@ def again(shape: Shape, checkpointing: int) -> int:
 
 
 def kept_by_layers(
-    shape: Shape,
-    itemsize: int,
-    checkpointing: int,
-    copied: CopiedKeys = CopiedKeys(),  # noqa: B008  # immutable
-    on_host: bool = False,
+    shape: Shape, itemsize: int, checkpointing: int, copied: CopiedKeys = CopiedKeys(), on_host: bool = False
 ) -> tuple[float, float]:
     """Compute (bytes per token that all layers keep, bytes per token of one layer that is computed again). Every
     ``checkpointing``-th layer keeps only its input. With ``on_host`` all but a few of these inputs are on the host."""
@@ -207,14 +203,9 @@ class Trained(NamedTuple):
 
 
 def activation_bytes(
-    shape: Shape,
-    tokens: int,
-    itemsize: int,
-    checkpointing: int,
-    device: str,
-    copied: CopiedKeys = CopiedKeys(),  # noqa: B008  # immutable
-    trained: Trained = Trained(),  # noqa: B008  # immutable
-) -> int:
+    shape: Shape, tokens: int, itemsize: int, checkpointing: int, device: str, copied: CopiedKeys = CopiedKeys(),
+    trained: Trained = Trained(),
+) -> int:  # fmt: skip
     """Estimate the peak bytes of one forward and backward, without weights and gradients: the largest of three moments.
 
     In the head: the layers' activations, the final norm, the head's input and its gradient, two float32 tiles of logits

@@ -94,13 +94,9 @@ def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_
 
 
 def balance(
-    groups: Sequence[ScoredGroup],
-    pair: float,
-    share_prompts: bool,
-    ranks_per_engine: int = 1,
-    between_engines: bool = True,
-    ranks_per_row: int = 1,
-) -> tuple[list[ScoredGroup], int]:
+    groups: Sequence[ScoredGroup], pair: float, share_prompts: bool, ranks_per_engine: int = 1,
+    between_engines: bool = True, ranks_per_row: int = 1,
+) -> tuple[list[ScoredGroup], int]:  # fmt: skip
     """Send scored groups between ranks, so that each rank gets the groups that it trains. A collective call.
 
     Unless ``between_engines`` is true, a group is trained by ranks of the engine that sampled it. Return the groups

@@ -2,8 +2,8 @@
 
     groups -> `packing` -> MicroBatch -> `logprobs` (`attention`, or `padded`) -> log-probability of each label
 
-`loading` loads the policy and its tokenizer, `supported` checks if it can be trained, `lora` describes its adapter.
-`row_proof` checks on a few tokens whether rows can be packed. `second_models` runs the reference model of the KL term.
-`towers` names the vision and audio parts of a model, `packed_weights` finds quantised weights, and `layers` compiles
-decoder layers. `outline` makes a model without values. `sending` copies small tensors to the device.
+`loading` loads the policy and its tokenizer, `supported` checks if it can be trained, `lora` describes its adapter and
+its quantised weights. `row_proof` checks on a few tokens whether rows can be packed. `second_models` runs models other
+than the policy. `towers` names the vision and audio parts of a model. `layers` compiles decoder layers. `outline` makes
+a model without values. `sending` copies small tensors to the device.
 """

@@ -14,8 +14,6 @@ Normally no keys are copied (`merged_attention`). On CUDA in 16 bits (or autocas
 torch attends to all segments' own keys, and a second flash call attends to the prompts' keys. On a CPU there is one
 call per segment and one call per prompt. With dropout, with soft caps, on a CPU with windows, and on a CPU with short
 prompts (`IN_PLACE_FROM`), each segment instead runs `scaled_dot_product_attention` on a copy of all its keys.
-
-Vision towers that attend within windows (`cu_seqlens`) run `tower_attention`, registered under `TOWER_NAME`.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ from .merged_attention import Call, MergedAttention, calls_at_once, calls_one_by
 from .sending import to_device_async
 
 NAME = "colograd_packed"
-TOWER_NAME = "colograd_flash_tower"  # "flash" in the name makes transformers pass all windows in one call.
 
 
 # One rank's share of the tokens of a row, if several ranks compute a row together: the `RowPart` of extension
@@ -67,7 +64,7 @@ def packed_attention(
     """
     if row_part is not None:
         heads = query.shape[1]
-        query, key, value = row_part.to_heads(*_in_one_dtype(query, key, value))
+        query, key, value = row_part.to_heads(*in_one_dtype(query, key, value))
         sinks = None if s_aux is None else row_part.own_heads(s_aux)
         output, _ = packed_attention(module, query, key, value, attention_mask, layout, sinks, **options)
         return row_part.to_tokens(output, heads), None
@@ -109,13 +106,13 @@ def packed_attention(
         )
     if _watching is not None and sliding_window is not None:
         _watching[1].add(sliding_window)
-    query, key, value = _in_one_dtype(query, key, value)
+    query, key, value = in_one_dtype(query, key, value)
     if sliding_window is not None and layout.longest_sequence <= sliding_window:
         sliding_window = None
     row = query, key, value
     calls = _calls(query, value, layout, sliding_window) if dropout == 0.0 and softcap is None else ()
     if calls:
-        output = _merged_attention(*row, calls, scaling, s_aux)
+        output = run_merged(*row, calls, scaling, s_aux)
     elif s_aux is not None:
         size, scaling = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
         joined = _with_sinks(*row, s_aux, scaling)
@@ -129,7 +126,7 @@ def packed_attention(
     return output, None
 
 
-def _in_one_dtype(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
+def in_one_dtype(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
     """Cast tensors to autocast's dtype if autocast is on, because rotary embeddings leave mixed dtypes, and fused
     kernels take only tensors of one dtype."""
     dtype = autocast_dtype(tensors[0].device)
@@ -261,7 +258,7 @@ def _make_mask(queries: int, keys: int, window: int | None, device: torch.device
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def _flash_takes(query: torch.Tensor) -> bool:
+def flash_takes(query: torch.Tensor) -> bool:
     """Return whether torch's flash attention takes the tensor: 16 bits, heads of at most 256, Ampere or newer."""
     size = query.shape[-1]
     fits = query.is_cuda and query.dtype in FLASH_DTYPES and size <= 256 and size % HEAD_STEP == 0
@@ -297,7 +294,7 @@ def keys_in_place_from(tokens: int) -> AbstractContextManager[None]:
 
 def _calls(query: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, window: int | None) -> tuple[Call, ...]:
     """Return the calls of fused kernels that compute this row's attention. Empty: no fused kernel can compute it."""
-    if _flash_takes(query) and value.shape[-1] <= query.shape[-1]:  # Smaller values are padded later.
+    if flash_takes(query) and value.shape[-1] <= query.shape[-1]:  # Smaller values are padded later.
         return calls_at_once(layout, window, query.device)
     if query.device.type != "cpu" or window is not None or query.shape[-1] != value.shape[-1]:
         return ()
@@ -305,7 +302,7 @@ def _calls(query: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, wind
     return calls_one_by_one(layout) if seen and sum(seen) >= _in_place_from * len(seen) else ()
 
 
-def _merged_attention(
+def run_merged(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, calls: tuple[Call, ...], scaling: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
@@ -316,37 +313,6 @@ def _merged_attention(
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     found: torch.Tensor = MergedAttention.apply(q, k, v, sinks, calls, scale)
     return found[..., :size].unsqueeze(0)
-
-
-def tower_attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None, cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | torch.Tensor | None = None, **options: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Compute a vision tower's attention, (1, T, H, D). Each image patch attends to all patches of its window.
-
-    Args:
-        query, key, value: (1, H, T, D), all windows one after the other.
-        cu_seq_lens_q: (windows + 1,) int32 on the queries' device: number of patches before each window, then T. None
-            means one window. Keys have the windows of the queries.
-        max_length_q: number of patches in the largest window. For a tensor (older transformers) the host must wait.
-        options: transformers' `scaling`, `dropout` and other options of `sdpa`.
-    """
-    scaling, dropout = options.pop("scaling", None), options.pop("dropout", 0.0)
-    for name in ("cu_seq_lens_k", "max_length_k"):
-        options.pop(name, None)
-    query, key, value = _in_one_dtype(query, key, value)
-    if cu_seq_lens_q is not None and max_length_q is not None and dropout == 0.0 and _flash_takes(query):
-        longest = int(max_length_q)
-        call = Call(None, None, False, None, (cu_seq_lens_q, cu_seq_lens_q, longest, longest))
-        return _merged_attention(query, key, value, (call,), scaling), None
-    # Without flash attention (for example in float32), `sdpa` is called once per window, as in transformers. On a GPU
-    # the host must wait for the windows' lengths.
-    lengths = [query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
-    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    windows = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    parts = [own(module, *each, attention_mask, scaling=scaling, dropout=dropout, **options)[0] for each in windows]
-    return torch.cat(parts, dim=1), None
 
 
 def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
@@ -375,5 +341,4 @@ def watch_windows() -> Iterator[tuple[set[int], set[int]]]:
 
 
 AttentionInterface.register(NAME, packed_attention)
-AttentionInterface.register(TOWER_NAME, tower_attention)
 AttentionMaskInterface.register(NAME, _mask)

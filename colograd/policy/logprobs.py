@@ -22,7 +22,8 @@ from ..parallel import watchdog
 from . import attention, padded
 from .head import FLOAT32_PRODUCTS, Candidates, Head, OtherDistribution, label_logprobs
 from .lora import unwrap
-from .packing import PackedSequence, collate
+from .packing import collate
+from .padded import PackedSequence
 
 
 @dataclass(slots=True)

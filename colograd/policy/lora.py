@@ -1,4 +1,5 @@
-"""LoRA policies (peft): the layers with an adapter, and the model inside a PeftModel. Extension `lora` adds adapters.
+"""LoRA policies (peft): the layers with an adapter, the model inside a PeftModel, and the quantised weights of a base.
+Extension `lora` adds adapters, and extension `quantized` packs weights.
 
 The base model's weights stay as in the checkpoint, because the adapter is never merged into the policy.
 """
@@ -9,14 +10,30 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from ..runtime import registry
-from .packed_weights import packed_weight
 
 PREFIX = "base_model.model."  # Prefix of every parameter name in a PeftModel.
+
+# The packed (e.g. quantised) weight of a linear layer, W (out, in) in y = x W^T + b, as in `quantized/layers.py`:
+# ``layer``, ``shape``, ``nbytes`` with quantisation scales, ``product(x)`` without the bias, ``values(dtype)``.
+PackedWeight: TypeAlias = Any
+
+
+def packed_weight(module: Any) -> PackedWeight | None:
+    """Return the packed (e.g. quantised) weight of a layer, or None for a module without a packed weight. An extension
+    lists a function (module) -> `PackedWeight` or None under "packed_weight" in its `HOOKS`."""
+    found = (find(module) for find in registry.hooks("packed_weight"))
+    return next((packed for packed in found if packed is not None), None)
+
+
+def packed_weights(model: torch.nn.Module) -> dict[str, PackedWeight]:
+    """Return all packed (e.g. quantised) weights of a model, by the name of the parameter."""
+    found = ((f"{name}.weight" if name else "weight", packed_weight(module)) for name, module in model.named_modules())
+    return {name: packed for name, packed in found if packed is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -89,29 +89,6 @@ def dummy(device: torch.device, groups: Sequence[tuple[int, Sequence[int]]] = ((
 
 def is_dummy(row: PackedRow) -> bool:
     return all(identity.position == NOBODY for identity in row.rollouts)
-
-
-class PackedSequence(NamedTuple):
-    """One completion of a packed row, with its prompt and the range of its entries in the row's [N] tensors."""
-
-    rollout: RolloutId
-    prompt_ids: torch.Tensor  # Token ids of the prompt, [P].
-    completion_ids: torch.Tensor  # Token ids of the completion, [C].
-    place: slice  # Range of the completion's entries in the row's [N] tensors.
-    images: tuple[Any, ...] = ()  # Images of the prompt. Their token positions count from the prompt's start.
-    answers: tuple[Any, ...] = ()  # Images in tools' answers. Their token positions count from the completion's start.
-
-
-def sequences(row: MicroBatch) -> list[PackedSequence]:
-    """Return the completions of a row, each with its prompt. No rider may divide a completion of the row."""
-    segments, found, at = row.input_ids[0].split(row.layout.lengths), list[PackedSequence](), 0
-    ids, media = iter(row.rollouts), row.media or {}
-    for index, (completion, context) in enumerate(zip(segments, row.layout.attends_to, strict=True)):
-        if context:
-            place, own = slice(at, at + len(completion)), (media.get(context[0], ()), media.get(index, ()))
-            found.append(PackedSequence(next(ids), segments[context[0]], completion, place, *own))
-            at += len(completion)
-    return found
 
 
 def places(row: PackedRow) -> list[tuple[RolloutId, slice]]:

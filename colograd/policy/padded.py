@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ..batch import MicroBatch, SegmentLayout
+from ..batch import MicroBatch, RolloutId, SegmentLayout
 from .sending import to_device_async
 
 
@@ -87,3 +87,26 @@ def hidden_states(
     for name, values in of_layers.items():
         values += [each.flatten(0, -2).index_select(0, rows.places) for each in getattr(output, name, None) or ()]
     return rows.packed(output.last_hidden_state)
+
+
+class PackedSequence(NamedTuple):
+    """One completion of a packed row, with its prompt and the range of its entries in the row's [N] tensors."""
+
+    rollout: RolloutId
+    prompt_ids: torch.Tensor  # Token ids of the prompt, [P].
+    completion_ids: torch.Tensor  # Token ids of the completion, [C].
+    place: slice  # Range of the completion's entries in the row's [N] tensors.
+    images: tuple[Any, ...] = ()  # Images of the prompt. Their token positions count from the prompt's start.
+    answers: tuple[Any, ...] = ()  # Images in tools' answers. Their token positions count from the completion's start.
+
+
+def sequences(row: MicroBatch) -> list[PackedSequence]:
+    """Return the completions of a row, each with its prompt. No rider may divide a completion of the row."""
+    segments, found, at = row.input_ids[0].split(row.layout.lengths), list[PackedSequence](), 0
+    ids, media = iter(row.rollouts), row.media or {}
+    for index, (completion, context) in enumerate(zip(segments, row.layout.attends_to, strict=True)):
+        if context:
+            place, own = slice(at, at + len(completion)), (media.get(context[0], ()), media.get(index, ()))
+            found.append(PackedSequence(next(ids), segments[context[0]], completion, place, *own))
+            at += len(completion)
+    return found

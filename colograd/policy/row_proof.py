@@ -24,7 +24,8 @@ from .head import vocabulary_size
 from .layers import NotCompiled, as_it_trains
 from .logprobs import evaluation_mode, install, policy_logprobs, steps_of
 from .lora import unwrap
-from .packing import PackedSequence, pack, sequences
+from .packing import pack
+from .padded import PackedSequence, sequences
 
 PACKABLE = {"full_attention", "sliding_attention"}
 # Largest allowed mean difference of log-probabilities in nats. Rounding errors are far smaller, and the effect of a

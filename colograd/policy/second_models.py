@@ -7,11 +7,12 @@ model, an extension lists a `Kind` under "second_model" in its `HOOKS`, and a lo
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -26,27 +27,33 @@ from .lora import unwrap
 from .packing import collate
 
 
-class SecondModel(Protocol):
+class SecondModel(ABC):
     """A reference or teacher model that runs on the policy's rows. It may be the policy with different weights."""
 
     model: Any
-    of_policy: bool  # Whether the model has the policy's architecture, and takes rows in the same form as the policy.
+    of_policy = True  # Whether the model has the policy's architecture, and takes rows in the same form as the policy.
 
+    @abstractmethod
     def present(self) -> AbstractContextManager[Any]:
         """Return a context that yields the model in evaluation mode, with its weights on the policy's device."""
 
+    @abstractmethod
     def describe(self) -> str: ...
 
-    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None: ...
+    def callback(self, policy: torch.nn.Module) -> TrainerCallback | None:
+        """Return a callback that updates this model during the policy's training. None means that it stays constant."""
+        return None
 
-    def load(self, checkpoint: str | Path) -> None: ...
+    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:  # noqa: B027
+        """Write the model into a checkpoint, unless the next start makes an equal one."""
+
+    def load(self, checkpoint: str | Path) -> None:  # noqa: B027
+        """Read what `save` has written, if there is anything."""
 
 
-class FrozenModel:
+class FrozenModel(SecondModel):
     """A model besides the policy, in evaluation mode and without gradients, for example the reference model. It runs
     on ``device``. With ``offload`` its weights stay in host memory between uses."""
-
-    of_policy = True  # Whether the model has the policy's architecture, and takes rows in the same form as the policy.
 
     def __init__(self, model: torch.nn.Module, device: torch.device, offload: bool) -> None:
         self.model: Any = model
@@ -62,10 +69,6 @@ class FrozenModel:
         )
         with torch.no_grad(), values_in_place(moved if self.offload else ()):
             yield self.model
-
-    def callback(self, policy: torch.nn.Module) -> TrainerCallback | None:
-        """Return a callback that updates this model during the policy's training. None means that it stays constant."""
-        return None
 
     def where(self) -> str:
         """Return a text for a log line about where the model's weights are stored, and their size in MiB."""
@@ -142,8 +145,6 @@ def second_models(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> S
 
 def _of_run(needs: Sequence[str], config: GRPOConfig) -> Iterator[tuple[str, Kind, GRPOConfig]]:
     """Yield (key in `SecondModels`, kind, configuration of this model) for each second model of the run."""
-    if "ref_logprobs" in needs:
-        registry.require("reference", f"beta: {config.beta:g}")
     for field in needs:
         kind = kinds()[field]
         for name, own in kind.configs(config).items():

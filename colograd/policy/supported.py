@@ -136,11 +136,6 @@ def check_planned(model_config: Any, ranks: int) -> None:
         feature.check_split(model_config, ranks)
 
 
-def can_be_cut(model_config: Any) -> bool:
-    """Return whether an extension can store a policy of this configuration in vLLM's tensor-parallel layout."""
-    return any(feature.can_be_cut(model_config) for feature in features())
-
-
 def check_shared_rows(model: Any, size: int, why_padded: str) -> None:
     """Raise a ValueError if `sequence_parallel_size` is ``size`` > 1, but the model's rows can't be divided."""
     if size > 1 and (reason := why_rows_stay_whole(model, why_padded)):

@@ -1,17 +1,11 @@
-"""`ShardingStrategy`: the interface that divides a policy's training over ranks.
-
-`SharedRows` is the base of strategies where several ranks train one row (packed sequences) together, e.g. tensor
-parallelism. The ranks communicate in each forward and backward. So a rank that fails must report the failure to the
-waiting ranks.
-"""
+"""`ShardingStrategy`: the interface that divides a policy's training over ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,15 +16,12 @@ from safetensors.torch import save_file
 from torch.optim import Optimizer
 
 from ..config import GRPOConfig
-from ..parallel.faults import telling
 from ..parallel.ranks import on_all_ranks
 from ..parallel.shards import RankGroup, Shard
-from ..policy.lora import unwrap
 from ..runtime.failures import forget_frames
 
 # Function that writes a safetensors file, at once or later. Arguments: tensors on any device, path, metadata.
 Write = Callable[[dict[str, torch.Tensor], str | Path, dict[str, str]], Any]
-PATIENCE = 30.0  # seconds to wait until all ranks of a row have run out of memory at the same operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,54 +201,3 @@ def squared_norm(gradients: Iterable[torch.Tensor]) -> float:
     """Return the sum of squares in float64, so that its float32 root doesn't depend on the division into parts."""
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
     return float(torch.stack(norms).square().sum()) if norms else 0.0
-
-
-@contextmanager
-def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
-    """Report an error in the context to the ranks of the row, which wait in a collective.
-
-    The ranks do equal work, so all of them may run out of memory at the same operation. Then no rank waits, nothing is
-    reported, and all ranks can try again.
-    """
-    shortage: torch.OutOfMemoryError | None = None
-    with telling(what):
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            forget_frames(error)  # the frames hold activations
-            if not row.meets(PATIENCE):
-                raise
-            shortage = error
-    if shortage is not None:
-        raise shortage
-
-
-class SharedRows(ShardingStrategy):
-    """A strategy where ranks train each row together. Combine it with a strategy that divides the optimizer state."""
-
-    meets_in_backward = True
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model)
-        self._around(model)
-
-    @property
-    @abstractmethod
-    def row(self) -> RankGroup:
-        """The group of ranks that train a row together."""
-
-    def share_frozen(self, model: torch.nn.Module) -> None:
-        """Report errors in the frozen model's forward. The model is a copy of the divided policy."""
-        self._around(model)
-
-    def _around(self, model: torch.nn.Module) -> None:
-        # The attribute is set on the model inside a PEFT wrapper, because the check of rows at start runs that model.
-        unwrap(model).around_forward = functools.partial(telling_unless_alike, "the forward", self.row)
-
-    def close(self) -> None:
-        super().close()
-        del unwrap(self.model).around_forward
-
-    def failed(self, error: BaseException) -> None:
-        with contextlib.suppress(BaseException), telling_unless_alike("the backward", self.row):
-            raise error

@@ -13,9 +13,11 @@ It returns the class, or a subclass.
 from __future__ import annotations
 
 import collections
+import contextlib
+import functools
 import itertools
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,12 @@ from torch.optim import Optimizer
 
 from ..config import GRPOConfig
 from ..parallel import watchdog
+from ..parallel.faults import telling
 from ..parallel.ranks import rank, world_size
-from ..parallel.shards import all_gather, in_buckets, sum_over_ranks, zero_gradients
+from ..parallel.shards import RankGroup, all_gather, in_buckets, sum_over_ranks, zero_gradients
+from ..policy.lora import unwrap
 from ..runtime import registry
+from ..runtime.failures import forget_frames
 from ..runtime.importing import find_object, is_import_path
 from . import optimizer_state
 from .strategy import Owned, ShardingStrategy, Write
@@ -36,6 +41,7 @@ from .strategy import Owned, ShardingStrategy, Write
 IN_FLIGHT = 2  # Maximum number of reductions that run at once, to limit memory. Reductions overlap with the backward.
 # ELEMENTS: maximum elements of a bucket, except for a larger single parameter. 64 MiB of float32 keep a link busy.
 ELEMENTS = 2**24
+PATIENCE = 30.0  # Seconds to wait until all ranks of a row have run out of memory at the same operation.
 
 # torch 2.13 has renamed reduce_scatter_tensor to reduce_scatter_single.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -320,6 +326,59 @@ class SharedGradients(SharedOptimizer):
             if not self._has(bucket):
                 zeros = torch.zeros(bucket.part, dtype=bucket.gradient_dtype, device=bucket.parameters[0].device)
                 self._keep(bucket, zeros)
+
+
+@contextlib.contextmanager
+def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
+    """Report an error in the context to the ranks of the row, which wait in a collective.
+
+    The ranks do equal work, so all of them may run out of memory at the same operation. Then no rank waits, nothing is
+    reported, and all ranks can try again.
+    """
+    shortage: torch.OutOfMemoryError | None = None
+    with telling(what):
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            forget_frames(error)  # the frames hold activations
+            if not row.meets(PATIENCE):
+                raise
+            shortage = error
+    if shortage is not None:
+        raise shortage
+
+
+class SharedRows(ShardingStrategy):
+    """A strategy where ranks train each row together, e.g. tensor parallelism. Combine it with a strategy that divides
+    the optimizer state. The ranks communicate in each forward and backward. So a rank that fails must report the
+    failure to the waiting ranks."""
+
+    meets_in_backward = True
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self._around(model)
+
+    @property
+    @abstractmethod
+    def row(self) -> RankGroup:
+        """The group of ranks that train a row together."""
+
+    def share_frozen(self, model: torch.nn.Module) -> None:
+        """Report errors in the frozen model's forward. The model is a copy of the divided policy."""
+        self._around(model)
+
+    def _around(self, model: torch.nn.Module) -> None:
+        # The attribute is set on the model inside a PEFT wrapper, because the check of rows at start runs that model.
+        unwrap(model).around_forward = functools.partial(telling_unless_alike, "the forward", self.row)
+
+    def close(self) -> None:
+        super().close()
+        del unwrap(self.model).around_forward
+
+    def failed(self, error: BaseException) -> None:
+        with contextlib.suppress(BaseException), telling_unless_alike("the backward", self.row):
+            raise error
 
 
 STRATEGIES: dict[str, type[ShardingStrategy]] = {

@@ -18,8 +18,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from ..engine.tensors import VLLMTensors
-from ..policy.lora import AdaptedLayer, base_name, unwrap
-from ..policy.packed_weights import PackedWeight, packed_weights
+from ..policy.lora import AdaptedLayer, PackedWeight, base_name, packed_weights, unwrap
 from ..policy.towers import in_tower, read_parameters
 from ..sharding.weight_files import saved_names
 

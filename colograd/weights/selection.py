@@ -13,8 +13,7 @@ from ..engine.arguments import engine_dtype
 from ..engine.protocol import Engine
 from ..parallel.ranks import on_all_ranks
 from ..policy.loading import Policy
-from ..policy.lora import Adapter, adapted_layers
-from ..policy.packed_weights import packed_weights
+from ..policy.lora import Adapter, adapted_layers, packed_weights
 from ..policy.towers import sees
 from ..runtime.importing import find_object, is_import_path
 from ..runtime.registry import hooks

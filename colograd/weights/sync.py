@@ -19,8 +19,7 @@ import torch
 from ..engine.protocol import Engine
 from ..engine.tensors import VLLMTensors
 from ..parallel import watchdog
-from ..policy.lora import adapted_layers, trained_copies
-from ..policy.packed_weights import packed_weights
+from ..policy.lora import adapted_layers, packed_weights, trained_copies
 from .mapping import Slice
 
 

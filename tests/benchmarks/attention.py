@@ -56,13 +56,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def copied(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout) -> torch.Tensor:
     if query.is_cuda:
-        return attention._merged_attention(query, key, value, calls_at_once(layout, EVERYTHING, query.device), None)
+        return attention.run_merged(query, key, value, calls_at_once(layout, EVERYTHING, query.device), None)
     return attention._segment_attention(query, key, value, layout, (None, 0.0, None), None)
 
 
 def in_place(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout) -> torch.Tensor:
     calls = calls_at_once(layout, None, query.device) if query.is_cuda else calls_one_by_one(layout)
-    return attention._merged_attention(query, key, value, calls, None)
+    return attention.run_merged(query, key, value, calls, None)
 
 
 def torchs_backward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout) -> torch.Tensor:

@@ -112,10 +112,10 @@ def test_prompts_that_are_read_in_parts_have_the_same_completions(tiny_model: Pa
         config = tiny.config(tmp_path / "run", vllm_engine_kwargs=given)
         with contextlib.closing(VLLMEngine(str(tiny_model), config, torch.float32, 128, kv_bytes=2**22)) as other:
             other.stamp(0)
-            with watched(other, lambda load: None) as preemptions:
+            with watched(other, lambda load: None) as counts:
                 groups = sample(other, config, prompts, sampling=sampling)
             found.append({position: tokens(group) for position, group in groups.items()})
-    assert found[0] == found[1] and preemptions.number
+    assert found[0] == found[1] and counts["preemptions"]
 
 
 def test_completions_of_a_group_differ_and_another_seed_gives_others(engine, config, prompts) -> None:

@@ -9,7 +9,8 @@ import torch
 from colograd import GRPOTrainer
 from colograd.policy import lora, row_proof
 from colograd.policy.logprobs import policy_logprobs
-from colograd.policy.packing import pack, sequences
+from colograd.policy.packing import pack
+from colograd.policy.padded import sequences
 
 
 def doing_something(model: Any) -> Any:

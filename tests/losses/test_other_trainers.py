@@ -129,7 +129,8 @@ def one_completion(advantages: list[float]) -> MicroBatch:
 def test_objective_equals_other_trainers(
     settings: dict[str, Any], advantages: list[float], expected: list[float]
 ) -> None:
-    objective = Objective.from_config(config(**{"epsilon_high": 0.28} | settings))
+    run = config(**{"epsilon_high": 0.28} | settings)
+    objective = Objective.from_config(run).with_terms(run, None)
     row = recorded_batch(advantages, on_policy=advantages is NONE)
     logprobs = torch.tensor(LOGPROBS).double().requires_grad_()
     step = StepBatch((), num_loss_tokens=6, num_sequences=4, metrics={}, groups=())
@@ -190,9 +191,8 @@ def test_kl_gradient_is_the_reverse_divergence(loss_type: str, level: str, on_po
     old[0][0] = -30.0
     for table in policy:
         table.requires_grad_()
-    objective = Objective.from_config(
-        config(loss_type=loss_type, importance_sampling_level=level, beta=1.0, epsilon_high=0.2)
-    )
+    run = config(loss_type=loss_type, importance_sampling_level=level, beta=1.0, epsilon_high=0.2)
+    objective = Objective.from_config(run).with_terms(run, None)
     expected = torch.zeros((), dtype=torch.float64)
     for place in range(LONG):
         for before in itertools.product(range(VOCABULARY), repeat=place):

@@ -22,7 +22,8 @@ from colograd.memory import token_budget
 from colograd.parallel import ranks
 from colograd.policy import attention
 from colograd.policy.logprobs import with_old_logprobs
-from colograd.policy.packing import PackingRules, collate, pack_step, sequences
+from colograd.policy.packing import PackingRules, collate, pack_step
+from colograd.policy.padded import sequences
 from colograd.training.learner import packing_rules
 
 CPU = torch.device("cpu")

@@ -219,7 +219,7 @@ def loop_over_segments(layout: SegmentLayout, window: int | None = None) -> Any:
 
 
 def merged(calls: tuple[Call, ...]) -> Any:
-    return lambda *row: attention._merged_attention(*row, calls, 0.3)
+    return lambda *row: attention.run_merged(*row, calls, 0.3)
 
 
 @pytest.mark.parametrize("dtype, allowed", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 0.02)])
@@ -330,7 +330,7 @@ def test_sinks_come_from_the_kernels_log_sum_exp(
     """Outputs and gradients, including the sinks', equal the loop over segments with the sink as an additional key."""
     monkeypatch.setattr(merged_attention, "kernels", lambda: KERNELS)
     results, ways = [], [attention._calls, lambda *row: ()]
-    monkeypatch.setattr(attention, "_flash_takes", lambda query: kernel == "flash")
+    monkeypatch.setattr(attention, "flash_takes", lambda query: kernel == "flash")
     monkeypatch.setattr(attention, "_in_place_from", 0)
     for calls in ways:
         monkeypatch.setattr(attention, "_calls", calls)
@@ -381,7 +381,7 @@ def test_what_the_flash_kernel_takes(
 ) -> None:
     monkeypatch.setattr(attention, "_capability", lambda device: capability)
     query = SimpleNamespace(is_cuda=device == "cuda", dtype=dtype, shape=(1, 4, 9, head), device=torch.device(device))
-    assert attention._flash_takes(query) == taken  # type: ignore[arg-type]
+    assert attention.flash_takes(query) == taken  # type: ignore[arg-type]
 
 
 def test_a_float32_policy_under_autocast_takes_the_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +398,7 @@ def test_a_float32_policy_under_autocast_takes_the_flash_kernel(monkeypatch: pyt
         looped, _ = policy_logprobs(model, row, 1.0)
     monkeypatch.undo()
     monkeypatch.setattr(merged_attention, "kernels", lambda: (count, flash_backward))
-    monkeypatch.setattr(attention, "_flash_takes", lambda query: query.dtype in attention.FLASH_DTYPES)
+    monkeypatch.setattr(attention, "flash_takes", lambda query: query.dtype in attention.FLASH_DTYPES)
     with torch.autocast("cpu", torch.bfloat16):
         flash, _ = policy_logprobs(model, row, 1.0)
     assert calls == [torch.bfloat16] * 2 * model.config.num_hidden_layers

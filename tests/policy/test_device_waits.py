@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from colograd.batch import LossOutput, MicroBatch, StepBatch, StepConstants
+from colograd.extensions.reference.loss import KLTerm
 from colograd.losses.objective import Objective, SamplerCorrection
 from colograd.losses.token_losses import LOSSES, TokenLoss
 from colograd.policy import attention
@@ -31,7 +32,7 @@ META = torch.device("meta")
 EVERYTHING: dict[str, Any] = {
     "correction": SamplerCorrection("sequence_mask", 0.5, 2.0),
     "off_policy_threshold": 0.1,
-    "beta": 0.1,
+    "terms": (KLTerm(0.1),),
     "entropy_bonus": True,
     "top_entropy_quantile": 0.2,
 }
@@ -63,7 +64,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
         torch, "autocast", lambda kind, **k: contextlib.nullcontext() if kind == "meta" else own(kind, **k)
     )
 
-    monkeypatch.setattr(attention, "_flash_takes", lambda query: True)
+    monkeypatch.setattr(attention, "flash_takes", lambda query: True)
     with Sent() as sent:
         yield sent
 
@@ -140,7 +141,7 @@ def test_numbers_come_in_their_order_from_wherever_they_are() -> None:
 def test_a_gpu_is_waited_for_nowhere(family: str, checkpointing: bool) -> None:
     """torch's own watch over synchronisations sees none, not even while rows are copied to the device."""
     model = attention_cases.packed_copy(attention_cases.make_model(family), checkpointing).to("cuda", torch.bfloat16)
-    objective, where = Objective(loss_of("dapo"), **(EVERYTHING | {"beta": 0.0})), torch.device("cuda", 0)
+    objective, where = Objective(loss_of("dapo"), **(EVERYTHING | {"terms": ()})), torch.device("cuda", 0)
     for mode in ("default", "error"):  # the first pass makes what is kept
         torch.cuda.set_sync_debug_mode(mode)
         try:

@@ -195,8 +195,8 @@ def test_rows_that_are_wrong_on_the_kernel_of_the_place_are_padded_there(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_on_a_gpu_the_flash_kernel_is_proved(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    calls, own = [], attention._merged_attention
-    monkeypatch.setattr(attention, "_merged_attention", lambda *a: calls.append(a[0].dtype) or own(*a))
+    calls, own = [], attention.run_merged
+    monkeypatch.setattr(attention, "run_merged", lambda *a: calls.append(a[0].dtype) or own(*a))
     model = make(PACKED["llama"]).to("cuda", dtype)
     with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
         assert choose_rows_where_it_trains(model, model.device) == ""

@@ -12,7 +12,7 @@ import torch
 from ...batch import MicroBatch
 from ...config import GRPOConfig
 from ...losses.objective import LossTerm
-from ...losses.tokens import Means
+from ...losses.tokens import Means, Tokens
 from ...policy.logprobs import ForwardStep
 from .head import TeacherStep, TeacherTop
 from .teacher import UNTAUGHT
@@ -37,8 +37,8 @@ class AdvantageTerm(LossTerm):
         gain = (batch.scores["teacher_logprobs"] - old).where(_taught(batch) > 0, 0.0)
         return dataclasses.replace(batch, advantages=batch.advantages + self.weight * gain)
 
-    def observe(self, old: torch.Tensor, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> Means:
-        taught = _taught(batch)
+    def observe(self, old: torch.Tensor, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> Means:
+        batch, taught = tokens.batch, _taught(tokens.batch)
         return {"teacher_kl": ((old - batch.scores["teacher_logprobs"]).where(taught > 0, 0.0).sum(), taught.sum())}
 
 
@@ -58,11 +58,11 @@ class DivergenceTerm(LossTerm):
     def steps(self, second_models: Mapping[str, Any]) -> tuple[ForwardStep, ...]:
         return (TeacherStep(TeacherTop if self.field == "teacher_top" else second_models[self.field].head),)
 
-    def of_tokens(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.weight * self._in_loss(batch, values)
+    def of_tokens(self, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.weight * self._in_loss(tokens.batch, values)
 
-    def observe(self, old: torch.Tensor, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> Means:
-        return {"teacher_kl": (self._in_loss(batch, values).detach().sum(), batch.loss_mask.sum())}
+    def observe(self, old: torch.Tensor, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> Means:
+        return {"teacher_kl": (self._in_loss(tokens.batch, values).detach().sum(), tokens.batch.loss_mask.sum())}
 
     def _in_loss(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return values["divergence"].where(batch.loss_mask > 0, 0.0)

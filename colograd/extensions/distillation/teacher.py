@@ -16,20 +16,18 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 from ...batch import TEACHER, PackedRow
 from ...config import GRPOConfig
 from ...policy.loading import Policy, from_name
 from ...policy.logprobs import PolicyForward, evaluation_mode, products_in_float32
-from ...policy.lora import adapter_folder, unwrap
+from ...policy.lora import adapter_folder, packed_weights, unwrap
 from ...policy.outline import outline, to_pack
-from ...policy.packed_weights import packed_weights
 from ...policy.row_proof import choose_rows
 from ...policy.second_models import FrozenModel, Kind, offloads, own_logprobs, prepared, values_in_place
 from ...policy.supported import Wanted, check_installed, features
@@ -56,11 +54,6 @@ class Teacher(FrozenModel):
     ) -> None:  # fmt: skip
         super().__init__(model, device, offload)
         self.name, self.head, self.top = name, head, top
-
-    # Checkpoints don't contain a teacher, because the next start loads it again.
-    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None: ...
-
-    def load(self, checkpoint: str | Path) -> None: ...
 
     def describe(self) -> str:
         dtype, packed = str(self.model.dtype).removeprefix("torch."), len(packed_weights(unwrap(self.model)))

@@ -16,7 +16,7 @@ import torch
 from ...batch import MicroBatch, StepBatch
 from ...config import GRPOConfig
 from ...losses.objective import LossTerm
-from ...losses.tokens import Means
+from ...losses.tokens import Means, Tokens
 from ...parallel.ranks import gather
 from ...policy.attention import RowPart
 from ...policy.logprobs import Compute, ForwardStep, Pass
@@ -132,11 +132,11 @@ class BalanceTerm(LossTerm):
         return (self.coefficient * of_step.denominator * tokens / of_all) * values["routing/balance_loss"]
 
     @torch.no_grad()
-    def observe(self, old: torch.Tensor, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> Means:
+    def observe(self, old: torch.Tensor, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> Means:
         """Compute the routing metrics of a micro-batch, weighted by its number of tokens."""
-        tokens = values["routing/tokens"]
+        count = values["routing/tokens"]
         names = {"aux_loss": "balance_loss", "router/load_max": "largest_load", "router/entropy": "entropy"}
-        return {metric: (values[f"routing/{name}"] * tokens, tokens) for metric, name in names.items()}
+        return {metric: (values[f"routing/{name}"] * count, count) for metric, name in names.items()}
 
     def in_loss(self, metrics: Mapping[str, float]) -> float:
         return self.coefficient * metrics.get("aux_loss", 0.0)
@@ -146,7 +146,8 @@ class ReplayTerm(LossTerm):
     """Metrics of router replay: the fraction of tokens with replayed experts, and the fraction of the engine's choices
     (an expert for a token in a layer) that the trainer's router didn't choose."""
 
-    def observe(self, old: torch.Tensor, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> Means:
+    def observe(self, old: torch.Tensor, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> Means:
+        batch = tokens.batch
         if all(identity.position == NOBODY for identity in batch.rollouts):
             return {}
         if (experts := experts_of(batch)) is None:

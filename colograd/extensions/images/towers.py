@@ -14,18 +14,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...batch import MicroBatch
 from ...policy import attention
 from ...policy.logprobs import ForwardStep, Pass, run_body
-from ...policy.packing import PackedSequence
-from ...policy.padded import rows_of
+from ...policy.merged_attention import Call
+from ...policy.padded import PackedSequence, rows_of
 from ...policy.sending import to_device_async
 from ...policy.towers import has_tower, in_tower, keep_gradients_out, reads_text_alone, takes_images, tower_layers
 from .rider import PER_TOKEN, Images
 
 # Attribute of a model with FSDP. Its vision tower must run for rows of text, too, because ranks gather weights there.
 IN_EACH_FORWARD = "tower_in_each_forward"
+TOWER_NAME = "colograd_flash_tower"  # "flash" in the name makes transformers pass all windows in one call.
 
 
 def see_both_ways(model_config: Any) -> str:
@@ -305,7 +308,7 @@ class ImageStep(ForwardStep):
             # GPU.
             layers = tower_layers(model)
             windows = bool(layers) and "cu_seqlens" in inspect.signature(type(layers[0]).forward).parameters
-            tower = attention.TOWER_NAME if windows and torch.cuda.is_available() else "sdpa"
+            tower = TOWER_NAME if windows and torch.cuda.is_available() else "sdpa"
         return {"": name, "text_config": name, "vision_config": tower}
 
     def own_inputs(self, part: PackedSequence) -> dict[str, Any]:
@@ -337,3 +340,37 @@ class ImageStep(ForwardStep):
 def step_of(model: Any) -> ForwardStep | None:
     """Return the forward step for a model with a vision or audio tower. None for models of text."""
     return ImageStep() if has_tower(model.config) else None
+
+
+def tower_attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | torch.Tensor | None = None, **options: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Compute a vision tower's attention, (1, T, H, D). Each image patch attends to all patches of its window.
+
+    Args:
+        query, key, value: (1, H, T, D), all windows one after the other.
+        cu_seq_lens_q: (windows + 1,) int32 on the queries' device: number of patches before each window, then T. None
+            means one window. Keys have the windows of the queries.
+        max_length_q: number of patches in the largest window. For a tensor (older transformers) the host must wait.
+        options: transformers' `scaling`, `dropout` and other options of `sdpa`.
+    """
+    scaling, dropout = options.pop("scaling", None), options.pop("dropout", 0.0)
+    for name in ("cu_seq_lens_k", "max_length_k"):
+        options.pop(name, None)
+    query, key, value = attention.in_one_dtype(query, key, value)
+    if cu_seq_lens_q is not None and max_length_q is not None and dropout == 0.0 and attention.flash_takes(query):
+        longest = int(max_length_q)
+        call = Call(None, None, False, None, (cu_seq_lens_q, cu_seq_lens_q, longest, longest))
+        return attention.run_merged(query, key, value, (call,), scaling), None
+    # Without flash attention (for example in float32), `sdpa` is called once per window, as in transformers. On a GPU
+    # the host must wait for the windows' lengths.
+    lengths = [query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.diff().tolist()
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    windows = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    parts = [own(module, *each, attention_mask, scaling=scaling, dropout=dropout, **options)[0] for each in windows]
+    return torch.cat(parts, dim=1), None
+
+
+AttentionInterface.register(TOWER_NAME, tower_attention)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ...engine.protocol import Engine, LoRALayer
+from ...engine.protocol import Engine
+from ...engine.tensors import lora_stacks
 from ...parallel.shards import Shard
 from ...policy.lora import PREFIX, adapted_layers
 from ...weights.sync import CopiedWeights, PlannedSync, SharedWeights, Unserved
@@ -31,14 +32,14 @@ class Slot:
     kind: str  # Kind of the matrix: lora_A or lora_B.
     source: torch.Tensor  # The policy's parameter, (rank, in) for A or (out, rank) for B.
     scaling: float  # Engine's values divided by the policy's values: the LoRA scaling for B, 1 for A.
-    holder: LoRALayer  # vLLM's layer with the LoRA slots.
+    holder: Any  # vLLM's layer with the LoRA slots.
     part: int  # Index of the adapted layer among the parts of a fused vLLM layer.
     shard: Shard | None = None  # Part of A or B that this rank's parameter is. None means the whole matrix.
 
     @property
     def stack(self) -> torch.Tensor:
         """vLLM's tensor with A or B of all LoRA slots of the layer. vLLM may replace this tensor during a run."""
-        return self.holder.stacks(self.kind)[self.part]
+        return lora_stacks(self.holder, self.kind)[self.part]
 
     @property
     def destination(self) -> torch.Tensor:
@@ -127,7 +128,7 @@ def map_adapter(policy: torch.nn.Module, engine: Engine, shards: Mapping[int, Sh
         part = 0  # Index of this layer in the fused vLLM layer.
         for fused, parts in ((last, [last]), *engine.tensors.fusions.items()):
             found = holders.get(name.removesuffix(last) + fused)
-            if last in parts and found is not None and len(found.stacks("lora_A")) == len(parts):
+            if last in parts and found is not None and len(lora_stacks(found, "lora_A")) == len(parts):
                 holder, part = found, parts.index(last)
                 break
         shard_a, shard_b = ((shards or {}).get(id(tensor)) for tensor in (layer.lora_a, layer.lora_b))
@@ -167,5 +168,5 @@ def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
             )
     torch._foreach_zero_([slot.destination for slot in slots])
     for name, holder in engine.tensors.lora_layers().items():
-        if any(bool(stack.any()) for kind in ("lora_A", "lora_B") for stack in holder.stacks(kind)):
+        if any(bool(stack.any()) for kind in ("lora_A", "lora_B") for stack in lora_stacks(holder, kind)):
             raise RuntimeError(f"A slot for {name} in vLLM has values outside the LoRA adapter. Set weights: copied.")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...config import GRPOConfig
-from ...policy.packed_weights import packed_weights
+from ...policy.lora import packed_weights
 from ...policy.supported import BASE_QUANTIZATION, ModelFeature, Wanted, read_config
 from .layers import is_4bit, settle
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...policy.packed_weights import packed_weights as packed_weights
+from ...policy.lora import packed_weights as packed_weights
 from ...runtime.cpu_products import linear
 
 PACKED = ("Params4bit", "Int8Params")  # Names of bitsandbytes' classes of quantised parameters.

@@ -158,9 +158,9 @@ class Recorder(NoRecord):
         self.lanes.begin()
         self.trainer.sampler.scorer.on_call = self.lanes.reward
         self.trainer.feature.watch(self.lanes.tool)
-        with watched(self.trainer.engine, self.lanes.look) as preemptions:
+        with watched(self.trainer.engine, self.lanes.look) as counts:
             yield
-        self.lanes.end(preemptions.number)
+        self.lanes.end(counts.get("preemptions"))
 
     def all_sampled(self) -> None:
         self.lanes.all_sampled()

@@ -1,3 +1,7 @@
-"""The reference policy of the KL term: a frozen copy of the policy, or the policy with its adapter's initial values."""
+"""The KL term of the loss, and its reference: a frozen copy of the policy, or the policy with its initial adapter."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {"loaded_policy": "model:check_reference", "second_model": "model:REFERENCE"}
+HOOKS: dict[str, str | tuple[str, ...]] = {
+    "loaded_policy": "model:check_reference",
+    "loss_term": "loss:kl_term",
+    "second_model": "model:REFERENCE",
+}

@@ -29,7 +29,7 @@ from ...config import GRPOConfig
 from ...policy.loading import Policy
 from ...policy.logprobs import evaluation_mode
 from ...policy.lora import base_name
-from ...policy.second_models import FrozenModel, Kind, offloads, values_in_place
+from ...policy.second_models import FrozenModel, Kind, SecondModel, offloads, values_in_place
 
 FILE = "reference.safetensors"  # File of the reference's weights in a checkpoint, with `sync_ref_model`.
 
@@ -97,22 +97,16 @@ class FrozenCopy(FrozenModel, TrainerCallback):
                 parameter.copy_(weights.get_tensor(name))
 
 
-class OfAdapter:
+class OfAdapter(SecondModel):
     """Reference policy of a run with an adapter: the PeftModel with a new adapter disabled, or with copies of the
     trained parameters' initial values, which are exchanged for the trained values while the reference runs.
 
     Checkpoints have no file of the reference, because the next start makes an equal reference."""
 
-    of_policy = True
-
     def __init__(self, model: Any, is_new: bool) -> None:
         self.model = model
         trained = () if is_new else (p for p in model.parameters() if p.requires_grad)
         self.initial = [(parameter, parameter.detach().clone()) for parameter in trained]
-
-    def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None: ...
-
-    def load(self, checkpoint: str | Path) -> None: ...
 
     def describe(self) -> str:
         if not self.initial:

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from ...batch import MicroBatch, RolloutId, ScoredGroup, StepBatch
+from ...batch import RolloutId, ScoredGroup, StepBatch
 from ...config import GRPOConfig
 from ...losses.advantages import AdvantageEstimator, group_advantages
 from ...losses.objective import LossTerm
-from ...losses.tokens import Means
+from ...losses.tokens import Means, Tokens
 from ...policy.packing import advantages_of, places
 from ...rewards import weighted_sum
+from ...runtime import registry
 
 
 def k3(difference: torch.Tensor) -> torch.Tensor:
@@ -83,10 +84,11 @@ class RewardPenalty(LossTerm):
         return dataclasses.replace(step, rows=tuple(rows), groups=tuple(groups))
 
     @torch.no_grad()
-    def observe(self, old: torch.Tensor, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> Means:
+    def observe(self, old: torch.Tensor, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> Means:
+        batch = tokens.batch
         assert batch.ref_logprobs is not None
-        tokens = self.of_tokens_of(batch.sampler_logprobs, batch.ref_logprobs)
-        return {"kl_in_reward": (tokens.where(batch.loss_mask > 0, 0.0).sum(), batch.loss_mask.sum())}
+        penalty = self.of_tokens_of(batch.sampler_logprobs, batch.ref_logprobs)
+        return {"kl_in_reward": (penalty.where(batch.loss_mask > 0, 0.0).sum(), batch.loss_mask.sum())}
 
 
 def penalty_of(config: GRPOConfig, policy: Any) -> LossTerm | None:
@@ -96,6 +98,7 @@ def penalty_of(config: GRPOConfig, policy: Any) -> LossTerm | None:
     name = f"kl_in_reward is {config.kl_in_reward:g}"
     if config.kl_in_reward < 0:
         raise ValueError(f"{name}, but must be at least 0: it is subtracted from the rewards.")
+    registry.require("reference", f"kl_in_reward: {config.kl_in_reward:g}")
     if config.kl_in_reward_estimator not in ESTIMATORS:
         raise ValueError(
             f"kl_in_reward_estimator is {config.kl_in_reward_estimator!r}, but must be one of {', '.join(ESTIMATORS)}."

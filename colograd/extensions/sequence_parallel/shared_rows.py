@@ -13,8 +13,8 @@ from ...policy.logprobs import install, remove, steps_of
 from ...policy.lora import unwrap
 from ...policy.supported import ModelFeature, check_shared_rows
 from ...runtime.sizes import num_experts
-from ...sharding.strategy import ShardingStrategy, SharedRows
-from ...sharding.zero import SharedGradients
+from ...sharding.strategy import ShardingStrategy
+from ...sharding.zero import SharedGradients, SharedRows
 from .forward import RowGroups, RowStep
 
 if TYPE_CHECKING:

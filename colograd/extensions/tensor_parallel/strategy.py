@@ -21,9 +21,9 @@ from ...parallel.ranks import gather
 from ...parallel.shards import RankGroup
 from ...policy.lora import is_adapted
 from ...sharding import optimizer_state
-from ...sharding.strategy import Owned, SharedRows, Write, squared_norm
+from ...sharding.strategy import Owned, Write, squared_norm
 from ...sharding.weight_files import WeightFiles, all_names, completed
-from ...sharding.zero import SharedGradients, SharedOptimizer, WholeCopies
+from ...sharding.zero import SharedGradients, SharedOptimizer, SharedRows, WholeCopies
 from .layers import TensorParts
 
 

@@ -35,7 +35,8 @@ from colograd.policy import lora, row_proof
 from colograd.policy.head import Head
 from colograd.policy.loading import Policy, load_policy
 from colograd.policy.logprobs import PolicyForward, policy_logprobs
-from colograd.policy.packing import PackingRules, collate, plan_rows, sequences
+from colograd.policy.packing import PackingRules, collate, plan_rows
+from colograd.policy.padded import sequences
 from colograd.policy.second_models import fill, second_model_bytes, second_models
 from colograd.training.preparation import train_prompts_of
 

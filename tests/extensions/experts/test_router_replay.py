@@ -111,7 +111,7 @@ def choices(model: Any, row: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 def replay_figures(model: Any, row: MicroBatch) -> dict[str, Any]:
     logprobs, _, values = PolicyForward(model, 1.0)(row)
-    return ReplayTerm().observe(logprobs, row, values)
+    return ReplayTerm().observe(logprobs, SimpleNamespace(batch=row), values)
 
 
 @pytest.mark.parametrize("family", [*MODELS, *OTHERS])

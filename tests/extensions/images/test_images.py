@@ -241,7 +241,7 @@ def test_a_tower_told_of_windows_sees_all_of_them_in_one_call(family: str, monke
     row_proof.set_attention(model, attention.NAME)
     assert all(torch.equal(*pair) for pair in zip(features_and_gradients(), expected, strict=True))
     monkeypatch.setattr(merged_attention, "kernels", lambda: (count, flash_backward))
-    monkeypatch.setattr(attention, "_flash_takes", lambda query: True)
+    monkeypatch.setattr(attention, "flash_takes", lambda query: True)
     torch.testing.assert_close(features_and_gradients(), expected)
     assert calls == ([6, 3] if family == "qwen2_5_vl" else [3, 3]), "windows of each layer"
     row_proof.set_attention(model, "sdpa")

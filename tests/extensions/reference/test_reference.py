@@ -31,7 +31,8 @@ from colograd.memory.table import GIB
 from colograd.policy import lora, row_proof
 from colograd.policy.loading import Policy, load_policy
 from colograd.policy.logprobs import policy_logprobs
-from colograd.policy.packing import PackingRules, collate, plan_rows, sequences
+from colograd.policy.packing import PackingRules, collate, plan_rows
+from colograd.policy.padded import sequences
 from colograd.policy.second_models import fill, with_second_logprobs
 from colograd.training.adamw_split import accumulate_in_float32
 
@@ -222,8 +223,15 @@ def test_the_reference_of_an_adapter_that_was_given_is_that_adapter(tiny_model, 
 
 
 def test_nothing_exists_without_beta(tmp_path) -> None:
-    assert Objective.from_config(made(tmp_path, beta=0.0)).needs == ()
-    assert Objective.from_config(made(tmp_path)).needs == ("ref_logprobs",)
+    for beta, needs in ((0.0, ()), (0.1, ("ref_logprobs",))):
+        run = made(tmp_path, beta=beta)
+        assert Objective.from_config(run).with_terms(run, None).needs == needs
+
+
+def test_two_terms_share_one_reference(tmp_path) -> None:
+    run = made(tmp_path, kl_in_reward=0.1)
+    objective = Objective.from_config(run).with_terms(run, None)
+    assert len(objective.terms) == 2 and objective.needs == ("ref_logprobs",)
 
 
 def test_a_reference_that_is_to_follow_has_to_be_there(tiny_model, tmp_path) -> None:

@@ -17,8 +17,7 @@ from ....config import GRPOConfig
 from ....engine.building import replaced
 from ....engine.protocol import EngineFeature, EngineUse, ServedWeights
 from ....engine.tensors import VLLMTensors
-from ....policy.lora import base_name
-from ....policy.packed_weights import PackedWeight, packed_weights
+from ....policy.lora import PackedWeight, base_name, packed_weights
 from ....weights.mapping import TOWER
 
 # The policy's packed weights for each layer of vLLM's model, by layer name. A fused layer (q, k and v) has several.

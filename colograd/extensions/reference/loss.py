@@ -1,0 +1,48 @@
+"""The KL term of the loss (setting `beta`): it holds the policy to the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...config import GRPOConfig
+from ...losses.objective import LossTerm
+from ...losses.tokens import MOST_LOG_RATIO, Means, Tokens, summed
+
+
+@dataclass(frozen=True, slots=True)
+class KLTerm(LossTerm):
+    """The loss term of `beta`: beta times an estimate of KL(pi, reference) at each token."""
+
+    beta: float
+    unbiased: bool = True  # Whether the estimate is multiplied by the token's importance ratio, as in DeepSeek-V3.2.
+
+    needs = ("ref_logprobs",)
+
+    def of_tokens(self, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.beta * self.divergence(tokens)
+
+    @torch.no_grad()
+    def observe(self, old: torch.Tensor, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> Means:
+        return {"kl": summed(self.divergence(tokens), tokens.batch.loss_mask)}
+
+    def divergence(self, tokens: Tokens) -> torch.Tensor:
+        """Compute the differentiable estimator k3 (N,) of KL(pi, reference), http://joschu.net/blog/kl-approx.html.
+        With `unbiased` k3 is multiplied by the token's importance ratio, so its expected gradient is the gradient of
+        the divergence. A token that is e^20 times less likely under the policy than under the reference model has no
+        gradient, because k3 would overflow."""
+        reference = tokens.batch.ref_logprobs
+        assert reference is not None, "with beta != 0 every micro-batch has the reference's log-probabilities"
+        difference = (reference - tokens.logprobs).where(tokens.batch.loss_mask > 0, 0.0)
+        bounded = difference.clamp(max=MOST_LOG_RATIO)
+        kl = bounded.exp() - bounded - 1
+        if not self.unbiased:
+            return kl
+        return kl * tokens.token_ratio.where(difference <= MOST_LOG_RATIO, tokens.token_ratio.detach())
+
+
+def kl_term(config: GRPOConfig, policy: Any) -> LossTerm | None:
+    return KLTerm(config.beta, config.use_bias_correction_kl) if config.beta != 0 else None
