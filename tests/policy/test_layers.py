@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from layer_cases import make_rows, trained
+from layer_cases import ROWS, make_rows, trained
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -30,9 +30,9 @@ SHAPE: dict[str, Any] = {
 GRAPHS = 4
 
 
-def make_model(dtype: torch.dtype = torch.float32) -> Any:
+def make_model(dtype: torch.dtype = torch.float32, **shape: int) -> Any:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(dtype)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE | shape)).to(dtype)
     assert choose_rows(model) == ""
     return model.train()
 
@@ -73,9 +73,11 @@ def test_rows_of_any_length_train_as_before_and_are_compiled_once(backend: str) 
 
 @pytest.mark.gpu
 def test_a_gpu_compiles_once_too() -> None:
-    """bfloat16 with flash attention, on the training device."""
+    """bfloat16 with flash attention, on the training device. For the last row inductor would fuse other reductions: it
+    has more than 4096 tokens, more than two per column, and more than 5 * 2**20 elements."""
     device = torch.device("cuda")
-    model, rows = make_model(torch.bfloat16).to(device), make_rows(device)
+    model = make_model(torch.bfloat16, hidden_size=1024, max_position_embeddings=8192).to(device)
+    rows = make_rows(device, (*ROWS, [[1000, 2500, 2000]]))
     accumulate_in_float32(model.parameters())
     expected = [trained(model, row) for row in rows]
     model.zero_grad()
