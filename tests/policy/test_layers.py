@@ -15,7 +15,7 @@ from layer_cases import ROWS, make_rows, trained
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from colograd.policy import layers
+from colograd.policy import attention, layers
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.row_proof import choose_rows
 from colograd.training.adamw_split import accumulate_in_float32
@@ -69,6 +69,21 @@ def test_rows_of_any_length_train_as_before_and_are_compiled_once(backend: str) 
         parameter.data = torch.cat([parameter.data, parameter.data])[: len(parameter)]
     assert_same(trained(model, rows[0]), expected[0])
     assert graphs() == GRAPHS
+
+
+@pytest.mark.slow
+def test_more_images_compile_nothing_again() -> None:
+    """Rows with different numbers of images whose tokens attend to each other in both directions."""
+    model, seen = make_model(), []
+    layers.compile_layers(model, "eager")
+    for row, images in zip(
+        make_rows(), ([(0, 7)], [(0, 2), (3, 5)], [(1, 3)], [(0, 2), (5, 9), (30, 32)]), strict=False
+    ):
+        own = {"layout": row.layout, "both_ways": attention.ImageRuns(images), "use_cache": False}
+        with attention.packed_rows():
+            model.base_model(row.input_ids, torch.ones_like(row.input_ids).bool(), row.position_ids, **own)
+        seen.append(graphs())
+    assert seen[0] > 0 and seen == [seen[0]] * 4
 
 
 @pytest.mark.gpu
