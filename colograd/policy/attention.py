@@ -22,6 +22,7 @@ import bisect
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -42,6 +43,13 @@ NAME = "colograd_packed"
 RowPart: TypeAlias = Any
 
 
+@dataclass(eq=False, slots=True)
+class ImageRuns:
+    """Places of the images' tokens in a row. With a plain list torch would compile layers again for each length."""
+
+    places: Sequence[tuple[int, int]]  # (first, last + 1) for each image.
+
+
 def packed_attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, layout: SegmentLayout | None = None, s_aux: torch.Tensor | None = None,
@@ -56,8 +64,8 @@ def packed_attention(
         s_aux: (H,) sinks, logits of an additional key with value 0 that every token attends to.
         row_part: this rank's share of the row, if query, key and value have only that share's tokens. None: all tokens.
         options: transformers' `scaling`, `dropout`, `sliding_window` (in tokens, along prompt and completion), and
-            `both_ways`: (first, last + 1) for each image in a segment. The image's tokens attend to each other in both
-            directions. In layers with a window `both_ways_in_window` replaces it.
+            `both_ways`, the row's `ImageRuns`. The tokens of an image attend to each other in both directions. In
+            layers with a window `both_ways_in_window` replaces it.
 
     Raises:
         ValueError: the layer or its options need something that packed attention can't compute correctly.
@@ -87,9 +95,10 @@ def packed_attention(
     if query.shape[0] != 1:
         raise ValueError(f"Packed attention takes one row, not {query.shape[0]}: pass (1, T) input ids.")
     sliding_window: int | None = options.get("sliding_window")
-    both_ways: Sequence[tuple[int, int]] = options.get("both_ways", ())
+    runs: ImageRuns | None = options.get("both_ways")
     if sliding_window is not None:
-        both_ways = options.get("both_ways_in_window", both_ways)
+        runs = options.get("both_ways_in_window", runs)
+    both_ways = () if runs is None else runs.places
     softcap: float | None = options.get("softcap")
     if [softcap is not None, s_aux is not None, bool(both_ways)].count(True) > 1:
         raise ValueError(

@@ -65,7 +65,7 @@ def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str 
     for layer in decoder_layers(model):
         own = layer.forward.__func__
         # A bound method, because deepcopy of a layer binds the copied method to the copied layer.
-        layer.forward = MethodType(functools.partial(_forward, own, _compiled(own, backend=backend, mode=mode)), layer)
+        layer.forward = MethodType(functools.partial(_forward, own, _compiled(own, backend, mode)), layer)
 
 
 @contextmanager
@@ -96,8 +96,14 @@ def is_compiled(layer: torch.nn.Module) -> bool:
     return isinstance(own, functools.partial) and own.func is _forward
 
 
-# With dynamic=True the graph that the first row compiles is for rows of any length.
-_compiled = functools.cache(functools.partial(torch.compile, dynamic=True))
+@functools.cache
+def _compiled(own: Callable[..., Any], backend: str, mode: str | None) -> Callable[..., Any]:
+    """Compile a layer's forward. With dynamic=True the graph that the first row compiles is for rows of any length."""
+    if backend != "inductor":
+        return torch.compile(own, dynamic=True, backend=backend, mode=mode)
+    # On a GPU this fusion of reductions would need further graphs for rows of 4096 tokens and more.
+    options = torch._inductor.list_mode_options(mode or "default") | {"triton.mix_order_reduction": False}
+    return torch.compile(own, dynamic=True, options=options)
 
 
 def _forward(

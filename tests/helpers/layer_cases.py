@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,14 +25,14 @@ ROWS = (
 )
 
 
-def make_rows(device: torch.device = CPU) -> list[MicroBatch]:
+def make_rows(device: torch.device = CPU, lengths: Sequence[Sequence[Sequence[int]]] = ROWS) -> list[MicroBatch]:
     generator = torch.Generator().manual_seed(0)
 
     def tokens(length: int) -> list[int]:
         return torch.randint(1, 128, (length,), generator=generator).tolist()
 
     made = []
-    for groups in ROWS:
+    for groups in lengths:
         scored = []
         for place, (prompt, *completions) in enumerate(groups):
             asked = tuple(tokens(prompt))
@@ -42,7 +43,7 @@ def make_rows(device: torch.device = CPU) -> list[MicroBatch]:
             scored.append(
                 ScoredGroup(Group({}, rollouts, place), torch.zeros(len(rollouts), 1), torch.ones(len(rollouts)))
             )
-        made += pack(scored, 1000, False, device)
+        made += pack(scored, 10_000, False, device)
     return made
 
 

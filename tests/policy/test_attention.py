@@ -180,12 +180,10 @@ def test_more_than_one_row_is_refused() -> None:
         attention.packed_attention(torch.nn.Module(), query, key, value, None, layout=ONE)
 
 
-@pytest.mark.parametrize(
-    "feature", [{"s_aux": torch.zeros(4), "softcap": 50.0}, {"s_aux": torch.zeros(4), "both_ways": [(0, 2)]}]
-)
+@pytest.mark.parametrize("feature", [{"softcap": 50.0}, {"both_ways": attention.ImageRuns([(0, 2)])}])
 def test_what_would_be_computed_wrongly_is_refused(feature: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="two of these: soft-capping, sinks"):
-        attention.packed_attention(torch.nn.Module(), *random_qkv(4), None, layout=ONE, **feature)
+        attention.packed_attention(torch.nn.Module(), *random_qkv(4), None, ONE, torch.zeros(4), **feature)
 
 
 def test_a_mask_a_bias_or_a_bidirectional_layer_is_refused() -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from layer_cases import make_rows, trained
+from layer_cases import ROWS, make_rows, trained
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from colograd.policy import layers
+from colograd.policy import attention, layers
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.row_proof import choose_rows
 from colograd.training.adamw_split import accumulate_in_float32
@@ -30,9 +30,9 @@ SHAPE: dict[str, Any] = {
 GRAPHS = 4
 
 
-def make_model(dtype: torch.dtype = torch.float32) -> Any:
+def make_model(dtype: torch.dtype = torch.float32, **shape: int) -> Any:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(dtype)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE | shape)).to(dtype)
     assert choose_rows(model) == ""
     return model.train()
 
@@ -71,11 +71,28 @@ def test_rows_of_any_length_train_as_before_and_are_compiled_once(backend: str) 
     assert graphs() == GRAPHS
 
 
+@pytest.mark.slow
+def test_more_images_compile_nothing_again() -> None:
+    """Rows with different numbers of images whose tokens attend to each other in both directions."""
+    model, seen = make_model(), []
+    layers.compile_layers(model, "eager")
+    for row, images in zip(
+        make_rows(), ([(0, 7)], [(0, 2), (3, 5)], [(1, 3)], [(0, 2), (5, 9), (30, 32)]), strict=False
+    ):
+        own = {"layout": row.layout, "both_ways": attention.ImageRuns(images), "use_cache": False}
+        with attention.packed_rows():
+            model.base_model(row.input_ids, torch.ones_like(row.input_ids).bool(), row.position_ids, **own)
+        seen.append(graphs())
+    assert seen[0] > 0 and seen == [seen[0]] * 4
+
+
 @pytest.mark.gpu
 def test_a_gpu_compiles_once_too() -> None:
-    """bfloat16 with flash attention, on the training device."""
+    """bfloat16 with flash attention, on the training device. For the last row inductor would fuse other reductions: it
+    has more than 4096 tokens, more than two per column, and more than 5 * 2**20 elements."""
     device = torch.device("cuda")
-    model, rows = make_model(torch.bfloat16).to(device), make_rows(device)
+    model = make_model(torch.bfloat16, hidden_size=1024, max_position_embeddings=8192).to(device)
+    rows = make_rows(device, (*ROWS, [[1000, 2500, 2000]]))
     accumulate_in_float32(model.parameters())
     expected = [trained(model, row) for row in rows]
     model.zero_grad()

@@ -79,7 +79,7 @@ def packed_hidden_states(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
             for _, run in itertools.groupby(enumerate(of.places), lambda pair: pair[1] - pair[0]):
                 places = [at + place for _, place in run]
                 runs.append((places[0], places[-1] + 1))
-        more["both_ways" if where == "all" else "both_ways_in_window"] = runs
+        more["both_ways" if where == "all" else "both_ways_in_window"] = attention.ImageRuns(runs)
     output = model.get_decoder()(
         inputs_embeds=embeds,
         attention_mask=torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device),

@@ -57,7 +57,7 @@ class RowGroups:
         return cls(dataclasses.replace(sequence, exchanged=counted), dataclasses.replace(row, exchanged=counted))
 
 
-@dataclass(eq=False)  # Not frozen, for the reason given at `SegmentLayout`.
+@dataclass(frozen=True, eq=False)
 class RowPart:
     """Division of a packed row's tokens and labels (target tokens) among ranks, from this rank's point of view.
 
