@@ -82,6 +82,7 @@ agents = functools.partial(knob, extension="agents")
 distillation = functools.partial(knob, extension="distillation")
 quantized = functools.partial(knob, extension="quantized")
 recording = functools.partial(knob, extension="recording")
+reference = functools.partial(knob, extension="reference")
 tools = functools.partial(knob, extension="tools")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..runtime import registry
 from .conflicts import DRAFTS, check_conflicts, value_of
-from .knob import agents, distillation, knob, tools
+from .knob import agents, distillation, knob, reference, tools
 from .sampling import TRUNCATING, SamplingKnobs, shaping
 
 SECONDS: dict[str, Any] = {"above": 0, "remedy": "leave it out for no limit"}
@@ -188,21 +188,18 @@ class RewardPenaltyKnobs:
 class ReferenceKnobs:
     """Settings of the KL term and its reference model."""
 
-    beta: float = knob(
-        0.0, "KL coefficient; 0: no KL term and no reference model. See docs/losses.md.", at_least=0,
-        extension="reference",
-    )  # fmt: skip
-    use_bias_correction_kl: bool = knob(True)
+    beta: float = reference(0.0, "KL coefficient; 0: no KL term or reference. See docs/losses.md.", at_least=0)
+    use_bias_correction_kl: bool = reference(True)
     """Multiply the KL term by the token's importance ratio, so that its expected gradient is the reverse KL
     divergence's."""
-    sync_ref_model: bool = knob(False)
+    sync_ref_model: bool = reference(False)
     """Mix the policy into the reference model every `ref_model_sync_steps` steps (TR-DPO)."""
-    ref_model_mixup_alpha: float = knob(0.6, above=0, at_most=1, remedy="1 replaces the reference by the policy")
+    ref_model_mixup_alpha: float = reference(0.6, above=0, at_most=1, remedy="1 replaces the reference by the policy")
     """Share of the policy in that mixture; 1: replace the reference."""
-    ref_model_sync_steps: int = knob(512, "Optimizer steps between two mixtures.", at_least=1)
-    offload_reference: bool = knob(False)
-    """On a GPU, keep the reference model in pinned host memory between its forwards. No effect on a CPU, or for LoRA,
-    which has no second model."""
+    ref_model_sync_steps: int = reference(512, "Optimizer steps between two mixtures.", at_least=1)
+    offload_reference: bool = reference(False)
+    """On a GPU, keep the reference model in pinned host memory between its forwards. No effect on a CPU, or with
+    LoRA."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The KL term of the loss, and its reference: a frozen copy of the policy, or the policy with its initial adapter."""
+"""The KL term, and its reference policy."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "loaded_policy": "model:check_reference",

@@ -129,12 +129,12 @@ def test_unpublished_adapter_is_named_and_never_sampled(trained) -> None:
 
 def test_moved_slot_or_another_adapter_raises(trained) -> None:
     holder = trained.weights.slots[0].holder
-    kept = holder.layer.lora_b_stacked
-    holder.layer.lora_b_stacked = tuple(stack.clone() for stack in kept)
+    kept = holder.lora_b_stacked
+    holder.lora_b_stacked = tuple(stack.clone() for stack in kept)
     with pytest.raises(RuntimeError, match="slot of the engine has moved"):
         trained.weights.publish(3)
     assert trained.engine.version is None, "nothing is sampled afterwards"
-    holder.layer.lora_b_stacked = kept
+    holder.lora_b_stacked = kept
     manager = trained.engine.model.lora_manager
     manager.lora_index_to_id[0] = 2
     with pytest.raises(RuntimeError, match="another adapter"):
