@@ -410,8 +410,8 @@ def _field(node: ast.AnnAssign) -> tuple[str, str | None]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in (header, *rows)]
+    return "\n".join((lines[0], "|---" * len(header) + "|", *lines[1:]))
 
 
 def code(text: str) -> str:
