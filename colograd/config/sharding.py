@@ -51,10 +51,14 @@ class ShardingKnobs(TrainingArguments):
 
     def _take_sharding(self) -> None:
         """Set ``sharding`` and its options from accelerate's or DeepSpeed's file. Hide the file from transformers. An
-        extension's hook ``launched`` (config -> line for the user or "") reads the file."""
+        extension's hook ``launched`` reads the file: config -> (settings to take over, line for the user or "")."""
         if self.deepspeed or any(map(os.environ.get, LAUNCHERS)):
             registry.require("launchers", "deepspeed, or accelerate's FSDP or DeepSpeed,")
-        self.sharding_note = "".join(take(self) for take in registry.hooks("launched"))
+        self.sharding_note = ""
+        for read in registry.hooks("launched"):
+            settings, self.sharding_note = read(self)
+            for name, value in settings.items():
+                setattr(self, name, value)
         self.deepspeed: Any = None  # Colograd shards without DeepSpeed's engine.
 
     def resolve_sharding(self, strategy: str) -> None:

@@ -48,9 +48,9 @@ def check_best_metric(
 
 
 def after_evaluation(trainer: Any, metrics: Mapping[str, float], at_start: bool) -> None:
-    """Pass the metric of an evaluation to the learning rate schedule, note the best model, and with `save_strategy:
-    best` request a checkpoint of it. Warn if the metric is missing, where transformers would fail. Before training
-    (``at_start``) only warn."""
+    """Pass an evaluation's metric to the learning rate schedule, and note whether the model is the best one. With
+    `save_strategy: best`, request a checkpoint of the best model. Warn if the metric is missing, where transformers
+    would fail. Before training (``at_start``) only warn."""
     args = trainer.args
     if args.metric_for_best_model is None:
         return

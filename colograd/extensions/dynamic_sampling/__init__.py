@@ -1,3 +1,3 @@
-"""Setting `dynamic_sampling` (DAPO): prompts are sampled until each step has its number of groups with a difference."""
+"""Dynamic sampling (DAPO): further prompts replace groups without a reward difference."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {"conflicts": "conflicts:CONFLICTS", "round": "rounds:dynamic_round"}

@@ -36,20 +36,21 @@ class Launched:
         return f"sharding: {self.name}, as requested, is sharding: {self.sharding} here"
 
 
-def take_sharding(config: Any) -> str:
-    """Set a configuration's sharding and its options as requested. Return a line for the user, or ""."""
-    made = requests(config.deepspeed)
+def launched_settings(config: Any) -> tuple[dict[str, Any], str]:
+    """Return the requested sharding and its options as settings, and a line for the user, or ""."""
+    made, settings = requests(config.deepspeed), dict[str, Any]()
     for request in made:
-        if config.sharding not in ("none", "auto", request.sharding):
+        sharding = settings.get("sharding", config.sharding)
+        if sharding not in ("none", "auto", request.sharding):
             raise ValueError(
-                f"sharding is {config.sharding!r}, but {request.name}, which the launcher or deepspeed asks for, is "
+                f"sharding is {sharding!r}, but {request.name}, which the launcher or deepspeed asks for, is "
                 f"{request.sharding!r}: remove one of them (recipes/accelerate_configs/ddp.yaml sets no sharding)."
             )
-        config.sharding = request.sharding
+        settings["sharding"] = request.sharding
         for name in ("fsdp_reshard_after_forward", "fsdp_offload_params", "offload_optimizer"):
             if (value := getattr(request, name.removeprefix("fsdp_"))) is not None:
-                setattr(config, name, value)
-    return made[0].describe() if made else ""
+                settings[name] = value
+    return settings, made[0].describe() if made else ""
 
 
 def requests(deepspeed: str | dict[str, Any] | None) -> list[Launched]:
