@@ -101,7 +101,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     notebook = importlib.import_module("transformers.utils.notebook")
     monkeypatch.setattr(notebook, "disp", display)  # it may have been imported in an earlier test
-    for module in ("transformers.trainer", "colograd.training.transformers_seam"):
+    for module in ("transformers.trainer", "colograd.extensions.recording.recorder"):
         monkeypatch.setattr(f"{module}.DEFAULT_PROGRESS_CALLBACK", notebook.NotebookProgressCallback)
     return pages
 
