@@ -21,7 +21,7 @@ OLDEST = SETUP["options"]["python_requires"].removeprefix(">=")
 IMPORT_ALL = """
 import importlib, pkgutil, colograd
 for module in pkgutil.walk_packages(colograd.__path__, "colograd."):
-    if module.name != "colograd.reporting.notebook":
+    if module.name != "colograd.extensions.recording.notebook":
         importlib.import_module(module.name)
 print(len([name for name in __import__("sys").modules if name.startswith("colograd")]))
 """
