@@ -34,9 +34,15 @@ STAGES = (
 # Words that name an option, in any form of the code: names, strings and comments. An `example` is a dataset's row, and
 # functools and itertools are no tools.
 OPTIONS = re.compile(
-    r"image|picture|tower|processor|(?<!func)(?<!iter)tool|environment|agent|session|overlap|early|between_steps|teacher|distil|expert|rout"
-    r"(?:er|ing|ed)|carr(?:y|ied)_|in_flight|quantiz|curriculum|replay|kept|dynamic_sampling|tensor_parallel|vocabulary"
-    r"|sequence_parallel|row_part|lora|adapter|offload|liger|muon|exam(?!ple)|hybrid|recurrent",
+    r"image|picture|\bmedia\b|own_media|tower|(?<!output_)processor|(?<!func)(?<!iter)tool|environment|agent|session|branch"
+    r"|\btree\b|overlap|\bearly_|between_steps|teacher|distil|expert|rout(?:er|ing|ed)|carr(?:y|ied)_|in_flight|quantiz"
+    r"|curriculum|replay|kept_|dynamic.sampling|DynamicRound|tensor.parallel|sequence.parallel|row_part|ranks_per_row"
+    r"|SharedRows|around_forward|telling|lora|peft|adapter|offload|liger|muon|exams?\b|hybrid|recurrent|streamed"
+    r"|prompt_stream|stream_of|\bstreams(?:_|\b)|streaming|IterableDataset|iterable dataset|reference(?! to)|\bref_"
+    r"|\bbeta\b|\bkl\b|_kl\b|second_model|FrozenModel|share_frozen|frozen model|for_other_models|OtherDistribution|row\.other"
+    r"|second_logprobs|second\.|benchmark|metric_for_best|best_metric|is_best|lacks_best|SaveStrategy.BEST|best one"
+    r"|take_turns|(?<!sum_)\bof_parts|split_parts|part_rewards|per turn|single turns|add_advantages|rollout_func|without_rewards"
+    r"|\bspent\b|completion_log|log_completions",
     re.IGNORECASE,
 )
 OBSERVERS = ("reporting/", "extensions/recording/")
