@@ -40,8 +40,8 @@ OPTIONS = re.compile(
     r"|SharedRows|around_forward|telling|lora|peft|adapter|offload|liger|muon|exams?\b|hybrid|recurrent|streamed"
     r"|prompt_stream|stream_of|\bstreams(?:_|\b)|streaming|IterableDataset|iterable dataset|reference(?! to)|\bref_"
     r"|\bbeta\b|\bkl\b|_kl\b|second_model|FrozenModel|share_frozen|frozen model|for_other_models|OtherDistribution"
-    r"|row\.other|second_logprobs|second\.|benchmark|metric_for_best|best_metric|is_best|lacks_best|SaveStrategy.BEST|best one"
-    r"|take_turns|(?<!sum_)\bof_parts|split_parts|part_rewards|per turn|single turns|add_advantages|rollout_func"
+    r"|row\.other|second_logprobs|second\.|benchmark|metric_for_best|best_metric|is_best|lacks_best|SaveStrategy.BEST"
+    r"|best one|take_turns|(?<!sum_)\bof_parts|split_parts|part_rewards|per turn|single turns|add_advantages|rollout_func"
     r"|without_rewards|\bspent\b|completion_log|log_completions",
     re.IGNORECASE,
 )
