@@ -34,15 +34,16 @@ STAGES = (
 # Words that name an option, in any form of the code: names, strings and comments. An `example` is a dataset's row, and
 # functools and itertools are no tools.
 OPTIONS = re.compile(
-    r"image|picture|\bmedia\b|own_media|tower|(?<!output_)processor|(?<!func)(?<!iter)tool|environment|agent|session|branch"
-    r"|\btree\b|overlap|\bearly_|between_steps|teacher|distil|expert|rout(?:er|ing|ed)|carr(?:y|ied)_|in_flight|quantiz"
-    r"|curriculum|replay|kept_|dynamic.sampling|DynamicRound|tensor.parallel|sequence.parallel|row_part|ranks_per_row"
-    r"|SharedRows|around_forward|telling|lora|peft|adapter|offload|liger|muon|exams?\b|hybrid|recurrent|streamed"
-    r"|prompt_stream|stream_of|\bstreams(?:_|\b)|streaming|IterableDataset|iterable dataset|reference(?! to)|\bref_"
-    r"|\bbeta\b|\bkl\b|_kl\b|second_model|FrozenModel|share_frozen|frozen model|for_other_models|OtherDistribution"
-    r"|row\.other|second_logprobs|second\.|benchmark|metric_for_best|best_metric|is_best|lacks_best|SaveStrategy.BEST"
-    r"|best one|take_turns|(?<!sum_)\bof_parts|split_parts|part_rewards|per turn|single turns|add_advantages|rollout_func"
-    r"|without_rewards|\bspent\b|completion_log|log_completions",
+    r"image|picture|\bmedia\b|own_media|tower|(?<!output_)processor|(?<!func)(?<!iter)tool|environment|agent"
+    r"|session|branch|\btree\b|overlap|\bearly_|between_steps|teacher|distil|expert|rout(?:er|ing|ed)|carr(?:y"
+    r"|ied)_|in_flight|quantiz|curriculum|replay|kept_|dynamic.sampling|DynamicRound|tensor.parallel"
+    r"|sequence.parallel|row_part|ranks_per_row|SharedRows|around_forward|telling|lora|peft|adapter|offload|liger"
+    r"|muon|exams?\b|hybrid|recurrent|streamed|prompt_stream|stream_of|\bstreams(?:_|\b)|streaming|IterableDataset"
+    r"|iterable dataset|reference(?! to)|\bref_|\bbeta\b|\bkl\b|_kl\b|second_model|FrozenModel|share_frozen"
+    r"|frozen model|for_other_models|OtherDistribution|row\.other|second_logprobs|second\.|benchmark"
+    r"|metric_for_best|best_metric|is_best|lacks_best|SaveStrategy.BEST|best one|take_turns|(?<!sum_)\bof_parts"
+    r"|split_parts|part_rewards|per turn|single turns|add_advantages|rollout_func|without_rewards|\bspent\b"
+    r"|completion_log|log_completions",
     re.IGNORECASE,
 )
 OBSERVERS = ("reporting/", "extensions/recording/")
