@@ -7,6 +7,7 @@ python -m colograd.train --config recipes/X.yaml        (the same as `colograd t
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import sys
@@ -124,6 +125,7 @@ def make_trainer(
     from colograd import GRPOTrainer
     from colograd.data import load_datasets
 
+    gc.freeze()  # The libraries' objects live as long as the process, so the collector needn't look through them.
     with on_all_ranks("loading the data"):  # If one node lacks the files, all ranks raise an error.
         train_dataset, eval_dataset = load_datasets(script)
     evaluates = config.do_eval or config.eval_on_start

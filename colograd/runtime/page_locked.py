@@ -5,14 +5,19 @@ Existing buffers are registered with CUDA. `pin_memory` would allocate new ones 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import mmap
+import threading
 import weakref
+from collections.abc import Iterable
+from concurrent.futures import Future
 
 import torch
 
 PAGE = 4096
 HUGE = 2**21  # Buffers of at least 2 MiB use large pages.
+_reserved: dict[tuple[torch.device, int], collections.deque[Future[memoryview]]] = {}  # by device and bytes
 
 
 def host_pages(nbytes: int, device: torch.device | None) -> memoryview:
@@ -35,10 +40,32 @@ def host_pages(nbytes: int, device: torch.device | None) -> memoryview:
     return view
 
 
+def reserve(sizes: Iterable[int], device: torch.device) -> None:
+    """Page-lock buffers of these ``sizes`` in bytes, one after the other, in a thread of their own. Later calls of
+    `host_empty` with one of the sizes take these buffers. A large model's buffers take minutes, which the first
+    generation hides. On a CPU nothing happens."""
+    if device.type != "cuda":
+        return
+    buffers: list[tuple[int, Future[memoryview]]] = [(size, Future()) for size in sizes]
+    for size, buffer in buffers:
+        _reserved.setdefault((device, size), collections.deque()).append(buffer)
+
+    def lock() -> None:
+        for size, buffer in buffers:
+            try:
+                buffer.set_result(host_pages(size, device))
+            except BaseException as error:  # `host_empty` raises it where the memory is needed.
+                buffer.set_exception(error)
+
+    threading.Thread(target=lock, name="page-locking", daemon=True).start()
+
+
 def host_empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Allocate an uninitialised tensor in host memory. If ``device`` is a GPU, the tensor's memory is page-locked."""
     nbytes = shape.numel() * dtype.itemsize
-    return torch.frombuffer(host_pages(nbytes, device), dtype=torch.uint8)[:nbytes].view(dtype).view(shape)
+    buffers = _reserved.get((device, nbytes))
+    pages = buffers.popleft().result() if buffers else host_pages(nbytes, device)
+    return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes].view(dtype).view(shape)
 
 
 def _call(device: torch.device, pages: mmap.mmap, function: str, *arguments: int) -> bool:

@@ -131,8 +131,9 @@ def check_read(
     slices = [part for part in slices if not part.again]  # vLLM reads a parameter's second copy only in decoding
     every = [part for part in every if not part.again]
     text, tower = ([part for part in slices if sees(part.name) == in_tower] for in_tower in (False, True))
-    proven = read_together(text, policy, engine, [part for part in every or slices if not sees(part.name)])
-    silent = unread([part for part in text if part.name not in proven], engine)
+    probe = Probe(engine, probe_ids(engine, PROBE_TOKENS[0])) if text else None  # for both: two forwards less
+    proven = read_together(text, policy, engine, [part for part in every or slices if not sees(part.name)], probe)
+    silent = unread([part for part in text if part.name not in proven], engine, probe=probe)
     silent += tower if tower_prompt is None else unread(tower, engine, tower_prompt)
     with on_all_ranks("the proof of the weights"):
         rest = silent
@@ -149,7 +150,9 @@ def check_read(
     return silent
 
 
-def read_together(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice]) -> set[str]:
+def read_together(
+    slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice], probe: Probe | None = None
+) -> set[str]:
     """Return the names of slices that the engine reads, found by a few forwards for any number of slices. A collective.
 
     All parameters are multiplied by the signs of `cancelling`, which together leave the output unchanged. If the engine
@@ -162,7 +165,7 @@ def read_together(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engi
     """
     if not slices:
         return set()
-    probe = Probe(engine, probe_ids(engine, PROBE_TOKENS[0]))
+    probe = probe or Probe(engine, probe_ids(engine, PROBE_TOKENS[0]))
     with on_all_ranks("the gradients for the proof of the weights"):
         effects = effects_on(probe_ids(engine, PROBE_TOKENS[0]), slices, policy)
     visible = VISIBLE if engine.dtype == torch.float32 else VISIBLE_16_BIT
@@ -236,19 +239,22 @@ def base_alone(policy: torch.nn.Module, trained: Collection[torch.Tensor] = ()) 
             parameter.requires_grad_(requires_grad)  # restored, because peft freezes a disabled adapter
 
 
-def unread(slices: Sequence[Slice], engine: Engine, tower_prompt: ModelInput | None = None) -> list[Slice]:
+def unread(
+    slices: Sequence[Slice], engine: Engine, tower_prompt: ModelInput | None = None, probe: Probe | None = None
+) -> list[Slice]:
     """Return the slices without effect on the engine's output. Each slice costs a short forward per engine rank."""
     layout = engine.layout
     silent = [(part, place) for part in slices for place in range(layout.ranks_per_engine)]
     for length in PROBE_TOKENS:
         if not silent:
             break
-        probe = Probe(engine, probe_ids(engine, length) if tower_prompt is None else tower_prompt)
+        probe = probe or Probe(engine, probe_ids(engine, length) if tower_prompt is None else tower_prompt)
         candidates, silent = silent, []
         for part, place in candidates:
             with changed(part.destination) if place == layout.engine_place else nullcontext():
                 if not probe.differs():
                     silent.append((part, place))
+        probe = None
     return [part for part, place in silent if place == layout.engine_place]
 
 

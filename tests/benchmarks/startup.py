@@ -118,7 +118,7 @@ class Wrapping(importlib.abc.MetaPathFinder):
             for function, stage in STAGES[name].items():
                 *owner, attribute = function.split(".")
                 holder = functools.reduce(getattr, owner, module)
-                if attribute in vars(holder):
+                if hasattr(holder, attribute):
                     setattr(holder, attribute, self.wrapped(getattr(holder, attribute), stage))
             if name == "colograd.rollout.sampler":
                 module.Sampler.generate = self.ends

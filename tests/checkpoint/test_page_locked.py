@@ -158,3 +158,16 @@ def test_nothing_is_asked_of_cuda_on_a_cpu(gpu: GPU, tmp_path: Path) -> None:
             images.put(state_dict_on_host(model, images.places("file")), tmp_path / "file")
             images.take()
     assert not gpu.registered and not gpu.waits
+
+
+def test_reserved_memory_is_locked_in_the_background(gpu: GPU) -> None:
+    device = torch.device("cuda", 0)
+    page_locked.reserve([4096, 8192, 4096], device)
+    tensors = [page_locked.host_empty(torch.Size((size,)), torch.uint8, device) for size in (8192, 4096, 4096)]
+    assert gpu.registered == [4096, 8192, 4096], "in the order of the reservation, and nothing more"
+    if not gpu.refuses:
+        assert gpu.locked == {tensor.data_ptr() for tensor in tensors}
+    page_locked.host_empty(torch.Size((4096,)), torch.uint8, device)
+    assert len(gpu.registered) == 4, "nothing is reserved any more"
+    page_locked.reserve([4096], torch.device("cpu"))
+    assert len(gpu.registered) == 4

@@ -10,8 +10,8 @@ import torch
 
 from ...config import GRPOConfig
 from ...parallel import watchdog
-from ...runtime.page_locked import host_empty
-from ...training.adamw_split import DTYPES, AdamWSplit, Piece, Step, Steps
+from ...runtime.page_locked import host_empty, reserve
+from ...training.adamw_split import DTYPES, MOMENTS, AdamWSplit, Piece, Step, Steps
 from .host_stream import ELEMENTS, HostStream, Job
 
 
@@ -24,6 +24,17 @@ class HostAdamW(AdamWSplit):
     def __init__(self, params: Iterable[Any], streamed: bool = False, **given: Any) -> None:
         self.streamed = streamed
         super().__init__(params, **given)
+
+    def reserve(self) -> None:
+        """Page-lock the memory of the streamed state in the background. Call once the parameters are final."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        sizes = [
+            parameter.numel() * DTYPES[name].itemsize
+            for parameter in parameters
+            for name in (DTYPES if parameter.dtype == torch.bfloat16 else MOMENTS)
+        ]
+        if parameters:
+            reserve(sizes, parameters[0].device)
 
     def _run(self, device: torch.device, fused: tuple[list[Piece], Step], plain: tuple[list[Piece], Steps]) -> None:
         if not self.streamed and self.host_gradients is None:

@@ -16,9 +16,10 @@ from ...config import GRPOConfig
 from ...parallel import watchdog
 from ...parallel.ranks import world_size
 from ...parallel.shards import sum_over_ranks
-from ...runtime.page_locked import host_empty
+from ...runtime.page_locked import host_empty, reserve
 from ...sharding.strategy import ShardingStrategy
 from ...sharding.zero import Bucket, SharedGradients, SharedOptimizer, WholeCopies
+from .adamw import HostAdamW
 from .host_stream import HostSums
 
 
@@ -86,6 +87,7 @@ class WholeOnHost(AddedInBackward, WholeCopies):
     def share(self, optimizer: Any) -> None:
         optimizer.host_gradients = self
         optimizer.register_step_post_hook(lambda *_: self.discard())
+        reserve((p.numel() * _sum_dtype(p).itemsize for p in self.trained), self.sums.device)
 
     def sum_gradients(self) -> None:
         sums = self.sums
@@ -96,6 +98,12 @@ class WholeOnHost(AddedInBackward, WholeCopies):
                     sums.zero(parameter, parameter, getattr(parameter, "grad_dtype", None) or parameter.dtype)
         if world_size() > 1:
             self.traffic.reduced += sum_over_ranks(self.gradients(), sums.device)
+
+
+def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradient."""
+    dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+    return dtype
 
 
 class PartsOnHost(OnHost, SharedOptimizer):
@@ -149,10 +157,25 @@ class OptimizerOnHost(AddedInBackward, PartsOnHost):
 class GradientsOnHost(PartsOnHost, SharedGradients):
     """Strategy of `sharding: gradients` with `offload_gradients`: the host has this rank's parts of gradient sums."""
 
+    def share(self, optimizer: Any) -> None:
+        super().share(optimizer)
+        reserve((bucket.part * bucket.gradient_dtype.itemsize for bucket in self.buckets), self.sums.device)
+
 
 def on_host(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStrategy]:
-    """Return a strategy's variant with gradient sums in host memory, or with `offload_gradients` off the strategy."""
-    return ON_HOST[way.name] if config.offloads_gradients else way
+    """Return a strategy's variant with gradient sums in host memory, or with `offload_gradients` off the strategy. With
+    `offload_optimizer: stream` the variant reserves host memory for the optimizer's state, too."""
+    way = ON_HOST[way.name] if config.offloads_gradients else way
+    if not config.streams_optimizer:
+        return way
+
+    class Reserving(way):  # type: ignore[valid-type, misc]
+        def share(self, optimizer: Any) -> None:
+            super().share(optimizer)
+            if isinstance(optimizer, HostAdamW):
+                optimizer.reserve()
+
+    return Reserving
 
 
 # Variants of strategies with gradient sums in host memory. FSDP isn't here, because it has `fsdp_offload_params`.
