@@ -4,6 +4,7 @@ the optimizer's state may be there too. Tests with several ranks: offloaded_rank
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,15 +17,16 @@ import torch
 from paths import SCRIPTS
 from peft import LoraConfig, get_peft_model
 from races import Races
+from torch import distributed as dist
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from colograd.config import GRPOConfig
-from colograd.extensions.offload import adamw, host_stream
+from colograd.extensions.offload import adamw, host_stream, on_host
 from colograd.extensions.offload.adamw import HostAdamW
 from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 from colograd.extensions.offload.on_host import WholeOnHost
 from colograd.policy.lora import unwrap
-from colograd.sharding.zero import WholeCopies
+from colograd.sharding.zero import SharedGradients, WholeCopies
 from colograd.training.adamw_split import accumulate_in_float32
 
 
@@ -160,6 +162,44 @@ def test_additions_keep_their_order_and_reuse_memory(monkeypatch: pytest.MonkeyP
         sums.add(0, torch.ones(shapes[0]))
         sums.add(0, torch.ones(shapes[0]))
     assert races.races, "without events there are some"
+
+
+@pytest.mark.parametrize("way", [WholeCopies, SharedGradients])
+def test_reserved_host_memory_is_what_training_takes(
+    way: type[Any], folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        check_reserved(way, folders, monkeypatch)
+    finally:
+        dist.destroy_process_group()
+
+
+def check_reserved(way: type[Any], folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved, taken, made = Counter[int](), Counter[int](), host_stream.host_empty
+
+    def take(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        taken[shape.numel() * dtype.itemsize] += 1
+        return made(shape, dtype, device)
+
+    for module in (adamw, on_host):
+        monkeypatch.setattr(module, "reserve", lambda sizes, device: reserved.update(sizes))
+    for module in (adamw, host_stream):
+        monkeypatch.setattr(module, "host_empty", take)
+    model = dense(folders, torch.bfloat16).train()
+    accumulate_in_float32(model.parameters())
+    settings: Any = SimpleNamespace(offloads_gradients=True, streams_optimizer=True)
+    sharding = on_host.on_host(way, settings)(model)
+    optimizer = HostAdamW([*model.parameters()], compiled=False, streamed=True)
+    sharding.share(optimizer)
+    assert reserved and not taken
+    for _ in range(2):
+        sharding.backward(model(input_ids=torch.arange(12)[None], labels=torch.arange(12)[None]).loss)
+        sharding.sum_gradients()
+        sharding.clip(1.0)
+        optimizer.step()
+    assert reserved == taken
+    sharding.close()
 
 
 def test_what_the_device_holds_is_counted() -> None:
