@@ -28,8 +28,8 @@ from .packing import pack
 from .padded import PackedSequence, sequences
 
 PACKABLE = {"full_attention", "sliding_attention"}
-# Largest allowed mean difference of log-probabilities in nats. Rounding errors are far smaller, and the effect of a
-# wrong context is far larger.
+# Largest allowed mean difference of log-probabilities in nats, for float32 and for any other dtype. Rounding errors are
+# far smaller, and the effect of a wrong context is far larger.
 TOLERANCE, TOLERANCE_16_BIT = {torch.float32: 1e-3}, 0.1
 
 
@@ -45,9 +45,9 @@ def choose_rows(model: Any, device: torch.device | None = None, why: str = "", a
     """Choose packed or padded rows for a model by a check, and set the model's attention implementation accordingly.
 
     The check runs the kernels of ``device`` (None: the model's device), with autocast and compilation if they are on.
-    ``why`` is a known reason to pad rows; then packed rows aren't checked. Made-up token ids and prompts with images
-    (``asked``) are checked. Return the reason why rows must be padded, or "" for packed rows. Raise a ValueError if the
-    check fails on padded rows as well."""
+    It runs on made-up token ids and on the prompts ``asked``, which may have images. If ``why`` has a reason to pad
+    rows, or the model's configuration has one, only padded rows are checked. Return the reason why rows must be padded,
+    or "" for packed rows. Raise a ValueError if the check of padded rows fails."""
     device, model = device or model.device, unwrap(model)
     own, name = _own_attention(model), type(model).__name__
     why = expect_rows(model, why)
@@ -82,7 +82,7 @@ def choose_rows(model: Any, device: torch.device | None = None, why: str = "", a
 
 
 def obstacle(model: Any) -> str:
-    """Return the reason in a model's class and configuration why it can't take packed rows. Empty: it may take them."""
+    """Return the reason in a model's class or configuration why the model can't take packed rows. Empty: no reason."""
     config = model.config.get_text_config()
     covered = frozenset[str]().union(*(support.layer_types(model) for support in registry.hooks("rows")))
     if not (covered or getattr(model, "_supports_attention_backend", False)):
@@ -94,9 +94,9 @@ def obstacle(model: Any) -> str:
 
 
 def expect_rows(model: Any, why: str = "") -> str:
-    """Choose packed or padded rows from a model's configuration, without a check, and set the attention accordingly.
+    """Choose packed or padded rows from a model's configuration, and set the attention implementation accordingly.
     Return the reason to pad rows (``why``, if that isn't empty), or "" for packed rows. `choose_rows` checks the choice
-    later, on the device that trains."""
+    by forwards."""
     model = unwrap(model)
     install_steps(model)
     if why := why or obstacle(model):
@@ -116,7 +116,8 @@ def install_steps(model: Any) -> None:
 
 
 def set_attention(model: Any, name: str) -> None:
-    """Set the model's attention implementation to ``name``. A `ForwardStep` may choose different ones for submodels."""
+    """Set the model's attention implementation to ``name``. A `ForwardStep` may choose other implementations for
+    submodels such as a vision tower."""
     answers = (step.attention(model, name) for step in steps_of(model))
     model.set_attn_implementation(next((answer for answer in answers if answer != name), name))
 
@@ -125,7 +126,7 @@ def choose_rows_where_it_trains(
     model: Any, device: torch.device, others: Sequence[Any] = (), asked: Sequence[ModelInput] = ()
 ) -> str:
     """Run `choose_rows` on all ranks. If one rank must pad rows, all ranks pad. ``others`` (reference and teacher
-    models) get the attention implementation of ``model``. Return the reason to pad. A collective."""
+    models) get the attention implementation of ``model``. Return the reason to pad, or "". A collective."""
     with on_all_ranks("the proof of the rows"):
         found = choose_rows(model, device, asked=asked)
     why = next(filter(None, gather(found)), "")
@@ -148,7 +149,7 @@ def _own_attention(model: Any) -> str:
 
 def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
     """Make groups for the check of rows: two with made-up prompts, and one for each prompt in ``given``. A group has
-    two made-up completions. If its prompt has images, a third completion consists of the prompt's tokens and images."""
+    two made-up completions. A third completion with the prompt's tokens and images follows if the prompt has images."""
     vocabulary = vocabulary_size(model)
     groups: list[ScoredGroup] = []
     token = 11
@@ -206,7 +207,7 @@ def _difference(model: Any, own: str, device: torch.device, asked: Sequence[Mode
     forward. Return 0 if the difference is within the tolerance."""
     rows = pack(_samples(model, asked), 1000, False, device, share_prompts=share_prompts)
     limit = allowed(attention.autocast_dtype(device) or model.dtype)
-    # On a CPU the threshold chooses between two attention paths. The two extreme values check each path on all rows.
+    # On a CPU `IN_PLACE_FROM` chooses one of two ways to compute attention. The extreme values check each way.
     both = share_prompts and device.type == "cpu"
     for tokens in (sys.maxsize, 0) if both else (attention.IN_PLACE_FROM,):
         with attention.keys_in_place_from(tokens):
