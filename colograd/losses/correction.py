@@ -1,5 +1,5 @@
-"""The difference between the engine's and the trainer's probabilities: importance weights that correct it, its metrics,
-and advice if the correction almost removes completions."""
+"""The difference between the engine's and the trainer's probabilities: importance weights that correct the difference,
+metrics, and advice if the correction gives completions small weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MASKED, TRUNCATED = "sampling/masked_share", "sampling/truncated_share"
 WEIGHT = "sampling/importance_sampling_ratio"
 MASKED_TOKENS = "sampling/masked_tokens_share"  # Share of tokens that are in masked completions.
 SIGNED, SQUARE = "/signed", "/square"  # Suffixes of unlogged metrics, from which `/std` is computed.
-HALF = 0.5  # Mean importance weight of completions; `mismatch_advice` warns below this value.
+HALF = 0.5  # Mean importance weight of completions below which `mismatch_advice` warns.
 LARGEST = 30.0  # Bound of log-ratios (nats) in metrics, so that a ratio's square fits into float32.
 
 
@@ -80,9 +80,9 @@ def log_ratio_of(difference: torch.Tensor, mode: str, batch: MicroBatch) -> torc
 def sampling_metrics(
     tokens: Tokens, correction: SamplerCorrection | None, difference: torch.Tensor, to_sampler: torch.Tensor
 ) -> tuple[Means, Extremes, Extremes]:
-    """Compute TRL's metrics of sampler against trainer. Completions without a token in the loss don't count.
-    ``difference`` (N,) is the trainer's log-probabilities minus the sampler's; 0 where the sampler gave none.
-    ``to_sampler`` (N,) is the result of `log_ratio_of`."""
+    """Compute TRL's metrics of sampler against trainer: sums with counts, minima, maxima. Tokens outside the loss don't
+    count. ``difference`` (N,) is the result of `known`: the old log-probabilities minus the sampler's. ``to_sampler``
+    (N,) is the result of `log_ratio_of`."""
     mask, mode = tokens.batch.loss_mask, "" if correction is None else correction.mode
     weights = sequence_mean_weights(tokens.batch) if mode.startswith(("sequence", "geometric")) else mask
     ratio, counted = to_sampler.clamp(-LARGEST, LARGEST).exp(), mask > 0
@@ -106,7 +106,8 @@ def sampling_metrics(
 
 
 def finish_mismatch(metrics: dict[str, float]) -> None:
-    """Replace the first and second moments in ``metrics`` (reduced over ranks) by standard deviations ``.../std``."""
+    """Add standard deviations ``.../std`` to ``metrics`` (reduced over ranks), computed from first and second moments.
+    Remove the moments that aren't logged."""
     for name, mean in ((DIFFERENCE, metrics.pop(f"{DIFFERENCE}{SIGNED}", None)), (RAW, metrics.get(f"{RAW}/mean"))):
         square = metrics.pop(f"{name}{SQUARE}", None)
         if square is not None and mean is not None:
@@ -114,7 +115,7 @@ def finish_mismatch(metrics: dict[str, float]) -> None:
 
 
 def mismatch_advice(config: GRPOConfig, metrics: dict[str, float]) -> str:
-    """Return a warning if the sampler correction's mean weight of completions is below 0.5 in a step, else ""."""
+    """Return a warning if the sampler correction is per completion and its mean weight is below 0.5, else ""."""
     mode, weight = config.vllm_importance_sampling_mode, metrics.get(f"{WEIGHT}/mean", 1.0)
     if not mode.startswith("sequence") or weight >= HALF:
         return ""
