@@ -1,7 +1,7 @@
 """Liger's Triton kernels in the policy (``use_liger_kernel``): norms, rotary embedding and activation, on a GPU.
 
-liger-kernel replaces the forwards in a loaded model's modules. The parameters stay unchanged objects. liger-kernel
-replaces names in the architecture's Python module, too, for all models in the process. Closing the trainer undoes that.
+liger-kernel replaces the forwards in a loaded model's modules. The parameters stay unchanged objects. liger-kernel also
+replaces names in the architecture's Python module, for all models in the process. Closing the trainer restores names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Liger(ModelFeature):
 
 
 def liger_of(config: GRPOConfig) -> Callable[[Any, Sequence[Any]], Callable[[], None]] | None:
-    """Return a function that puts Liger's kernels into a model and a list of models. None if the run uses no Liger."""
+    """Return a function (model, other models) that puts Liger's kernels into these models. None: `use_liger_kernel` is
+    false."""
     if not config.use_liger_kernel:
         return None
     return lambda model, also: apply_liger(model, config.device, config.liger_kernel_config, also)
@@ -54,7 +55,8 @@ def _kernels() -> dict[str, Callable[..., None]]:
 def apply_liger(model: Any, device: torch.device, given: Any, also: Sequence[Any] = ()) -> Callable[[], None]:
     """Put Liger's kernels into a model (for a PeftModel: into its base) that computes on ``device``, and into the
     models ``also``. ``given`` are arguments of liger-kernel's patch function, such as `{rope: false}`. Return a
-    function that restores the names in the architecture's Python module, so that later models run without Liger."""
+    function that restores the names in the architecture's Python module, so that later models run without Liger. Raise
+    a ValueError if liger-kernel lacks the architecture, or changes the model's log-probabilities."""
     model = unwrap(model)
     kind = model.config.model_type
     if (patch := _kernels().get(kind)) is None:

@@ -22,7 +22,7 @@ LARGEST_RANK = 512  # Largest rank of an adapter that vLLM can serve.
 # Values of `init_lora_weights` that leave the base's weights unchanged. Other values (`pissa`, `olora`, `loftq`) change
 # the base's weights.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
-# Fields of peft's LoraConfig that change a layer's formula from y = W x + scaling * B A x, so they are rejected.
+# Fields of peft's LoraConfig that train or compute more than y = W x + scaling * B A x, so they are rejected.
 UNSUPPORTED = (
     "lora_bias", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
     "arrow_config", "use_bdlora", "megatron_config",
@@ -30,7 +30,7 @@ UNSUPPORTED = (
 
 
 def wrap(model: Any, peft_config: Any, seed: int) -> Any:
-    """Make a PeftModel around ``model``, with a new adapter. Its random initial values are equal on every rank."""
+    """Make a PeftModel around ``model``, with a new adapter. Equal seeds give equal initial values on all ranks."""
     check_lora_config(peft_config)
     import peft
 
@@ -61,7 +61,7 @@ def _left_out(model: Any, peft_config: Any) -> list[str]:
     """Return regular expressions for the names of layers that get no adapter.
 
     - If the model trains on text only: everything outside the decoder. Otherwise: the audio tower.
-    - With `all-linear`: routers of a class derived from Linear, because their forward returns two tensors (Llama 4).
+    - With `all-linear`: layers of a class derived from Linear with a forward of its own, such as Llama 4's routers.
     - With names of layers: layers that wrap a linear layer, because peft can't adapt such wrappers (Gemma 4's tower).
     """
     found = []
@@ -84,7 +84,8 @@ def _left_out(model: Any, peft_config: Any) -> list[str]:
 
 
 def check_lora_config(peft_config: Any) -> None:
-    """Raise a ValueError unless a peft configuration is a LoRA without changes to the base's weights."""
+    """Raise a ValueError unless a peft configuration is a LoRA that starts without changes to the base's weights and
+    sets none of the fields in `UNSUPPORTED`."""
     import peft
 
     if not isinstance(peft_config, peft.PeftConfig):
@@ -141,7 +142,7 @@ def take_adapter(model: Any) -> Adapter:
         f"bias: {config.bias}": bool(trained_base),
         f"a LoRA on {', '.join(embeddings)}": bool(embeddings),
         "a LoRA on experts (target_parameters)": any(layer.experts for layer in layers),
-        f"a LoRA on what sees ({', '.join(seeing[:2])})": bool(seeing),
+        f"a LoRA on vision parts ({', '.join(seeing[:2])})": bool(seeing),
         f"rank {rank}, over {LARGEST_RANK}": rank > LARGEST_RANK,
     }
     why = ", ".join(reason for reason, applies in unserved.items() if applies)
@@ -206,7 +207,7 @@ def from_adapter(
 
 
 def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
-    """Make each LoRA on a linear layer save its uncast input. With dropout or DoRA peft needs the cast input."""
+    """Make each LoRA on a linear layer save its uncast input, except with dropout or DoRA, which need a cast input."""
     for layer in model.modules():
         inputs: Any = getattr(layer, "lora_A", None)
         if not inputs or getattr(layer, "lora_variant", None) or not hasattr(layer, "cast_input_dtype_enabled"):
@@ -216,7 +217,7 @@ def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
         if all(type(a) is torch.nn.Linear for a in inputs.values()) and not drops:
             layer.cast_input_dtype_enabled = False
             for a in inputs.values():
-                # Set a bound method, because a copy of the model then gets a method that is bound to the copy.
+                # A bound method is set, because a deep copy of the model then has a method that is bound to the copy.
                 a.forward = types.MethodType(_product, a)
 
 
@@ -229,7 +230,7 @@ def _product(a: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 class _CastProduct(torch.autograd.Function):
-    """Product W x with x cast to W's dtype. The backward casts the saved x again for the gradient of W."""
+    """Product W x with x cast to W's dtype. The backward casts the saved uncast x again for the gradient of W."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

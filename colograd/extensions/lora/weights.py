@@ -1,4 +1,5 @@
-"""Weight sync `adapter` for LoRA: the base is copied into the engine once, and each publish writes the adapter only.
+"""Weight sync `adapter` for LoRA: each publish writes only the adapter. The base is shared with the engine, or copied
+into the engine once.
 
 The adapter goes into vLLM's LoRA slots. For each layer that may be adapted vLLM has zeroed tensors for A (slots, 1,
 rank, in) and B (slots, 1, out, rank), a pair per part of a fused layer (q, k and v). vLLM adds x A^T B^T to the layer's
@@ -49,7 +50,7 @@ class Slot:
 
     @property
     def fits(self) -> bool:
-        """Whether the policy's matrix has a rank of at most the slot's, and the slot's other size."""
+        """Whether the policy's matrix has at most the slot's rank, and the slot's size in the other dimension."""
         stack, (rows, columns) = self.stack.shape, self.source.shape
         if self.kind == "lora_A":
             return stack[-1] == columns and stack[-2] >= rows
@@ -61,8 +62,8 @@ class Slot:
 
 
 class AdapterWeights(PlannedSync):
-    """Weight sync that writes the adapter of a PeftModel into the engine's first LoRA slot, and the frozen base once.
-    ``slots`` has each adapter tensor's slot, from `map_adapter`. ``base`` is the weight sync of the base."""
+    """Weight sync that writes the adapter of a PeftModel into the engine's first LoRA slot. ``base`` is the weight sync
+    of the frozen base, which writes once. ``slots`` has each adapter tensor's slot, from `map_adapter`."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slots: Sequence[Slot], base: CopiedWeights) -> None:
         self.slots, self.base = list(slots), base
@@ -70,7 +71,7 @@ class AdapterWeights(PlannedSync):
         self._has_base = False
         self._destinations = [slot.destination for slot in slots]
         prove_slots(self.slots, self.rank, engine)
-        super().__init__(policy, engine)  # Records the addresses of tensors, so the call comes after `prove_slots`.
+        super().__init__(policy, engine)  # Records addresses of tensors, which `prove_slots` may change.
         self._stacks = self._stack_pointers()
         self._write_adapter()
 
@@ -119,7 +120,7 @@ class AdapterWeights(PlannedSync):
 
 def map_adapter(policy: torch.nn.Module, engine: Engine, shards: Mapping[int, Shard] | None = None) -> list[Slot]:
     """Return the engine's LoRA slot of every tensor of the policy's adapter. Raise `Unserved` if vLLM has no slot for
-    a layer. ``shards``: with tensor parallelism, this rank's parts of A and B by parameter `id`."""
+    a layer. With tensor parallelism ``shards`` maps `id(parameter)` to this rank's part of A or B."""
     slots, missing, holders = [], [], engine.tensors.lora_layers()
     for layer in adapted_layers(policy):
         name = engine.tensors.renamed(layer.parameter).removesuffix(".weight")

@@ -1,6 +1,6 @@
 """Quantised linear layers of bitsandbytes with 4 and 8 bits.
 
-The policy multiplies with the layers' dequantised weights (`PackedWeight.values`), and the engine gets equal weights.
+The policy's and the engine's products equal products with the dequantised weights (`PackedWeight.values`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class PackedWeight:
         return int(self.layer.weight.nbytes + sum(scale.nbytes for scale in scales))
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Dequantise the weight into a new tensor (out, in) of ``dtype``. None means the layer's dtype."""
+        """Dequantise the weight into a new tensor (out, in) of ``dtype``. None means the dtype of a 4-bit layer's
+        products, and float32 for an 8-bit layer."""
         layer, weight = self.layer, self.layer.weight
         if type(weight).__name__ == "Int8Params":
             values: torch.Tensor = weight.detach() * _row_scales(layer)[:, None]
@@ -50,7 +51,7 @@ class PackedWeight:
         import bitsandbytes
 
         state, shape = weight.quant_state, weight.quant_state.shape
-        if _has_broken_rows(weight):  # Dequantise the whole matrix as one row.
+        if _has_broken_rows(weight):  # As one row, the matrix is dequantised with the right scales.
             state = copy.copy(state)
             state.shape = torch.Size([1, math.prod(shape)])
         found: torch.Tensor = bitsandbytes.functional.dequantize_4bit(weight.data, state).reshape(shape)
@@ -59,11 +60,11 @@ class PackedWeight:
 
     @property
     def needs_exact_products(self) -> bool:
-        """Whether bitsandbytes' matmul differs from a matmul with the dequantised weight (`values`)."""
+        """Whether bitsandbytes' product differs by more than rounding from a product with the dequantised weight."""
         return type(self.layer.weight).__name__ == "Int8Params" or _has_broken_rows(self.layer.weight)
 
     def cast(self, x: torch.Tensor) -> torch.Tensor:
-        """Convert ``x`` to the dtype of the layer's products."""
+        """Convert ``x`` to the layer's compute dtype. Without one, return ``x`` unchanged."""
         return x.to(getattr(self.layer, "compute_dtype", None) or x.dtype)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
@@ -95,9 +96,9 @@ def _row_scales(layer: Any) -> torch.Tensor:
 
 
 def settle(model: Any) -> None:
-    """Make a quantised model multiply with its dequantised weights. bitsandbytes' matmuls may differ from products with
-    dequantised weights: on some CPUs bitsandbytes repacks 4-bit weights for evaluation, and in 8-bit layers it rounds
-    the inputs, too. `_has_broken_rows` is a third case."""
+    """Make a quantised model's products equal products with its dequantised weights. bitsandbytes' products differ in
+    three cases: on some CPUs it repacks 4-bit weights for evaluation, in 8-bit layers it rounds the inputs, too, and
+    `_has_broken_rows` is the third case. Raise a ValueError if the head is quantised."""
     head = model.get_output_embeddings()
     if packed_weight(head) is not None:
         raise ValueError(
@@ -120,7 +121,7 @@ def _exact_product(packed: PackedWeight, x: torch.Tensor) -> torch.Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """Product x W^T with a gradient for x. Forward and backward each dequantise W, so that no copy of W is saved."""
+    """Product x W^T with a gradient for x. Forward and backward each dequantise W, to save no dequantised W."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
