@@ -22,8 +22,9 @@ CANCELLED = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimator:
-    """Converts rewards to advantages by the settings of a run. TRL lacks `advantage_baseline` and two of the scales.
-    With `batch`, `batch_centered` or `normalize_then_sum` advantages are later divided by `step_std`, one per step."""
+    """Converts rewards to advantages by a run's settings. TRL lacks `advantage_baseline` and the scales `mean` and
+    `batch_centered`. `scale_over_steps` later divides advantages of `batch`, `batch_centered` and `normalize_then_sum`.
+    """
 
     scale: str  # `scale_rewards`: group, batch, batch_centered, mean or none.
     aggregation: str  # `multi_objective_aggregation`: sum_then_normalize or normalize_then_sum.

@@ -15,8 +15,8 @@ from .tokens import Extremes, Means, Tokens, bounded_exp, per_sequence_sum, sequ
 DIFFERENCE, RAW = "sampling/sampling_logp_difference", "sampling/raw_ratio"
 MASKED, TRUNCATED = "sampling/masked_share", "sampling/truncated_share"
 WEIGHT = "sampling/importance_sampling_ratio"
-MASKED_TOKENS = "sampling/masked_tokens_share"  # Share of tokens that are in masked completions.
-SIGNED, SQUARE = "/signed", "/square"  # Suffixes of unlogged metrics, from which `/std` is computed.
+MASKED_TOKENS = "sampling/masked_tokens_share"  # Metric: share of tokens that are in masked completions.
+SIGNED, SQUARE = "/signed", "/square"  # Suffixes of moments that `finish_mismatch` converts to `/std` before logging.
 HALF = 0.5  # Mean importance weight of completions below which `mismatch_advice` warns.
 LARGEST = 30.0  # Bound of log-ratios (nats) in metrics, so that a ratio's square fits into float32.
 
@@ -32,7 +32,7 @@ class SamplerCorrection:
     The mode `geometric_mask` has weights of 0 and 1. A completion's tokens have weight 1 if exp(mean over the tokens of
     log trainer - log sampler) is within the bounds. Unlike the product of the ratios, the mean doesn't depend on the
     completion's length ("When Speed Kills Stability", https://richardli.xyz/rl-collapse; verl's `rollout_rs: geometric`
-    without importance weights). As in verl, the default of `low` is then 1 / `high`."""
+    without importance weights). As in verl, the default of `low` in this mode is 1 / `high`."""
 
     mode: str
     low: float | None  # Lower bound of the ratio. None means no bound.

@@ -145,7 +145,7 @@ class Objective:
         values: Mapping[str, torch.Tensor] | None = None,
     ) -> LossOutput:  # fmt: skip
         """Compute the loss of one micro-batch from the policy's log-probabilities (N,) and entropies (N,), in nats. If
-        the batch has no old log-probabilities (on-policy), ``logprobs`` are used, detached."""
+        the batch has no old log-probabilities (on-policy), the detached ``logprobs`` take their place."""
         values = {} if values is None else values
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         for term in self.terms:

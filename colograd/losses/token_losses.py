@@ -34,8 +34,8 @@ def chosen(condition: torch.Tensor, yes: float, no: float, like: torch.Tensor) -
 
 
 class DAPOLoss(ClippedLoss):
-    """Clipped loss, averaged over all tokens of the step (DAPO, arXiv 2503.14476, eq. 8). So a completion's weight is
-    proportional to its length."""
+    """Clipped loss, averaged over the step's tokens in the loss (DAPO, arXiv 2503.14476, eq. 8). So a completion's
+    weight is proportional to its number of these tokens."""
 
 
 class BNPOLoss(ClippedLoss):

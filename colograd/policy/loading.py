@@ -88,8 +88,8 @@ class Policy:
 
     def router_coef(self, config: GRPOConfig) -> float:
         """Return the coefficient of the load-balancing loss: `router_aux_loss_coef`, or if that is None the value in
-        the model's config.json. Return 0 if transformers returns no router logits of the model. Then raise a ValueError
-        if `router_aux_loss_coef` is set."""
+        the model's config.json. For a model without router logits, return 0 or raise a ValueError if the setting isn't
+        0."""
         text, asked = self.model.config.get_text_config(), config.router_aux_loss_coef
         if self.tells_routing:
             return float(getattr(text, "router_aux_loss_coef", 0.0) if asked is None else asked)

@@ -28,7 +28,7 @@ from .padded import PackedSequence
 
 @dataclass(slots=True)
 class Pass:
-    """Data of one forward of a row. A `ForwardStep` may change it before the forward, and add `values` afterwards."""
+    """Data of one forward of a row. A `ForwardStep` may change the data before the forward, and add `values` later."""
 
     model: Any  # The transformers model, without a PeftModel around it.
     batch: MicroBatch

@@ -60,7 +60,7 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
 def _left_out(model: Any, peft_config: Any) -> list[str]:
     """Return regular expressions for the names of layers that get no adapter.
 
-    - If the model trains on text only: everything outside the decoder. Otherwise: the audio tower.
+    - If the model trains on text only: everything outside the decoder. Otherwise: an audio tower.
     - With `all-linear`: layers of a class derived from Linear with a forward of its own, such as Llama 4's routers.
     - With names of layers: layers that wrap a linear layer, because peft can't adapt such wrappers (Gemma 4's tower).
     """

@@ -121,7 +121,7 @@ def _exact_product(packed: PackedWeight, x: torch.Tensor) -> torch.Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """Product x W^T with a gradient for x. Forward and backward each dequantise W, to save no dequantised W."""
+    """Product x W^T with a gradient for x. Forward and backward each dequantise W, so autograd saves no such tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
