@@ -59,7 +59,7 @@ class EntropyController(TrainerCallback):
 
     @property
     def applied(self) -> float:
-        """The coefficient in the next step: 0 if the last entropy was above the target."""
+        """The next step's coefficient. With `use_adaptive_entropy` it is 0 if the last entropy was above the target."""
         if self.config.use_adaptive_entropy and self.last_entropy > self.config.entropy_target:
             return 0.0
         return self.coefficient

@@ -49,7 +49,7 @@ class Policy:
     why_padded: str  # Reason why sequences can't be packed into one row. Empty means that rows are packed.
     adapter: Adapter | None = None  # Trained adapter of a PeftModel. None means that the model has no adapter.
     new_adapter: bool = False  # Whether this run added the adapter. False: the adapter came with the model, or none.
-    processor: Any = None  # Processor of a model that is trained on images. None means that only text is trained.
+    processor: Any = None  # Processor of a model that reads images. None: the run trains the model as a text model.
 
     @property
     def quantization(self) -> Any:

@@ -80,8 +80,8 @@ class ModelFeature:
         """Change the model of the checkpoint at ``path`` before an adapter is added to the model."""
 
     def processor(self, model: Any, path: str, given: Any, config: GRPOConfig) -> Any:
-        """Return the processor if the run trains a model that reads images, else None. ``given`` is the user's
-        `processing_class`: a processor, a tokenizer, or None."""
+        """Return the processor of a model that reads images. Return None for a text model, and for a model that the run
+        trains as a text model. ``given`` is the user's `processing_class`: a processor, a tokenizer, or None."""
         return None
 
     def why_rows_stay_whole(self, model: Any) -> str:
