@@ -155,7 +155,7 @@ def load_policy(
     has_images: bool = False,
 ) -> Policy:  # fmt: skip
     """Load the model if ``model`` is a name or folder (of a model or adapter), and check it. Load the tokenizer if
-    ``tokenizer`` is None. Add a new adapter if ``peft_config`` is set. On a CPU, check rows (`choose_rows`).
+    ``tokenizer`` is None. Add a new adapter if ``peft_config`` is set. On a CPU, check packed rows (`choose_rows`).
 
     Raises:
         ValueError: the model doesn't exist, its adapter can't be trained, or model and tokenizer don't fit together.
@@ -244,8 +244,8 @@ def check_tokenizer(given: Any) -> None:
 
 
 def chat_template(path: str) -> str:
-    """Return the chat template in the file ``path``. A path like `recipes/chat_templates/...` that doesn't exist finds
-    the template of that name in the installed package."""
+    """Return the chat template in the file ``path``. If a path like `recipes/chat_templates/...` doesn't exist,
+    read the template of that name in the installed package."""
     try:
         return file_or_shipped(Path(path)).read_text(encoding="utf-8")
     except OSError as error:

@@ -192,7 +192,7 @@ def label_values(row: Pass) -> tuple[torch.Tensor, ...]:
 @contextmanager
 def calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[None]:
     """Replace the ``forward`` of ``module`` by ``compute`` inside the context. Calls still run the module's hooks."""
-    own = {name: value for name, value in vars(module).items() if name == "forward"}  # accelerate may have set it.
+    own = {name: value for name, value in vars(module).items() if name == "forward"}  # Of accelerate, for example.
     module.forward = compute
     try:
         yield

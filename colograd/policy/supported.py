@@ -26,7 +26,7 @@ BASE_QUANTIZATION = "base_quantization.json"  # File in an adapter's folder with
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Description of the model that a run will train, for the checks before a model that the user named is loaded."""
+    """Description of the model that a run will train, for `ModelFeature.check`. A named model isn't loaded yet."""
 
     model_config: Any  # Configuration of the model, or of an adapter's base. None: no configuration can be read.
     config: GRPOConfig

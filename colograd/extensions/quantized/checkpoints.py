@@ -26,7 +26,7 @@ METHOD = "bitsandbytes"  # The only supported quantisation method.
 @dataclass(frozen=True, slots=True)
 class Quantization:
     settings: Mapping[str, Any]  # Quantisation settings as in a checkpoint's config.json.
-    in_checkpoint: bool  # Whether the checkpoint's files have quantised weights. Else loading quantised the weights.
+    in_checkpoint: bool  # Whether the checkpoint's files are quantised. If not, loading has quantised the weights.
 
     @property
     def name(self) -> str:
