@@ -8,7 +8,8 @@ run it without changes:
     with attention.packed_rows():
         model(input_ids, position_ids=..., layout=micro_batch.layout)
 
-A call of such a model without a layout (``generate`` in a notebook, a callback's forward) runs transformers' `sdpa`.
+A call of such a model without a layout (``generate`` in a notebook, a callback's forward) runs transformers' `sdpa`,
+or torch's `scaled_dot_product_attention` with an additional key if the model has sinks.
 
 On CUDA in 16 bits (or under autocast), one variable-length flash call of torch attends to all segments' own keys, and a
 second flash call attends to the prompts' keys, without copies of keys (`merged_attention`). A window that is shorter
