@@ -18,8 +18,8 @@ from ..runtime import registry
 
 PREFIX = "base_model.model."  # Prefix of every parameter name in a PeftModel.
 
-# The packed (e.g. quantised) weight of a linear layer, W (out, in) in y = x W^T + b, as in `quantized/layers.py`. It has
-# ``layer``, ``shape``, ``nbytes`` with quantisation scales, ``product(x)`` without the bias, and ``values(dtype)``.
+# The packed (e.g. quantised) weight of a linear layer, W (out, in) in y = x W^T + b, as in `quantized/layers.py`, with
+# ``layer``, ``shape``, ``nbytes`` (quantisation scales included), ``product(x)`` without bias, ``values(dtype)``.
 PackedWeight: TypeAlias = Any
 
 
