@@ -7,6 +7,7 @@ log-probabilities from the logits that transformers computes for each sequence.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -49,36 +50,45 @@ def choose_rows(model: Any, device: torch.device | None = None, why: str = "", a
     rows, or the model's configuration has one, only padded rows are checked. Return the reason why rows must be padded,
     or "" for packed rows. Raise a ValueError if the check of padded rows fails."""
     device, model = device or model.device, unwrap(model)
-    own, name = _own_attention(model), type(model).__name__
-    why = expect_rows(model, why)
+    own, why = _own_attention(model), expect_rows(model, why)
     with evaluation_mode(model):
-        for packed in (False,) if why else (True, False):
-            try:
-                with attention.watch_windows() as (of_masks, applied):
-                    error = _difference(model, own, device, asked, share_prompts=packed)
-            except (NotCompiled, torch.OutOfMemoryError):
-                raise
-            except (AttributeError, TypeError, ValueError, RuntimeError) as refusal:
-                fault = str(refusal).splitlines()[0]
-                fault = f"{name}: {fault}" if packed else fault
-            else:
-                fault, lost = "", of_masks - applied
-                if error and packed:
-                    fault = f"{name}'s packed log-probabilities differ by {error:.2g} nats from the model's on {device}"
-                elif error:
-                    fault = f"log-probabilities from its hidden states differ by {error:.2g} nats from its own logits"
-                elif packed and lost:
-                    fault = f"{name} doesn't pass the window of {lost.pop()} tokens to its attention"
-            if packed and not fault:
-                return ""
-            if packed:
-                why = fault
-                set_attention(model, own)
-    if fault:
-        raise ValueError(
-            f"{name} can't be trained ({fault}): choose a different model, such as Llama, Qwen, Gemma or SmolLM."
-        )
+        if not why and not (why := _fault(model, own, device, asked, packed=True)):
+            return ""
+        set_attention(model, own)
+        if fault := _fault(model, own, device, asked, packed=False):
+            raise ValueError(
+                f"{type(model).__name__} can't be trained ({fault}): choose a different model, such as Llama, Qwen, "
+                "Gemma or SmolLM."
+            )
     return why
+
+
+def _fault(model: Any, own: str, device: torch.device, asked: Sequence[ModelInput], packed: bool) -> str:
+    """Return the reason why packed (or padded) rows give wrong log-probabilities, or "" if they give right ones. The
+    mean difference from transformers' forward must be within the tolerance."""
+    name, limit = type(model).__name__, allowed(attention.autocast_dtype(device) or model.dtype)
+    # On a CPU `IN_PLACE_FROM` chooses one of two ways to compute attention. The extreme values check each way.
+    both = packed and device.type == "cpu"
+    try:
+        rows = pack(_samples(model, asked), 1000, False, device, share_prompts=packed)
+        with attention.watch_windows() as (of_masks, applied):
+            for tokens in (sys.maxsize, 0) if both else (attention.IN_PLACE_FROM,):
+                with attention.keys_in_place_from(tokens):
+                    error = float(differences(model, rows, 1.0, own)[1].mean())
+                if not error <= limit:
+                    break
+    except (NotCompiled, torch.OutOfMemoryError):
+        raise
+    except (AttributeError, TypeError, ValueError, RuntimeError) as refusal:
+        fault = str(refusal).splitlines()[0]
+        return f"{name}: {fault}" if packed else fault
+    if not error <= limit:  # True for a NaN.
+        if packed:
+            return f"{name}'s packed log-probabilities differ by {error:.2g} nats from the model's on {device}"
+        return f"log-probabilities from its hidden states differ by {error:.2g} nats from its own logits"
+    if packed and (lost := of_masks - applied):
+        return f"{name} doesn't pass the window of {lost.pop()} tokens to its attention"
+    return ""
 
 
 def obstacle(model: Any) -> str:
@@ -130,9 +140,10 @@ def choose_rows_where_it_trains(
     with on_all_ranks("the proof of the rows"):
         found = choose_rows(model, device, asked=asked)
     why = next(filter(None, gather(found)), "")
-    if why and not found:
-        with on_all_ranks("the proof of the rows"):
-            choose_rows(model, device, why, asked)
+    if why:
+        with on_all_ranks("the proof of the rows"):  # Ranks that pad already take part in this collective, too.
+            if not found:
+                choose_rows(model, device, why, asked)
     for other in others:
         set_attention(unwrap(other), unwrap(model).config._attn_implementation)
     return why
@@ -150,19 +161,17 @@ def _own_attention(model: Any) -> str:
 def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
     """Make groups for the check of rows: two with made-up prompts, and one for each prompt in ``given``. A group has
     two made-up completions. A third completion with the prompt's tokens and images follows if the prompt has images."""
-    vocabulary = vocabulary_size(model)
+    vocabulary, first = vocabulary_size(model), itertools.count(11, 101)
+
+    def tokens(length: int) -> array[int]:
+        start = next(first)
+        return array("i", ((start + 37 * t) % vocabulary for t in range(length)))
+
     groups: list[ScoredGroup] = []
-    token = 11
-    for lengths in ((5, 4, 3), (3, 2, 5), *((1, 4, 3) for _ in given)):
-        prompt, *completions = (
-            array("i", ((token + 101 * place + 37 * t) % vocabulary for t in range(length)))
-            for place, length in enumerate(lengths)
-        )
-        token += 101 * len(lengths)
-        asked = ModelInput(tuple(prompt)) if len(groups) < 2 else given[len(groups) - 2]
-        rollouts = [_written(asked, ids) for ids in completions]
-        if asked.media is not None:  # A completion with images, like a tool's answer with images.
-            rollouts.append(_written(asked, array("i", asked.ids), (asked.media,)))
+    for prompt in (ModelInput(tuple(tokens(5))), ModelInput(tuple(tokens(3))), *given):
+        rollouts = [_written(prompt, tokens(4)), _written(prompt, tokens(3))]
+        if prompt.media is not None:  # A completion with images, like a tool's answer with images.
+            rollouts.append(_written(prompt, array("i", prompt.ids), (prompt.media,)))
         group = Group({}, tuple(rollouts), len(groups))
         groups.append(ScoredGroup(group, torch.zeros(len(rollouts), 1), torch.ones(len(rollouts))))
     return groups
@@ -200,21 +209,6 @@ def differences(
                     if not any(step.misreads(model, part) for step in steps_of(model)):
                         to_own.append(logprobs[part.place] - _own_logprobs(model, part, temperature))
     return torch.cat(to_sampler).abs(), torch.cat(to_own or [to_sampler[0][:0]]).abs()
-
-
-def _difference(model: Any, own: str, device: torch.device, asked: Sequence[ModelInput], share_prompts: bool) -> float:
-    """Return the mean absolute difference in nats between log-probabilities on the check's rows and from transformers'
-    forward. Return 0 if the difference is within the tolerance."""
-    rows = pack(_samples(model, asked), 1000, False, device, share_prompts=share_prompts)
-    limit = allowed(attention.autocast_dtype(device) or model.dtype)
-    # On a CPU `IN_PLACE_FROM` chooses one of two ways to compute attention. The extreme values check each way.
-    both = share_prompts and device.type == "cpu"
-    for tokens in (sys.maxsize, 0) if both else (attention.IN_PLACE_FROM,):
-        with attention.keys_in_place_from(tokens):
-            error = float(differences(model, rows, 1.0, own)[1].mean())
-        if not error <= limit:
-            return error
-    return 0.0
 
 
 def allowed(dtype: torch.dtype) -> float:
