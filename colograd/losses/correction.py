@@ -1,5 +1,5 @@
 """The difference between the engine's and the trainer's probabilities: importance weights that correct the difference,
-metrics, and advice if the correction gives completions small weights."""
+and metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from ..batch import MicroBatch
-from ..config import GRPOConfig
 from .tokens import Extremes, Means, Tokens, bounded_exp, per_sequence_sum, sequence_mean_weights, summed
 
 DIFFERENCE, RAW = "sampling/sampling_logp_difference", "sampling/raw_ratio"
@@ -17,7 +16,6 @@ MASKED, TRUNCATED = "sampling/masked_share", "sampling/truncated_share"
 WEIGHT = "sampling/importance_sampling_ratio"
 MASKED_TOKENS = "sampling/masked_tokens_share"  # Metric: share of tokens that are in masked completions.
 SIGNED, SQUARE = "/signed", "/square"  # Suffixes of moments that `finish_mismatch` converts to `/std` before logging.
-HALF = 0.5  # Mean importance weight of completions below which `mismatch_advice` warns.
 LARGEST = 30.0  # Bound of log-ratios (nats) in metrics, so that a ratio's square fits into float32.
 
 
@@ -112,18 +110,3 @@ def finish_mismatch(metrics: dict[str, float]) -> None:
         square = metrics.pop(f"{name}{SQUARE}", None)
         if square is not None and mean is not None:
             metrics[f"{name}/std"] = math.sqrt(max(square - mean * mean, 0.0))
-
-
-def mismatch_advice(config: GRPOConfig, metrics: dict[str, float]) -> str:
-    """Return a warning if the sampler correction is per completion and its mean weight is below 0.5, else ""."""
-    mode, weight = config.vllm_importance_sampling_mode, metrics.get(f"{WEIGHT}/mean", 1.0)
-    if not mode.startswith("sequence") or weight >= HALF:
-        return ""
-    closer = "bring the two closer (cast_lm_head_to_fp32: true; dtype: float32 with bf16: false)"
-    if config.carry_over is not None:
-        closer = "raise carry_over, as tokens of older weights differ more"
-    return (
-        f"sampler: its log-probabilities and the trainer's differ by {metrics.get(f'{DIFFERENCE}/std', 0.0):.3f} nats "
-        f"(a token's standard deviation), so with vllm_importance_sampling_mode: {mode} completions weigh {weight:.2f} "
-        f"on average, and long ones less: set token_truncate, or {closer}"
-    )

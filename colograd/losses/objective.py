@@ -150,7 +150,7 @@ class Objective:
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         for term in self.terms:
             batch = term.before(old, batch)
-        # Tokens outside the loss get 0. A token that a tool wrote may be so unlikely that it would change a mean.
+        # Tokens outside the loss get 0. A token that wasn't sampled may be so unlikely that it would change a mean.
         log_ratio = (logprobs - old).where(batch.loss_mask > 0, 0.0)
         of_token, whole = bounded_exp(log_ratio), self.level == "sequence"
         of_level = bounded_exp(completion_mean(log_ratio, batch)) if whole else of_token
