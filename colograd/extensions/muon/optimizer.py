@@ -45,24 +45,20 @@ class MuonSplit(AdamWSplit):
     def _update(self, parameters: list[torch.Tensor], device: torch.device, group: dict[str, Any]) -> None:
         rest = [parameter for parameter in parameters if parameter not in self.matrices]
         super()._update(rest, device, group)
-        for parameter in parameters:
-            if parameter in self.matrices:
-                self._step(parameter, group)
-
-    def _step(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        state, grad = self._state(parameter), parameter.grad
-        assert grad is not None
-        remainder = state.get("remainder")
-        master = parameter.detach() if remainder is None else join_master(parameter.detach(), remainder)
-        muon(
-            [master], [grad.float()], [state[MOMENTUM]], lr=group["lr"], weight_decay=group["weight_decay"],
-            momentum=self.momentum, nesterov=True, ns_coefficients=COEFFICIENTS, ns_steps=ITERATIONS, eps=EPSILON,
-            adjust_lr_fn="match_rms_adamw", has_complex=False,
-        )  # fmt: skip
-        if remainder is not None:
-            high, low = split_master(master)
-            parameter.detach().copy_(high)
-            remainder.copy_(low)
+        for parameter in (p for p in parameters if p in self.matrices):
+            state, grad = self._state(parameter), parameter.grad
+            assert grad is not None
+            remainder = state.get("remainder")
+            master = parameter.detach() if remainder is None else join_master(parameter.detach(), remainder)
+            muon(
+                [master], [grad.float()], [state[MOMENTUM]], lr=group["lr"], weight_decay=group["weight_decay"],
+                momentum=self.momentum, nesterov=True, ns_coefficients=COEFFICIENTS, ns_steps=ITERATIONS, eps=EPSILON,
+                adjust_lr_fn="match_rms_adamw", has_complex=False,
+            )  # fmt: skip
+            if remainder is not None:
+                high, low = split_master(master)
+                parameter.detach().copy_(high)
+                remainder.copy_(low)
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
         if parameter not in self.matrices:
@@ -83,10 +79,9 @@ class MuonSplit(AdamWSplit):
                 f"The saved optimizer state of a matrix has {', '.join(saved)}, but muon needs {MOMENTUM}: resume with "
                 "the optim that the checkpoint was written with."
             )
-        state: dict[str, Any] = self.state[parameter]
         for name, dtype in ((MOMENTUM, torch.float32), ("remainder", torch.int16)):
             if name in saved:  # The state of a float32 matrix has a remainder if a bfloat16 run saved it.
-                state[name] = saved[name].to(parameter.device, dtype)
+                self.state[parameter][name] = saved[name].to(parameter.device, dtype)
         self._state(parameter)
 
 
