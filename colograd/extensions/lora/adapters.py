@@ -64,22 +64,22 @@ def _left_out(model: Any, peft_config: Any) -> list[str]:
     - With `all-linear`: layers of a class derived from Linear with a forward of its own, such as Llama 4's routers.
     - With names of layers: layers that wrap a linear layer, because peft can't adapt such wrappers (Gemma 4's tower).
     """
-    found = []
+    found, targets = [], peft_config.target_modules
     if reads_text_alone(model):
         decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
         found.append(rf"(?!{re.escape(decoder)}\.).*")
     elif hears(getattr(model, "config", None)):
         found.append(rf"(.*\.)?({'|'.join(HEARS)})\..*")
-    if peft_config.target_modules == "all-linear":
-        for name, module in model.named_modules():
-            kind = type(module)
-            if isinstance(module, torch.nn.Linear) and kind.__module__.startswith("transformers.models."):
-                found += [re.escape(name)] if "forward" in vars(kind) else []
-    elif not isinstance(peft_config.target_modules, str):
-        for name, module in model.named_modules():
-            named = name.rpartition(".")[2] in (peft_config.target_modules or ())
-            if named and isinstance(getattr(module, "linear", None), torch.nn.Linear):
-                found.append(re.escape(name))
+    for name, module in model.named_modules():
+        kind, last = type(module), name.rpartition(".")[2]
+        if targets == "all-linear":
+            of_model = isinstance(module, torch.nn.Linear) and kind.__module__.startswith("transformers.models.")
+            unfit = of_model and "forward" in vars(kind)
+        else:
+            named = not isinstance(targets, str) and last in (targets or ())
+            unfit = named and isinstance(getattr(module, "linear", None), torch.nn.Linear)
+        if unfit:
+            found.append(re.escape(name))
     return found
 
 
@@ -212,8 +212,7 @@ def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
         inputs: Any = getattr(layer, "lora_A", None)
         if not inputs or getattr(layer, "lora_variant", None) or not hasattr(layer, "cast_input_dtype_enabled"):
             continue
-        dropouts = (d for d in layer.lora_dropout.values() if not isinstance(d, torch.nn.Identity))
-        drops = any(getattr(dropout, "p", 1.0) > 0 for dropout in dropouts)
+        drops = any(getattr(dropout, "p", 0.0) > 0 for dropout in layer.lora_dropout.values())
         if all(type(a) is torch.nn.Linear for a in inputs.values()) and not drops:
             layer.cast_input_dtype_enabled = False
             for a in inputs.values():
@@ -223,8 +222,8 @@ def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
 
 def _product(a: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """Compute the product A x of a LoRA, (..., rank), in A's dtype or autocast's dtype."""
-    if x.dtype == a.weight.dtype or a.bias is not None or autocast_dtype(x.device) is not None:
-        return F.linear(x.to(a.weight.dtype), a.weight, a.bias)
+    if x.dtype == a.weight.dtype or autocast_dtype(x.device) is not None:
+        return F.linear(x.to(a.weight.dtype), a.weight)
     found: torch.Tensor = _CastProduct.apply(x, a.weight)
     return found
 
@@ -240,7 +239,7 @@ class _CastProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
-        to_x = (gradient @ weight).to(x.dtype) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return to_x, None
-        return to_x, gradient.flatten(0, -2).t() @ x.flatten(0, -2).to(weight.dtype)
+        needs_x, needs_weight = ctx.needs_input_grad
+        to_x = (gradient @ weight).to(x.dtype) if needs_x else None
+        to_weight = gradient.flatten(0, -2).t() @ x.flatten(0, -2).to(weight.dtype) if needs_weight else None
+        return to_x, to_weight
