@@ -34,9 +34,9 @@ SHORTEST = 0.75  # Minimum length of a batch's sequences relative to the longest
 class Hybrids(ModelFeature):
     def why_rows_stay_whole(self, model: Any) -> str:
         shares_out = registry.hooks("shares_out_mixer")  # Functions (recurrent layer) -> whether ranks can divide it.
-        stay = {type(mixer).__name__ for mixer in mixers_of(model) if not any(can(mixer) for can in shares_out)}
-        reason = f"has layers of {', '.join(sorted(stay))}, whose state goes from token to token"
-        return f"{type(model).__name__} {reason}" if stay else ""
+        stay = sorted({type(mixer).__name__ for mixer in mixers_of(model) if not any(can(mixer) for can in shares_out)})
+        reason = f"{type(model).__name__} has layers of {', '.join(stay)}, whose state goes from token to token"
+        return reason if stay else ""
 
 
 def make_segmented(model: torch.nn.Module) -> None:

@@ -28,10 +28,6 @@ class Quantization:
     settings: Mapping[str, Any]  # Quantisation settings as in a checkpoint's config.json.
     in_checkpoint: bool  # Whether the checkpoint's files are quantised. If not, loading has quantised the weights.
 
-    @property
-    def name(self) -> str:
-        return name_of(self.settings)
-
     def write(self, folder: str | Path, dtype: torch.dtype) -> None:
         """Write the base's quantisation settings and the policy's dtype into the folder of a saved adapter."""
         said = {"quantization_config": dict(self.settings), "dtype": str(dtype).removeprefix("torch.")}
@@ -60,8 +56,7 @@ def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
     found: Any = given.get("quantization_config")
     flags = {name: True for name in ("load_in_4bit", "load_in_8bit") if given.get(name)}
     if found is None and not flags:
-        noted = beside(name)
-        return None if noted is None else noted[0]
+        return (beside(name) or (None,))[0]
     if found is not None and flags:
         raise ValueError(
             f"model_init_kwargs has quantization_config and {next(iter(flags))}, which is an old name for the same "
@@ -192,9 +187,8 @@ class Quantized(ModelFeature):
         model.quantization = Quantization(saved_in(model.config) or {}, on_disk is not None)
 
     def check_adapter(self, policy: Policy, folder: str) -> None:
-        noted, own = beside(folder), policy.quantization
-        then = "without quantisation" if noted is None else f"quantised to {name_of(noted[0])}"
-        now = "without quantisation" if own is None else f"quantised to {own.name}"
+        both = (beside(folder) or [None])[0], policy.quantization and policy.quantization.settings
+        then, now = (f"quantised to {name_of(each)}" if each else "without quantisation" for each in both)
         if then != now:
             raise ValueError(
                 f"{folder!r} has an adapter that was trained on a base {then}, but this run's base is {now}: set "
@@ -205,4 +199,4 @@ class Quantized(ModelFeature):
         if policy.quantization is not None:
             packed = packed_weights(policy.model).values()
             size = sum(weight.nbytes for weight in packed) / 2**20
-            yield f"base: {len(packed)} matrices quantised to {policy.quantization.name}, {size:,.1f} MiB"
+            yield f"base: {len(packed)} matrices quantised to {name_of(policy.quantization.settings)}, {size:,.1f} MiB"
