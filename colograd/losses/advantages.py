@@ -15,14 +15,16 @@ from ..rewards import weighted_sum
 
 # TRL's constant, added to a standard deviation. It limits the advantages of a group of nearly equal rewards.
 STD_EPSILON = 1e-4
-# If normalised float32 rewards cancel, rounding errors remain. A sum of at most 1e-6 x the weights' sum counts as 0.
+# If normalised rewards cancel, rounding errors remain. A group's sums count as 0 if each is at most 1e-6 x the sum of
+# absolute weights.
 CANCELLED = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimator:
-    """Converts rewards to advantages by the settings of a run. All settings are TRL's, except for the baseline. With
-    `scale_rewards: batch` or `normalize_then_sum` advantages are later divided by `step_std`, a number per step."""
+    """Converts rewards to advantages by a run's settings. TRL lacks `advantage_baseline` and the scales `mean` and
+    `batch_centered`. `scale_over_steps` later divides advantages of `batch`, `batch_centered` and `normalize_then_sum`.
+    """
 
     scale: str  # `scale_rewards`: group, batch, batch_centered, mean or none.
     aggregation: str  # `multi_objective_aggregation`: sum_then_normalize or normalize_then_sum.
@@ -34,16 +36,16 @@ class AdvantageEstimator:
         return cls(config.scale_rewards, config.multi_objective_aggregation, config.advantage_baseline, tuple(weights))
 
     def of_group(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Convert one group's rewards [G, R] (NaN: a function abstained) to advantages [G]. Later `scale_over_steps`
-        divides the advantages by `step_std`, if the settings require that."""
+        """Convert one group's rewards [G, R] (NaN: a function abstained) to advantages [G], which `scale_over_steps`
+        may divide later."""
         if self.aggregation == "normalize_then_sum":
             return normalized_sum(rewards, self.weights)
         return group_advantages(weighted_sum(rewards, self.weights), self.scale, self.baseline)
 
     @property
     def step_scores(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """A function that converts rewards [G, R] to scores [G], NaN where all functions abstained. The step's
-        advantages are divided by the standard deviation of its scores. None means that nothing divides them."""
+        """A function that converts rewards [G, R] to scores [G], NaN where all functions abstained. A step's advantages
+        are divided by the standard deviation of the step's scores. None means that advantages aren't divided."""
         if self.aggregation == "normalize_then_sum":
             return lambda r: torch.where(r.isnan().all(dim=1), torch.nan, normalized_sum(r, self.weights))
         if self.scale == "batch_centered":
@@ -108,14 +110,14 @@ def group_std(rewards: torch.Tensor) -> torch.Tensor:
 
 def step_std(scores: Sequence[torch.Tensor]) -> float:
     """Compute the divisor of a step's advantages: 1e-4 plus the standard deviation of all ranks' scores. A collective.
-    ``scores`` has a tensor [G] for each group that this rank trains in the step."""
+    ``scores`` has a tensor [G] for each group of this rank in the step's `kept`."""
     own = torch.cat(list(scores)).tolist() if scores else []
     return float(group_std(torch.tensor([x for part in gather(own) for x in part], dtype=torch.float64))) + STD_EPSILON
 
 
 def scale_over_steps(steps: Sequence[SampledStep], estimator: AdvantageEstimator) -> list[SampledStep]:
     """Divide each step's advantages by the step's `step_std`, if the run's settings require that. A collective. A group
-    in ``sampled`` that no step trains is divided by the `step_std` of the step that lists the group."""
+    in ``sampled`` that no step trains gets the `step_std` of the step that lists the group."""
     scores = estimator.step_scores
     if scores is None:
         return list(steps)

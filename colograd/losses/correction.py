@@ -1,5 +1,5 @@
-"""The difference between the engine's and the trainer's probabilities: importance weights that correct it, its metrics,
-and advice if the correction almost removes completions."""
+"""The difference between the engine's and the trainer's probabilities: importance weights that correct the difference,
+and metrics."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from ..batch import MicroBatch
-from ..config import GRPOConfig
 from .tokens import Extremes, Means, Tokens, bounded_exp, per_sequence_sum, sequence_mean_weights, summed
 
 DIFFERENCE, RAW = "sampling/sampling_logp_difference", "sampling/raw_ratio"
 MASKED, TRUNCATED = "sampling/masked_share", "sampling/truncated_share"
 WEIGHT = "sampling/importance_sampling_ratio"
-MASKED_TOKENS = "sampling/masked_tokens_share"  # Share of tokens that are in masked completions.
-SIGNED, SQUARE = "/signed", "/square"  # Suffixes of unlogged metrics, from which `/std` is computed.
-HALF = 0.5  # Mean importance weight of completions; `mismatch_advice` warns below this value.
+MASKED_TOKENS = "sampling/masked_tokens_share"  # Metric: share of tokens that are in masked completions.
+SIGNED, SQUARE = "/signed", "/square"  # Suffixes of moments that `finish_mismatch` converts to `/std` before logging.
 LARGEST = 30.0  # Bound of log-ratios (nats) in metrics, so that a ratio's square fits into float32.
 
 
@@ -32,7 +30,7 @@ class SamplerCorrection:
     The mode `geometric_mask` has weights of 0 and 1. A completion's tokens have weight 1 if exp(mean over the tokens of
     log trainer - log sampler) is within the bounds. Unlike the product of the ratios, the mean doesn't depend on the
     completion's length ("When Speed Kills Stability", https://richardli.xyz/rl-collapse; verl's `rollout_rs: geometric`
-    without importance weights). As in verl, the default of `low` is then 1 / `high`."""
+    without importance weights). As in verl, the default of `low` in this mode is 1 / `high`."""
 
     mode: str
     low: float | None  # Lower bound of the ratio. None means no bound.
@@ -80,9 +78,9 @@ def log_ratio_of(difference: torch.Tensor, mode: str, batch: MicroBatch) -> torc
 def sampling_metrics(
     tokens: Tokens, correction: SamplerCorrection | None, difference: torch.Tensor, to_sampler: torch.Tensor
 ) -> tuple[Means, Extremes, Extremes]:
-    """Compute TRL's metrics of sampler against trainer. Completions without a token in the loss don't count.
-    ``difference`` (N,) is the trainer's log-probabilities minus the sampler's; 0 where the sampler gave none.
-    ``to_sampler`` (N,) is the result of `log_ratio_of`."""
+    """Compute TRL's metrics of sampler against trainer: sums with counts, minima, maxima. Tokens outside the loss don't
+    count. ``difference`` (N,) is the result of `known`: the old log-probabilities minus the sampler's. ``to_sampler``
+    (N,) is the result of `log_ratio_of`."""
     mask, mode = tokens.batch.loss_mask, "" if correction is None else correction.mode
     weights = sequence_mean_weights(tokens.batch) if mode.startswith(("sequence", "geometric")) else mask
     ratio, counted = to_sampler.clamp(-LARGEST, LARGEST).exp(), mask > 0
@@ -106,23 +104,9 @@ def sampling_metrics(
 
 
 def finish_mismatch(metrics: dict[str, float]) -> None:
-    """Replace the first and second moments in ``metrics`` (reduced over ranks) by standard deviations ``.../std``."""
+    """Add standard deviations ``.../std`` to ``metrics`` (reduced over ranks), computed from first and second moments.
+    Remove the moments that aren't logged."""
     for name, mean in ((DIFFERENCE, metrics.pop(f"{DIFFERENCE}{SIGNED}", None)), (RAW, metrics.get(f"{RAW}/mean"))):
         square = metrics.pop(f"{name}{SQUARE}", None)
         if square is not None and mean is not None:
             metrics[f"{name}/std"] = math.sqrt(max(square - mean * mean, 0.0))
-
-
-def mismatch_advice(config: GRPOConfig, metrics: dict[str, float]) -> str:
-    """Return a warning if the sampler correction's mean weight of completions is below 0.5 in a step, else ""."""
-    mode, weight = config.vllm_importance_sampling_mode, metrics.get(f"{WEIGHT}/mean", 1.0)
-    if not mode.startswith("sequence") or weight >= HALF:
-        return ""
-    closer = "bring the two closer (cast_lm_head_to_fp32: true; dtype: float32 with bf16: false)"
-    if config.carry_over is not None:
-        closer = "raise carry_over, as tokens of older weights differ more"
-    return (
-        f"sampler: its log-probabilities and the trainer's differ by {metrics.get(f'{DIFFERENCE}/std', 0.0):.3f} nats "
-        f"(a token's standard deviation), so with vllm_importance_sampling_mode: {mode} completions weigh {weight:.2f} "
-        f"on average, and long ones less: set token_truncate, or {closer}"
-    )

@@ -26,9 +26,9 @@ def with_step_entropy(
     step: StepBatch, objective: Objective, coefficient: float, entropies: Callable[[MicroBatch], torch.Tensor],
     timed: AbstractContextManager[None] | None = None,
 ) -> StepBatch:  # fmt: skip
-    """Return the step with `StepConstants` on its rows: step-wide values that the loss's terms need. A collective. A
-    top-entropy quantile needs the entropies of all tokens before the first loss. So if the step has several
-    micro-batches, ``entropies`` runs an additional forward of every micro-batch, timed by ``timed``."""
+    """Return the step with `StepConstants` on its rows: step-wide values that the loss's terms need. A collective. With
+    `top_entropy_quantile` below 1 and several micro-batches over all ranks, ``entropies`` runs an additional forward of
+    every micro-batch, timed by ``timed``, because the first loss needs the entropies of all tokens."""
     threshold, tokens = None, float(max(step.num_loss_tokens, 1)) if objective.top_entropy_quantile == 1 else None
     if objective.top_entropy_quantile < 1 and sum(gather(len(step.rows) * step.counted)) > 1:
         with on_all_ranks("the entropies"), torch.no_grad(), timed or nullcontext():
@@ -48,10 +48,10 @@ def with_step_entropy(
 
 class EntropyController(TrainerCallback):
     """Callback with the entropy bonus's coefficient: constant, or adapted so that the entropy stays near a target.
-    Adaptive (Skywork-OR1, arXiv 2505.22312): after a step with a mean entropy of at most ``entropy_target``, the
-    coefficient rises by ``entropy_coef_delta``. Otherwise it falls by ``entropy_coef_delta``, and the next step has no
-    bonus. It stays between ``entropy_coef_min`` and ``entropy_coef_max``. Checkpoints store it in trainer_state.json.
-    """
+    `use_adaptive_entropy` (Skywork-OR1, arXiv 2505.22312): after a step with a mean entropy of at most
+    ``entropy_target``, the coefficient rises by ``entropy_coef_delta``, up to ``entropy_coef_max``. After a step with a
+    larger entropy it falls by ``entropy_coef_delta``, down to ``entropy_coef_min``, and the next step has no bonus.
+    Checkpoints store the adapted coefficient in trainer_state.json."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self.config = config
@@ -59,22 +59,22 @@ class EntropyController(TrainerCallback):
 
     @property
     def applied(self) -> float:
+        """The next step's coefficient. With `use_adaptive_entropy` it is 0 if the last entropy was above the target."""
         if self.config.use_adaptive_entropy and self.last_entropy > self.config.entropy_target:
             return 0.0
         return self.coefficient
 
     def show(self, metrics: dict[str, float], loss: float) -> float | None:
-        """Add `policy_loss`, which is ``loss`` without the entropy bonus, to ``metrics`` if the run's settings have a
-        bonus. Return the mean entropy in nats of the tokens that the bonus counts. None means that there is no bonus,
-        or no such token."""
+        """If the run's settings have a bonus, add `policy_loss` to ``metrics``: ``loss`` without the bonus. Return the
+        mean entropy in nats of the tokens that the bonus counts. None means that there is no bonus or no such token."""
         entropy = metrics.pop(BONUS_ENTROPY, None)
         if self.config.entropy_coef != 0 or self.config.use_adaptive_entropy:
             metrics["policy_loss"] = loss + self.applied * (entropy or 0.0)
         return entropy
 
     def finish(self, metrics: dict[str, float], loss: float) -> None:
-        """Finish a training step: add `policy_loss` to ``metrics``, set the coefficient of the next step, and add that
-        coefficient as `entropy_coef`."""
+        """Finish a training step: if the run's settings have a bonus, adapt the coefficient (`use_adaptive_entropy`)
+        and add `policy_loss` and the coefficient (`entropy_coef`) to ``metrics``."""
         config, entropy = self.config, self.show(metrics, loss)
         if config.use_adaptive_entropy and entropy is not None:
             if entropy <= config.entropy_target:

@@ -57,15 +57,16 @@ class LossTerm:
         return ()
 
     def with_scores(self, step: StepBatch, estimator: AdvantageEstimator) -> StepBatch:
-        """Return the step with changed advantages. Called when second models have filled the rows."""
+        """Return the step with changed advantages. Called when reference and teacher models have filled the rows."""
         return step
 
     def with_constants(self, step: StepBatch) -> StepBatch:
-        """Return the step with values of the whole step, which this term needs, on all its rows. A collective."""
+        """Return the step with the values of the whole step that this term needs on all its rows. A collective."""
         return step
 
     def before(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
-        """Return the micro-batch with changes for its loss. ``old`` are the old policy's log-probabilities (N,)."""
+        """Return the micro-batch with this term's changes, before its loss is computed. ``old`` are the old policy's
+        log-probabilities (N,)."""
         return batch
 
     def of_tokens(self, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -81,7 +82,7 @@ class LossTerm:
         return {}
 
     def in_loss(self, metrics: Mapping[str, float]) -> float:
-        """Return this term's share of a step's loss, computed from the metrics. `policy_loss` leaves that share out."""
+        """Return this term's share of a step's loss, computed from the metrics. `policy_loss` is without that share."""
         return 0.0
 
 
@@ -100,7 +101,8 @@ class Objective:
 
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Objective:
-        """Build the objective from the run's settings. Raises ValueError if `loss_type` names no loss."""
+        """Build the objective from the run's settings, without terms of extensions. Raise a ValueError if `loss_type`
+        names no loss."""
         bounds = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
         correction = SamplerCorrection(config.vllm_importance_sampling_mode, *bounds)
         return cls(
@@ -130,7 +132,7 @@ class Objective:
 
     @property
     def needs_constants(self) -> bool:
-        """Whether the loss may read `StepConstants`, values of the whole step. True for any loss that a user wrote."""
+        """Whether the loss may read `StepConstants` (values of the whole step). True for any loss that a user wrote."""
         own = type(self.loss) not in LOSSES.values()
         return own or self.entropy_bonus or self.top_entropy_quantile < 1 or bool(self.terms)
 
@@ -143,12 +145,12 @@ class Objective:
         values: Mapping[str, torch.Tensor] | None = None,
     ) -> LossOutput:  # fmt: skip
         """Compute the loss of one micro-batch from the policy's log-probabilities (N,) and entropies (N,), in nats. If
-        the batch has no old log-probabilities (on-policy), ``logprobs`` are used, detached."""
+        the batch has no old log-probabilities (on-policy), the detached ``logprobs`` take their place."""
         values = {} if values is None else values
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         for term in self.terms:
             batch = term.before(old, batch)
-        # A token that a tool wrote may be so unlikely that its log-ratio would change a completion's mean.
+        # Tokens outside the loss get 0. A token that wasn't sampled may be so unlikely that it would change a mean.
         log_ratio = (logprobs - old).where(batch.loss_mask > 0, 0.0)
         of_token, whole = bounded_exp(log_ratio), self.level == "sequence"
         of_level = bounded_exp(completion_mean(log_ratio, batch)) if whole else of_token
@@ -166,7 +168,7 @@ class Objective:
             per_token = per_token * self._on_policy(logprobs.detach(), batch)
         chosen = batch.loss_mask
         if self.top_entropy_quantile < 1:
-            # With `top_entropy_quantile` below 1 only the tokens of highest entropy are trained.
+            # Only the tokens of highest entropy are trained. Without a step's threshold, this row is the whole step.
             threshold: float | torch.Tensor | None = batch.step_constants.threshold
             if threshold is None:
                 counted = entropy.detach().float().where(batch.loss_mask > 0, torch.nan)
@@ -191,8 +193,8 @@ class Objective:
         return LossOutput(loss, sums, minima, maxima)
 
     def _on_policy(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Return the off-policy mask (N,). It is 0 for tokens with a negative advantage in a completion with a mean of
-        log sampler - log pi above `off_policy_threshold`, else 1."""
+        """Return the off-policy mask (N,): 0 for tokens with a negative advantage, if the mean of log sampler - log pi
+        over their completion is above `off_policy_threshold`, else 1."""
         drift = known(batch.sampler_logprobs - logprobs, batch.loss_mask) * sequence_mean_weights(batch)
         mean = per_sequence_sum(drift, batch)[batch.sequence]
         return ((batch.advantages >= 0) | (mean <= self.off_policy_threshold)).to(logprobs.dtype)
@@ -202,8 +204,8 @@ class Objective:
         self, tokens: Tokens, entropy: torch.Tensor, old: torch.Tensor, difference: torch.Tensor,
         to_sampler: torch.Tensor, chosen: torch.Tensor,
     ) -> tuple[Means, Extremes, Extremes]:  # fmt: skip
-        """Compute TRL's metrics of a micro-batch: sums with counts, minima, maxima. ``difference`` and ``to_sampler``
-        are explained in `sampling_metrics`."""
+        """Compute the metrics of a micro-batch: sums with counts, minima, maxima. ``difference`` and ``to_sampler`` are
+        explained in `sampling_metrics`."""
         batch, mask = tokens.batch, tokens.batch.loss_mask
         apart = (old - batch.sampler_logprobs).abs()
         scored = mask * ~apart.isnan()

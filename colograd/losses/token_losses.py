@@ -34,8 +34,8 @@ def chosen(condition: torch.Tensor, yes: float, no: float, like: torch.Tensor) -
 
 
 class DAPOLoss(ClippedLoss):
-    """Clipped loss, averaged over all tokens of the step (DAPO, arXiv 2503.14476, eq. 8). So a completion's weight is
-    proportional to its length."""
+    """Clipped loss, averaged over the step's tokens in the loss (DAPO, arXiv 2503.14476, eq. 8). So a completion's
+    weight is proportional to its number of these tokens."""
 
 
 class BNPOLoss(ClippedLoss):
@@ -71,8 +71,8 @@ class GMPOLoss(OverCompletions):
     """Loss with the geometric mean of a completion's ratios (GMPO, arXiv 2507.20673, eq. 4): -exp(mean log-ratio) * A.
 
     Before the mean, each token's log-ratio is clamped: to at most ``epsilon_high`` if A > 0, else to at least
-    -``epsilon``. The bounds are of log-ratios; the paper uses 0.4. The paper has one advantage per completion. For
-    advantages that differ within a completion see `completion_mean`."""
+    -``epsilon``. The bounds are of log-ratios; the paper uses 0.4. The paper has one advantage per completion. If
+    advantages differ within a completion, gradients are those of `completion_mean`."""
 
     epsilon: float
     epsilon_high: float
@@ -90,8 +90,8 @@ class GMPOLoss(OverCompletions):
 class CISPOLoss(TokenLoss):
     """Clipped importance weights (CISPO, from MiniMax-M1, arXiv 2506.13585): -min(ratio, epsilon_high) * A * log pi.
 
-    No gradient flows through the ratio, and no token loses its gradient. ``epsilon_high`` is the upper bound of the
-    ratio, not a distance from 1 (ScaleRL, arXiv 2510.13786, uses 5)."""
+    No gradient flows through the ratio, and clipping removes no token's gradient. ``epsilon_high`` is the upper bound
+    of the ratio, not a distance from 1 (ScaleRL, arXiv 2510.13786, uses 5)."""
 
     epsilon_high: float
 
@@ -106,9 +106,10 @@ class CISPOLoss(TokenLoss):
 @dataclass(frozen=True)
 class DPPOLoss(TokenLoss):
     """A trust region of probabilities (DPPO-Binary-TV, arXiv 2602.04879): -min(w, delta) * A * log pi, with w = pi /
-    sampler without gradient. A token has no gradient if its probability has already changed too much: increased by more
-    than ``epsilon_high`` for A > 0, decreased by more than ``epsilon`` otherwise. PPO's bound of the ratio limits rare
-    tokens, which hardly matter, like likely tokens. The paper uses 0.2 for both bounds and 20 for ``delta``."""
+    sampler without gradient (pi / pi_old without the sampler correction). A token has no gradient if its probability
+    has already changed too much: increased by more than ``epsilon_high`` for A > 0, decreased by more than ``epsilon``
+    otherwise. PPO's bound limits the ratio of rare tokens as much as that of likely tokens. The paper uses 0.2 for both
+    bounds and 20 for ``delta``."""
 
     corrects: ClassVar[bool] = True
 
@@ -125,7 +126,8 @@ class DPPOLoss(TokenLoss):
 
     @torch.no_grad()
     def moved(self, tokens: Tokens) -> torch.Tensor:
-        """Compute pi - sampler, (N,): each token's probability now minus its probability when it was sampled."""
+        """Compute pi - sampler, (N,), or pi - pi_old without the sampler correction: the change of each token's
+        probability since it was sampled."""
         return tokens.logprobs.exp() - (tokens.logprobs - tokens.log_ratio_to_sampler).exp()
 
     def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
@@ -168,8 +170,7 @@ class VESPOLoss(TokenLoss):
 
     @torch.no_grad()
     def phi(self, tokens: Tokens) -> torch.Tensor:
-        """Compute phi(w) of each token's completion, (N,). The bounds of the logarithms are taken from the reference
-        implementation."""
+        """Compute phi(w) of each token's completion, (N,). Logarithms are bounded as in the authors' code."""
         batch, least = tokens.batch, math.log(1e-8)
         log_weight = tokens.log_ratio.clamp(-20.0, 20.0)
         if tokens.correction is not None:

@@ -1,6 +1,6 @@
 """`Tokens`, the values that a loss reads; `TokenLoss`, the base of all losses; and the clipped loss of PPO and GRPO.
 
-A `TokenLoss` defines the loss of one token, the average over tokens, and metrics. Everything else is in `objective.py`.
+A `TokenLoss` defines the loss of one token, the average over tokens, and metrics. `objective.py` adds all other terms.
 The average is a weighted sum over a micro-batch's tokens, divided by a denominator of the whole step. All micro-batches
 and ranks share this denominator, so the update depends neither on micro-batches nor on the number of ranks.
 """
@@ -46,10 +46,10 @@ def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def completion_mean(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Give each token the mean of ``values`` over its completion's tokens in the loss: (N,) -> (N,). The gradient of
-    token t's result goes only to the value of token t, so tokens may have different advantages (GSPO-token, arXiv
-    2507.18071, eq. 14). With equal advantages and weights in a completion, the sum over its tokens has the gradient of
-    the mean."""
+    """Return for each token the mean of ``values`` over its completion's tokens in the loss: (N,) -> (N,). The gradient
+    of token t's result goes only to the value of token t, so tokens may have different advantages (GSPO-token, arXiv
+    2507.18071, eq. 14). If a completion's tokens have equal advantages and weights, their sum has the gradient of the
+    mean."""
     mean = per_sequence_sum(values.detach() * sequence_mean_weights(batch), batch)[batch.sequence]
     return mean + (values - values.detach())
 
@@ -63,15 +63,15 @@ class Tokens:
     token_ratio: torch.Tensor  # Ratios pi / pi_old of the tokens, (N,), bounded, differentiable.
     ratio: torch.Tensor  # Ratios pi / pi_old at `importance_sampling_level` (token or sequence), (N,), differentiable.
     advantages: torch.Tensor  # Advantages, (N,).
-    correction: torch.Tensor | None  # Sampler correction pi_old / sampler, (N,), bounded, constant. None: it is off.
+    correction: torch.Tensor | None  # Importance weights of `SamplerCorrection`, (N,), constant. None: no correction.
     per_sequence: bool  # Whether `ratio` is equal for all tokens of a completion.
     batch: MicroBatch
 
     @property
     def log_ratio_to_sampler(self) -> torch.Tensor:
-        """The constant log-ratios log(pi / sampler), (N,). They are log(pi / pi_old) for tokens without a sampler's
-        probability, and for all tokens if the correction is off (for example because truncated sampling, such as top-k,
-        gives probabilities of a different distribution)."""
+        """The log-ratios log(pi / sampler), (N,), without gradient. For tokens without a sampler's probability they are
+        log(pi / pi_old), and for all tokens if the sampler correction is off (for example because truncated sampling,
+        such as top-k, gives probabilities of a different distribution). They are 0 outside the loss mask."""
         own = self.log_ratio.detach()
         if self.correction is None:
             return own
@@ -86,17 +86,19 @@ class Tokens:
 
 
 class TokenLoss(ABC):
-    """Base class of all losses. By default a loss is the mean over all tokens of the step. A subclass is a frozen
-    dataclass; `from_config` fills the dataclass fields that are named like fields of the configuration."""
+    """Base class of all losses. By default the loss is the mean over all tokens of the step that count in the loss. If
+    a subclass is a dataclass, `from_config` fills the fields that are named like fields of the configuration."""
 
     corrects: ClassVar[bool] = False
-    """Whether `__call__` uses `Tokens.correction`. If False, the token losses are multiplied by the correction."""
+    """Whether `__call__` corrects for the sampler's probabilities. If False, token losses are multiplied by
+    `Tokens.correction`."""
     every_group: ClassVar[bool] = False
-    """Whether tokens with advantage 0 have a gradient. If False, groups with only zero advantages aren't packed."""
+    """Whether tokens with advantage 0 have a gradient. If False, this loss needs no groups with only zero advantages.
+    """
 
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Self:
-        """Build the loss from the configuration. Raises ValueError if a dataclass field has neither a default nor a
+        """Build the loss from the configuration. Raise a ValueError if a dataclass field has neither a default nor a
         configuration field of that name, or if the class needs arguments but isn't a dataclass."""
         names: list[str] = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
         try:
@@ -109,7 +111,7 @@ class TokenLoss(ABC):
 
     @abstractmethod
     def __call__(self, tokens: Tokens) -> torch.Tensor:
-        """Compute the loss of each token, (N,). The caller ignores tokens outside the loss mask."""
+        """Compute the loss of each token, (N,). Values of tokens outside the loss mask have no effect."""
 
     def token_weights(self, batch: MicroBatch) -> torch.Tensor:
         """Return the weight (N,) of each token's loss in the sum over tokens; 0 outside the loss mask."""
@@ -120,13 +122,13 @@ class TokenLoss(ABC):
         return float(max(step.num_loss_tokens, 1))
 
     def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
-        """Return the loss's metrics: means, minima, maxima. Called without gradient, and only for a micro-batch with at
-        least one token in the loss."""
+        """Return the loss's metrics: means, minima, maxima. This method is called without gradient, and only for a
+        micro-batch with at least one token in the loss."""
         return {}, {}, {}
 
 
 class OverCompletions(TokenLoss):
-    """A mixin for losses that are averaged over the tokens of each completion, then over the completions of a step."""
+    """Base of losses that are averaged over the tokens of each completion, then over the completions of a step."""
 
     def token_weights(self, batch: MicroBatch) -> torch.Tensor:
         return sequence_mean_weights(batch)
@@ -137,7 +139,8 @@ class OverCompletions(TokenLoss):
 
 def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tuple[Means, Extremes, Extremes]:
     """Compute TRL's clip metrics: shares of tokens ``below`` the lower bound with a negative advantage, and of tokens
-    ``above`` the upper bound with a positive advantage. ``below`` and ``above`` are (N,) bool."""
+    ``above`` the upper bound with a positive advantage, with extremes over completions. ``below`` and ``above`` are
+    (N,) bool."""
     low = (below & (tokens.advantages < 0)).to(tokens.ratio.dtype)
     high = (above & (tokens.advantages > 0)).to(tokens.ratio.dtype)
     batch, means = tokens.batch, sequence_mean_weights(tokens.batch)
@@ -154,7 +157,7 @@ def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tup
 class ClippedLoss(TokenLoss):
     """The clipped surrogate loss of PPO and GRPO. Subclasses choose the average over tokens. A token's loss is
     -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A). ``delta`` is an upper bound of the ratio in the
-    first argument (two-sided clipping, INTELLECT-2, arXiv 2505.07291). None means no bound."""
+    first argument of min (two-sided clipping, INTELLECT-2, arXiv 2505.07291). None means no bound."""
 
     epsilon: float
     epsilon_high: float

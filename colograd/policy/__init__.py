@@ -2,8 +2,8 @@
 
     groups -> `packing` -> MicroBatch -> `logprobs` (`attention`, or `padded`) -> log-probability of each label
 
-`loading` loads the policy and its tokenizer, `supported` checks if it can be trained, `lora` describes its adapter and
-its quantised weights. `row_proof` checks on a few tokens whether rows can be packed. `second_models` runs models other
-than the policy. `towers` names the vision and audio parts of a model. `layers` compiles decoder layers. `outline` makes
-a model without values. `sending` copies small tensors to the device.
+`loading` loads the policy and its tokenizer, `supported` checks whether a model can be trained, `lora` describes the
+policy's adapter and quantised weights. `row_proof` checks on a few tokens whether rows can be packed. `second_models`
+runs reference and teacher models. `towers` names the vision and audio parts of a model. `layers` compiles decoder
+layers. `outline` makes a model without values. `sending` copies small tensors to the device.
 """

@@ -1,5 +1,5 @@
 """Attention of packed rows: each segment (a prompt or completion) attends causally to its own tokens, and to all tokens
-of the earlier segments that the row's `SegmentLayout` names.
+of the earlier segments that the row's `SegmentLayout` lists.
 
 `packed_attention` is registered with transformers under `NAME`, so decoders that use transformers' attention interface
 run it without changes:
@@ -8,12 +8,14 @@ run it without changes:
     with attention.packed_rows():
         model(input_ids, position_ids=..., layout=micro_batch.layout)
 
-A call of such a model without a layout (``generate`` in a notebook, a callback's forward) runs transformers' `sdpa`.
+A call of such a model without a layout (``generate`` in a notebook, a callback's forward) runs transformers' `sdpa`,
+or torch's `scaled_dot_product_attention` with an additional key if the model has sinks.
 
-Normally no keys are copied (`merged_attention`). On CUDA in 16 bits (or autocast), one variable-length flash call of
-torch attends to all segments' own keys, and a second flash call attends to the prompts' keys. On a CPU there is one
-call per segment and one call per prompt. With dropout, with soft caps, on a CPU with windows, and on a CPU with short
-prompts (`IN_PLACE_FROM`), each segment instead runs `scaled_dot_product_attention` on a copy of all its keys.
+On CUDA in 16 bits (or under autocast), one variable-length flash call of torch attends to all segments' own keys, and a
+second flash call attends to the prompts' keys, without copies of keys (`merged_attention`). A window that is shorter
+than a sequence needs one flash call with copies. On a CPU there is one call per segment and one call per prompt. In
+other cases each segment runs `scaled_dot_product_attention` on a copy of all its keys: e.g. with dropout, soft caps,
+float32 on CUDA, and on a CPU for short windows or short prompts (`IN_PLACE_FROM`).
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ RowPart: TypeAlias = Any
 
 @dataclass(eq=False, slots=True)
 class ImageRuns:
-    """Places of the images' tokens in a row. With a plain list torch would compile layers again for each length."""
+    """Places of the images' tokens in a row, for `both_ways` of `packed_attention`. A plain list isn't used, because
+    torch would compile layers again for each length."""
 
     places: Sequence[tuple[int, int]]  # (first, last + 1) for each image.
 
@@ -63,9 +66,9 @@ def packed_attention(
         layout: the row's segments, and which segments each attends to. None means a row that isn't packed, for `sdpa`.
         s_aux: (H,) sinks, logits of an additional key with value 0 that every token attends to.
         row_part: this rank's share of the row, if query, key and value have only that share's tokens. None: all tokens.
-        options: transformers' `scaling`, `dropout`, `sliding_window` (in tokens, along prompt and completion), and
-            `both_ways`, the row's `ImageRuns`. The tokens of an image attend to each other in both directions. In
-            layers with a window `both_ways_in_window` replaces it.
+        options: transformers' `scaling`, `dropout`, `softcap`, `sliding_window` (in tokens, along prompt and
+            completion), and `both_ways`, the row's `ImageRuns`: tokens of one image attend to each other in both
+            directions. Layers with a window read `both_ways_in_window` instead of `both_ways`, if it is passed.
 
     Raises:
         ValueError: the layer or its options need something that packed attention can't compute correctly.
@@ -137,7 +140,7 @@ def packed_attention(
 
 def in_one_dtype(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
     """Cast tensors to autocast's dtype if autocast is on, because rotary embeddings leave mixed dtypes, and fused
-    kernels take only tensors of one dtype."""
+    kernels take only tensors of one dtype. Float64 tensors stay float64."""
     dtype = autocast_dtype(tensors[0].device)
     return (x if dtype is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
@@ -158,7 +161,8 @@ def _with_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return query, key and value with the sinks as an additional key of value 0, so that kernels need no special case.
-    The head size grows. In the first new dimension a query has its head's sink, the new key has 1, all other keys 0."""
+    The head size grows. In the first new dimension a query has its head's sink divided by ``scaling``, the new key has
+    1, all other keys have 0."""
     tokens, heads = query.shape[2], query.shape[1]
     own = (sinks.to(query.dtype) / scaling).view(1, heads, 1, 1).expand(len(query), -1, tokens, 1)
     query = F.pad(torch.cat([query, own], dim=-1), (0, HEAD_STEP - 1))
@@ -188,8 +192,8 @@ def _segment_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout,
     options: tuple[float | None, float, float | None], window: int | None, sink: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute the attention of a packed row, (1, T, H, D), by one call per segment on copies of the segment's keys.
-    With ``sink`` the last key is a sink that all tokens attend to. ``options`` are scaling, dropout and soft cap."""
+    """Compute the attention of a packed row, (1, T, H, D), segment by segment, on copies of all keys that a segment
+    attends to. With ``sink`` the row's last key is a sink. ``options`` are scaling, dropout and soft cap."""
     scaling, dropout, softcap = options
     key, value = _heads_for_masks(query, key, value)
     lengths = (*layout.lengths, 1) if sink else layout.lengths
@@ -205,7 +209,7 @@ def _segment_attention(
         if softcap is None or mask is None:
             outputs.append(_fused(queries, k, v, mask, dropout, scaling, square))
             continue
-        # torch has no kernel with soft caps. So the scores are stored, for one segment at a time.
+        # torch has no fused kernel with soft caps. So all scores are stored, for one segment at a time.
         times = queries.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (k, v))
         scores = queries @ k.mT * (queries.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -216,7 +220,7 @@ def _segment_attention(
 
 
 def _heads_for_masks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values with as many heads as torch's kernels with masks need: on a GPU the queries' number."""
+    """Return keys and values with as many heads as torch's kernels with masks need: on a GPU as many as ``query``."""
     if query.device.type == "cpu" or query.shape[1] == key.shape[1]:
         return key, value
     # On a GPU torch's fused kernel for masks takes no grouped heads. torch would use a kernel that stores all scores.
@@ -228,8 +232,9 @@ def _seen_both_ways(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, runs: Sequence[tuple[int, int]],
     options: tuple[float | None, float, int | None],
 ) -> torch.Tensor:  # fmt: skip
-    """Compute the attention of image tokens, (1, tokens of all ``runs``, H, D). A token of a run (first, last + 1)
-    attends to everything before the run's end. ``options`` are scaling, dropout and window."""
+    """Compute the attention of image tokens, (1, tokens of all ``runs``, H, D). A token in a run (first, last + 1)
+    attends to all tokens of its sequence before the run's end, except those behind a window's start. ``options`` are
+    scaling, dropout and window."""
     scaling, dropout, window = options
     key, value = _heads_for_masks(query, key, value)
     starts, again = layout.starts, []
@@ -249,8 +254,8 @@ def _seen_both_ways(
 
 def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool = False) -> torch.Tensor:
     """Return a causal mask (queries, keys) bool, with the last query at the last key. With ``sink`` all queries
-    attend to the first key. Small masks are cached, because shapes repeat in every layer. Large masks aren't cached,
-    because 256 of them would take gigabytes."""
+    attend to the first key. Up to 256 masks of at most 1 MiB are cached, because shapes repeat in every layer. Larger
+    masks aren't cached, because they would take gigabytes."""
     make = _make_mask if queries * keys <= 2**20 else _make_mask.__wrapped__
     return make(queries, keys, window, device, sink)
 
@@ -268,7 +273,8 @@ FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def flash_takes(query: torch.Tensor) -> bool:
-    """Return whether torch's flash attention takes the tensor: 16 bits, heads of at most 256, Ampere or newer."""
+    """Return whether torch's flash attention takes the tensor: on an NVIDIA GPU since Ampere, in 16 bits, with a head
+    size of at most 256 that is a multiple of 8."""
     size = query.shape[-1]
     fits = query.is_cuda and query.dtype in FLASH_DTYPES and size <= 256 and size % HEAD_STEP == 0
     return fits and _capability(query.device) >= (8, 0)
@@ -277,8 +283,8 @@ def flash_takes(query: torch.Tensor) -> bool:
 _capability = functools.cache(torch.cuda.get_device_capability)
 
 
-# A CPU attends to the keys of prompts without a copy if prompts have at least 128 tokens on average. Keys of shorter
-# prompts are copied to each completion, because that is faster (docs/measurements.md).
+# A CPU attends to the keys of prompts without copies if prompts have at least 128 tokens on average over a row's
+# completions. Keys of shorter prompts are copied for each completion, because that is faster (docs/measurements.md).
 IN_PLACE_FROM = 128
 _in_place_from = IN_PLACE_FROM
 _packed_rows = False
@@ -302,8 +308,8 @@ def keys_in_place_from(tokens: int) -> AbstractContextManager[None]:
 
 
 def _calls(query: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, window: int | None) -> tuple[Call, ...]:
-    """Return the calls of fused kernels that compute this row's attention. Empty: no fused kernel can compute it."""
-    if flash_takes(query) and value.shape[-1] <= query.shape[-1]:  # Smaller values are padded later.
+    """Return the calls of fused kernels that compute this row's attention. Empty: `_segment_attention` computes it."""
+    if flash_takes(query) and value.shape[-1] <= query.shape[-1]:  # `run_merged` pads smaller values.
         return calls_at_once(layout, window, query.device)
     if query.device.type != "cpu" or window is not None or query.shape[-1] != value.shape[-1]:
         return ()
@@ -335,15 +341,16 @@ def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Ten
 
 
 def packed_rows() -> AbstractContextManager[None]:
-    """Return a context where `_mask` makes no masks. transformers makes masks before layers receive the layout, so a
-    mask can't depend on the layout."""
+    """Return a context where `_mask` makes no masks. `_mask` can't read a row's layout, because transformers makes
+    masks before it passes the layout to the layers."""
     return _with(_packed_rows=True)
 
 
 @contextmanager
 def watch_windows() -> Iterator[tuple[set[int], set[int]]]:
-    """Record sliding window sizes (in tokens) inside the context: the windows of masks, and the windows that layers
-    pass to attention. A window that only masks have would be ignored silently, because packed rows have no masks."""
+    """Record sliding window sizes (in tokens) of packed rows inside the context, in two sets: the windows of masks, and
+    the windows that layers pass to attention. A window of masks alone would be ignored silently, because packed rows
+    have no masks."""
     windows = set[int](), set[int]()
     with _with(_watching=windows):
         yield windows

@@ -1,11 +1,11 @@
 """Head of a language model: log-probability and entropy of each label, without storing the logits of a whole row.
 
 Only one tile of logits (some labels x some of the vocabulary) exists at a time. The forward keeps a running maximum and
-sums per label (an online softmax, arXiv 1805.02867), and the backward computes every tile a second time. So memory
-doesn't depend on the vocabulary's size, and grows by a few numbers per label.
+sums per label (an online softmax, arXiv 1805.02867), and the backward computes every tile a second time. So the memory
+for logits doesn't depend on the vocabulary's size, and results take a few numbers per label.
 
-On a GPU a Triton kernel (`head_kernels`) reads a tile once after the matrix product. On other devices torch code in
-this file computes the same result in several passes over the tile.
+On an NVIDIA GPU a Triton kernel (`head_kernels`) usually reads a tile once after the matrix product. In the cases that
+`kernels_for` lists, torch code in this file computes the result in several passes over the tile.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from . import attention
 
 HIDDEN = -1e30  # Logit of a token that the sampler couldn't choose. Finite, so that no product becomes NaN.
 FLOAT32_PRODUCTS = "colograd_float32_products"  # Attribute of a head module, set by `cast_lm_head_to_fp32`.
-# `TILE_ELEMENTS`: number of logits in a tile (a block of logits that exists at a time), per device type. The torch code
-# has two float32 tensors of this size. On a GPU a tensor has 64 MiB, because smaller tiles would be bound by kernel
-# launches. On a CPU it has 32 MiB, because the CPU's allocator doesn't reuse all freed memory.
+# `TILE_ELEMENTS`: maximum number of logits in a tile (a block of logits that exists at a time), per device type. The
+# torch code has two float32 tensors of this size. On a GPU a tensor has 64 MiB, because kernel launches would bound
+# smaller tiles. On a CPU a tensor has 32 MiB, because the CPU's allocator doesn't reuse all freed memory.
 TILE_ELEMENTS = {"cpu": 2**23, "cuda": 2**24}
 # Maximum number of labels (rows) in a tile of logits. With more rows a tile would be too narrow for fast products.
 TILE_ROWS = 8192
-# On a GPU the number of columns of a tile of logits is a multiple of 64, because unaligned rows are slow.
+# On a GPU a full tile of logits has a multiple of 64 columns, because unaligned rows are slow.
 TILE_COLUMNS = 64
 
 
-# The tokens that the sampler could choose for each label (e.g. with top-k), as in `kept_tokens/rider.py`. Its method
+# The tokens that the sampler could choose for each label (e.g. with top-k), as in `kept_tokens/rider.py`. The method
 # ``hidden(row, vocabulary)`` returns (n, c) bool for n labels and c token ids, True where an id isn't a candidate.
 Candidates: TypeAlias = Any
-# A teacher's distribution for each label, for the differentiable KL divergence (N,) of the policy from it, as in
-# `distillation/head.py`.
+# A teacher's distribution for each label, as in `distillation/head.py`. The policy's differentiable KL divergence from
+# the teacher, (N,), is computed with the distribution.
 OtherDistribution: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Settings and steps that convert hidden states to logits: softcap(scale * hidden @ weight.T) / temperature."""
+    """Steps that convert hidden states to logits: softcap(scale * (hidden @ weight.T + bias)) / temperature."""
 
     temperature: float
     scale: float
     softcap: float  # Limit of tanh soft-capping. 0 means no soft-capping.
     dtype: torch.dtype  # Dtype of the matrix products.
-    wide: bool = False  # Whether products return float32 (or float64) logits, see `cast_lm_head_to_fp32`.
+    wide: bool = False  # Whether products of 16-bit weights return float32 logits, see `cast_lm_head_to_fp32`.
     part: Any = None  # This rank's shard of the head's weight (`VocabularyPart`). None means the whole weight.
     candidates: Candidates | None = None  # Tokens that the softmax is over. None means the whole vocabulary.
     low: ClassVar[float] = HIDDEN
@@ -70,18 +70,18 @@ class Head:
 
     @property
     def chain(self) -> float:
-        """Derivative of the final logits with respect to hidden @ weight.T, without the soft cap's factor."""
+        """Derivative of the final logits with respect to hidden @ weight.T, without the factor of a soft cap."""
         return self.scale / self.temperature
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute scale * hidden @ weight.T + bias for one tile (rows, columns), before soft cap and temperature. The
+        """Compute scale * (hidden @ weight.T + bias) for one tile (rows, columns), before soft cap and temperature. The
         result is a new tensor that the caller may overwrite."""
         tile = self.product(hidden, weight, bias).to(self.exact)
         return tile if self.scale == 1.0 else tile.mul_(self.scale)
 
     def product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute hidden @ weight.T + bias in a new tensor. A `wide` product is like vLLM's for a float32 head. On a
-        GPU its 16-bit factors aren't converted, because float32 holds the product of two bfloat16 numbers exactly."""
+        GPU its 16-bit factors aren't converted, because float32 holds the product of two 16-bit numbers exactly."""
         if not self.wide:
             return torch.nn.functional.linear(hidden, weight, bias)
         if hidden.is_cuda and self.dtype in (torch.bfloat16, torch.float16):
@@ -92,8 +92,8 @@ class Head:
 
     def finish_(self, tile: torch.Tensor, row: slice, vocabulary: slice, keep_cap: bool = False) -> torch.Tensor | None:
         """Convert a tile of `logits` to the logits used for sampling, in place: apply soft cap and temperature, and set
-        the logits of tokens that the sampler couldn't choose to `HIDDEN`. With ``keep_cap`` return tanh(tile /
-        softcap), or None without a soft cap. The derivative of the soft cap is 1 minus the square of that."""
+        the logits of tokens that the sampler couldn't choose to `HIDDEN`. With ``keep_cap`` and a soft cap return t =
+        tanh(tile / softcap), else None. The derivative of the soft cap is 1 - t^2."""
         capped = None
         if self.softcap:
             tile.div_(self.softcap).tanh_()
@@ -135,14 +135,14 @@ def parts(total: int, size: int) -> Iterator[slice]:
 
 
 def vocabulary_size(model: Any) -> int:
-    """Return the number of token ids in the model's input embedding. If ranks hold shards, all shards count."""
+    """Return the number of token ids in the model's input embedding. If ranks have shards of it, all shards count."""
     table = model.get_input_embeddings()
     own = getattr(table, "vocabulary", None)
     return int(table.weight.shape[0] if own is None else own.size)
 
 
 def tile_shape(labels: int, vocabulary: int, device: torch.device) -> tuple[int, int]:
-    """Return the number of rows (labels) and of columns (token ids) of a tile of logits."""
+    """Return the number of rows (labels) and of columns (token ids) of a full tile of logits."""
     rows = max(1, min(labels, TILE_ROWS))
     columns = TILE_ELEMENTS.get(device.type, 2**24) // rows
     if device.type != "cpu":
@@ -151,8 +151,8 @@ def tile_shape(labels: int, vocabulary: int, device: torch.device) -> tuple[int,
 
 
 def kernels_for(states: torch.Tensor, head: Head, other: OtherDistribution | None) -> ModuleType | None:
-    """Return the module `head_kernels`, or None if torch code must be used: without a GPU or Triton, in float64, and
-    for a KL divergence from a teacher's distribution."""
+    """Return the module `head_kernels`, or None if torch code must be used: without an NVIDIA GPU or Triton, in
+    float64, and for a KL divergence from a teacher's distribution."""
     on_cuda = states.is_cuda and torch.version.cuda is not None
     if not on_cuda or head.exact != torch.float32 or other is not None or not has_triton():
         return None
@@ -208,7 +208,7 @@ class _LabelLogprobs(torch.autograd.Function):
         rows, columns = tile_shape(len(labels), len(weight), hidden.device)
         running = states.new_zeros((4, len(labels)), dtype=head.exact)
         label_logit, moment, total, maximum = running.unbind()
-        # The initial maximum isn't -inf, because its difference from the first real maximum must be finite.
+        # The initial maximum isn't -inf, because its difference from the first tile's maximum must be finite.
         maximum.fill_(torch.finfo(head.exact).min / 2)
         kernels = kernels_for(states, head, other)
         sums = None if other is None else other.sums(total)
@@ -256,7 +256,7 @@ class _LabelLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for vocabulary in parts(len(weight), columns):
                 part, part_bias = cast(weight, bias, vocabulary, head.dtype)
-                # The sum over all rows ends before the next columns, so no second tensor of the weight's size exists.
+                # The sum over all rows ends before the next columns, so no sum of the whole weight's size is stored.
                 of_weight: torch.Tensor | None = None
                 of_bias: torch.Tensor | None = None
                 for row in parts(len(labels), rows):
@@ -294,13 +294,14 @@ class _LabelLogprobs(torch.autograd.Function):
 def _add_tile(
     tile: torch.Tensor, labels: torch.Tensor, place: tuple[slice, slice], running: torch.Tensor, sums: Any
 ) -> None:
-    """Update the ``running`` statistics (4, n) of n labels by a tile of final logits, and overwrite the tile. With the
-    maximum m of the logits x so far: the label's logit, the sum of e^(x - m) (x - m), the sum of e^(x - m), and m."""
+    """Update the ``running`` statistics (4, n) of n labels by a tile of final logits, and overwrite the tile. The four
+    are the label's logit, the sum of e^(x - m) (x - m), the sum of e^(x - m), and the maximum m of the logits x so far.
+    """
     label_logit, moment, total, maximum = running.unbind()
     index, inside = _columns(labels[place[0]], place[1])
     gaps = None if sums is None else sums.gaps(tile, *place)
     label_logit += tile.gather(1, index).squeeze(1).where(inside, 0.0)
-    # The sums of e^(x - max) and e^(x - max) (x - max) are rescaled to the new maximum, then the tile is added.
+    # The two sums are rescaled to the new maximum, then the tile's terms are added.
     largest = torch.maximum(maximum, tile.amax(dim=1))
     fall = maximum - largest
     decay = fall.exp()
@@ -318,8 +319,8 @@ def _add_tile(
 def _turn_to_gradient(
     head: Head, tile: torch.Tensor, of_row: tuple[torch.Tensor, ...], place: tuple[slice, slice], spread: Spread | None
 ) -> None:
-    """Replace a tile of `Head.logits` by the gradient of the head's matrix product, in place. ``of_row`` has the tile's
-    labels, their normalisers, and the gradient of their log-probabilities, (n,) each. ``spread`` is the gradient of
+    """Replace a tile of `Head.logits` by the loss's gradient for hidden @ weight.T, in place. ``of_row`` has the tile's
+    labels, their normalisers, and the gradient for their log-probabilities, (n,) each. ``spread`` is the gradient of
     entropy and KL divergence. None means that neither has a gradient."""
     labels, normaliser, gradient = of_row
     chain, (index, inside) = head.chain, _columns(labels, place[1])

@@ -1,7 +1,7 @@
 """Triton kernels for one tile of a head's logits: one kernel for softmax statistics, and one kernel for the gradient.
 
 The kernels read the product of hidden states and weight in its dtype, and compute in float32. `head` has the equivalent
-torch code, for devices other than GPUs, for float64 and for a KL divergence from a teacher's distribution.
+torch code, for devices other than NVIDIA GPUs, for float64 and for a KL divergence from a teacher's distribution.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Place: TypeAlias = tuple[torch.Tensor, int, torch.Tensor | None]
 
 
 def add_tile(head: Any, product: torch.Tensor, place: Place, running: torch.Tensor) -> None:
-    """Update the running statistics of n labels by a tile of `Head.product`, (4, n) float32. With maximum m of the
-    logits x so far: the label's logit, the sum of e^(x - m) (x - m), the sum of e^(x - m), and m."""
+    """Update the ``running`` statistics of n labels, (4, n) float32, by a tile of `Head.product`. The four are the
+    label's logit, the sum of e^(x - m) (x - m), the sum of e^(x - m), and the maximum m of the logits x so far."""
     _launch(_add_tile, (len(product),), head, product, place, running, running.stride(0))
 
 
 def gradient(
     head: Any, product: torch.Tensor, place: Place, of_rows: Sequence[torch.Tensor | None], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the gradient of a tile of `Head.product` in ``dtype``. If ``product`` has this dtype, it is overwritten.
-    ``of_rows`` has normaliser, gradient of the log-probability, gradient of the entropy, and entropy, (n,) float32
-    each. If the entropy is None, the entropy's gradient isn't read."""
+    """Return the loss's gradient for a tile of `Head.product` in ``dtype``. A ``product`` of this dtype is overwritten.
+    ``of_rows`` has, for each label, the normaliser, the gradient for the log-probability, the gradient for the entropy,
+    and the entropy, (n,) float32 each. If the entropy is None, the gradient for the entropy isn't read."""
     result = product if product.dtype == dtype else torch.empty_like(product, dtype=dtype)
     grid = len(result), triton.cdiv(result.shape[1], BLOCK)
     _launch(_turn_to_gradient, grid, head, product, place, *of_rows, result, head.chain)
@@ -39,7 +39,7 @@ def gradient(
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], head: Any, product: torch.Tensor, place: Place, *others: Any) -> None:
-    """Start a kernel on the GPU that holds the tile, even if the thread's current device is a different GPU. The logits
+    """Start a kernel on the GPU that holds ``product``, even if the thread's current device is a different GPU. Logits
     are behind * tanh(before * product) with a soft cap, else behind * before * product."""
     assert product.is_contiguous()
     labels, first, hidden = place
@@ -54,7 +54,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], head: Any, product: torch.Tensor
 
 @triton.jit
 def _logits(tile, hidden, place, inside, low, before, behind, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Read the columns ``place`` of a row. Return the final logits, and the values before the factor ``behind``."""
+    """Read the columns ``place`` of a tile's row. Return the logits, and the values before the factor ``behind``."""
     bounded = tl.load(tile + place, mask=inside, other=0.0).to(tl.float32) * before
     if CAPPED:
         bounded = 1.0 - 2.0 / (tl.exp(2.0 * bounded) + 1.0)  # Formula of tanh that is right even if exp overflows.

@@ -1,7 +1,7 @@
 """The policy's decoder layers: find them, turn dropout off, and compile layers for packed rows (``torch_compile``).
 
 Compilation fuses a layer's norms, rotary embedding, activation and residuals into a few kernels for rows of any length.
-All layers share these kernels. Attention isn't compiled. A call without a packed row's layout runs uncompiled.
+Layers of one class share kernels. Attention isn't compiled. A call without a packed row's layout runs uncompiled.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from transformers import AttentionInterface
 from ..config import GRPOConfig
 from . import attention
 
-# Maximum number of compiled graphs of a layer's code. There are graphs for training, evaluation and no gradients, for
-# each kind of layer, with and without an adapter.
+# Minimum of torch's `recompile_limit`, the largest number of compiled graphs of a layer's code. There are graphs for
+# training, evaluation and no gradients, for each kind of layer, with and without an adapter.
 MOST_GRAPHS = 64
 
 
@@ -38,8 +38,8 @@ def check_compiled(config: GRPOConfig, why_padded: str) -> None:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the model's decoder layers: the modules in `_no_split_modules`, or without such modules the members of the
-    longest `ModuleList`."""
+    """Return the model's decoder layers: the outermost modules of the classes in `_no_split_modules` (with a vision
+    tower maybe its layers, too). Without such modules: the members of the longest `ModuleList`."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
     if found:
@@ -58,7 +58,7 @@ def tells_routing(model: Any) -> bool:
 
 def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str | None = None) -> None:
     """Replace the forward of the model's decoder layers by code that is compiled at the first packed row. Parameters
-    keep their names. Copies of the model are compiled, too. ``backend`` and ``mode`` go to `torch.compile`."""
+    keep their names. Later copies of the model are compiled, too. ``backend`` and ``mode`` go to `torch.compile`."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
     # torch doesn't trace attention, because each row's layout would make a new graph.
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
@@ -70,9 +70,9 @@ def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str 
 
 @contextmanager
 def as_it_trains(model: torch.nn.Module) -> Iterator[None]:
-    """Put the model into training mode inside the context, if its layers are compiled and it has no dropout. So a check
-    runs the graphs of the training, because evaluation mode has different graphs. No gradient may exist yet, because
-    torch can't trace a parameter if its gradient has a different dtype."""
+    """Put a model with compiled layers and without dropout into training mode with gradients, inside the context. A
+    check of rows then runs the graphs that train, because evaluation mode has different graphs. Do nothing for other
+    models. No parameter may have a gradient yet, because torch can't trace a gradient of a different dtype."""
     rates = (getattr(m, "p" if isinstance(m, torch.nn.Dropout) else "attention_dropout", 0) for m in model.modules())
     if not any(map(is_compiled, decoder_layers(model))) or any(rates):
         yield
@@ -101,7 +101,7 @@ def _compiled(own: Callable[..., Any], backend: str, mode: str | None) -> Callab
     """Compile a layer's forward. With dynamic=True the graph that the first row compiles is for rows of any length."""
     if backend != "inductor":
         return torch.compile(own, dynamic=True, backend=backend, mode=mode)
-    # On a GPU this fusion of reductions would need further graphs for rows of 4096 tokens and more.
+    # On a GPU `mix_order_reduction` (a fusion of reductions) would need further graphs for rows of 4096 tokens or more.
     options = torch._inductor.list_mode_options(mode or "default") | {"triton.mix_order_reduction": False}
     return torch.compile(own, dynamic=True, options=options)
 
@@ -116,7 +116,7 @@ def _forward(
         return compiled(layer, *args, **kwargs)
     except torch._dynamo.exc.TorchDynamoException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])  # Line 1 may be just a backend's name.
+        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])  # Line 1 may have only the backend's name.
         raise NotCompiled(
             f"torch_compile is true, but torch can't compile a {type(layer).__name__} ({reason}): on a CPU torch needs "
             "a C++ compiler (g++, or the compiler in CXX), on a GPU Triton and a C compiler. Otherwise set "

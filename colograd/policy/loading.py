@@ -42,14 +42,14 @@ from .towers import freeze_unread, has_tower, hears, reads_text_alone, set_text_
 class Policy:
     """The model to train, its tokenizer, and the path of the checkpoint that vLLM loads."""
 
-    model: PreTrainedModel  # The model to train, or a PeftModel around it.
+    model: PreTrainedModel  # The model to train, or the PeftModel around it.
     tokenizer: PreTrainedTokenizerBase
-    path: str  # Folder or Hub id of the checkpoint that vLLM loads.
-    untouched: bool  # Whether the model was loaded from `path` by colograd, so that its weights equal the checkpoint's.
-    why_padded: str  # Reason why sequences can't be packed into one row. Empty means that they are packed.
-    adapter: Adapter | None = None  # Trained adapter of a PeftModel. None means that the whole model is trained.
-    new_adapter: bool = False  # Whether this run added the adapter. False: the adapter came with the model.
-    processor: Any = None  # Processor of a model that reads images. None means that the model reads only text.
+    path: str  # Folder or Hub id of the checkpoint that vLLM loads. For an adapter this is its base's checkpoint.
+    untouched: bool  # Whether the user named the model, so that Colograd loaded its weights from `path`.
+    why_padded: str  # Reason why sequences can't be packed into one row. Empty means that rows are packed.
+    adapter: Adapter | None = None  # Trained adapter of a PeftModel. None means that the model has no adapter.
+    new_adapter: bool = False  # Whether this run added the adapter. False: the adapter came with the model, or none.
+    processor: Any = None  # Processor of a model that reads images. None: the run trains the model as a text model.
 
     @property
     def quantization(self) -> Any:
@@ -87,8 +87,9 @@ class Policy:
         return tells_routing(unwrap(self.model))
 
     def router_coef(self, config: GRPOConfig) -> float:
-        """Return the coefficient of the routers' load-balancing loss: the configuration's, or the model's if that is
-        None. Return 0 for a model without routers. Raises ValueError if such a model has a coefficient set."""
+        """Return the coefficient of the load-balancing loss: `router_aux_loss_coef`, or if that is None the value in
+        the model's config.json. For a model without router logits, return 0 or raise a ValueError if the setting isn't
+        0."""
         text, asked = self.model.config.get_text_config(), config.router_aux_loss_coef
         if self.tells_routing:
             return float(getattr(text, "router_aux_loss_coef", 0.0) if asked is None else asked)
@@ -101,7 +102,7 @@ class Policy:
 
     @property
     def end_tokens(self) -> set[int | None]:
-        """Token ids that end a completion: the tokenizer's end and padding tokens, and `generation_config`'s."""
+        """Token ids that end a completion: the tokenizer's end and padding tokens, and those of `generation_config`."""
         named = getattr(self.model.generation_config, "eos_token_id", None)
         also = named if isinstance(named, list) else [named]
         return {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id, *also}
@@ -129,9 +130,9 @@ class Policy:
         yield from surplus_rows(self.tokenizer, self.rows)
         if reads_text_alone(inner):
             kind = inner.config.model_type
-            yield f"policy: text alone is trained; what {kind} sees or hears with is frozen, and not in the engine"
+            yield f"policy: text alone is trained; vision and audio parts of {kind} are frozen, and not in the engine"
         elif hears(inner.config):
-            yield "policy: what the model hears with is frozen, and not in the engine"
+            yield "policy: the model's audio tower is frozen, and not in the engine"
         if self.model.device.type == "cpu" and self.model.dtype == torch.bfloat16 and cpu_products.wanted():
             yield "policy: this CPU multiplies no bfloat16, so products are computed in float32 and rounded"
         if self.why_padded:
@@ -154,10 +155,10 @@ def load_policy(
     has_images: bool = False,
 ) -> Policy:  # fmt: skip
     """Load the model if ``model`` is a name or folder (of a model or adapter), and check it. Load the tokenizer if
-    ``tokenizer`` is None. Add a new adapter if ``peft_config`` is set.
+    ``tokenizer`` is None. Add a new adapter if ``peft_config`` is set. On a CPU, check packed rows (`choose_rows`).
 
     Raises:
-        ValueError: the model doesn't exist, its log-probabilities can't be computed, or its adapter can't be trained.
+        ValueError: the model doesn't exist, its adapter can't be trained, or model and tokenizer don't fit together.
     """
     untouched = isinstance(model, str | os.PathLike)
     path, tokenizer_path = str(model) if untouched else _origin(model, config, peft_config), ""
@@ -180,7 +181,7 @@ def load_policy(
         registry.require("lora", "a PeftModel")
         (take_adapter,) = registry.hooks("adapter")
         adapter = take_adapter(loaded)
-    # A tensor-parallel engine that gets copies of the policy's weights has no LoRA slots.
+    # A tensor-parallel engine gets merged weights, unless the policy is divided among the ranks like the engine.
     copies_into_parts = config.vllm_tensor_parallel_size > 1 and not config.tensor_parallel
     if adapter is not None and not adapter.why_merged and copies_into_parts:
         adapter = dataclasses.replace(adapter, why_merged="ranks share the engine")
@@ -189,7 +190,7 @@ def load_policy(
         loaded.enable_input_require_grads()  # Reentrant checkpointing needs an input that requires a gradient.
     if config.on_cpu:
         cpu_products.take_over(loaded)
-    # Rows of a model for the GPU are checked later, after the move to the GPU, because forwards here run on the host.
+    # Rows for a GPU are checked after the model's move to the GPU, because a forward at this point runs on the CPU.
     with cpu_products.constant_weights():
         why_padded = choose_rows(loaded) if config.on_cpu else expect_rows(loaded)
     processors = (feature.processor(unwrap(loaded), path, tokenizer, config) for feature in features())
@@ -215,13 +216,14 @@ def load_policy(
         disable_dropout(loaded)
     if config.cast_lm_head_to_fp32:
         products_in_float32(loaded)
-    for set_up in registry.hooks("policy"):  # Extensions' functions (model, config) that add options of the forward.
+    for set_up in registry.hooks("policy"):  # Extensions' functions (model, config) that change the forward.
         set_up(loaded, config)
     return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, peft_config is not None, processor)
 
 
 def proven_on(policy: Policy, prompts: Sequence[ModelInput]) -> Policy:
-    """Check the policy's packed or padded rows on prompts with images. Return the policy with the chosen rows."""
+    """Check the policy's rows on ``prompts`` with images. Return the policy with the choice of packed or padded rows.
+    Without prompts, return the policy unchanged."""
     if not prompts:
         return policy
     return dataclasses.replace(policy, why_padded=choose_rows(policy.model, why=policy.why_padded, asked=prompts))
@@ -242,7 +244,8 @@ def check_tokenizer(given: Any) -> None:
 
 
 def chat_template(path: str) -> str:
-    """Return the chat template in the file ``path``. Paths under `recipes/chat_templates/` also find shipped files."""
+    """Return the chat template in the file ``path``. If a path like `recipes/chat_templates/...` doesn't exist,
+    read the template of that name in the installed package."""
     try:
         return file_or_shipped(Path(path)).read_text(encoding="utf-8")
     except OSError as error:
@@ -252,8 +255,8 @@ def chat_template(path: str) -> str:
 
 
 def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:
-    """Return the folder or Hub id of the checkpoint that the user's model object comes from. Raises ValueError for an
-    object that can't be trained, or that comes from no checkpoint."""
+    """Return the folder or Hub id of the checkpoint that the user's model object comes from. Raise a ValueError if the
+    object names no checkpoint, or doesn't fit the adapter settings or `model_init_kwargs`."""
     if config.model_init_kwargs is not None:
         raise ValueError("model_init_kwargs is set, but the model was given as an object: remove one of the two.")
     if is_adapted(model) and peft_config is not None:
@@ -279,7 +282,7 @@ def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool
     """Load the model at ``path`` (a folder or Hub id). ``adapter`` is the folder of an adapter that will be added; it
     may record how the base model was quantised."""
     kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
-    # The attention implementation is left out, because `choose_rows` sets it.
+    # Quantisation comes from `load_arguments`, the dtype from `policy_dtype`, and the attention from `choose_rows`.
     for name in ("quantization_config", "load_in_8bit", "load_in_4bit", "torch_dtype", "attn_implementation"):
         kwargs.pop(name, None)
     kwargs["dtype"] = config.torch_dtype()
@@ -288,7 +291,7 @@ def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool
     for feature in features():
         kwargs |= feature.load_arguments(saved, config, adapter or path)
     if not config.verbose and os.path.isdir(path):
-        hf_logging.disable_progress_bar()  # A local folder needs no progress bar, but a download does.
+        hf_logging.disable_progress_bar()  # Loading a local folder needs no progress bar, but a download does.
     try:
         kind = AutoModelForImageTextToText if has_tower(saved) else AutoModelForCausalLM
         loaded = kind.from_pretrained(path, **kwargs)
@@ -308,4 +311,4 @@ def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool
         ) from None
     finally:
         if not config.verbose:
-            hf_logging.disable_progress_bar()  # Saving files needs no progress bar.
+            hf_logging.disable_progress_bar()  # Saving files later in the run needs no progress bar.

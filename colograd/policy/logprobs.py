@@ -28,7 +28,7 @@ from .padded import PackedSequence
 
 @dataclass(slots=True)
 class Pass:
-    """Data of one forward of a row. A `ForwardStep` may change it before the forward, and add `values` afterwards."""
+    """Data of one forward of a row. A `ForwardStep` may change the data before the forward, and add `values` later."""
 
     model: Any  # The transformers model, without a PeftModel around it.
     batch: MicroBatch
@@ -97,9 +97,9 @@ def remove(model: Any, kind: type[ForwardStep]) -> None:
 @dataclass(frozen=True, slots=True)
 class PolicyForward:
     """Forward of the policy, from a packed row to the log-probabilities of its labels. All computation runs inside
-    calls of the model and of its head, because a sharded model gathers its weights in the hooks of these modules. If
-    ranks exchange tensors in a forward, the model's ``around_forward`` is a context manager that makes the forward fail
-    on all ranks or on none."""
+    calls of the model and of its head, because a sharded model gathers its weights in the hooks of these modules. The
+    model may have an attribute ``around_forward`` if ranks exchange tensors in a forward: a function that returns a
+    context manager for the forward, so that the forward fails on all ranks or on none."""
 
     model: torch.nn.Module  # The transformers model, or a wrapper such as a PeftModel.
     temperature: float
@@ -131,13 +131,14 @@ def policy_logprobs(
     model: torch.nn.Module, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute for each label its log-probability and the entropy of its distribution, at ``temperature``. Return two
-    tensors (N,) float32 in nats. The entropy is differentiable only with ``entropy_gradient``."""
+    tensors (N,) in nats, in float32 (float64 models: float64). The entropy needs ``entropy_gradient`` for a gradient.
+    """
     return PolicyForward(model, temperature, entropy_gradient)(micro_batch)[:2]
 
 
 @torch.no_grad()
 def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: float) -> StepBatch:
-    """Return the step with `old_logprobs` in every row, computed by a forward with the present weights. Dropout is off,
+    """Return the step with `old_logprobs` in every row, computed by forwards with the present weights. Dropout is off,
     because the sampler has no dropout and a resumed run must compute equal values."""
     forward = PolicyForward(model, temperature)
     with evaluation_mode(model):
@@ -146,8 +147,8 @@ def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: floa
 
 
 def run_body(row: Pass, body: Any = None) -> torch.Tensor:
-    """Run the body (decoder without head) of the model, or ``body``, on a packed row. Return (1, T, hidden). A model
-    without packed attention computes on padded rows."""
+    """Run ``body``, by default the model without its head, on a packed row. Return hidden states (1, T, hidden). A
+    model without packed attention computes on padded rows."""
     model, batch = row.model, row.batch
     if body is None:
         body = model.base_model if model.base_model is not model else model.get_decoder()
@@ -158,7 +159,7 @@ def run_body(row: Pass, body: Any = None) -> torch.Tensor:
     with attention.packed_rows():
         output = body(
             input_ids=batch.input_ids,
-            # A mask that hides nothing. Without a mask transformers reads position values, a device-to-host sync.
+            # This mask hides no token. Without a mask transformers reads position values, a device-to-host sync.
             attention_mask=torch.ones_like(batch.input_ids, dtype=torch.bool),
             position_ids=batch.position_ids,
             layout=batch.layout,
@@ -172,7 +173,8 @@ def run_body(row: Pass, body: Any = None) -> torch.Tensor:
 
 
 def label_values(row: Pass) -> tuple[torch.Tensor, ...]:
-    """Run the model's body and head on a row. Return the labels' log-probabilities (N,) and entropies (N,)."""
+    """Run the model's body and head on a row. Return the labels' log-probabilities (N,) and entropies (N,). Put a KL
+    divergence from a teacher (``row.other``) into ``row.values``."""
     hidden, head = row.label_states(), row.model.get_output_embeddings()
 
     def of_labels(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -190,7 +192,7 @@ def label_values(row: Pass) -> tuple[torch.Tensor, ...]:
 @contextmanager
 def calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[None]:
     """Replace the ``forward`` of ``module`` by ``compute`` inside the context. Calls still run the module's hooks."""
-    own = {name: value for name, value in vars(module).items() if name == "forward"}  # accelerate may set `forward`.
+    own = {name: value for name, value in vars(module).items() if name == "forward"}  # Of accelerate, for example.
     module.forward = compute
     try:
         yield
@@ -211,5 +213,5 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def products_in_float32(model: Any) -> None:
-    """Make the head of the model and of its copies compute logits by a float32 product (`cast_lm_head_to_fp32`)."""
+    """Make the model's head, and later copies of it, compute logits by a float32 product (`cast_lm_head_to_fp32`)."""
     setattr(unwrap(model).get_output_embeddings(), FLOAT32_PRODUCTS, True)

@@ -1,7 +1,7 @@
 """LoRA policies (peft): the layers with an adapter, the model inside a PeftModel, and the quantised weights of a base.
 Extension `lora` adds adapters, and extension `quantized` packs weights.
 
-The base model's weights stay as in the checkpoint, because the adapter is never merged into the policy.
+The adapter is never merged into the policy's weights.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..runtime import registry
 
 PREFIX = "base_model.model."  # Prefix of every parameter name in a PeftModel.
 
-# The packed (e.g. quantised) weight of a linear layer, W (out, in) in y = x W^T + b, as in `quantized/layers.py`:
-# ``layer``, ``shape``, ``nbytes`` with quantisation scales, ``product(x)`` without the bias, ``values(dtype)``.
+# The packed (e.g. quantised) weight of a linear layer, W (out, in) in y = x W^T + b, as in `quantized/layers.py`, with
+# ``layer``, ``shape``, ``nbytes`` (quantisation scales included), ``product(x)`` without bias, ``values(dtype)``.
 PackedWeight: TypeAlias = Any
 
 
@@ -41,9 +41,9 @@ class Adapter:
     """The LoRA adapter that a run trains instead of the model's weights."""
 
     name: str  # Name of the adapter in peft, usually `default`.
-    rank: int  # Largest rank of the adapter's layers.
+    rank: int  # Largest LoRA rank among the layers.
     targets: tuple[str, ...]  # Last parts of the names of layers with an adapter: q_proj, down_proj, ...
-    why_merged: str  # Reason why vLLM can't load the adapter and gets merged weights. Empty: vLLM loads the adapter.
+    why_merged: str  # Reason why vLLM gets merged weights in place of the adapter. Empty: vLLM gets the adapter.
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,8 @@ class AdaptedLayer:
 
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
-        """Return the base weight plus the adapter's change as a new float32 tensor, in the base weight's layout."""
+        """Return the base weight with the adapter's change (for DoRA rescaled) as a new float32 tensor in the base
+        weight's layout."""
         if self.experts:
             base = self.module.get_param()
             a = self.lora_a.float().view(self.experts, -1, self.lora_a.shape[1])  # [experts, rank, in]
@@ -110,8 +111,8 @@ def unwrap(model: Any) -> Any:
 
 def base_name(name: str) -> str | None:
     """Convert a parameter's name in a PeftModel to its name in the model without adapters, e.g.
-    ``base_model.model.lm_head.base_layer.weight`` to ``lm_head.weight``. Return None for a tensor of the adapter. Names
-    of vLLM's LoRA layers are converted, too."""
+    ``base_model.model.lm_head.base_layer.weight`` to ``lm_head.weight``. Return None for a tensor of the adapter, such
+    as those in `modules_to_save`. Names of vLLM's LoRA layers are converted, too."""
     parts = name.removeprefix(PREFIX).split(".")
     if "modules_to_save" in parts or any(part.startswith("lora_") for part in parts):
         return None
@@ -129,8 +130,8 @@ def adapted_layers(model: Any) -> list[AdaptedLayer]:
 
 
 def trained_copies(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name in the model without adapters, parameter) for the parameters that peft trains completely, without
-    LoRA (``modules_to_save``)."""
+    """Yield (name in the model without adapters, parameter) for peft's copies of whole modules (``modules_to_save``),
+    which are trained without LoRA."""
     (adapter,) = model.active_adapters
     for name, parameter in model.named_parameters():
         head, found, tail = name.partition(f".modules_to_save.{adapter}.")

@@ -1,8 +1,8 @@
 """Attention of a packed row without copies of keys: several calls of fused kernels, merged by their log-sum-exps.
 
 The first call computes every segment's causal attention to its own keys. Further calls compute the unmasked attention
-to the keys of earlier segments. So all completions of a group read one copy of their prompt's keys. With outputs o_i
-and log-sum-exps l_i of the calls, the attention over all keys is
+to the keys of earlier segments. So all completions of a group read one copy of their prompt's keys, unless layers have
+a short window (`calls_at_once`). With outputs o_i and log-sum-exps l_i of the calls, the attention over all keys is
 
     whole = log(sum of exp(l_i))    out = sum of exp(l_i - whole) o_i
 
@@ -12,7 +12,7 @@ call computes the gradients of the attention over all keys, for the keys of this
 2310.01889). No scores are stored. The row's queries, keys, values, ``out`` and ``whole`` are saved for the backward.
 
 A sink is the logit of an additional key of value 0. It adds one term to the sum in ``whole``. The sink's gradient is
-that of a key with dP = 0.
+the gradient of a key's logit with dP = 0.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ Places: TypeAlias = slice | torch.Tensor | None  # Indices of tokens in a row. N
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Arguments of one call of a fused attention kernel, with some of a packed row's queries and keys."""
+    """Arguments of one call of a fused attention kernel, on some of a packed row's queries and keys."""
 
     queries: Places
     keys: Places
-    causal: bool  # Whether attention is causal, with the last query at the last key. False means no mask.
-    window: int | None = None  # Number of keys that a query attends to, including the key at its position.
+    causal: bool  # Whether attention is causal, with a sequence's last query at its last key. False: to all keys.
+    window: int | None = None  # Number of keys that a query attends to, up to the key at its position. None: no window.
     # `sequences`, for a kernel of many sequences (flash): start indices of the sequences' queries and of their keys,
     # (N + 1,) each, with the end as last entry; then the maximum numbers of queries and of keys in a sequence.
     sequences: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
     lengths: tuple[int, ...] = ()  # `lengths`, for CPU kernels: tokens of each sequence. Empty means one sequence.
-    mask: torch.Tensor | None = None  # For CPU kernels: a tensor that is added to the scores of one sequence.
+    mask: torch.Tensor | None = None  # `mask`, for CPU kernels: a tensor that is added to the scores of one sequence.
 
 
 class MergedAttention(torch.autograd.Function):
@@ -85,7 +85,7 @@ class MergedAttention(torch.autograd.Function):
             added = _gradients(call, _taken(call, query, key, value), rows, ctx.scale)
             places = call.queries, call.keys, call.keys
             for index, (like, at, found) in enumerate(zip((query, key, value), places, added, strict=True)):
-                if at is None:  # The call has all tokens of the row, and is the only one without places.
+                if at is None:  # Only the first call has all tokens of the row, so there is no total yet.
                     totals[index] = found
                     continue
                 total = totals[index]
@@ -160,8 +160,9 @@ def _gradients(
 
 
 def slow(query: torch.Tensor) -> bool:
-    """Return whether the attention backward computes in float32: for bfloat16 on a CPU without such instructions, where
-    torch's backward is up to seven times as slow in bfloat16 (`tests/benchmarks/attention.py`), but not its forward."""
+    """Return whether the attention backward computes in float32: for bfloat16 on a CPU without bfloat16 instructions.
+    There torch's backward, unlike its forward, is up to seven times as slow in bfloat16 as in float32
+    (`tests/benchmarks/attention.py`)."""
     return query.is_cpu and query.dtype == torch.bfloat16 and cpu_products.wanted()
 
 
@@ -178,8 +179,8 @@ def _joined(parts: Iterable[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ..
 
 
 def _window(call: Call) -> tuple[bool, dict[str, int]]:
-    """Return the flash kernel's causal flag, and its window: how many keys before and after its position a query
-    attends to. -1 means all keys."""
+    """Return the flash kernel's causal flag, and its window arguments: how many keys before and after a query's
+    position the query attends to. -1 means all keys."""
     left = -1 if call.window is None else call.window - 1
     sizes = {"window_size_left": left, "window_size_right": 0 if call.causal else -1}
     return call.causal and call.window is None, sizes  # With a window, `window_size_right` 0 hides later keys.
@@ -194,8 +195,8 @@ def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 def blocks(layout: SegmentLayout) -> list[list[Call]]:
     """Return the calls for attention to earlier segments, as a list per depth d. At depth d, each segment attends to
-    the d-th of its earlier segments. Neighbouring segments that attend to one earlier segment share a call. For prompts
-    and completions there is one depth, with a call per prompt."""
+    the d-th of its earlier segments. Neighbouring segments that attend to the same earlier segment share a call.
+    Without branches there is one depth, with a call per prompt."""
     calls = []
     for depth in range(max(map(len, layout.attends_to), default=0)):
         names = [seen[depth] if depth < len(seen) else None for seen in layout.attends_to]
@@ -222,9 +223,9 @@ def calls_one_by_one(layout: SegmentLayout) -> tuple[Call, ...]:
 @functools.lru_cache(maxsize=16)
 def calls_at_once(layout: SegmentLayout, window: int | None, device: torch.device) -> tuple[Call, ...]:
     """Return the calls for flash attention, which takes many sequences at once. In the first call each segment attends
-    to its own keys. Then there is a call per depth of `blocks`. With a ``window`` there is a single call, because the
-    query's position decides how many keys of an earlier segment are in the window. Each segment then gets a copy of
-    the earlier keys in the window of its first query."""
+    to its own keys. Then there is a call per depth of `blocks`. With a ``window`` there is a single call, because a
+    query's position decides how many keys of an earlier segment are in the window. In that call each segment has a
+    copy of the earlier keys in the window of its first query."""
     own = [_tokens(layout, segment) for segment in range(len(layout.lengths))]
     if window is None:
         calls = [Call(None, None, True, None, _sequences(own, own))]

@@ -16,7 +16,7 @@ from ..runtime.hub import check_model_name
 from .lora import adapter_folder, wrap
 from .towers import has_tower
 
-LARGE = 1.0  # Billions of parameters. A CPU trains larger models at only a few tokens per second.
+LARGE = 1.0  # Billions of parameters from which `note_on_cpu` warns. A CPU trains them at a few tokens per second.
 
 
 def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revision: str | None = None) -> Any:
@@ -36,7 +36,8 @@ def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revi
 
 
 def note_on_cpu(model: Any, config: GRPOConfig) -> str:
-    """Return a warning if there is no GPU and the model that the user named has over 10^9 parameters, else ""."""
+    """Return a warning if torch has no accelerator and the user named a model of at least 10^9 parameters, else "".
+    Models passed as objects, and models whose configuration can't be read, get no warning."""
     if torch.accelerator.is_available() or not isinstance(model, str | os.PathLike):
         return ""
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
@@ -44,7 +45,7 @@ def note_on_cpu(model: Any, config: GRPOConfig) -> str:
     trust = given.get("trust_remote_code", config.trust_remote_code)
     try:
         found = outline(path, torch.bfloat16, trust, given.get("revision"))
-    except Exception:  # Code from a model's folder may raise anything. Loading the model will report the error.
+    except Exception:  # Code from a model's folder may raise any exception. Loading the model will report the error.
         return ""
     billions = sum(parameter.numel() for parameter in found.parameters()) / 1e9
     if billions < LARGE:
@@ -57,7 +58,7 @@ def note_on_cpu(model: Any, config: GRPOConfig) -> str:
 
 
 def with_adapter(model: Any, rank: int) -> Any:
-    """Add a LoRA adapter of ``rank`` to all linear layers, except the head, of a model on the meta device."""
+    """Add a LoRA adapter of ``rank`` with peft's targets `all-linear` to a model on the meta device."""
     import peft
 
     with torch.device("meta"), warnings.catch_warnings():

@@ -66,15 +66,15 @@ def pack_step(groups: Sequence[ScoredGroup], rules: PackingRules) -> tuple[Packe
     fewer rows than other ranks appends dummy rows without a gradient."""
     with on_all_ranks("packing"):
         rows = plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
-    if rules.equal_counts:  # A dummy row has a token per rank, for gradients of experts.
+    if rules.equal_counts:  # A dummy row has a token per rank that shares the row, so that all experts get gradients.
         filler = dummy(rules.device, ((1, (max(1, rules.ranks_per_row - 1),)),))
         rows += (filler,) * (max(gather(len(rows))) - len(rows))
     return rows
 
 
 def dummy(device: torch.device, groups: Sequence[tuple[int, Sequence[int]]] = ((1, (1,)),)) -> PackedRow:
-    """Make a row of token 0 that counts in no metric and has zero gradients, because no token is in the loss. For each
-    group, ``groups`` has (number of prompt tokens, numbers of tokens of the completions)."""
+    """Make a row of tokens 0 that counts in no metric and has zero gradients, because no token is in the loss. For each
+    group, ``groups`` has (number of prompt tokens, number of tokens of each completion)."""
     parts = []
     for prompt, completions in groups:
         dummy_prompt = ModelInput((0,) * prompt)
@@ -108,10 +108,10 @@ def pack(
 def plan_rows(
     groups: Sequence[ScoredGroup], budget: int, mask_truncated: bool, device: torch.device, share_prompts: bool = True
 ) -> tuple[PackedRow, ...]:
-    """Pack groups into rows of at most ``budget`` tokens, by first-fit decreasing. A group larger than the budget is
-    split between completions, and every piece repeats the prompt. A single sequence larger than the budget gets a row
-    without others. Without ``share_prompts`` every completion has a copy of its prompt, and a row is budgeted at its
-    padded size."""
+    """Pack groups into rows of at most ``budget`` tokens, by first-fit decreasing. A group is split between completions
+    if it is larger than the budget or its prompts differ. Every piece has a copy of its prompt. A sequence larger than
+    the budget gets a row without other sequences. Without ``share_prompts`` every completion has a copy of its prompt,
+    and a row is budgeted at its padded size."""
     parts: list[PackedGroup] = []
     for scored in groups:
         rollouts, advantages = scored.group.rollouts, advantages_of(scored)
@@ -143,8 +143,8 @@ def plan_rows(
 
 
 def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
-    """Return a group's advantages as a tuple with one tensor per completion: of shape () if all tokens share one
-    advantage, else [C]."""
+    """Return a group's advantages as one tensor per completion. Its shape is () if the group has one advantage per
+    completion, and [C] if it has one per token."""
     rollouts = group.group.rollouts
     if group.advantages.shape == (len(rollouts),):
         return tuple(group.advantages)
@@ -153,7 +153,8 @@ def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
 
 def collate(row: PackedRow) -> MicroBatch:
     """Make the `MicroBatch` of a row: all tokens one after the other, in tensors on the row's device. Token t of a
-    completion is predicted at token t-1, and token 0 at the prompt's last token."""
+    completion is predicted at token t-1, and token 0 at the prompt's last token. Riders (data of extensions) may change
+    the result, e.g. for completions with branches."""
     segments, position_ids, logit_positions, labels = (list[torch.Tensor]() for _ in range(4))
     attends_to: list[tuple[int, ...]] = []
     media: dict[int, tuple[Media, ...]] = {}

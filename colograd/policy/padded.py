@@ -1,7 +1,7 @@
 """Run a model on a packed row as padded rows, one per sequence, and return the hidden states in the packed row's order.
 
-Models that mix tokens outside transformers' attention interface (state-space layers, convolutions, custom code) need
-padded rows. Padding is on the right, where a causal model doesn't attend. Every completion has a copy of its prompt.
+Models that mix tokens outside transformers' attention interface need padded rows, e.g. models with custom code. Padding
+is on the right, where a causal model doesn't attend. Every completion stands behind a copy of its prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .sending import to_device_async
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """Indices that map a packed row to padded rows: one padded row per sequence (a completion with its prompt).
+    """Indices that map a packed row to padded rows: one padded row per sequence (a completion behind its prompt).
 
     Example: the prompt p p p with the completions a a and b b b b has B = 2 padded rows of L = 7 tokens:
 
@@ -48,8 +48,8 @@ class PaddedRows:
 
 
 def rows_of(layout: SegmentLayout, device: torch.device | None = None) -> PaddedRows:
-    """Return the padded rows of a packed row's `SegmentLayout`: a row for each segment that no other attends to. The
-    tensors are on ``device``. None means the host."""
+    """Return the padded rows of a packed row's `SegmentLayout`: a row for each segment (prompt or completion) that no
+    other segment attends to. The tensors are on ``device``. None means the host."""
     starts = layout.starts
     ends = set(range(len(layout.lengths))) - {s for seen in layout.attends_to for s in seen}
     chains = [(*layout.attends_to[end], end) for end in sorted(ends)]
@@ -70,9 +70,9 @@ def hidden_states(
     body: torch.nn.Module, batch: MicroBatch, more: dict[str, Any], of_layers: dict[str, list[torch.Tensor]]
 ) -> torch.Tensor:
     """Compute a model's last hidden states on padded rows, and return them in the packed row's order, (1, T, hidden).
-    ``body`` is the model without its head, called with the keyword arguments ``more``, too. ``of_layers`` has names of
-    outputs of ``body`` that exist per layer, e.g. router logits, each with an empty list. The list is filled with a
-    tensor (T, ...) per layer. A prompt's values come from its first completion's row."""
+    ``body`` is the model without its head; ``more`` are further keyword arguments for it. ``of_layers`` has names of
+    outputs of ``body`` that exist per layer, e.g. router logits, each with an empty list. A tensor (T, ...) per layer
+    is appended to the list. Values of a prompt come from its first completion's row."""
     rows = rows_of(batch.layout, batch.input_ids.device)
     inputs: dict[str, Any] = {
         "input_ids": rows.of_tokens(batch.input_ids[0]),
@@ -101,7 +101,8 @@ class PackedSequence(NamedTuple):
 
 
 def sequences(row: MicroBatch) -> list[PackedSequence]:
-    """Return the completions of a row, each with its prompt. No rider may divide a completion of the row."""
+    """Return the completions of a row, each with its prompt. Rows with branches (completions that a rider divides into
+    several segments) aren't supported."""
     segments, found, at = row.input_ids[0].split(row.layout.lengths), list[PackedSequence](), 0
     ids, media = iter(row.rollouts), row.media or {}
     for index, (completion, context) in enumerate(zip(segments, row.layout.attends_to, strict=True)):

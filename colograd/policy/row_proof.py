@@ -7,6 +7,7 @@ log-probabilities from the logits that transformers computes for each sequence.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +29,8 @@ from .packing import pack
 from .padded import PackedSequence, sequences
 
 PACKABLE = {"full_attention", "sliding_attention"}
-# Largest allowed mean difference of log-probabilities in nats. Rounding errors are far smaller, and the effect of a
-# wrong context is far larger.
+# Largest allowed mean difference of log-probabilities in nats, for float32 and for any other dtype. Rounding errors are
+# far smaller, and the effect of a wrong context is far larger.
 TOLERANCE, TOLERANCE_16_BIT = {torch.float32: 1e-3}, 0.1
 
 
@@ -45,44 +46,50 @@ def choose_rows(model: Any, device: torch.device | None = None, why: str = "", a
     """Choose packed or padded rows for a model by a check, and set the model's attention implementation accordingly.
 
     The check runs the kernels of ``device`` (None: the model's device), with autocast and compilation if they are on.
-    ``why`` is a known reason to pad rows; then packed rows aren't checked. Made-up token ids and prompts with images
-    (``asked``) are checked. Return the reason why rows must be padded, or "" for packed rows. Raise a ValueError if the
-    check fails on padded rows as well."""
+    It runs on made-up token ids and on the prompts ``asked``, which may have images. If ``why`` has a reason to pad
+    rows, or the model's configuration has one, only padded rows are checked. Return the reason why rows must be padded,
+    or "" for packed rows. Raise a ValueError if the check of padded rows fails."""
     device, model = device or model.device, unwrap(model)
-    own, name = _own_attention(model), type(model).__name__
-    why = expect_rows(model, why)
+    own, why = _own_attention(model), expect_rows(model, why)
     with evaluation_mode(model):
-        for packed in (False,) if why else (True, False):
-            try:
-                with attention.watch_windows() as (of_masks, applied):
-                    error = _difference(model, own, device, asked, share_prompts=packed)
-            except (NotCompiled, torch.OutOfMemoryError):
-                raise
-            except (AttributeError, TypeError, ValueError, RuntimeError) as refusal:
-                fault = str(refusal).splitlines()[0]
-                fault = f"{name}: {fault}" if packed else fault
-            else:
-                fault, lost = "", of_masks - applied
-                if error and packed:
-                    fault = f"{name}'s packed log-probabilities differ by {error:.2g} nats from the model's on {device}"
-                elif error:
-                    fault = f"log-probabilities from its hidden states differ by {error:.2g} nats from its own logits"
-                elif packed and lost:
-                    fault = f"{name} doesn't pass the window of {lost.pop()} tokens to its attention"
-            if packed and not fault:
-                return ""
-            if packed:
-                why = fault
-                set_attention(model, own)
-    if fault:
-        raise ValueError(
-            f"{name} can't be trained ({fault}): choose a different model, such as Llama, Qwen, Gemma or SmolLM."
-        )
+        if not why and not (why := _fault(model, own, device, asked, packed=True)):
+            return ""
+        set_attention(model, own)
+        if fault := _fault(model, own, device, asked, packed=False):
+            raise ValueError(
+                f"{type(model).__name__} can't be trained ({fault}): choose a different model, such as Llama, Qwen, "
+                "Gemma or SmolLM."
+            )
     return why
 
 
+def _fault(model: Any, own: str, device: torch.device, asked: Sequence[ModelInput], packed: bool) -> str:
+    """Return the reason why packed (or padded) rows give wrong log-probabilities, or "" if they give right ones. The
+    mean difference from transformers' forward must be within the tolerance."""
+    name, limit = type(model).__name__, allowed(attention.autocast_dtype(device) or model.dtype)
+    # On a CPU `IN_PLACE_FROM` chooses one of two ways to compute attention. The extreme values check each way.
+    thresholds = (sys.maxsize, 0) if packed and device.type == "cpu" else (attention.IN_PLACE_FROM,)
+    try:
+        rows = pack(_samples(model, asked), 1000, False, device, share_prompts=packed)
+        with attention.watch_windows() as (of_masks, applied):
+            to_own = differences(model, rows, 1.0, own, thresholds)[1]
+            error = float(to_own.view(len(thresholds), -1).mean(1).max())
+    except (NotCompiled, torch.OutOfMemoryError):
+        raise
+    except (AttributeError, TypeError, ValueError, RuntimeError) as refusal:
+        fault = str(refusal).splitlines()[0]
+        return f"{name}: {fault}" if packed else fault
+    if not error <= limit:  # True for a NaN.
+        if packed:
+            return f"{name}'s packed log-probabilities differ by {error:.2g} nats from the model's on {device}"
+        return f"log-probabilities from its hidden states differ by {error:.2g} nats from its own logits"
+    if packed and (lost := of_masks - applied):
+        return f"{name} doesn't pass the window of {lost.pop()} tokens to its attention"
+    return ""
+
+
 def obstacle(model: Any) -> str:
-    """Return the reason in a model's class and configuration why it can't take packed rows. Empty: it may take them."""
+    """Return the reason in a model's class or configuration why the model can't take packed rows. Empty: no reason."""
     config = model.config.get_text_config()
     covered = frozenset[str]().union(*(support.layer_types(model) for support in registry.hooks("rows")))
     if not (covered or getattr(model, "_supports_attention_backend", False)):
@@ -94,9 +101,9 @@ def obstacle(model: Any) -> str:
 
 
 def expect_rows(model: Any, why: str = "") -> str:
-    """Choose packed or padded rows from a model's configuration, without a check, and set the attention accordingly.
+    """Choose packed or padded rows from a model's configuration, and set the attention implementation accordingly.
     Return the reason to pad rows (``why``, if that isn't empty), or "" for packed rows. `choose_rows` checks the choice
-    later, on the device that trains."""
+    by forwards."""
     model = unwrap(model)
     install_steps(model)
     if why := why or obstacle(model):
@@ -116,7 +123,8 @@ def install_steps(model: Any) -> None:
 
 
 def set_attention(model: Any, name: str) -> None:
-    """Set the model's attention implementation to ``name``. A `ForwardStep` may choose different ones for submodels."""
+    """Set the model's attention implementation to ``name``. A `ForwardStep` may choose other implementations for
+    submodels such as a vision tower."""
     answers = (step.attention(model, name) for step in steps_of(model))
     model.set_attn_implementation(next((answer for answer in answers if answer != name), name))
 
@@ -125,13 +133,14 @@ def choose_rows_where_it_trains(
     model: Any, device: torch.device, others: Sequence[Any] = (), asked: Sequence[ModelInput] = ()
 ) -> str:
     """Run `choose_rows` on all ranks. If one rank must pad rows, all ranks pad. ``others`` (reference and teacher
-    models) get the attention implementation of ``model``. Return the reason to pad. A collective."""
+    models) get the attention implementation of ``model``. Return the reason to pad, or "". A collective."""
     with on_all_ranks("the proof of the rows"):
         found = choose_rows(model, device, asked=asked)
     why = next(filter(None, gather(found)), "")
-    if why and not found:
-        with on_all_ranks("the proof of the rows"):
-            choose_rows(model, device, why, asked)
+    if why:
+        with on_all_ranks("the proof of the rows"):  # Ranks that pad already take part in this collective, too.
+            if not found:
+                choose_rows(model, device, why, asked)
     for other in others:
         set_attention(unwrap(other), unwrap(model).config._attn_implementation)
     return why
@@ -148,20 +157,18 @@ def _own_attention(model: Any) -> str:
 
 def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
     """Make groups for the check of rows: two with made-up prompts, and one for each prompt in ``given``. A group has
-    two made-up completions. If its prompt has images, a third completion consists of the prompt's tokens and images."""
-    vocabulary = vocabulary_size(model)
+    two made-up completions. A third completion with the prompt's tokens and images follows if the prompt has images."""
+    vocabulary, first = vocabulary_size(model), itertools.count(11, 101)
+
+    def tokens(length: int) -> array[int]:
+        start = next(first)
+        return array("i", ((start + 37 * t) % vocabulary for t in range(length)))
+
     groups: list[ScoredGroup] = []
-    token = 11
-    for lengths in ((5, 4, 3), (3, 2, 5), *((1, 4, 3) for _ in given)):
-        prompt, *completions = (
-            array("i", ((token + 101 * place + 37 * t) % vocabulary for t in range(length)))
-            for place, length in enumerate(lengths)
-        )
-        token += 101 * len(lengths)
-        asked = ModelInput(tuple(prompt)) if len(groups) < 2 else given[len(groups) - 2]
-        rollouts = [_written(asked, ids) for ids in completions]
-        if asked.media is not None:  # A completion with images, like a tool's answer with images.
-            rollouts.append(_written(asked, array("i", asked.ids), (asked.media,)))
+    for prompt in (ModelInput(tuple(tokens(5))), ModelInput(tuple(tokens(3))), *given):
+        rollouts = [_written(prompt, tokens(4)), _written(prompt, tokens(3))]
+        if prompt.media is not None:  # A completion with images, like a tool's answer with images.
+            rollouts.append(_written(prompt, array("i", prompt.ids), (prompt.media,)))
         group = Group({}, tuple(rollouts), len(groups))
         groups.append(ScoredGroup(group, torch.zeros(len(rollouts), 1), torch.ones(len(rollouts))))
     return groups
@@ -206,17 +213,6 @@ def differences(
                         to_own.append(logprobs[:, part.place] - _own_logprobs(model, part, temperature))
     own_parts = to_own or [to_sampler[0][:, :0]]
     return torch.cat(to_sampler, 1).abs().flatten(), torch.cat(own_parts, 1).abs().flatten()
-
-
-def _difference(model: Any, own: str, device: torch.device, asked: Sequence[ModelInput], share_prompts: bool) -> float:
-    """Return the mean absolute difference in nats between log-probabilities on the check's rows and from transformers'
-    forward. Return 0 if the difference is within the tolerance."""
-    rows = pack(_samples(model, asked), 1000, False, device, share_prompts=share_prompts)
-    # On a CPU the threshold chooses between two attention paths. The two extreme values check each path on all rows.
-    thresholds = (sys.maxsize, 0) if share_prompts and device.type == "cpu" else (attention.IN_PLACE_FROM,)
-    to_own = differences(model, rows, 1.0, own, thresholds)[1]
-    error = float(to_own.view(len(thresholds), -1).mean(1).max())  # NaN if one is NaN, which no bound admits
-    return 0.0 if error <= allowed(attention.autocast_dtype(device) or model.dtype) else error
 
 
 def allowed(dtype: torch.dtype) -> float:

@@ -1,7 +1,7 @@
-"""Second models: models besides the policy that compute values for the rows, e.g. the reference model of the KL term.
+"""Second models: reference and teacher models, which compute values for the rows in addition to the policy.
 
-The values are computed once, after the groups have been sampled, and are stored in the rows. To add a kind of second
-model, an extension lists a `Kind` under "second_model" in its `HOOKS`, and a loss term that reads the values.
+The values are computed before a row is trained, and are stored in the row. To add a kind of second model, an extension
+lists a `Kind` under "second_model" in its `HOOKS`, and a loss term that reads the values under "loss_term".
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from .packing import collate
 
 
 class SecondModel(ABC):
-    """A reference or teacher model that runs on the policy's rows. It may be the policy with different weights."""
+    """A reference or teacher model that runs on the policy's rows. It may be the policy's module with other weights."""
 
     model: Any
-    of_policy = True  # Whether the model has the policy's architecture, and takes rows in the same form as the policy.
+    of_policy = True  # Whether the model has the policy's architecture. If not, a check chooses packed or padded rows.
 
     @abstractmethod
     def present(self) -> AbstractContextManager[Any]:
-        """Return a context that yields the model in evaluation mode, with its weights on the policy's device."""
+        """Return a context that yields the model in evaluation mode, ready for forwards on the policy's device."""
 
     @abstractmethod
     def describe(self) -> str: ...
 
     def callback(self, policy: torch.nn.Module) -> TrainerCallback | None:
-        """Return a callback that updates this model during the policy's training. None means that it stays constant."""
+        """Return a callback that updates this model while the policy trains. None means that the model is constant."""
         return None
 
     def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:  # noqa: B027
         """Write the model into a checkpoint, unless the next start makes an equal one."""
 
     def load(self, checkpoint: str | Path) -> None:  # noqa: B027
-        """Read what `save` has written, if there is anything."""
+        """Read the file that `save` has written into a checkpoint, if the file exists."""
 
 
 class FrozenModel(SecondModel):
-    """A model besides the policy, in evaluation mode and without gradients, for example the reference model. It runs
-    on ``device``. With ``offload`` its weights stay in host memory between uses."""
+    """A reference or teacher model that runs on ``device``, in evaluation mode and without gradients. With ``offload``
+    its weights stay in host memory between uses."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device, offload: bool) -> None:
         self.model: Any = model
@@ -62,7 +62,7 @@ class FrozenModel(SecondModel):
     @contextmanager
     def present(self) -> Iterator[torch.nn.Module]:
         """Yield the model with its weights on the device. Offloaded weights are copied to the device in the context."""
-        # Copies and kernels run on one stream, so a kernel starts after the copies of its weights.
+        # Copies and kernels run on one CUDA stream, so a kernel starts after the copies of its weights.
         moved = (
             (parameter, torch.empty_like(parameter, device=self.device).copy_(parameter, non_blocking=True))
             for parameter in self.model.parameters()
@@ -71,7 +71,7 @@ class FrozenModel(SecondModel):
             yield self.model
 
     def where(self) -> str:
-        """Return a text for a log line about where the model's weights are stored, and their size in MiB."""
+        """Return a text for a log line: where the model's weights are stored, and their size in MiB."""
         nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
         place = "in host memory between uses" if self.offload else "beside it"
         return f"{place} ({nbytes / 2**20:,.0f} MiB)"
@@ -92,8 +92,8 @@ def values_in_place(values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -
 
 
 def offloads(config: GRPOConfig, setting: bool) -> bool:
-    """Return whether a frozen model's weights are stored in host memory between uses: if ``setting`` is true, but never
-    for a run on the CPU, where the weights would be in memory twice."""
+    """Return whether a frozen model's weights stay in host memory between uses: if ``setting`` is true, but never for a
+    run on the CPU, where the weights would be in memory twice."""
     return setting and not config.on_cpu
 
 
@@ -108,21 +108,21 @@ def own_logprobs(second: SecondModel, model: Any, row: PackedRow, temperature: f
 
 
 class Kind(NamedTuple):
-    """A kind of second model (a model besides the policy that computes values for the rows), such as "reference"."""
+    """A kind of second model (a reference or teacher model, which computes values for the rows)."""
 
     field: str  # Name of the row's values that the model computes, e.g. "ref_logprobs".
-    name: str  # Name in the memory plan.
+    name: str  # Name of this kind in the memory plan, e.g. "reference".
     make: Callable[[GRPOConfig, Policy], SecondModel]  # Constructor, called when the policy is on its device.
-    nbytes: Callable[[GRPOConfig, Policy], int]  # Number of bytes that the model takes on the policy's device.
-    # `read` computes the values of a row from: the second model, the model that `present()` yields, the row, the
+    nbytes: Callable[[GRPOConfig, Policy], int]  # Number of bytes of the model on the policy's device, before sharding.
+    # `read` computes a row's values. Its arguments: the second model, the module that `present()` yields, the row, the
     # temperature, and the model's name if the run has several models of this kind (else "").
     read: Callable[[SecondModel, Any, PackedRow, float, str], torch.Tensor] = own_logprobs
-    # `configs` returns {name: configuration} for the models of this kind, with the name "" for a single model.
+    # `configs` returns {name: configuration} for the models of this kind. A single model has the name "".
     configs: Callable[[GRPOConfig], Mapping[str, GRPOConfig]] = lambda config: {"": config}
 
 
-OF = " of "  # Separator between a row's field and a model's name in a key of `SecondModels`: "teacher_top of math".
-SecondModels = dict[str, SecondModel]  # Maps "ref_logprobs" or "teacher_top of math" to the model that computes it.
+OF = " of "  # Separator of value name and model name in the keys of `SecondModels`, e.g. "teacher_top of math".
+SecondModels = dict[str, SecondModel]  # `SecondModels` maps "ref_logprobs" or "teacher_top of math" to a model.
 
 
 def kinds() -> dict[str, Kind]:
@@ -161,7 +161,7 @@ def second_model_bytes(needs: Sequence[str], config: GRPOConfig, policy: Policy)
 
 @torch.no_grad()
 def fill(models: SecondModels, rows: Sequence[PackedRow], temperature: float) -> tuple[PackedRow, ...]:
-    """Return the rows with the values that all reference and teacher models compute for them."""
+    """Return the rows with the values that the reference and teacher models in ``models`` compute for them."""
     for key, second in models.items() if rows else ():
         field, _, name = key.partition(OF)
         with second.present() as model:
@@ -172,8 +172,8 @@ def fill(models: SecondModels, rows: Sequence[PackedRow], temperature: float) ->
 
 
 def with_second_logprobs(models: SecondModels, steps: Sequence[StepBatch], temperature: float) -> list[StepBatch]:
-    """Return the steps with the values of all reference and teacher models in their rows. The weights of a model are
-    copied to the device once for all steps. Rows that are already trained are skipped, because they have the values."""
+    """Return the steps with the values of all reference and teacher models in their rows. The weights of an offloaded
+    model are copied to the device once for all steps. Rows that are trained already have the values and are skipped."""
     rows = iter(fill(models, [row for step in steps for row in step.rows[step.trained :]], temperature))
     filled = [step.rows[: step.trained] + tuple(next(rows) for _ in step.rows[step.trained :]) for step in steps]
     return [dataclasses.replace(step, rows=rows_of_step) for step, rows_of_step in zip(steps, filled, strict=True)]

@@ -8,20 +8,20 @@ from ..parallel.shards import RankGroup
 
 
 def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a host tensor to ``device`` without waiting. Kernels launched later on the current stream can use it. The
-    tensor is pinned first, because a copy from unpinned memory waits until the device has finished earlier work."""
+    """Return ``tensor`` on ``device``. A host tensor is pinned and then copied to a CUDA device without waiting. A copy
+    of unpinned memory would wait for the device's earlier work. Later kernels of the stream may use the copy."""
     if device.type == "cuda" and tensor.is_cpu:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def enter(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Return ``tensor``, which is equal on all ranks of ``group``. The backward sums the gradient over the ranks,
-    because each rank computes with a shard of the weights."""
+    """Return ``tensor``, which is equal on all ranks of ``group``. The backward sums the tensor's gradient over the
+    ranks, because each rank computes with its shard of the weights."""
     if not tensor.requires_grad:
         return tensor
     entered = tensor.view_as(tensor)
-    if entered.requires_grad:  # Under `torch.no_grad` no hook can be registered.
+    if entered.requires_grad:  # False under `torch.no_grad`, where no hook can be registered.
         entered.register_hook(lambda gradient: group.sum_(gradient.clone(memory_format=torch.contiguous_format)))
     return entered
 

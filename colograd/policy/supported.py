@@ -1,4 +1,4 @@
-"""Checks whether a model can be trained, from its configuration, before its weights are read.
+"""Checks of a model's configuration: whether the model can be trained with the run's settings.
 
 `ModelFeature` is the base class of extensions that add checks or change how a model is loaded.
 """
@@ -26,9 +26,9 @@ BASE_QUANTIZATION = "base_quantization.json"  # File in an adapter's folder with
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The model that a run is going to train, as known before its weights are read. The checks take this object."""
+    """Description of the model that a run will train, for `ModelFeature.check`. A named model isn't loaded yet."""
 
-    model_config: Any  # Configuration of the model, or of an adapter's base. None: it can't be read.
+    model_config: Any  # Configuration of the model, or of an adapter's base. None: no configuration can be read.
     config: GRPOConfig
     name: str | None  # Name or folder of the model or adapter. None: the user passed a model object.
     has_adapter: bool
@@ -55,9 +55,9 @@ def check_installed(wanted: Wanted) -> None:
 
 
 class ModelFeature:
-    """Base class of an extension's checks and changes while a model is loaded. Every method does nothing by default. An
-    extension lists a derived class under "model_feature" in its `HOOKS`. The argument ``model`` is a transformers model
-    without an adapter around it. The methods are called in the order of their definitions."""
+    """Base class of an extension's checks and changes while a model is loaded. By default the methods change nothing
+    and allow every model. An extension lists a derived class under "model_feature" in its `HOOKS`. The argument
+    ``model`` is a transformers model without an adapter around it."""
 
     def check(self, wanted: Wanted) -> None:
         """Raise a ValueError if the model can't be trained with the run's settings."""
@@ -80,8 +80,8 @@ class ModelFeature:
         """Change the model of the checkpoint at ``path`` before an adapter is added to the model."""
 
     def processor(self, model: Any, path: str, given: Any, config: GRPOConfig) -> Any:
-        """Return the processor of a model that reads images, or None for any other model. ``given`` is the
-        `processing_class` that the user passed: a processor, a tokenizer, or None."""
+        """Return the processor of a model that reads images. Return None for a text model, and for a model that the run
+        trains as a text model. ``given`` is the user's `processing_class`: a processor, a tokenizer, or None."""
         return None
 
     def why_rows_stay_whole(self, model: Any) -> str:
@@ -130,8 +130,8 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has
 
 
 def check_planned(model_config: Any, ranks: int) -> None:
-    """Raise a ValueError if vLLM can't run the model with ``ranks`` tensor-parallel ranks. For memory plans, which need
-    only this check of `check_supported`."""
+    """Raise a ValueError if vLLM can't run the model with ``ranks`` tensor-parallel ranks. Memory plans call this check
+    in place of `check_supported`."""
     for feature in features():
         feature.check_split(model_config, ranks)
 
@@ -146,8 +146,7 @@ def check_shared_rows(model: Any, size: int, why_padded: str) -> None:
 
 
 def why_rows_stay_whole(model: Any, why_padded: str) -> str:
-    """Return the reason why one row's tokens can't be divided among ranks, judged by the model's modules and
-    configuration. Empty: they can be divided."""
+    """Return the reason why the tokens of one row can't be divided among ranks. Empty: the tokens can be divided."""
     inner = unwrap(model)
     if why_padded:
         return f"rows of {type(inner).__name__} are padded ({why_padded})"
@@ -155,8 +154,8 @@ def why_rows_stay_whole(model: Any, why_padded: str) -> str:
 
 
 def read_config(path: str, config: GRPOConfig) -> Any:
-    """Read the transformers configuration at ``path`` with the run's `revision` and `trust_remote_code`. None means
-    that no configuration can be read there."""
+    """Read the transformers configuration at ``path`` with the run's `revision` and `trust_remote_code`. Return None if
+    no configuration can be read there."""
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     trust = given.get("trust_remote_code", config.trust_remote_code)
     try:

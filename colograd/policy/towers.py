@@ -1,4 +1,4 @@
-"""Models that read images or audio: model types, names of their vision and audio modules, and which are frozen."""
+"""Models that read images or audio: their types, the names of their vision and audio modules, and what is frozen."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-# `FAMILIES`: model types of transformers that can be trained on images.
+# `FAMILIES`: model types (as in a config.json) that can be trained on images.
 FAMILIES = ("gemma3", "gemma4", "idefics3", "internvl", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm")
-TEXT_FIRST = ("gemma4", "internvl", "mistral3", "qwen3_5")  # Families trained like text models if no prompt has images.
-TOWERS = ("visual", "vision_model", "vision_tower")  # Names of vision towers. Their projectors are in `PROJECTORS`.
+TEXT_FIRST = ("gemma4", "internvl", "mistral3", "qwen3_5")  # Model types trained on text alone in runs without images.
+TOWERS = ("visual", "vision_model", "vision_tower")  # Names of vision modules. `PROJECTORS` names their projectors.
 PROJECTORS = ("merger", "deepstack_merger_list", "connector", "multi_modal_projector", "embed_vision")
 HEARS = ("audio_tower", "embed_audio")  # Names of audio modules, which are neither trained nor loaded into vLLM.
 
@@ -25,8 +25,8 @@ def has_tower(model_config: Any) -> bool:
 
 
 def reads_text_alone(model: Any) -> bool:
-    """Return whether a model with a vision or audio part is trained only on text: if its model type isn't in
-    `FAMILIES`, or if its type is in `TEXT_FIRST` and the run has no images (`set_text_alone`)."""
+    """Return whether a model has a vision or audio part but is trained only on text: its type isn't in `FAMILIES`, or
+    its type is in `TEXT_FIRST` and the run has no images (`set_text_alone`)."""
     config = getattr(model, "config", None)
     return has_tower(config) and (not takes_images(config) or getattr(model, "text_alone", False))
 
@@ -81,7 +81,7 @@ def sees(name: str) -> bool:
 
 
 def tower_layers(model: Any) -> list[torch.nn.Module]:
-    """Return the layers of the model's vision tower. The list is empty for a model without a vision tower."""
+    """Return the layers of the model's vision tower. The list is empty for a model type outside `FAMILIES`."""
     if not takes_images(model.config):
         return []
     modules = (module for name, module in model.named_modules() if in_tower(name))

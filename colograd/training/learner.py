@@ -14,7 +14,7 @@ import torch
 
 from ..batch import LossOutput, MicroBatch, PackedRow, SampledStep, ScoredGroup, StepBatch, StepConstants
 from ..config import GRPOConfig
-from ..losses.correction import finish_mismatch, mismatch_advice
+from ..losses.correction import finish_mismatch
 from ..losses.entropy import EntropyController, with_step_entropy
 from ..losses.objective import Objective
 from ..memory import token_budget
@@ -263,7 +263,6 @@ class Learner:
         loss = self.figures["loss"] = reduced.pop("loss") / denominator
         self.entropy.finish(reduced, loss - self.objective.in_loss(reduced))
         finish_mismatch(reduced)
-        self.events.warn_once("mismatch", mismatch_advice(self.config, reduced))
         self.metrics = {**step.metrics, **reduced}
         return loss
 

@@ -17,10 +17,8 @@ from colograd.losses.correction import (
     MASKED_TOKENS,
     RAW,
     TRUNCATED,
-    WEIGHT,
     SamplerCorrection,
     finish_mismatch,
-    mismatch_advice,
 )
 from colograd.policy.logprobs import FLOAT32_PRODUCTS
 from colograd.policy.packing import collate
@@ -104,15 +102,6 @@ def test_ratios_are_logged_as_they_are_before_the_correction(mode: str, budget: 
         weights = torch.ones_like(ratios) if level == "geometric" else ratios
         kept = weights.where((ratios >= 0.6) & (ratios <= 2.0), 0.0)
         assert reduced["sampling/importance_sampling_ratio/mean"] == pytest.approx(float(kept.mean()), rel=1e-4)
-
-
-def test_a_line_advises_if_completions_hardly_count() -> None:
-    metrics = {f"{DIFFERENCE}/std": 0.05, f"{WEIGHT}/mean": 0.3}
-    line = mismatch_advice(config(), metrics)
-    assert "differ by 0.050 nats" in line and "sequence_mask" in line and "0.30 on average" in line
-    assert mismatch_advice(config(), metrics | {f"{WEIGHT}/mean": 0.6}) == ""
-    assert mismatch_advice(config(vllm_importance_sampling_mode="token_truncate"), metrics) == ""
-    assert mismatch_advice(config(), {}) == "", "nothing was trained on"
 
 
 @pytest.mark.engine

@@ -5,7 +5,8 @@ The reference is each model run on one sequence at a time, nothing packed and no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -190,6 +191,23 @@ def test_rows_that_are_wrong_on_the_kernel_of_the_place_are_padded_there(
     monkeypatch.setattr(row_proof, "gather", lambda own: [own, why])
     assert choose_rows_where_it_trains(other, other.device) == why
     assert other.config._attn_implementation == "sdpa"
+
+
+def test_ranks_with_different_rows_make_equal_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that pads already takes part when the other rank changes to padded rows."""
+    entered: list[str] = []
+
+    @contextmanager
+    def collective(what: str) -> Iterator[None]:
+        entered.append(what)
+        yield
+
+    monkeypatch.setattr(row_proof, "on_all_ranks", collective)
+    monkeypatch.setattr(row_proof, "gather", lambda own: ["", "a reason"])
+    for found in ("", "a reason"):
+        monkeypatch.setattr(row_proof, "choose_rows", lambda *given, found=found, **more: found)
+        assert choose_rows_where_it_trains(None, torch.device("cpu")) == "a reason"
+    assert len(entered) == 4
 
 
 @pytest.mark.gpu

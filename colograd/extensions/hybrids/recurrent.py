@@ -3,8 +3,8 @@
 Each completion starts from the state at its prompt's end, and gradients flow through this state into the prompt.
 
 The layers run transformers' own code and kernels. A layer takes its starting state from a cache object, and the cache's
-tensors are never changed in place. A prompt runs without other sequences. Completions run as a right-padded batch that
-starts from their prompts' states. With sequence parallelism each rank computes all tokens for some of the heads.
+tensors are never changed in place. A prompt runs without other sequences. Completions run in right-padded batches that
+start from their prompts' states. With sequence parallelism each rank computes all tokens for some of the heads.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from ...runtime import registry
 # Possible names of a recurrent layer's cache argument in transformers. It is `cache` since transformers 5.24.
 CACHES = ("cache", "cache_params", "past_key_values")
 WITH_A_STATE = frozenset({"attention", "conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"})
-SHORTEST = 0.75  # Minimum length of a batch's sequences relative to the longest, so at most a quarter is padding.
+SHORTEST = 0.75  # Minimum length of a batch's sequences relative to the longest, so that little is padding.
 
 
 class Hybrids(ModelFeature):
     def why_rows_stay_whole(self, model: Any) -> str:
-        shares_out = registry.hooks("shares_out_mixer")  # Functions of a recurrent layer: can ranks divide its heads?
-        stay = {type(mixer).__name__ for mixer in mixers_of(model) if not any(can(mixer) for can in shares_out)}
-        reason = f"has layers of {', '.join(sorted(stay))}, whose state goes from token to token"
-        return f"{type(model).__name__} {reason}" if stay else ""
+        shares_out = registry.hooks("shares_out_mixer")  # Functions (recurrent layer) -> whether ranks can divide it.
+        stay = sorted({type(mixer).__name__ for mixer in mixers_of(model) if not any(can(mixer) for can in shares_out)})
+        reason = f"{type(model).__name__} has layers of {', '.join(stay)}, whose state goes from token to token"
+        return reason if stay else ""
 
 
 def make_segmented(model: torch.nn.Module) -> None:
-    """Let the model's recurrent layers take packed rows, if called with a ``layout``. Other calls don't change."""
+    """Let the model's recurrent layers compute packed rows when they are called with a ``layout``."""
     for layer in decoder_layers(model):
         if (mixers := [*mixers_of(layer)]) and not any("forward" in mixer.__dict__ for mixer in mixers):
             for mixer in mixers:
@@ -52,7 +52,7 @@ def make_segmented(model: torch.nn.Module) -> None:
 
 
 def keep_uncompiled(model: torch.nn.Module) -> None:
-    """Exclude recurrent layers from compiling, which would make a long graph per row layout. Call before compiling."""
+    """Exclude recurrent layers from a later compilation, which would make a long graph per row layout."""
     for mixer in mixers_of(model):
         mixer.forward = MethodType(torch.compiler.disable(mixer.forward.__func__), mixer)
 
@@ -73,8 +73,8 @@ def _cache_name(kind: Any) -> str:
 
 
 def _hand_out(mixers: list[Any], layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Pre-forward hook of a decoder layer: pass a row's layout and this rank's part of the heads to its recurrent
-    submodules. Before transformers 5.23 the hook also runs when gradient checkpointing recomputes the layer."""
+    """Pre-forward hook of a decoder layer: pass a row's layout and this rank's `row_part` to its recurrent submodules.
+    Before transformers 5.23 the hook also runs when gradient checkpointing recomputes the layer."""
     for mixer in mixers:
         mixer.layout, mixer.row_part = kwargs.get("layout"), kwargs.get("row_part")
 
@@ -105,7 +105,7 @@ class _States:
     record_past = True  # With False a layer would change the convolution's inputs in place.
 
     def __init__(self, parents: list[_States]) -> None:
-        """Concatenate the states of ``parents``, one per sequence. Empty ``parents``: the sequences have no past."""
+        """Concatenate the states of ``parents``, one per sequence. No ``parents``: sequences start without a state."""
         self.continues = bool(parents)
         self.conv_states: dict[int, torch.Tensor] = {}  # The last K inputs of each convolution, (B, channels, K).
         self.recurrent_states: dict[int, torch.Tensor] = {}
@@ -151,25 +151,26 @@ class _States:
 
 class _Batch(NamedTuple):
     """Sequences (prompts or completions) that go through a recurrent layer as one batch of B, padded to L tokens. A
-    prompt with completions is a batch of one, because padding would change the state at the prompt's end."""
+    prompt of completions is a batch of one, because padding would change the state at the prompt's end."""
 
     segments: tuple[int, ...]  # Index of the last segment of each sequence.
     parents: tuple[int, ...]  # Index of the parent segment of each sequence. Empty if no sequence has a parent.
     is_parent: bool  # Whether sequences of later batches continue from the state at this batch's end.
-    tokens: torch.Tensor  # Index in the packed row of each token of the batch, (B * L,). Padding has any index.
+    tokens: torch.Tensor  # Index in the packed row of each token of the batch, (B * L,). Padding has index 0.
 
 
 @functools.lru_cache(maxsize=16)
 def _plan(layout: SegmentLayout, device: torch.device) -> tuple[list[_Batch], torch.Tensor]:
     """Return the batches that a recurrent layer computes for a packed row, prompts before their completions, and each
     token's index in the concatenated outputs of the batches."""
-    # A sequence has: indices of its segments (only the last one's outputs are used); index of the segment
-    # that ends with the starting state, -1 for no starting state; number of tokens.
+    # A sequence is a tuple of: indices of its segments (only the last segment's outputs are used); index of the segment
+    # at whose end the starting state is, -1 for no starting state; number of tokens.
     lengths, sequences = layout.lengths, list[tuple[tuple[int, ...], int, int]]()
     for segment, seen in enumerate(layout.attends_to):
         for at, earlier in enumerate(seen):
             assert layout.attends_to[earlier] == seen[:at], f"segment {segment} goes on from several ones"
-        # Kernels for one token have no gradient. So the sequences behind a segment of one token compute it again.
+        # Kernels that continue a state by one token have no gradient. So a segment of one token behind other segments
+        # gets no state at its end: the sequences behind it compute its token again.
         kept = len(seen)
         while kept > 1 and lengths[seen[kept - 1]] == 1:
             kept -= 1
@@ -189,7 +190,7 @@ def _plan(layout: SegmentLayout, device: torch.device) -> tuple[list[_Batch], to
     places = torch.empty(layout.num_tokens, dtype=torch.int64)
     for group in groups:
         begun = tuple(parent for _, parent, _ in group if parent >= 0)
-        # A batch that starts from a state has two tokens or more: for one token layers would change the state.
+        # A batch that starts from a state has two tokens or more, because for one token layers change the state itself.
         padded, tokens = max([2 if begun else 1, *(length for _, _, length in group)]), []
         for segments, _, length in group:
             of_segments = [layout.starts[s] + torch.arange(lengths[s]) for s in segments]
@@ -201,5 +202,5 @@ def _plan(layout: SegmentLayout, device: torch.device) -> tuple[list[_Batch], to
     return batches, to_device_async(places, device)
 
 
-# Packed rows work for these layer types after `make_segmented`. The set is empty for models without recurrent layers.
+# Packed rows work for the layer types `WITH_A_STATE` after `make_segmented`, if the model has recurrent layers.
 ROWS = RowSupport(lambda model: WITH_A_STATE if any(mixers_of(model)) else frozenset(), make_segmented)

@@ -1,7 +1,7 @@
 """Liger's Triton kernels in the policy (``use_liger_kernel``): norms, rotary embedding and activation, on a GPU.
 
-liger-kernel replaces the forwards in a loaded model's modules. The parameters stay unchanged objects. liger-kernel
-replaces names in the architecture's Python module, too, for all models in the process. Closing the trainer undoes that.
+liger-kernel replaces the forwards in a loaded model's modules. The parameters stay unchanged objects. liger-kernel also
+replaces names in the architecture's Python module, for all models in the process. Closing the trainer restores names.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
 
 from ...config import GRPOConfig
 from ...config.conflicts import LIGER_LOSSES
@@ -35,10 +33,8 @@ class Liger(ModelFeature):
 
 
 def liger_of(config: GRPOConfig) -> Callable[[Any, Sequence[Any]], Callable[[], None]] | None:
-    """Return a function that puts Liger's kernels into a model and a list of models. None if the run uses no Liger."""
-    if not config.use_liger_kernel:
-        return None
-    return lambda model, also: apply_liger(model, config.device, config.liger_kernel_config, also)
+    """Return `apply_liger` for a configuration, or None if its `use_liger_kernel` is false."""
+    return functools.partial(apply_liger, config) if config.use_liger_kernel else None
 
 
 def _kernels() -> dict[str, Callable[..., None]]:
@@ -51,11 +47,12 @@ def _kernels() -> dict[str, Callable[..., None]]:
     return dict(MODEL_TYPE_TO_APPLY_LIGER_FN)
 
 
-def apply_liger(model: Any, device: torch.device, given: Any, also: Sequence[Any] = ()) -> Callable[[], None]:
-    """Put Liger's kernels into a model (for a PeftModel: into its base) that computes on ``device``, and into the
-    models ``also``. ``given`` are arguments of liger-kernel's patch function, such as `{rope: false}`. Return a
-    function that restores the names in the architecture's Python module, so that later models run without Liger."""
-    model = unwrap(model)
+def apply_liger(config: GRPOConfig, model: Any, also: Sequence[Any] = ()) -> Callable[[], None]:
+    """Put Liger's kernels into a model (for a PeftModel: into its base), and into the models ``also``. Return a
+    function that restores the names in the architecture's Python module, so that later models run without Liger. Raise
+    a ValueError if liger-kernel lacks the architecture, or changes the model's log-probabilities."""
+    model, device = unwrap(model), config.device
+    given: Any = config.liger_kernel_config
     kind = model.config.model_type
     if (patch := _kernels().get(kind)) is None:
         raise ValueError(
@@ -82,6 +79,5 @@ def apply_liger(model: Any, device: torch.device, given: Any, also: Sequence[Any
             f"differ by {error:.2g} nats from those without Liger: set use_liger_kernel: false."
         )
     for other in also:
-        if unwrap(other) is not model:
-            apply(model=unwrap(other))
+        apply(model=unwrap(other))
     return undo

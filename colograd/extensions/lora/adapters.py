@@ -22,7 +22,7 @@ LARGEST_RANK = 512  # Largest rank of an adapter that vLLM can serve.
 # Values of `init_lora_weights` that leave the base's weights unchanged. Other values (`pissa`, `olora`, `loftq`) change
 # the base's weights.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
-# Fields of peft's LoraConfig that change a layer's formula from y = W x + scaling * B A x, so they are rejected.
+# Fields of peft's LoraConfig that train or compute more than y = W x + scaling * B A x, so they are rejected.
 UNSUPPORTED = (
     "lora_bias", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
     "arrow_config", "use_bdlora", "megatron_config",
@@ -30,7 +30,7 @@ UNSUPPORTED = (
 
 
 def wrap(model: Any, peft_config: Any, seed: int) -> Any:
-    """Make a PeftModel around ``model``, with a new adapter. Its random initial values are equal on every rank."""
+    """Make a PeftModel around ``model``, with a new adapter. Equal seeds give equal initial values on all ranks."""
     check_lora_config(peft_config)
     import peft
 
@@ -60,31 +60,32 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
 def _left_out(model: Any, peft_config: Any) -> list[str]:
     """Return regular expressions for the names of layers that get no adapter.
 
-    - If the model trains on text only: everything outside the decoder. Otherwise: the audio tower.
-    - With `all-linear`: routers of a class derived from Linear, because their forward returns two tensors (Llama 4).
+    - If the model trains on text only: everything outside the decoder. Otherwise: an audio tower.
+    - With `all-linear`: layers of a class derived from Linear with a forward of its own, such as Llama 4's routers.
     - With names of layers: layers that wrap a linear layer, because peft can't adapt such wrappers (Gemma 4's tower).
     """
-    found = []
+    found, targets = [], peft_config.target_modules
     if reads_text_alone(model):
         decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
         found.append(rf"(?!{re.escape(decoder)}\.).*")
     elif hears(getattr(model, "config", None)):
         found.append(rf"(.*\.)?({'|'.join(HEARS)})\..*")
-    if peft_config.target_modules == "all-linear":
-        for name, module in model.named_modules():
-            kind = type(module)
-            if isinstance(module, torch.nn.Linear) and kind.__module__.startswith("transformers.models."):
-                found += [re.escape(name)] if "forward" in vars(kind) else []
-    elif not isinstance(peft_config.target_modules, str):
-        for name, module in model.named_modules():
-            named = name.rpartition(".")[2] in (peft_config.target_modules or ())
-            if named and isinstance(getattr(module, "linear", None), torch.nn.Linear):
-                found.append(re.escape(name))
+    for name, module in model.named_modules():
+        kind, last = type(module), name.rpartition(".")[2]
+        if targets == "all-linear":
+            of_model = isinstance(module, torch.nn.Linear) and kind.__module__.startswith("transformers.models.")
+            unfit = of_model and "forward" in vars(kind)
+        else:
+            named = not isinstance(targets, str) and last in (targets or ())
+            unfit = named and isinstance(getattr(module, "linear", None), torch.nn.Linear)
+        if unfit:
+            found.append(re.escape(name))
     return found
 
 
 def check_lora_config(peft_config: Any) -> None:
-    """Raise a ValueError unless a peft configuration is a LoRA without changes to the base's weights."""
+    """Raise a ValueError unless a peft configuration is a LoRA that starts without changes to the base's weights and
+    sets none of the fields in `UNSUPPORTED`."""
     import peft
 
     if not isinstance(peft_config, peft.PeftConfig):
@@ -141,7 +142,7 @@ def take_adapter(model: Any) -> Adapter:
         f"bias: {config.bias}": bool(trained_base),
         f"a LoRA on {', '.join(embeddings)}": bool(embeddings),
         "a LoRA on experts (target_parameters)": any(layer.experts for layer in layers),
-        f"a LoRA on what sees ({', '.join(seeing[:2])})": bool(seeing),
+        f"a LoRA on vision parts ({', '.join(seeing[:2])})": bool(seeing),
         f"rank {rank}, over {LARGEST_RANK}": rank > LARGEST_RANK,
     }
     why = ", ".join(reason for reason, applies in unserved.items() if applies)
@@ -206,30 +207,29 @@ def from_adapter(
 
 
 def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
-    """Make each LoRA on a linear layer save its uncast input. With dropout or DoRA peft needs the cast input."""
+    """Make each LoRA on a linear layer save its uncast input, except with dropout or DoRA, which need a cast input."""
     for layer in model.modules():
         inputs: Any = getattr(layer, "lora_A", None)
         if not inputs or getattr(layer, "lora_variant", None) or not hasattr(layer, "cast_input_dtype_enabled"):
             continue
-        dropouts = (d for d in layer.lora_dropout.values() if not isinstance(d, torch.nn.Identity))
-        drops = any(getattr(dropout, "p", 1.0) > 0 for dropout in dropouts)
+        drops = any(getattr(dropout, "p", 0.0) > 0 for dropout in layer.lora_dropout.values())
         if all(type(a) is torch.nn.Linear for a in inputs.values()) and not drops:
             layer.cast_input_dtype_enabled = False
             for a in inputs.values():
-                # Set a bound method, because a copy of the model then gets a method that is bound to the copy.
+                # A bound method is set, because a deep copy of the model then has a method that is bound to the copy.
                 a.forward = types.MethodType(_product, a)
 
 
 def _product(a: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """Compute the product A x of a LoRA, (..., rank), in A's dtype or autocast's dtype."""
-    if x.dtype == a.weight.dtype or a.bias is not None or autocast_dtype(x.device) is not None:
-        return F.linear(x.to(a.weight.dtype), a.weight, a.bias)
+    if x.dtype == a.weight.dtype or autocast_dtype(x.device) is not None:
+        return F.linear(x.to(a.weight.dtype), a.weight)
     found: torch.Tensor = _CastProduct.apply(x, a.weight)
     return found
 
 
 class _CastProduct(torch.autograd.Function):
-    """Product W x with x cast to W's dtype. The backward casts the saved x again for the gradient of W."""
+    """Product W x with x cast to W's dtype. The backward casts the saved uncast x again for the gradient of W."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -239,7 +239,7 @@ class _CastProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
-        to_x = (gradient @ weight).to(x.dtype) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return to_x, None
-        return to_x, gradient.flatten(0, -2).t() @ x.flatten(0, -2).to(weight.dtype)
+        needs_x, needs_weight = ctx.needs_input_grad
+        to_x = (gradient @ weight).to(x.dtype) if needs_x else None
+        to_weight = gradient.flatten(0, -2).t() @ x.flatten(0, -2).to(weight.dtype) if needs_weight else None
+        return to_x, to_weight

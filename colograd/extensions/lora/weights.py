@@ -1,4 +1,5 @@
-"""Weight sync `adapter` for LoRA: the base is copied into the engine once, and each publish writes the adapter only.
+"""Weight sync `adapter` for LoRA: each publish writes only the adapter. The base is shared with the engine, or copied
+into the engine once.
 
 The adapter goes into vLLM's LoRA slots. For each layer that may be adapted vLLM has zeroed tensors for A (slots, 1,
 rank, in) and B (slots, 1, out, rank), a pair per part of a fused layer (q, k and v). vLLM adds x A^T B^T to the layer's
@@ -49,11 +50,10 @@ class Slot:
 
     @property
     def fits(self) -> bool:
-        """Whether the policy's matrix has a rank of at most the slot's, and the slot's other size."""
-        stack, (rows, columns) = self.stack.shape, self.source.shape
-        if self.kind == "lora_A":
-            return stack[-1] == columns and stack[-2] >= rows
-        return stack[-2] == rows and stack[-1] >= columns
+        """Whether the policy's matrix has at most the slot's rank, and the slot's size in the other dimension."""
+        rank, other = (-2, -1) if self.kind == "lora_A" else (-1, -2)
+        stack, source = self.stack.shape, self.source.shape
+        return stack[rank] >= source[rank] and stack[other] == source[other]
 
     def equal(self) -> bool:
         """Return whether the engine's values equal the policy's scaled and rounded values bit for bit."""
@@ -61,8 +61,8 @@ class Slot:
 
 
 class AdapterWeights(PlannedSync):
-    """Weight sync that writes the adapter of a PeftModel into the engine's first LoRA slot, and the frozen base once.
-    ``slots`` has each adapter tensor's slot, from `map_adapter`. ``base`` is the weight sync of the base."""
+    """Weight sync that writes the adapter of a PeftModel into the engine's first LoRA slot. ``base`` is the weight sync
+    of the frozen base, which writes once. ``slots`` has each adapter tensor's slot, from `map_adapter`."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slots: Sequence[Slot], base: CopiedWeights) -> None:
         self.slots, self.base = list(slots), base
@@ -70,8 +70,7 @@ class AdapterWeights(PlannedSync):
         self._has_base = False
         self._destinations = [slot.destination for slot in slots]
         prove_slots(self.slots, self.rank, engine)
-        super().__init__(policy, engine)  # Records the addresses of tensors, so the call comes after `prove_slots`.
-        self._stacks = self._stack_pointers()
+        super().__init__(policy, engine)  # Records addresses of tensors, which `prove_slots` may change.
         self._write_adapter()
 
     @property
@@ -95,15 +94,12 @@ class AdapterWeights(PlannedSync):
 
     def write(self) -> int:
         """Write the adapter into the engine, and in the first call the base, too. Return the written bytes."""
-        if self._stack_pointers() != self._stacks or not self.engine.adapter_is_active:
-            raise RuntimeError(
-                "A LoRA slot of the engine has moved since the trainer was built, or has another adapter (after a "
-                "reload or add_lora). Build a new trainer."
-            )
-        base_bytes = 0 if self._has_base else self.base.write()
-        self._has_base = True
+        if not self.engine.adapter_is_active:
+            raise RuntimeError("The engine's LoRA slot has another adapter (after add_lora). Build a new trainer.")
         self._write_adapter()
-        return base_bytes + self.nbytes
+        of_base = 0 if self._has_base else self.base.write()
+        self._has_base = True
+        return of_base + self.nbytes
 
     def differing(self) -> list[str]:
         return [*self.base.differing(), *(f"{slot.layer}.{slot.kind}" for slot in self.slots if not slot.equal())]
@@ -113,27 +109,28 @@ class AdapterWeights(PlannedSync):
         sources, scalings = [slot.source.detach() for slot in self.slots], [slot.scaling for slot in self.slots]
         torch._foreach_copy_(self._destinations, torch._foreach_mul(sources, scalings))
 
-    def _stack_pointers(self) -> list[int]:
-        return [slot.stack.data_ptr() for slot in self.slots]
+    def _addresses(self) -> dict[str, int]:
+        slots = {f"engine {slot.layer}.{slot.kind}": slot.stack.data_ptr() for slot in self.slots}
+        return super()._addresses() | slots
 
 
 def map_adapter(policy: torch.nn.Module, engine: Engine, shards: Mapping[int, Shard] | None = None) -> list[Slot]:
     """Return the engine's LoRA slot of every tensor of the policy's adapter. Raise `Unserved` if vLLM has no slot for
-    a layer. ``shards``: with tensor parallelism, this rank's parts of A and B by parameter `id`."""
-    slots, missing, holders = [], [], engine.tensors.lora_layers()
+    a layer. With tensor parallelism ``shards`` maps `id(parameter)` to this rank's part of A or B."""
+    # vLLM's layer with the LoRA slots of a layer, and the layer's index in it, by the layer's name in vLLM.
+    holders, tensors = dict[str, tuple[Any, int]](), engine.tensors
+    for name, holder in tensors.lora_layers().items():
+        head, _, last = name.rpartition(".")
+        count, names = len(lora_stacks(holder, "lora_A")), ([last], tensors.fusions.get(last, ()))
+        parts = next((each for each in names if len(each) == count), ())
+        holders |= {f"{head}.{part}": (holder, index) for index, part in enumerate(parts)}
+    slots, missing, cut = [], [], shards or {}
     for layer in adapted_layers(policy):
-        name = engine.tensors.renamed(layer.parameter).removesuffix(".weight")
-        last = name.rpartition(".")[2]
-        holder: Any = None  # vLLM's layer with the LoRA slots.
-        part = 0  # Index of this layer in the fused vLLM layer.
-        for fused, parts in ((last, [last]), *engine.tensors.fusions.items()):
-            found = holders.get(name.removesuffix(last) + fused)
-            if last in parts and found is not None and len(lora_stacks(found, "lora_A")) == len(parts):
-                holder, part = found, parts.index(last)
-                break
-        shard_a, shard_b = ((shards or {}).get(id(tensor)) for tensor in (layer.lora_a, layer.lora_b))
-        a = Slot(layer.name, "lora_A", layer.lora_a, 1.0, holder, part, shard_a)
-        pair = [a, Slot(layer.name, "lora_B", layer.lora_b, layer.scaling, holder, part, shard_b)]
+        holder, part = holders.get(tensors.renamed(layer.parameter).removesuffix(".weight"), (None, 0))
+        pair = [
+            Slot(layer.name, "lora_A", layer.lora_a, 1.0, holder, part, cut.get(id(layer.lora_a))),
+            Slot(layer.name, "lora_B", layer.lora_b, layer.scaling, holder, part, cut.get(id(layer.lora_b))),
+        ]
         if holder is None or not all(slot.fits for slot in pair):
             missing.append(layer.name)
         slots += pair

@@ -1,6 +1,6 @@
-"""Muon for the matrices of a bfloat16 policy's decoder layers. `adamw_split` updates all other parameters.
+"""Muon for the matrices of the policy's decoder layers. `adamw_split` updates all other parameters.
 
-Both store an exact float32 master weight as the bfloat16 parameter and an int16 remainder.
+Both store the exact float32 master of a bfloat16 parameter as this parameter and an int16 remainder.
 
 Muon (https://kellerjordan.github.io/posts/muon/) steps along the orthogonalised momentum of a whole matrix. A step of
 Muon is scaled to AdamW's root mean square (arXiv 2502.16982, eq. 4), so that one learning rate serves both optimizers.
@@ -32,9 +32,9 @@ def matrices_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 class MuonSplit(AdamWSplit):
     """Optimizer that runs torch's Muon on matrices, and `AdamWSplit` on all other parameters.
 
-    Muon runs on one matrix at a time, on the float32 master joined from the bfloat16 parameter and its int16 remainder.
-    The state per element of a matrix is 6 bytes: the remainder and a float32 momentum. ``matrices`` are the parameters
-    that Muon updates, ``momentum`` is the decay of their momentum, and ``given`` are arguments of `AdamWSplit`."""
+    Muon runs on one matrix at a time. For a bfloat16 matrix it runs on the float32 master, joined from the matrix and
+    its int16 remainder. The state per element is then 6 bytes: the remainder and a float32 momentum. ``matrices`` are
+    the parameters that Muon updates. ``momentum`` is the decay of their momentum. ``given`` goes to `AdamWSplit`."""
 
     def __init__(
         self, params: Iterable[Any], matrices: Collection[torch.Tensor], momentum: float = 0.95, **given: Any
@@ -45,24 +45,20 @@ class MuonSplit(AdamWSplit):
     def _update(self, parameters: list[torch.Tensor], device: torch.device, group: dict[str, Any]) -> None:
         rest = [parameter for parameter in parameters if parameter not in self.matrices]
         super()._update(rest, device, group)
-        for parameter in parameters:
-            if parameter in self.matrices:
-                self._step(parameter, group)
-
-    def _step(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        state, grad = self._state(parameter), parameter.grad
-        assert grad is not None
-        remainder = state.get("remainder")
-        master = parameter.detach() if remainder is None else join_master(parameter.detach(), remainder)
-        muon(
-            [master], [grad.float()], [state[MOMENTUM]], lr=group["lr"], weight_decay=group["weight_decay"],
-            momentum=self.momentum, nesterov=True, ns_coefficients=COEFFICIENTS, ns_steps=ITERATIONS, eps=EPSILON,
-            adjust_lr_fn="match_rms_adamw", has_complex=False,
-        )  # fmt: skip
-        if remainder is not None:
-            high, low = split_master(master)
-            parameter.detach().copy_(high)
-            remainder.copy_(low)
+        for parameter in (p for p in parameters if p in self.matrices):
+            state, grad = self._state(parameter), parameter.grad
+            assert grad is not None
+            remainder = state.get("remainder")
+            master = parameter.detach() if remainder is None else join_master(parameter.detach(), remainder)
+            muon(
+                [master], [grad.float()], [state[MOMENTUM]], lr=group["lr"], weight_decay=group["weight_decay"],
+                momentum=self.momentum, nesterov=True, ns_coefficients=COEFFICIENTS, ns_steps=ITERATIONS, eps=EPSILON,
+                adjust_lr_fn="match_rms_adamw", has_complex=False,
+            )  # fmt: skip
+            if remainder is not None:
+                high, low = split_master(master)
+                parameter.detach().copy_(high)
+                remainder.copy_(low)
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
         if parameter not in self.matrices:
@@ -83,10 +79,9 @@ class MuonSplit(AdamWSplit):
                 f"The saved optimizer state of a matrix has {', '.join(saved)}, but muon needs {MOMENTUM}: resume with "
                 "the optim that the checkpoint was written with."
             )
-        state: dict[str, Any] = self.state[parameter]
         for name, dtype in ((MOMENTUM, torch.float32), ("remainder", torch.int16)):
-            if name in saved:  # A float32 matrix may have a saved remainder, too, for `join_remainders`.
-                state[name] = saved[name].to(parameter.device, dtype)
+            if name in saved:  # The state of a float32 matrix has a remainder if a bfloat16 run saved it.
+                self.state[parameter][name] = saved[name].to(parameter.device, dtype)
         self._state(parameter)
 
 

@@ -26,11 +26,7 @@ METHOD = "bitsandbytes"  # The only supported quantisation method.
 @dataclass(frozen=True, slots=True)
 class Quantization:
     settings: Mapping[str, Any]  # Quantisation settings as in a checkpoint's config.json.
-    in_checkpoint: bool  # Whether the checkpoint on disk, which vLLM would load, is quantised already.
-
-    @property
-    def name(self) -> str:
-        return name_of(self.settings)
+    in_checkpoint: bool  # Whether the checkpoint's files are quantised. If not, loading has quantised the weights.
 
     def write(self, folder: str | Path, dtype: torch.dtype) -> None:
         """Write the base's quantisation settings and the policy's dtype into the folder of a saved adapter."""
@@ -39,7 +35,7 @@ class Quantization:
 
 
 def beside(folder: str | Path) -> tuple[dict[str, Any], torch.dtype] | None:
-    """Read what `Quantization.write` recorded in a saved adapter's folder: settings and dtype. None: no record."""
+    """Read the settings and dtype that `Quantization.write` recorded in a saved adapter's folder. None: no record."""
     file = Path(folder, BASE_QUANTIZATION)
     if not file.is_file():
         return None
@@ -54,14 +50,13 @@ def name_of(settings: Mapping[str, Any]) -> str:
 
 def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
     """Return the quantisation settings that a run requests, as in a checkpoint's config.json. None: none are requested.
-    The settings come from ``model_init_kwargs``, or else from the record in the adapter's folder ``name``. The compute
-    dtype of 4-bit layers is the policy's dtype, unless the settings have another one."""
+    The settings come from ``model_init_kwargs``, or else from the record in the adapter's folder ``name``. 4-bit
+    settings in ``model_init_kwargs`` without a compute dtype get the policy's dtype, unless that is `auto`."""
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     found: Any = given.get("quantization_config")
     flags = {name: True for name in ("load_in_4bit", "load_in_8bit") if given.get(name)}
     if found is None and not flags:
-        noted = beside(name)
-        return None if noted is None else noted[0]
+        return (beside(name) or (None,))[0]
     if found is not None and flags:
         raise ValueError(
             f"model_init_kwargs has quantization_config and {next(iter(flags))}, which is an old name for the same "
@@ -81,7 +76,7 @@ def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
 
 
 def take_quantization(config: GRPOConfig, model: Any, quantization_config: Any) -> None:
-    """Move the trainer's argument ``quantization_config`` into ``model_init_kwargs``, where recipes have it."""
+    """Copy the trainer's argument ``quantization_config``, if it isn't None, into ``model_init_kwargs``."""
     if quantization_config is None:
         return
     if not isinstance(model, str | os.PathLike):
@@ -133,8 +128,8 @@ def check_method(settings: Mapping[str, Any], where: str) -> None:
 
 
 def load_arguments(settings: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
-    """Return arguments of `from_pretrained` that load a quantised base onto ``device``. ``settings`` quantise a base
-    while it is loaded. None means that the checkpoint is quantised already."""
+    """Return arguments of `from_pretrained` that load a quantised base onto ``device``. Loading quantises the weights
+    by ``settings``. None means that the checkpoint is quantised already."""
     from transformers import BitsAndBytesConfig
 
     asked = {} if settings is None else {"quantization_config": BitsAndBytesConfig.from_dict(dict(settings))}
@@ -184,7 +179,7 @@ class Quantized(ModelFeature):
         return load_arguments(None if packed else asked, config.device) if packed or asked is not None else {}
 
     def on_load(self, model: Any, path: str, config: GRPOConfig) -> None:
-        """Set the model's attribute ``quantization``, and make its layers multiply with dequantised weights."""
+        """Set a quantised model's attribute ``quantization``, and make its products those of dequantised weights."""
         if not packed_weights(model):
             return
         settle(model)
@@ -192,9 +187,8 @@ class Quantized(ModelFeature):
         model.quantization = Quantization(saved_in(model.config) or {}, on_disk is not None)
 
     def check_adapter(self, policy: Policy, folder: str) -> None:
-        noted, own = beside(folder), policy.quantization
-        then = "without quantisation" if noted is None else f"quantised to {name_of(noted[0])}"
-        now = "without quantisation" if own is None else f"quantised to {own.name}"
+        both = (beside(folder) or [None])[0], policy.quantization and policy.quantization.settings
+        then, now = (f"quantised to {name_of(each)}" if each else "without quantisation" for each in both)
         if then != now:
             raise ValueError(
                 f"{folder!r} has an adapter that was trained on a base {then}, but this run's base is {now}: set "
@@ -205,4 +199,4 @@ class Quantized(ModelFeature):
         if policy.quantization is not None:
             packed = packed_weights(policy.model).values()
             size = sum(weight.nbytes for weight in packed) / 2**20
-            yield f"base: {len(packed)} matrices quantised to {policy.quantization.name}, {size:,.1f} MiB"
+            yield f"base: {len(packed)} matrices quantised to {name_of(policy.quantization.settings)}, {size:,.1f} MiB"

@@ -1,6 +1,6 @@
 """Quantised linear layers of bitsandbytes with 4 and 8 bits.
 
-The policy multiplies with the layers' dequantised weights (`PackedWeight.values`), and the engine gets equal weights.
+The policy's and the engine's products equal products with the dequantised weights (`PackedWeight.values`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...policy.lora import packed_weights as packed_weights
+from ...policy.lora import packed_weights
 from ...runtime.cpu_products import linear
 
 PACKED = ("Params4bit", "Int8Params")  # Names of bitsandbytes' classes of quantised parameters.
@@ -29,51 +29,64 @@ class PackedWeight:
     layer: Any  # A Linear4bit or Linear8bitLt of bitsandbytes.
 
     @property
+    def state(self) -> Any:
+        """Quantisation state of a 4-bit weight in bitsandbytes. None for an 8-bit weight."""
+        return getattr(self.layer.weight, "quant_state", None)
+
+    @property
     def shape(self) -> torch.Size:
-        state = getattr(self.layer.weight, "quant_state", None)
-        return torch.Size(self.layer.weight.shape if state is None else state.shape)
+        return torch.Size((self.state or self.layer.weight).shape)
 
     @property
     def nbytes(self) -> int:
-        state = getattr(self.layer.weight, "quant_state", None)
-        scales = [_row_scales(self.layer)] if state is None else [state.absmax]
-        if state is not None and state.nested:
-            scales += [state.state2.absmax, state.offset]
+        scales = [self._row_scales] if self.state is None else [self.state.absmax]
+        if self.state is not None and self.state.nested:
+            scales += [self.state.state2.absmax, self.state.offset]
         return int(self.layer.weight.nbytes + sum(scale.nbytes for scale in scales))
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Dequantise the weight into a new tensor (out, in) of ``dtype``. None means the layer's dtype."""
-        layer, weight = self.layer, self.layer.weight
-        if type(weight).__name__ == "Int8Params":
-            values: torch.Tensor = weight.detach() * _row_scales(layer)[:, None]
+        """Dequantise the weight into a new tensor (out, in) of ``dtype``. None means the dtype of a 4-bit layer's
+        products, and float32 for an 8-bit layer."""
+        weight, state = self.layer.weight, self.state
+        if state is None:
+            values: torch.Tensor = weight.detach() * self._row_scales[:, None]
             return values.to(dtype or torch.float32)
         import bitsandbytes
 
-        state, shape = weight.quant_state, weight.quant_state.shape
-        if _has_broken_rows(weight):  # Dequantise the whole matrix as one row.
+        if self._has_broken_rows:  # As one row, the matrix is dequantised with the right scales.
             state = copy.copy(state)
-            state.shape = torch.Size([1, math.prod(shape)])
-        found: torch.Tensor = bitsandbytes.functional.dequantize_4bit(weight.data, state).reshape(shape)
-        products = layer.compute_dtype or found.dtype
+            state.shape = torch.Size([1, math.prod(self.shape)])
+        found: torch.Tensor = bitsandbytes.functional.dequantize_4bit(weight.data, state).reshape(self.shape)
+        products = self.layer.compute_dtype or found.dtype
         return found.to(products).to(dtype or products)
 
     @property
-    def needs_exact_products(self) -> bool:
-        """Whether bitsandbytes' matmul differs from a matmul with the dequantised weight (`values`)."""
-        return type(self.layer.weight).__name__ == "Int8Params" or _has_broken_rows(self.layer.weight)
+    def _has_broken_rows(self) -> bool:
+        """Whether 4-bit blocks of a weight on a CPU span two rows, where bitsandbytes (0.50) uses wrong scales."""
+        on_cpu = self.layer.weight.device.type == "cpu"
+        return on_cpu and self.state is not None and bool(self.shape[-1] % self.state.blocksize)
 
-    def cast(self, x: torch.Tensor) -> torch.Tensor:
-        """Convert ``x`` to the dtype of the layer's products."""
-        return x.to(getattr(self.layer, "compute_dtype", None) or x.dtype)
+    @property
+    def _row_scales(self) -> torch.Tensor:
+        """An 8-bit weight's scale per row, (out,) float32. A layer's first forward moves scales to its state."""
+        layer = self.layer
+        largest: torch.Tensor = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
+        return largest.detach().float() / 127
+
+    @property
+    def needs_exact_products(self) -> bool:
+        """Whether bitsandbytes' product differs by more than rounding from a product with the dequantised weight."""
+        return self.state is None or self._has_broken_rows
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Compute x W^T, (..., out), with the numbers of the policy's layer but without its bias."""
-        layer, given = self.layer, self.cast(x)
+        given = x.to(getattr(self.layer, "compute_dtype", None) or x.dtype)
         if self.needs_exact_products:
-            return linear(given, self.values(given.dtype)).to(x.dtype)
-        import bitsandbytes
+            y: torch.Tensor = _Product.apply(given, self)
+        else:
+            import bitsandbytes
 
-        y: torch.Tensor = bitsandbytes.matmul_4bit(given, layer.weight, quant_state=layer.weight.quant_state)
+            y = bitsandbytes.matmul_4bit(given, self.layer.weight, quant_state=self.state)
         return y.to(x.dtype)
 
 
@@ -82,45 +95,28 @@ def packed_weight(module: Any) -> PackedWeight | None:
     return PackedWeight(module) if type(module._parameters.get("weight")).__name__ in PACKED else None
 
 
-def _has_broken_rows(weight: Any) -> bool:
-    """Return whether 4-bit blocks of a weight on a CPU span two rows, where bitsandbytes (0.50) uses wrong scales."""
-    state = getattr(weight, "quant_state", None)
-    return state is not None and weight.device.type == "cpu" and bool(state.shape[-1] % state.blocksize)
-
-
-def _row_scales(layer: Any) -> torch.Tensor:
-    """Return an 8-bit weight's scale per row, (out,) float32. A layer's first forward moves scales to its state."""
-    largest = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
-    return largest.detach().float() / 127
-
-
 def settle(model: Any) -> None:
-    """Make a quantised model multiply with its dequantised weights. bitsandbytes' matmuls may differ from products with
-    dequantised weights: on some CPUs bitsandbytes repacks 4-bit weights for evaluation, and in 8-bit layers it rounds
-    the inputs, too. `_has_broken_rows` is a third case."""
-    head = model.get_output_embeddings()
-    if packed_weight(head) is not None:
+    """Make a quantised model's products equal products with its dequantised weights. bitsandbytes' products differ in
+    three cases: on some CPUs it repacks 4-bit weights for evaluation, in 8-bit layers it rounds the inputs, too, and
+    `_has_broken_rows` is the third case. Raise a ValueError if the head is quantised."""
+    if packed_weight(model.get_output_embeddings()) is not None:
         raise ValueError(
             "The language-model head is quantised, but logits are computed from its weight: name the head in "
             "llm_int8_skip_modules of the quantization_config, or remove llm_int8_skip_modules."
         )
-    for module in model.modules():
-        if (packed := packed_weight(module)) is None:
-            continue
-        layer = packed.layer
-        if hasattr(layer, "support_avx512bf16_for_cpu"):
-            layer.support_avx512bf16_for_cpu = False
+    for packed in packed_weights(model).values():
+        packed.layer.support_avx512bf16_for_cpu = False
         if packed.needs_exact_products:
-            layer.forward = functools.partial(_exact_product, packed)
+            packed.layer.forward = functools.partial(_exact_product, packed)
 
 
 def _exact_product(packed: PackedWeight, x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = _Product.apply(packed.cast(x), packed)
-    return (y if packed.layer.bias is None else y + packed.layer.bias.to(y.dtype)).to(x.dtype)
+    y, bias = packed.product(x), packed.layer.bias
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 class _Product(torch.autograd.Function):
-    """Product x W^T with a gradient for x. Forward and backward each dequantise W, so that no copy of W is saved."""
+    """Product x W^T with a gradient for x. Forward and backward each dequantise W, so autograd saves no such tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:

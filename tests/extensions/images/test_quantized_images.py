@@ -197,7 +197,7 @@ def test_an_adapter_on_the_tower_too_is_merged_on_its_way(family: str, kind: str
     model = tiny_images.make_model(tmp_path / "model", family)
     trainer = closing(build(model, tmp_path / "run", kind, adapter("all-linear"), **(SETTINGS | {"save_steps": 3})))
     assert isinstance(trainer.weights, MergedWeights)
-    assert "vLLM doesn't serve a LoRA on what sees" in trainer.weights.describe()
+    assert "vLLM doesn't serve a LoRA on vision parts" in trainer.weights.describe()
     trainer.train()
     quantized_cases.same_on_both_sides(trainer)
     trainer.publish()

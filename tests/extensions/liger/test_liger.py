@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +53,10 @@ def patches(monkeypatch: pytest.MonkeyPatch):
     return told, factor
 
 
+def settings(device: torch.device = CPU, **given: bool) -> Any:
+    return SimpleNamespace(device=device, liger_kernel_config=given)
+
+
 def wanted(config: Any) -> Wanted:
     return Wanted(None, config, "", False, False)
 
@@ -66,17 +70,17 @@ def test_there_are_none_on_a_cpu(tmp_path: Path) -> None:
 def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", None)
     with pytest.raises(ValueError, match=r"liger-kernel can't be imported \(.*\): pip install liger-kernel"):
-        apply_liger(make_model(), CPU, {})
+        apply_liger(settings(), make_model())
 
 
 def test_both_models_get_the_kernels_that_were_asked_for(patches: Any) -> None:
     told, _ = patches
     policy, reference, given = make_model(), make_model(), {"rope": False, "cross_entropy": False, "swiglu": True}
     with pytest.raises(ValueError, match="for 'llama' models liger-kernel knows the names rms_norm, rope: choose"):
-        apply_liger(policy, CPU, given)
+        apply_liger(settings(**given), policy)
     del given["swiglu"]
     own = modeling_llama.LlamaRMSNorm
-    undo = apply_liger(policy, CPU, given | {"fused_linear_cross_entropy": False}, also=[reference])
+    undo = apply_liger(settings(**given, fused_linear_cross_entropy=False), policy, also=[reference])
     expected = {"rope": False, "cross_entropy": False, "rms_norm": True}
     assert told == [{**expected, "model": model} for model in (policy, reference)]
     assert modeling_llama.LlamaRMSNorm is not own
@@ -89,14 +93,14 @@ def test_another_result_than_the_models_own_is_an_error(patches: Any) -> None:
     factor[0] = 1.5
     own = modeling_llama.LlamaRMSNorm
     with pytest.raises(ValueError, match=r"the log-probabilities of a LlamaForCausalLM differ by .* nats from those"):
-        apply_liger(make_model(), CPU, {})
+        apply_liger(settings(), make_model())
     assert modeling_llama.LlamaRMSNorm is own
 
 
 def test_a_model_that_it_does_not_know_is_refused(patches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liger, "_kernels", dict)
     with pytest.raises(ValueError, match="has no kernels for 'llama' models: set use_liger_kernel: false, or"):
-        apply_liger(make_model(), CPU, {})
+        apply_liger(settings(), make_model())
 
 
 @pytest.mark.gpu
@@ -109,7 +113,7 @@ def test_packed_rows_train_as_before_in_the_same_tensors(dtype: torch.dtype) -> 
     assert choose_rows(model) == ""
     expected = [trained(model.train(), row).float() for row in rows]
     places = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
-    undo = apply_liger(model, device, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+    undo = apply_liger(settings(device, cross_entropy=False, fused_linear_cross_entropy=False), model)
     try:
         assert "Liger" in repr(model) and choose_rows(model) == ""
         for row, own in zip(rows, expected, strict=True):

@@ -41,7 +41,7 @@ from colograd.extensions.quantized import checkpoints as quantized
 from colograd.extensions.quantized.engine.layers import ServedLayers
 from colograd.extensions.quantized.layers import packed_bytes, packed_weight, packed_weights
 from colograd.memory.description import PolicySizes
-from colograd.policy import lora, outline, row_proof
+from colograd.policy import loading, lora, row_proof
 from colograd.policy.loading import load_policy
 from colograd.policy.supported import check_supported
 from colograd.weights import proof
@@ -191,7 +191,7 @@ def test_what_is_saved_fits_its_base_alone_and_says_which(trained, tiny_model, t
     assert dtype == torch.float32 and settings["bnb_4bit_quant_type"] == "nf4"
     check_supported(str(checkpoint), config(tmp_path))
     policy = load_policy(str(checkpoint), None, config(tmp_path))
-    assert policy.quantization.name == "NF4" and not policy.quantization.in_checkpoint
+    assert quantized.name_of(policy.quantization.settings) == "NF4" and not policy.quantization.in_checkpoint
     for ours, theirs in zip(policy.model.parameters(), trained.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -388,12 +388,12 @@ def test_the_adapter_and_what_isnt_quantised_keep_their_dtypes(tiny_model, tmp_p
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_plan_knows_what_is_quantised_before_anything_is_loaded(kind, tiny_model, tmp_path) -> None:
-    sketch = outline.outline(str(tiny_model), torch.float32)
-    to_pack = outline.to_pack(sketch, KINDS[kind])
-    planned = PolicySizes.of(outline.with_adapter(sketch, 4), "adamw_torch", 4, to_pack)
+    sketch = loading.outline(str(tiny_model), torch.float32)
+    to_pack = loading.to_pack(sketch, KINDS[kind])
+    planned = PolicySizes.of(loading.with_adapter(sketch, 4), "adamw_torch", 4, to_pack)
     loaded = PolicySizes.of(policy_of(tiny_model, tmp_path, KINDS[kind]).model, "adamw_torch", 4)
     assert planned == loaded
-    whole = PolicySizes.of(outline.with_adapter(outline.outline(str(tiny_model), torch.float32), 4), "adamw_torch", 4)
+    whole = PolicySizes.of(loading.with_adapter(loading.outline(str(tiny_model), torch.float32), 4), "adamw_torch", 4)
     assert planned.elements == whole.elements and planned.trained == whole.trained and planned.block == whole.block
     one = large.on_each_rank("none", planned, 1, engine_itemsize=4, served=True)
     assert one.engine_weights == 4 * (whole.elements - planned.packed_elements) and one.policy_weights == planned.packed

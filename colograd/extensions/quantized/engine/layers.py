@@ -1,6 +1,6 @@
 """vLLM layers that multiply with the policy's packed (quantised) weights, so that engine and policy share one copy.
 
-For compilers and CUDA graphs the product is one custom operator that reads memory at a fixed address.
+For torch.compile and CUDA graphs the product is one custom operator that reads memory at a fixed address.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
 
 
 class ServedLayers(ServedWeights, EngineFeature):
-    """Engine feature: the layers of one engine that read the policy's packed weights. ``parts_of`` returns the weights
-    of each layer. Its argument has the tensor names and fused layers of vLLM's model class."""
+    """Engine feature: the layers of one engine that read the policy's packed weights. ``parts_of`` is a function from
+    the tensor names and fused layers of vLLM's model class to the packed weights of each layer."""
 
     blank = True
 
@@ -64,7 +64,7 @@ class ServedLayers(ServedWeights, EngineFeature):
         return sum(1 for number, parts in self.numbers.items() if number not in _used and not {*parts} & {*but})
 
     def reserve(self, names: Iterable[str]) -> None:
-        """Give each layer a number that no engine of the process uses. The numbers are the same in each run."""
+        """Give each layer a number that no engine of the process uses. A restarted run gives the same numbers."""
         self.reserved = {name: number for number, name in enumerate(names, max(_parts, default=-1) + 1)}
 
     @property
@@ -129,7 +129,7 @@ class ServedLayers(ServedWeights, EngineFeature):
 
 
 def served_layers(config: GRPOConfig, use: EngineUse) -> ServedLayers | None:
-    """Return `ServedLayers` if the engine shares the policy's quantised base (`weights: shared`), or else None."""
+    """Return `ServedLayers` if the policy's base is quantised and `weights: shared` is set, else None."""
     policy = use.policy
     if policy is None or policy.quantization is None or config.weights != "shared":
         return None
