@@ -19,10 +19,10 @@ from .runtime.importing import MovedModules
 __version__ = "0.1.0"
 __all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
 
-# Names that scripts for TRL import from TRL in addition to `GRPOTrainer` and `GRPOConfig`.
+# Names of TRL that can also be imported from this package, because scripts written for TRL import them from TRL.
 OF_TRL = ("ModelConfig", "ScriptArguments", "TrlParser", "get_peft_config", "get_quantization_config")
-# Former import path -> present import path, for modules inside, too. Recipes, model cards and notebooks still name the
-# former paths.
+# Former import path -> present import path, also for the modules of a folder. Recipes, model cards and notebooks may
+# still name the former paths.
 MOVED = {
     "colograd.agents": "colograd.extensions.agents",
     "colograd.calculator": "colograd.apps.quickstart.calculator",
@@ -41,8 +41,8 @@ MOVED = {
 }
 
 process.prepare_threads()
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # `Console` prints colograd's messages.
-sys.meta_path.insert(0, MovedModules(MOVED))  # Must be first, or modules of a moved folder would be loaded twice.
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # Silent unless the user sets up logging.
+sys.meta_path.insert(0, MovedModules(MOVED))  # First, or a moved folder's modules would be loaded twice.
 
 if TYPE_CHECKING:
     from .config import GRPOConfig
