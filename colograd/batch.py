@@ -1,4 +1,4 @@
-"""The types of the data on its way from a prompt to an optimizer step. Imports torch only.
+"""The types of the data on its way from a prompt to an optimizer step. Imports only torch and `riders.py`.
 
     Prompt -> Rollout -> Group -> ScoredGroup -> SampledStep -> StepBatch[PackedRow ...] -> MicroBatch -> LossOutput
 
@@ -37,7 +37,7 @@ class FinishReason(enum.StrEnum):
     REPETITION = "repetition"
     """vLLM's `repetition_detection` ended the completion. It counts as truncated."""
     ABORT = "abort"
-    """The trainer no longer needed the completion."""
+    """The completion was stopped before its end, e.g. because the trainer no longer needed it."""
 
     @property
     def is_truncated(self) -> bool:
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """A prompt as the model reads it: token ids, and the media (images, for example) among them.
+    """A prompt as the model reads it: token ids, and media (e.g. images) with their places among the tokens.
 
     Completions share one copy of their prompt in a packed row only if their `ModelInput`s are equal. Therefore all
     fields must be hashable and comparable.
@@ -118,8 +118,8 @@ class _WithPrompt:
 class Prompt(_WithPrompt):
     """A prompt to sample: the dataset's row, the model's input, and the position in the stream of prompts.
 
-    ``position`` counts prompts over the whole run and all ranks. A sampling seed comes from ``position``, so the seed
-    depends on neither the number of ranks nor the engine's batch.
+    ``position`` counts prompts over the whole run and all ranks. Sampling seeds are derived from ``position``, so they
+    depend on neither the number of ranks nor the engine's batch.
 
         Prompt({"prompt": "2 + 2 =", "answer": "4"}, ModelInput((11, 12, 13)), position=0)
     """
@@ -145,8 +145,8 @@ class Rollout(_WithPrompt):
 
     input: ModelInput  # The prompt. A list of [P] token ids is converted to a `ModelInput`.
     completion_ids: array[int]  # Completion: token ids as sampled, [C], never re-tokenised. A list is converted.
-    sampler_logprobs: torch.Tensor  # The engine's log-probabilities, [C] float32, in nats, at its temperature.
-    sampled: torch.Tensor  # Mask, [C] bool. False marks a token that a tool wrote; the loss ignores that token.
+    sampler_logprobs: torch.Tensor  # The engine's log-probabilities at its temperature, [C] float32 nats; NaN: unknown.
+    sampled: torch.Tensor  # Mask, [C] bool. False marks a token that the model didn't write; the loss ignores it.
     finish_reason: FinishReason
     policy_version: int  # Optimizer step of the engine's weights when the completion's group was finished.
     messages: tuple[dict[str, Any], ...] = ()  # Messages of a conversation after the prompt. Empty for plain text.
@@ -238,7 +238,7 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """The groups of one optimizer step on this rank. `kept` and `sampled` differ only with dynamic sampling."""
+    """The groups of one optimizer step on this rank. In training, `kept` and `sampled` differ with dynamic sampling."""
 
     kept: tuple[ScoredGroup, ...]  # Groups that the step trains; the loss denominators count these groups.
     sampled: tuple[ScoredGroup, ...]  # Groups sampled for the step, dropped ones included; metrics and logs count them.
@@ -285,7 +285,7 @@ class SegmentLayout:
 class StepConstants:
     """Values of the whole optimizer step that the entropy and router terms of a micro-batch's loss need.
 
-    None means that the micro-batch is the whole step, so the loss computes the value from the micro-batch."""
+    None: the loss doesn't need the value, or computes it from the micro-batch, which then is the whole step."""
 
     coefficient: float = 0.0  # Coefficient of the entropy bonus in this step.
     denominator: float = 1.0  # Denominator of the step's loss; the trainer divides the summed gradient by it.
@@ -321,8 +321,8 @@ class PackedRow:
     parts: tuple[PackedGroup, ...]
     mask_truncated: bool
     device: torch.device  # Device that runs the forward.
-    old_logprobs: torch.Tensor | None = None  # Log-probabilities of the old policy, (N,) float32 on the device.
-    ref_logprobs: torch.Tensor | None = None  # Log-probabilities of the reference model, (N,) float32 on the device.
+    old_logprobs: torch.Tensor | None = None  # Log-probabilities of the old policy, (N,) float32. None: on-policy.
+    ref_logprobs: torch.Tensor | None = None  # Log-probabilities of the reference model, (N,) float32. None: unused.
     scores: Mapping[str, torch.Tensor] = field(default_factory=dict)  # Values of teacher models by name, (N, ...).
     step_constants: StepConstants = StepConstants()
 
@@ -374,13 +374,13 @@ class MicroBatch:
     sampler_logprobs: torch.Tensor  # The engine's log-probabilities of the labels, (N,) float32.
     advantages: torch.Tensor  # Advantages of the labels, (N,) float32.
     old_logprobs: torch.Tensor | None  # The old policy's log-probabilities, (N,) float32. None: the step is on-policy.
-    ref_logprobs: torch.Tensor | None  # The reference model's log-probabilities, (N,) float32. None: `beta` is 0.
+    ref_logprobs: torch.Tensor | None  # The reference model's log-probabilities, (N,) float32. None: unused.
     rollouts: tuple[RolloutId, ...]  # Identities of the completions in this row, in the row's order.
     scores: Mapping[str, torch.Tensor] = field(default_factory=dict)  # Teachers' values (N, ...), by name.
     step_constants: StepConstants = StepConstants()
     in_loss: bool = True  # Whether any label counts in the loss; on the host, so reading it needs no device sync.
     completion_lengths: tuple[int, ...] = ()  # Number of tokens of each completion.
-    media: Mapping[int, tuple[Any, ...]] | None = None  # Segment index -> its images. None means only text.
+    media: Mapping[int, tuple[Any, ...]] | None = None  # Segment index -> its media. None means only text.
     riders: tuple[RowRider, ...] = ()  # Row riders: data of extensions that travels with the row.
     host_positions: torch.Tensor | None = None  # Copy of `logit_positions` in host memory, for ranks that share a row.
 
@@ -410,7 +410,7 @@ class StepBatch:
     metrics: dict[str, float]  # Metrics known before training, reduced over ranks.
     groups: tuple[ScoredGroup, ...]  # Groups in the rows, to pack the rows anew if the token budget shrinks.
     version: int = 0  # Number of optimizer steps done before this step.
-    counted: bool = True  # Whether sums over ranks count this rank's rows. False on a rank that shares its rows.
+    counted: bool = True  # Whether sums over ranks count this rank's rows. Of ranks with equal rows, the first is True.
     trained: int = 0  # Number of leading rows that had their backward while the engine was still sampling.
     trained_metrics: Any = None  # `Metrics` of the rows that `trained` counts.
 
@@ -419,7 +419,7 @@ class StepBatch:
 class LossOutput:
     """The loss and metrics of one micro-batch."""
 
-    loss: torch.Tensor  # Unnormalised sum over the labels, (). The trainer divides once, by the step's denominator.
+    loss: torch.Tensor  # Sum over the labels, (). The trainer divides the summed gradient by the step's denominator.
     sums: dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]  # Metric name -> (sum, count).
     minima: dict[str, torch.Tensor]
     maxima: dict[str, torch.Tensor]

@@ -4,7 +4,7 @@ Every rank runs this loop. If several ranks share an engine, `collect` returns a
 empty steps on its other ranks. `schedule` then divides the groups among all ranks of the engine.
 
 `transformers.Trainer.train` calls `Loop` instead of transformers' loop, because GRPO samples its batches during the
-training. Callbacks get transformers' events in transformers' order. A round is sampled before its first `on_step_begin`.
+training. Callbacks get transformers' events in the usual order. A round is sampled before its first `on_step_begin`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Loop:
         for epoch in range(self.first_epoch, self.epochs):
             self._tell("on_epoch_begin")
             if self.checkpoint is not None and epoch == self.first_epoch:
-                trainer._load_rng_state(self.checkpoint)  # Late, so that preparing draws no random numbers.
+                trainer._load_rng_state(self.checkpoint)  # Late: the preparation would change the state.
             self.step_of_epoch = trained = self.steps_trained if epoch == self.first_epoch else 0
             if hasattr(self.loader, "set_epoch"):
                 self.loader.set_epoch(epoch)

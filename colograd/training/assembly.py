@@ -1,4 +1,4 @@
-"""Build the vLLM engine next to the policy before the first step, resolve settings by memory, and describe the run."""
+"""Build the vLLM engine next to the policy before the first step, and set settings that depend on memory."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from .preparation import PreparedRun, Prompts, longest_completion, proof_prompts
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The parts of a run that need the GPU: vLLM engine, weight sync, memory plan, and reference or teacher models."""
+    """The memory plan, and the parts that follow it: vLLM engine, weight sync, and reference or teacher models."""
 
     memory: MemoryPlan
     second_models: SecondModels
     engine: Engine | None = None  # The vLLM engine, or None in a replay of recorded groups.
     weights: WeightSync | None = None  # Copies the policy's weights into the engine, or lets both share the weights.
-    device_turns: DeviceTurns | None = None  # Switches GPU memory between sampling and training.
+    device_turns: DeviceTurns | None = None  # Divides GPU memory between sampling and training in turn.
 
     def describe(self) -> Iterator[str]:
-        """Yield lines for the user that describe the engine, the weight sync, the memory plan and the other models."""
+        """Yield lines for the user: the engine, the weight sync, the memory plan, reference and teacher models."""
         yield "engine: none, as nothing is sampled" if self.engine is None else self.engine.describe()
         yield from () if self.weights is None else (self.weights.describe(),)
         yield from self.memory.table().splitlines()
@@ -71,8 +71,8 @@ def assemble(
     closing: ExitStack,
     samples: bool = True,
 ) -> Assembly:
-    """Build the vLLM engine, and move the policy to the GPU next to the engine. A collective call: all ranks take part.
-    An extension's hook ``context`` checks the tokens of the longest sequence: (config, policy, tokens) -> None."""
+    """Build the vLLM engine if the run ``samples``, and move the policy to its device. A collective call. An
+    extension's hook ``context`` checks the tokens of the longest sequence: (config, policy, tokens) -> None."""
     policy, run = prepared.policy, read_run(config, prepared, max_tokens)
     context, end = needed_context(config, prepared), policy.tokenizer.eos_token_id
     with on_all_ranks("the context"):
@@ -131,7 +131,7 @@ def engine_alone(
     dtype = model_config.dtype if isinstance(model_config.dtype, torch.dtype) else torch.bfloat16
     if (given := dict(config.model_init_kwargs or {}).get("dtype", "auto")) != "auto":  # type: ignore[arg-type]
         dtype = getattr(torch, str(given).removeprefix("torch."))
-    kv_bytes = 0  # 0 lets vLLM choose the size of the KV cache on a GPU
+    kv_bytes = 0  # On a GPU, 0 lets vLLM choose the size of the KV cache.
     with on_all_ranks("the engine"):
         if config.on_cpu:
             ranks = config.vllm_tensor_parallel_size
@@ -150,7 +150,7 @@ def engine_alone(
 def resolve_by_memory(config: GRPOConfig, prepared: PreparedRun, samples: bool = True) -> None:
     """Set the settings that depend on memory, if the user left them open. A collective call: all ranks take part.
     ``sharding: auto`` becomes the least sharded strategy that fits. ``offload_optimizer: auto`` moves as little as
-    necessary to the host. If it is unset, ``gradient_checkpointing`` is on for as few layers as necessary."""
+    necessary to the host. An unset ``gradient_checkpointing`` is on for as few layers as necessary."""
     if config.sharding == "auto":
         run = read_run(config, prepared, config.token_budget)
         able = run.strategies if samples else run.without_engine().strategies
@@ -195,7 +195,7 @@ def read_run(config: GRPOConfig, prepared: PreparedRun, max_tokens: int) -> RunD
 
 
 def sampled_together(config: GRPOConfig) -> int:
-    """Return the number of completions that this rank's vLLM engine samples at one time for training."""
+    """Return the largest number of completions that this rank's vLLM engine samples at one time for training."""
     return config.groups_in_flight * (config.num_generations or 1)
 
 
@@ -208,17 +208,17 @@ def most_sequences(config: GRPOConfig, prompts: Sequence[Prompts]) -> int:
 
 
 def needed_context(config: GRPOConfig, prepared: PreparedRun) -> int:
-    """Return the maximum number of tokens of a sequence in the vLLM engine, prompt and completion together."""
+    """Return the tokens of the vLLM engine's longest sequence: of prompt, completion and further turns together."""
     longest = max(part.longest for part in prepared.prompts) + longest_completion(config)
     return config.vllm_max_model_length or min(longest + prepared.feature.reserved_tokens, prepared.policy.context)
 
 
 def choose_kernels(learner: Learner, closing: ExitStack) -> None:
-    """Put fused kernels or compiled layers into the policy and its reference models, if configured. A collective call.
+    """Put fused kernels or compiled layers, if configured, into the policy and second models of its architecture.
 
     An extension's hook "kernels" takes the configuration and returns None, or a function (model, other models) that
     installs kernels and returns a function to remove them. An extension's hook ``uncompiled`` (model -> None) excludes
-    layers from compilation."""
+    layers from compilation. A collective call: all ranks take part."""
     args, model = learner.config, learner.model
     models = (second.model for second in learner.second_models.values() if second.of_policy)
     others = [each for each in models if unwrap(each) is not unwrap(model)]
@@ -238,7 +238,7 @@ def choose_kernels(learner: Learner, closing: ExitStack) -> None:
 
 def prove_rows(learner: Learner, seen: Sequence[ModelInput]) -> None:
     """Check that packed rows give the model's own log-probabilities, with the kernels that will train. If they don't,
-    use padded rows. A collective call: all ranks take part."""
+    use padded rows, or raise if padded rows fail, too. A collective call: all ranks take part."""
     device, seconds = learner.config.device, learner.second_models.values()
     others = [second.model for second in seconds if second.of_policy]
     why = choose_rows_where_it_trains(learner.model, device, others, seen)

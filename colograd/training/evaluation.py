@@ -27,7 +27,7 @@ def evaluate_prompts(trainer: Any, prompts: Any, name: str) -> dict[str, float]:
     config, sampler, started = trainer.args, trainer.sampler, time.perf_counter()
     with on_all_ranks("publishing"):
         trainer.publish()
-    if not isinstance(prompts, PromptDataset):  # a benchmark
+    if not isinstance(prompts, PromptDataset):  # a benchmark, which evaluates itself
         of_benchmark: dict[str, float] = prompts.evaluate(trainer, name)
         return of_benchmark
     groups = sampler.collect_evaluation(prompts.prompts(config.layout.data_rank, config.layout.data_size), name)

@@ -37,7 +37,7 @@ from ..sharding import ShardingStrategy
 
 
 def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equal_counts: bool) -> PackingRules:
-    """Return a run's rules for packing groups into micro-batches. ``max_tokens`` is 0 until the limit is measured."""
+    """Return a run's rules for packing groups into micro-batches. If `max_tokens` is 0, it will be measured."""
     return PackingRules(
         max_tokens=config.token_budget,
         mask_truncated=config.mask_truncated_completions,
@@ -61,16 +61,16 @@ def step_batch(
     tell: Callable[[RolloutStatistics], None] | None = None,
     groups: Sequence[ScoredGroup] | None = None,
 ) -> StepBatch:
-    """Balance a step's groups over ranks, pack them into micro-batches, and sum counts over ranks. A collective call.
+    """Balance a step's groups over ranks, if ``rules`` say so, pack them, and sum counts over ranks. A collective call.
 
     Args:
         statistics: statistics of the groups that this rank sampled for the step. The step's metrics come from them.
         tell: function to call with the joined statistics of all ranks.
-        groups: groups to pack, by default all groups of the step. An extension may have packed the missing groups.
+        groups: groups to pack, because an extension has packed others. None means all that ``rules`` don't skip.
     """
     with times.phase("pack"):
         moved = 0
-        if groups is None:  # groups with equal rewards have no gradient, but count in metrics and denominators
+        if groups is None:  # groups with equal rewards aren't packed, but count in metrics and denominators
             groups = [one for one in step.kept if has_signal(one) or not rules.skip_without_signal]
         if rules.balance_ranks or max(rules.ranks_per_engine, rules.ranks_per_row) > 1:
             sizes = rules.ranks_per_engine, rules.balance_ranks, rules.ranks_per_row
@@ -110,8 +110,8 @@ def loss_pass(
 ) -> Metrics:
     """Run forward and backward of this rank's untrained micro-batches of a step.
 
-    A micro-batch's loss is a sum over tokens. Gradients accumulate in the parameters without normalisation. After the
-    last micro-batch, the caller divides the gradients by the step's denominator.
+    A micro-batch's loss is a sum over tokens, and gradients are sums over micro-batches. After the last micro-batch,
+    the caller divides the gradients by the step's denominator. A loss that isn't finite raises a FloatingPointError.
 
     Args:
         sharding: strategy that runs the backward. None means that only the forward runs.
@@ -168,7 +168,7 @@ def checked_loss(output: Any, differentiable: bool = True) -> LossOutput:
 class Learner:
     """Packs scored groups into micro-batches, runs forward and backward, and sums the gradients over ranks.
 
-    If a step runs out of memory, all ranks pack the step again into smaller micro-batches and repeat the step."""
+    If a rank runs out of memory in a step, all ranks repeat the step with smaller micro-batches."""
 
     hooks: Any  # the `GRPOTrainer`: its state, and its method `compute_loss`, which a subclass may override
     config: GRPOConfig
@@ -191,7 +191,7 @@ class Learner:
         self.forward_steps = tuple(step for term in self.objective.terms for step in term.steps(self.second_models))
 
     def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
-        """Pack the groups of one sampling phase. Yield optimizer steps in training order, `num_iterations` times."""
+        """Pack the groups of one sampling phase into optimizer steps. Yield them in order, `num_iterations` times."""
         packing = self.rules, self.reward_names, self.events.times, self.events.recorder.sampled
         steps = [self.pack(*each, *packing) for each in zip(sampled.steps, sampled.statistics, strict=True)]
         self.hooks.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
@@ -203,7 +203,7 @@ class Learner:
                     dataclasses.replace(step, version=version + index, trained=step.trained * (index < len(steps)))
                     for index, step in enumerate(filled * self.config.num_iterations)
                 ]
-                # Compute the old log-probabilities of all steps now, while the policy has the weights that sampled.
+                # A step that isn't on-policy needs old log-probabilities. Compute them before any step changes weights.
                 rows = dict[int, tuple[PackedRow, ...]]()  # Packed rows with old log-probabilities, by step index.
                 with on_all_ranks("the old log-probabilities"):
                     for number, step in enumerate(scheduled):
@@ -223,7 +223,7 @@ class Learner:
             yield self.pending.pop(0)
 
     def with_second_models(self, steps: list[StepBatch]) -> list[StepBatch]:
-        """Add the log-probabilities of reference and teacher models to the rows. A collective call."""
+        """Add values of reference and teacher models to the rows. Let loss terms change advantages. A collective."""
         for field, second in self.second_models.items():
             phase, autocast = self.events.times.phase(field.partition(OF)[0]), self.hooks.compute_loss_context_manager()
             with on_all_ranks("the second models' log-probabilities"), phase, autocast:
@@ -234,7 +234,7 @@ class Learner:
         return steps
 
     def train(self, step: StepBatch) -> float:
-        """Run forward and backward of one optimizer step. The normalised gradient over all ranks stays in ``.grad``.
+        """Run forward and backward of one optimizer step. The strategy's `gradients` are the step's gradient then.
 
         Returns:
             The loss of the step over all ranks.
@@ -287,11 +287,11 @@ class Learner:
 
     @property
     def needs_constants(self) -> bool:
-        """Whether the loss may read constants of the step."""
+        """Whether the loss may read `StepConstants`, values of the whole step."""
         return self.objective.needs_constants or "compute_loss" in self.hooks.replaced
 
     def with_constants(self, step: StepBatch) -> StepBatch:
-        """Return the step with the entropy threshold and coefficient added to every row. A collective call."""
+        """Return the step with `StepConstants`, values of the whole step, on every row. A collective call."""
 
         def entropies(row: MicroBatch) -> torch.Tensor:
             with self.hooks.compute_loss_context_manager():
@@ -301,7 +301,7 @@ class Learner:
         return with_step_entropy(step, self.objective, self.entropy.applied, entropies, timed)
 
     def row_loss(self, differentiable: bool = True) -> Callable[[MicroBatch], LossOutput]:
-        """Return the function that computes a micro-batch's loss. The output of a user's `compute_loss` is checked."""
+        """Return the function that computes a micro-batch's loss. It checks the output of a user's `compute_loss`."""
         compute_loss = functools.partial(self.hooks.compute_loss, self.model)
         if "compute_loss" not in self.hooks.replaced:
             return compute_loss
@@ -339,7 +339,7 @@ class Learner:
         return tokens, size
 
     def _back_off(self, steps: list[StepBatch], reason: str, among: int = 1) -> list[StepBatch]:
-        """After a rank ran out of memory, pack the untrained optimizer steps again, into smaller micro-batches."""
+        """Drop gradients, and pack optimizer steps into smaller micro-batches, because a rank ran out of memory."""
         self.free_gradients()
         self.rules, steps = token_budget.back_off(self.rules, steps, reason, among)
         self.events.console.warn(
@@ -349,6 +349,6 @@ class Learner:
         return steps
 
     def free_gradients(self) -> None:
-        """Drop the gradients of all micro-batches, and free the memory of these gradients."""
+        """Drop the gradients of the step's micro-batches, and free their memory."""
         self.sharding.discard()
         token_budget.free_memory(self.model)

@@ -45,8 +45,8 @@ class PreparedRun:
 
     policy: Policy
     train_prompts: Prompts
-    eval_prompts: Any  # A PromptDataset, a dict of PromptDatasets, or None.
-    proof_prompts: list[ModelInput]  # Prompts with images or audio, for the checks of packed rows and copied weights.
+    eval_prompts: Any  # A `PromptDataset` or an extension's benchmark, a dict of them, or None.
+    proof_prompts: list[ModelInput]  # Prompts with images or audio, for the checks of packed rows. Text-only: [].
     scorer: Scorer
     feature: SourceFeature
     objective: Objective
@@ -59,9 +59,9 @@ class PreparedRun:
 
 
 def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> PreparedRun:
-    """Check the arguments, load the policy, tokenise the prompts. A collective call: bad input on one rank raises a
-    ValueError on all ranks. An extension's hook ``loaded_policy`` checks or replaces the policy: (policy, config,
-    whether the run samples) -> policy."""
+    """Check the arguments, load the policy, tokenise the prompts. A collective call: bad input on one rank raises an
+    error on all ranks. An extension's hook ``loaded_policy`` checks or replaces the policy: (policy, config, whether
+    the run samples) -> policy."""
     watchdog.set_limit(args.rank_timeout)
     expand_segments(args)
     places = gather(Place.here(args.device))
@@ -110,16 +110,16 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         eval_prompts = eval_prompts_of(given.eval_dataset, policy, args, feature)
         proofs = proof_prompts([train_prompts], policy, feature)
         policy = proven_on(policy, proofs) if args.on_cpu else policy
-        for check in registry.hooks("evaluation_check"):  # arguments: config, rewards, prompts, adds_metrics
+        for check in registry.hooks("evaluation_check"):  # functions that check `metric_for_best_model`
             check(args, rewards, eval_prompts, given.adds_metrics or feature.adds_metrics)
         needs_columns = not (feature.adds_columns or given.replaced & {"generate", "score"})
-        if needs_columns and isinstance(train_prompts, PromptDataset):  # streamed datasets are checked later
+        if needs_columns and isinstance(train_prompts, PromptDataset):  # a stream may not know its columns
             check_columns_for(rewards, columns_of(train_prompts.dataset))
     return PreparedRun(policy, train_prompts, eval_prompts, proofs, scorer, feature, objective)
 
 
 def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
-    """Apply the configuration's settings of logs and memory. If ``args`` is None, make a default `GRPOConfig`."""
+    """Return ``args``, or a default `GRPOConfig` if it is None. Apply its settings of logs and of a CPU's memory."""
     if args is not None and not isinstance(args, GRPOConfig):
         kind = type(args)
         raise ValueError(
@@ -144,7 +144,7 @@ def longest_completion(args: GRPOConfig) -> int:
 def train_prompts_of(
     dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature = NO_FEATURE, context: int | None = None
 ) -> Prompts:
-    """Tokenise the training dataset. As in TRL, a run without a dataset needs ``max_steps``, and an environment that
+    """Tokenise the training dataset. As in TRL, a run without a dataset needs ``max_steps`` and an environment, which
     makes all prompts. Extension hooks: ``prompt_stream`` wraps an iterable dataset, which is tokenised during training;
     ``train_prompts`` checks or changes the prompts: (prompts, config) -> None."""
     rules = prompt_rules(policy, args, "train", context, feature)
@@ -165,8 +165,8 @@ def eval_prompts_of(
     dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature = NO_FEATURE, context: int | None = None
 ) -> Any:
     """Tokenise the prompts of an evaluation. A dict of datasets becomes a dict of prompts, None stays None. An
-    extension's hook ``benchmark`` may replace datasets by objects with an `evaluate` of their own: (dataset, policy,
-    config, maximum context of the vLLM engine) -> dataset."""
+    extension's hook ``benchmark`` may replace datasets by objects with their own `evaluate`: (dataset, policy, config,
+    ``context``) -> dataset. ``context`` is the maximum number of tokens of the vLLM engine, None before it is built."""
     for replace in registry.hooks("benchmark"):
         dataset = replace(dataset, policy, args, context)
 
@@ -182,8 +182,8 @@ def eval_prompts_of(
 
 
 def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature, name: str) -> Any:
-    """Apply ``remove_unused_columns`` to a dataset, or add empty prompts if an environment writes the prompts. Columns
-    that an extension's hook ``prompt_columns`` (config -> names) lists are not removed."""
+    """Apply ``remove_unused_columns`` to a dataset. If an environment writes the prompts, add a missing prompt column.
+    Columns that an extension's hook ``prompt_columns`` (config -> names) lists are not removed."""
     names = columns_of(dataset) if isinstance(dataset, Dataset | IterableDataset) else ()
     if feature.writes_prompts and names and "prompt" not in names:
         return dataset.map(lambda row: {"prompt": EMPTY})
@@ -219,7 +219,7 @@ def prompt_rules(
 
 
 def engine_context(policy: Policy, args: GRPOConfig, context: int | None) -> int:
-    """Return the maximum number of tokens of prompt and completion together, as model and vLLM settings limit it."""
+    """Return the maximum tokens of a prompt with its completion. ``context``: a built engine's limit, or None."""
     return min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
 
 
