@@ -18,7 +18,7 @@ from ...rewards import RewardFunction
 from ...rewards.calling import parameters_of
 from ...training.transformers_seam import DRIVEN_BY_METRICS
 
-# Names of metrics that an evaluation has from rewards and from the loss. OF_LOSS matches further metrics of the loss.
+# Names of metrics of an evaluation, without prefix. OF_LOSS matches further metrics of the loss.
 NAMES = ("reward", "reward_std", "frac_reward_zero_std", "completions", "runtime", "samples_per_second", "num_tokens")
 NAMES_OF_LOSS = ("loss", "policy_loss", "entropy_coef", "aux_loss", "teacher_kl")
 OF_REWARD = ("mean", "std", "abstained", "seconds", "timeouts", "errors")
@@ -27,7 +27,7 @@ OF_REWARD = ("mean", "std", "abstained", "seconds", "timeouts", "errors")
 def check_best_metric(
     args: GRPOConfig, rewards: Sequence[RewardFunction], eval_prompts: Any, others: bool = False
 ) -> None:
-    """Raise if no evaluation can have ``metric_for_best_model``. ``others``: the user's code may add any metric."""
+    """Raise if no evaluation can have ``metric_for_best_model``. Skipped if ``others``, user's code, may add metrics."""
     best = args.metric_for_best_model
     evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" and eval_prompts is not None
     if best is None or not evaluates or others or args.loss_type not in LOSSES:
@@ -48,9 +48,9 @@ def check_best_metric(
 
 
 def after_evaluation(trainer: Any, metrics: Mapping[str, float], at_start: bool) -> None:
-    """Pass an evaluation's metric to the learning rate schedule, and note whether the model is the best one. With
-    `save_strategy: best`, request a checkpoint of the best model. Warn if the metric is missing, where transformers
-    would fail. Before training (``at_start``) only warn."""
+    """Pass the metric of an evaluation to a schedule that needs it, and note whether the model is the best one. With
+    `save_strategy: best`, request a checkpoint of the best model. If the metric is missing, warn or raise, see
+    `lacks_best`. Before training (``at_start``) do nothing else."""
     args = trainer.args
     if args.metric_for_best_model is None:
         return
@@ -72,7 +72,7 @@ def best_metric(args: GRPOConfig) -> str:
 
 
 def lacks_best(args: GRPOConfig, metrics: Mapping[str, float], earlier: bool) -> str:
-    """Return why an evaluation can't choose the best model, or "". ``earlier``: an earlier one had the metric."""
+    """Return a warning, or raise for a name that seems wrong, if an evaluation lacks ``metric_for_best_model``."""
     if (name := best_metric(args)) in metrics:
         return ""
     if earlier or "/" in name or re.search(r"_(reward|reward_std|pass@\d+)$", name):
@@ -106,7 +106,7 @@ def _names(args: GRPOConfig, rewards: Sequence[RewardFunction], prompts: Any) ->
 
 
 def _may_log(function: Callable[..., Any]) -> bool:
-    """Return whether a reward function may log metrics: the function takes ``log_metric``, or uses its ``**kwargs``."""
+    """Return whether a reward function may log metrics: it takes ``log_metric``, or its code uses its ``**kwargs``."""
     parameters = parameters_of(function)
     further = [name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD]
     while isinstance(function, functools.partial):

@@ -1,7 +1,7 @@
 """Reads the requested sharding from accelerate's FSDP2 files and DeepSpeed's configurations.
 
-Accelerate's wrapping and DeepSpeed don't run. A requested stage of ZeRO becomes one of Colograd's sharding
-strategies, which keep the policy's weights where the engine reads them.
+Neither accelerate's wrapping nor DeepSpeed runs. FSDP2 or a requested stage of ZeRO becomes one of Colograd's sharding
+strategies, so that the weight sync can read the policy's weights.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 FSDP, DEEPSPEED, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"
-# Environment variable that holds the launcher's request, hidden from accelerate and transformers. These would wrap the
-# policy themselves and load the policy on one rank only.
+# Environment variable that holds the launcher's request. Accelerate and transformers don't read it: by their variables
+# they would wrap the policy themselves, and load the policy on one rank only.
 KEPT = "COLOGRAD_LAUNCHED"
 STAGES = ("none", "optimizer", "gradients", "fsdp")  # Value of `sharding` by the stage of ZeRO, which is the index.
 # Sections of a DeepSpeed configuration, and Colograd's settings that replace them.
@@ -96,7 +96,7 @@ def _launched() -> Launched:
 
 
 def from_deepspeed(source: str | dict[str, Any]) -> Launched:
-    """Convert a DeepSpeed configuration to a request. ``source`` is a mapping or the path of a JSON file."""
+    """Convert a DeepSpeed configuration, a mapping or the path of a JSON file, to a request for sharding."""
     config, origin, named = source, "deepspeed", f"The DeepSpeed configuration {source!r}"
     if not isinstance(config, dict):
         origin = str(source)

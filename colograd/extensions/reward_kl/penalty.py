@@ -4,7 +4,7 @@
 
 k estimates KL(pi, reference model) at one token. The group's mean and deviation are computed from these rewards, as in
 verl (`use_kl_in_reward`). OpenRLHF subtracts the penalty after the advantages. log pi is the sampler's log-probability,
-as in verl's bypass mode. A token without a log-probability adds 0.
+as in verl's bypass mode. A token without a log-probability of the sampler adds 0.
 """
 
 from __future__ import annotations

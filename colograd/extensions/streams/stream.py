@@ -23,13 +23,13 @@ ROWS_AT_ONCE = 64  # number of rows that are read and tokenised together
 
 class PromptStream(torch.utils.data.IterableDataset):
     """The prompts of a `datasets.IterableDataset`. An item is the list of this rank's prompts of one optimizer step.
-    It takes the place of a `PromptDataset`, with its members ``choice``, ``dataset``, ``longest`` and ``first``.
+    It stands in for a `PromptDataset`, with the members ``choice``, ``dataset``, ``longest``, ``first``.
 
     As in TRL, the rows are shuffled in a buffer (``shuffle_dataset``), anew in each pass over the dataset. The last
     rows of a pass are skipped if they don't fill a generation. Every rank reads all rows and yields its part.
 
-    A resumed run reads the rows before the checkpoint once more. The checkpoint holds a digest of the prompts read so
-    far. A different digest shows that the dataset has changed (see `saved` and `load`).
+    A resumed run reads the rows before the checkpoint once more. The checkpoint has a digest of these prompts. If the
+    resumed run gets a different digest, its dataset has changed, and `__iter__` raises a ValueError.
     """
 
     missing = "wasn't streamed"  # end of an error text about a checkpoint without a state
@@ -65,7 +65,7 @@ class PromptStream(torch.utils.data.IterableDataset):
         return DataLoader(self, batch_size=None, num_workers=0, generator=torch.Generator())
 
     def first(self, count: int) -> list[Prompt]:
-        """Return the first ``count`` prompts within the token limit. The training still begins with them."""
+        """Return the first ``count`` prompts within the token limit. Training will read them from the start, too."""
         if not (found := list(itertools.islice(self._pass(0, counts=False), count))):
             raise ValueError(
                 f"{self.rules.name} has no rows, or all prompts exceed the limit of {self.longest} tokens: add "
@@ -74,7 +74,7 @@ class PromptStream(torch.utils.data.IterableDataset):
         return _prompts(found, 0)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Set a checkpoint's state. The next iteration raises if the prompts up to that state are different ones."""
+        """Set a checkpoint's state. `__iter__` then raises if the prompts up to that state are different ones."""
         self._expected = state
 
     def __iter__(self) -> Iterator[list[Prompt]]:

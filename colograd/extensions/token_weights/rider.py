@@ -1,4 +1,4 @@
-"""Weights of a completion's tokens. Each token's advantage is multiplied by the token's weight.
+"""Weights of a completion's tokens. In the loss each token's advantage is multiplied by the token's weight.
 
 A reward function logs the weights if it knows which tokens matter, e.g. the first wrong step of a proof:
 

@@ -1,7 +1,7 @@
 """Record of the tokens that top-k, top-p and min-p kept for each sampled token.
 
-vLLM's Model Runner V2, used on a GPU, returns the kept tokens (``return_sampling_mask``) if every request has a top_k.
-With V1, used on a CPU, the kept tokens are read from the sampler's log-probabilities, and passed on in V2's form.
+vLLM's Model Runner V2, usual on a GPU, returns the kept tokens (``return_sampling_mask``) if every request has a top_k.
+With Model Runner V1 they are read from the sampler's log-probabilities, and passed on in V2's form.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ....engine.arguments import accepted, runs_v2
 from ....engine.protocol import EngineFeature, EngineUse, Sampled
 from ..rider import KeptTokens
 
-TELLS_KEPT = "return_sampling_mask"  # vLLM's engine argument to return kept tokens, on a GPU only.
+TELLS_KEPT = "return_sampling_mask"  # vLLM's engine argument to return kept tokens. Only Model Runner V2 obeys it.
 
 
 class KeptTokensRecord(EngineFeature):
-    """Engine feature that adds a rider (per-token data) to each completion: the tokens that truncated sampling kept."""
+    """Engine feature that adds the rider `KeptTokens` to each completion whose sampling was truncated."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
@@ -42,7 +42,7 @@ class KeptTokensRecord(EngineFeature):
         return {TELLS_KEPT: True} if self.itself else {}
 
     def built(self, engine: Any) -> None:
-        """Let vLLM return the kept tokens with each completion."""
+        """Let vLLM return kept tokens with each completion that a request with a top_k has."""
         self._vocabulary = engine.vocab_size
         if self.itself:
             # If the flag stayed set, vLLM would refuse requests without a top_k, such as greedy evaluations.
@@ -76,7 +76,7 @@ class _Watched:
 
     def __init__(self, runner: Any) -> None:
         self._sample, self._step = runner.sampler.sample, runner.sample_tokens
-        self._left: torch.Tensor | None = None  # Which tokens the sampler kept in this step, (requests, V) bool.
+        self._left: torch.Tensor | None = None  # Mask of the tokens that the sampler kept, (requests, V) bool.
         runner.sampler.sample, runner.sample_tokens = self.sample, self.sample_tokens
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
