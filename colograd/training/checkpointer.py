@@ -219,7 +219,7 @@ class Checkpointer(TrainerCallback):
         trainer.control = trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._is_due:  # a callback ended the run in the middle of a round
+        if self._is_due:  # a callback ended the run before the last step between two generations
             self.trainer.console.warn(
                 f"checkpoints: the run was stopped at step {state.global_step}, in the middle of a round. A run can't "
                 "resume there, so no checkpoint is written: save_model() saves the weights."
@@ -344,7 +344,7 @@ class Checkpointer(TrainerCallback):
         if (file := folder / SAFE_WEIGHTS_NAME).is_file():
             with safe_open(file, framework="pt", device="cpu") as opened:
                 names = [*opened.keys()]
-        if names:  # not for an adapter or sharded weights
+        if names:  # there are none for an adapter and for sharded weights, which get no index
             index = {"metadata": {}, "weight_map": dict.fromkeys(names, SAFE_WEIGHTS_NAME)}
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=1))
         settings = run_settings(self.args, trainer.rewards, trainer.feature.digests())

@@ -80,7 +80,7 @@ def step_batch(
     rollouts = [rollout for scored in step.kept for rollout in scored.group.rollouts]
     in_loss = sum(int(loss_tokens(rollout, rules.mask_truncated).sum()) for rollout in rollouts)
     # Counts to sum over ranks: tokens in the loss, completions, packed tokens, micro-batches, and groups that `balance`
-    # sent to a different rank. If several ranks train equal rows, only the first rank counts the rows' numbers.
+    # sent to a different rank. If several ranks train the same rows, only the first of these ranks counts the rows.
     tokens = sum(part.num_tokens for row in rows for part in row.parts)
     work = (tokens, len(rows), moved) if counted else (0, 0, 0)
     ranks = gather(((in_loss, len(rollouts), *work), statistics))

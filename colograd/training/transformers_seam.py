@@ -67,7 +67,7 @@ class CheckpointConfig:
                 token, end = getattr(self._tokenizer, name, None), self._tokenizer.eos_token_id
                 stands_in = token is None or (name == "pad_token_id" and token == end)
                 if not stands_in and token not in (value if isinstance(value, list) else [value]):
-                    continue  # the tokenizer has a new special token, which the saved model needs
+                    continue  # the tokenizer's token is new, and the saved model needs it
                 if value is MISSING:
                     vars(config).pop(name, None)
                 else:
@@ -174,7 +174,7 @@ class SeamTrainer(Trainer):
         if prompts is None:
             raise ValueError("`evaluate` needs prompts: pass an `eval_dataset` to `evaluate` or to the trainer.")
         if not self.is_in_train and self.engine is not None:
-            self.engine.invalidate()  # user code may have changed the policy's weights
+            self.engine.invalidate()  # user code may have changed the weights, so sync them
         metrics: dict[str, float] = {}
         for name, part in (prompts if isinstance(prompts, dict) else {"": prompts}).items():
             full = f"{prefix}_{name}" if name else prefix
@@ -232,7 +232,7 @@ class SeamTrainer(Trainer):
         if not self.args.keeps_journal or not self.is_in_train:
             return
         with on_all_ranks("the journal"), self.times.phase("journal"):
-            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # none of a rank's part
+            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # "": no whole model here
             problem = self.journal.begin(self.state.global_step, digest, evaluation) if self.journal else ""
         self.console.warn_of_all(gather(problem))
 
