@@ -27,7 +27,7 @@ OF_REWARD = ("mean", "std", "abstained", "seconds", "timeouts", "errors")
 def check_best_metric(
     args: GRPOConfig, rewards: Sequence[RewardFunction], eval_prompts: Any, others: bool = False
 ) -> None:
-    """Raise if no evaluation can have ``metric_for_best_model``. ``others``: don't check, as user code may add metrics."""
+    """Raise if no evaluation can have ``metric_for_best_model``, unless ``others``: user code may add any metric."""
     best = args.metric_for_best_model
     evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" and eval_prompts is not None
     if best is None or not evaluates or others or args.loss_type not in LOSSES:
