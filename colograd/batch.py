@@ -253,7 +253,7 @@ class SegmentLayout:
 
         row        11 12 13 | 21  2 | 22 23 24  2
         lengths    (3, 2, 4)
-        attends_to       ((), (0,), (0,))
+        attends_to ((), (0,), (0,))
     """
 
     lengths: tuple[int, ...]  # Number of tokens of each segment, [S], in the order of the row.

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return run(trainer)
-    except KeyboardInterrupt:  # A second Ctrl-C, or one after the training. The first lets the training end by itself.
+    except KeyboardInterrupt:  # The first Ctrl-C during the training only requests a checkpoint and a stop.
         if process.is_verbose(argv):
             raise
         print("stopped at once by Ctrl-C, without a new checkpoint", file=sys.stderr, flush=True)

@@ -42,7 +42,7 @@ class KeptTokensRecord(EngineFeature):
         return {TELLS_KEPT: True} if self.itself else {}
 
     def built(self, engine: Any) -> None:
-        """Let vLLM return kept tokens with each completion that a request with a top_k has."""
+        """Let vLLM return kept tokens with the completions of requests that have a top_k."""
         self._vocabulary = engine.vocab_size
         if self.itself:
             # If the flag stayed set, vLLM would refuse requests without a top_k, such as greedy evaluations.
