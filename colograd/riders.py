@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
@@ -115,6 +116,39 @@ class Media(Rider):
     def shifted(self, tokens: int) -> Self:
         """Return the media with ``tokens`` added to all token positions of the content."""
         return self
+
+
+class WithMedia:
+    """Base class of `ModelInput`: what depends on the media, the content of a prompt that isn't text."""
+
+    __slots__ = ()
+    ids: tuple[int, ...]
+    media: Media | None
+
+    def followed_by(self: Any, ids: Sequence[int], media: Media | None = None) -> Any:
+        """Return the engine's input for the next turn of a conversation: the tokens of this input, then ``ids``.
+
+        Args:
+            ids: tokens that follow this input.
+            media: content among ``ids`` that isn't text; its positions count from the start of ``ids``.
+        """
+        last = media or self.media
+        joined = None if last is None else last.followed_by(self, ids, media)
+        return dataclasses.replace(self, ids=(*self.ids, *ids), media=joined)
+
+    def for_training(self: Any) -> Any:
+        """Return the input with only the data that a rank needs to train its completions."""
+        return self if self.media is None else dataclasses.replace(self, media=self.media.for_training())
+
+    @property
+    def images(self) -> Media | None:
+        """The field `media` under its former name, which user code may still read."""
+        return self.media
+
+    @property
+    def content(self) -> bytes:
+        """Digest of the content that isn't text. It is empty for plain text."""
+        return b"" if self.media is None else self.media.digest.encode()
 
 
 class RowRider:

@@ -100,7 +100,8 @@ def offloads(config: GRPOConfig, setting: bool) -> bool:
 def prepared(row: PackedRow) -> MicroBatch:
     """Return a row's `MicroBatch` for a reference or teacher model, without data that is only for the policy, such as
     the experts that vLLM's router chose."""
-    return collate(row).for_other_models()
+    batch = collate(row)
+    return dataclasses.replace(batch, riders=tuple(rider for rider in batch.riders if not rider.OF_POLICY))
 
 
 def own_logprobs(second: SecondModel, model: Any, row: PackedRow, temperature: float, name: str = "") -> torch.Tensor:
@@ -167,7 +168,7 @@ def fill(models: SecondModels, rows: Sequence[PackedRow], temperature: float) ->
         with second.present() as model:
             read = kinds()[field].read
             values = [read(second, model, row, temperature, name) for row in rows]
-        rows = [row.with_values(field, own) for row, own in zip(rows, values, strict=True)]
+        rows = [row.with_scores(field, own) for row, own in zip(rows, values, strict=True)]
     return tuple(rows)
 
 

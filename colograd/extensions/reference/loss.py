@@ -34,9 +34,7 @@ class KLTerm(LossTerm):
         With `unbiased` k3 is multiplied by the token's importance ratio, so its expected gradient is the gradient of
         the divergence. A token has no gradient if it is over e^20 times less likely under the policy than under the
         reference model, because k3 may overflow."""
-        reference = tokens.batch.ref_logprobs
-        assert reference is not None, "with beta != 0 every micro-batch has the reference's log-probabilities"
-        difference = (reference - tokens.logprobs).where(tokens.batch.loss_mask > 0, 0.0)
+        difference = (tokens.batch.scores["ref_logprobs"] - tokens.logprobs).where(tokens.batch.loss_mask > 0, 0.0)
         bounded = difference.clamp(max=MOST_LOG_RATIO)
         kl = bounded.exp() - bounded - 1
         if not self.unbiased:
