@@ -29,8 +29,6 @@ from .parallel import faults, watchdog
 from .parallel.faults import ends_together
 from .parallel.ranks import gather
 from .policy.logprobs import PolicyForward
-from .policy.second_models import FrozenModel
-from .reporting.events import Events
 from .rewards import weighted_sum
 from .rollout.features import TrainerArguments
 from .rollout.record_file import FIGURES, add_step
@@ -117,10 +115,7 @@ class GRPOTrainer(TrainerBase):
         given = TrainerArguments(
             model, reward_funcs, reward_processing_classes, train_dataset, eval_dataset, processing_class,
             quantization_config, peft_config, optimizers[0],
-            sources={
-                "tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory,
-                "agent": agent,
-            },
+            {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory, "agent": agent},
             samples=self.samples,
             replaced=self.replaced,
             adds_metrics=adds_metrics or bool(self.replaced & {"evaluate", "compute_loss"}),
@@ -153,7 +148,6 @@ class GRPOTrainer(TrainerBase):
         if args.optim in KEEPS_MASTER and self.optimizer is None:
             accumulate_in_float32(self.model.parameters())
         self.estimator = AdvantageEstimator.of(args, [reward.weight for reward in self.rewards])
-        self.completion_log = next(filter(None, (make(self) for make in registry.hooks("completion_log"))), None)
         self.journal = store_of(args, self.rewards, self.feature, reader_of(task.policy))
         if self.journal is not None:
             self.closing.callback(self.journal.close)
@@ -170,13 +164,8 @@ class GRPOTrainer(TrainerBase):
         self.closing.callback(self._release)
         for context in registry.hooks("training_context"):
             self.closing.enter_context(context(self.model, args))
-        for second in (each for each in built.second_models.values() if isinstance(each, FrozenModel)):
-            if not (second.offload and args.cuts_weights):
-                self.sharding.share_frozen(second.model)
-            if callback := second.callback(self.model):
-                self.add_callback(callback)
+        built.join(self)
         self.memory_plan = built.memory
-        self.events = Events(self.times, self.console, self.recorder, self.completion_log)
         self.learner = Learner(
             self, args, task.policy, task.objective, rules, self.sharding, built.second_models, self.events
         )
@@ -185,11 +174,8 @@ class GRPOTrainer(TrainerBase):
         self.sampler = self._make_sampler(task)
         self.sampler.round = self.round
         choose_kernels(self.learner, self.closing)
-        # With plain float32 kernels of a CPU, `prepare` has already compared packed rows with the model's own outputs.
-        if not args.on_cpu or args.bf16 or args.torch_compile or args.sequence_parallel_size > 1:
-            with self.compute_loss_context_manager():
-                prove_rows(self.learner, task.proof_prompts)
-            self.policy = self.learner.policy
+        prove_rows(self.learner, task.proof_prompts)
+        self.policy = self.learner.policy
         lines = [*built.describe(), *task.scorer.notes, *self.feature.notes]
         lines += [*self.policy.describe(args, self.learner.rules.max_tokens), self.sharding.describe()]
         lines += [note(self) for note in registry.hooks("notes")]
@@ -218,7 +204,7 @@ class GRPOTrainer(TrainerBase):
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
         """Convert one group's rewards [G, R] to advantages: [G], or [sum of lengths] with one per completion token.
         With `scale_rewards` batch or batch_centered, or `multi_objective_aggregation: normalize_then_sum`, the trainer
-        later divides them by a standard deviation over the step. Tools and agents may add rewards of single turns."""
+        later divides them by a standard deviation over the step. A rollout source may change a group's advantages."""
         advantages = self.estimator.of_group(rewards)
         if (add := self.feature.add_advantages) is None:
             return advantages

@@ -25,7 +25,7 @@ from ..parallel.ranks import gather, on_all_ranks
 from ..policy.layers import check_compiled, compile_layers, forget_compiled
 from ..policy.lora import unwrap
 from ..policy.row_proof import choose_rows_where_it_trains
-from ..policy.second_models import SecondModels, second_model_bytes, second_models
+from ..policy.second_models import FrozenModel, SecondModels, second_model_bytes, second_models
 from ..policy.supported import check_shared_rows
 from ..reporting.metrics import PhaseTimes
 from ..runtime import process, registry
@@ -44,6 +44,14 @@ class Assembly:
     engine: Engine | None = None  # The vLLM engine, or None in a replay of recorded groups.
     weights: WeightSync | None = None  # Copies the policy's weights into the engine, or lets both share the weights.
     device_turns: DeviceTurns | None = None  # Divides GPU memory between sampling and training in turn.
+
+    def join(self, trainer: Any) -> None:
+        """Divide frozen models over ranks like the policy. Add the callbacks that update models during the training."""
+        for second in self.second_models.values():
+            if isinstance(second, FrozenModel) and not (second.offload and trainer.args.cuts_weights):
+                trainer.sharding.share_frozen(second.model)
+            if callback := second.callback(trainer.model):
+                trainer.add_callback(callback)
 
     def describe(self) -> Iterator[str]:
         """Yield lines for the user: the engine, the weight sync, the memory plan, reference and teacher models."""
@@ -239,15 +247,18 @@ def choose_kernels(learner: Learner, closing: ExitStack) -> None:
 def prove_rows(learner: Learner, seen: Sequence[ModelInput]) -> None:
     """Check that packed rows give the model's own log-probabilities, with the kernels that will train. If they don't,
     use padded rows, or raise if padded rows fail, too. A collective call: all ranks take part."""
-    device, seconds = learner.config.device, learner.second_models.values()
-    others = [second.model for second in seconds if second.of_policy]
-    why = choose_rows_where_it_trains(learner.model, device, others, seen)
-    for second in seconds:
-        if not second.of_policy:
-            with second.present() as model:
-                choose_rows_where_it_trains(model, device, asked=seen)
-    check_compiled(learner.config, why)
-    check_shared_rows(learner.model, learner.config.sequence_parallel_size, why)
+    args, device, seconds = learner.config, learner.config.device, learner.second_models.values()
+    if args.on_cpu and not (args.bf16 or args.torch_compile or args.sequence_parallel_size > 1):
+        return  # `prepare` has already checked the rows with these kernels
+    with learner.hooks.compute_loss_context_manager():
+        others = [second.model for second in seconds if second.of_policy]
+        why = choose_rows_where_it_trains(learner.model, device, others, seen)
+        for second in seconds:
+            if not second.of_policy:
+                with second.present() as model:
+                    choose_rows_where_it_trains(model, device, asked=seen)
+    check_compiled(args, why)
+    check_shared_rows(learner.model, args.sequence_parallel_size, why)
     if why != learner.policy.why_padded:
         learner.policy = replace(learner.policy, why_padded=why)
         learner.rules = replace(learner.rules, share_prompts=not why)

@@ -54,7 +54,7 @@ def loss_of(learner: Learner, drawn: SampledStep) -> dict[str, float]:
     rules = dataclasses.replace(learner.rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
     step = step_batch(drawn, RolloutStatistics(), rules, learner.reward_names, learner.events.times)
     step = dataclasses.replace(step, version=learner.hooks.state.global_step)
-    (step,) = learner.with_second_models([step])
+    (step,) = learner.with_scores([step])
     with evaluation_mode(learner.model):
         step = learner.with_constants(step) if learner.needs_constants else step
         bar = learner.events.console.progress(len(step.rows), "evaluate", "micro-batch")

@@ -26,7 +26,7 @@ from ..parallel.ranks import gather, on_all_ranks, rank
 from ..policy.loading import Policy
 from ..policy.logprobs import policy_logprobs, with_old_logprobs
 from ..policy.packing import PackingRules, collate, has_signal, loss_tokens, pack_step
-from ..policy.second_models import OF, SecondModels, fill, with_second_logprobs
+from ..policy.second_models import SecondModels, fill, with_second_logprobs
 from ..reporting.events import Events
 from ..reporting.metrics import Metrics, PhaseTimes, numbers
 from ..rollout.checks import shown
@@ -94,7 +94,7 @@ def step_batch(
         "train/micro_batches": float(micro_batches),
         "train/moved_groups": float(moved),
         "train/sampled_tokens": float(sum(sampled.lengths)),
-        # Like TRL's `num_tokens`: tokens of prompts and tokens that the model sampled, without tools' answers.
+        # Like TRL's `num_tokens`: tokens of prompts, and tokens that the model sampled.
         "train/rollout_tokens": float(sampled.prompt_tokens + sum(sampled.lengths)),
     }
     return StepBatch(rows, in_loss, completions, metrics, tuple(groups), counted=counted)
@@ -198,7 +198,7 @@ class Learner:
         version, autocast = self.hooks.state.global_step, self.hooks.compute_loss_context_manager
         while True:
             try:
-                filled = self.with_second_models(steps) if self.second_models or self.objective.terms else steps
+                filled = self.with_scores(steps) if self.objective.terms else steps
                 scheduled = [
                     dataclasses.replace(step, version=version + index, trained=step.trained * (index < len(steps)))
                     for index, step in enumerate(filled * self.config.num_iterations)
@@ -222,12 +222,10 @@ class Learner:
         while self.pending:
             yield self.pending.pop(0)
 
-    def with_second_models(self, steps: list[StepBatch]) -> list[StepBatch]:
-        """Add values of reference and teacher models to the rows. Let loss terms change advantages. A collective."""
-        for field, second in self.second_models.items():
-            phase, autocast = self.events.times.phase(field.partition(OF)[0]), self.hooks.compute_loss_context_manager()
-            with on_all_ranks("the second models' log-probabilities"), phase, autocast:
-                steps = with_second_logprobs({field: second}, steps, self.config.temperature)
+    def with_scores(self, steps: list[StepBatch]) -> list[StepBatch]:
+        """Add the `scores` that terms of the loss need to rows, and let the terms change advantages. A collective."""
+        phase, autocast = self.events.times.phase, self.hooks.compute_loss_context_manager
+        steps = with_second_logprobs(self.second_models, steps, self.config.temperature, phase, autocast)
         for term in self.objective.terms:
             with on_all_ranks("the advantages"):
                 steps = [term.with_scores(step, self.hooks.estimator) for step in steps]

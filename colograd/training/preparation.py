@@ -46,7 +46,7 @@ class PreparedRun:
     policy: Policy
     train_prompts: Prompts
     eval_prompts: Any  # A `PromptDataset` or an extension's benchmark, a dict of them, or None.
-    proof_prompts: list[ModelInput]  # Prompts with images or audio, for the checks of packed rows. Text-only: [].
+    proof_prompts: list[ModelInput]  # Prompts that packed rows are checked with. Empty for text.
     scorer: Scorer
     feature: SourceFeature
     objective: Objective
@@ -70,10 +70,8 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         check_engines(args.layout, places)
         # Check all settings that need only the configuration and the model's name before the model is loaded.
         args.check_for_trainer()
-        if given.quantization_config is not None:
-            registry.require("quantized", "quantization_config")
-            for take in registry.hooks("quantization_config"):
-                take(args, given.model, given.quantization_config)
+        for take in registry.hooks("trainer_arguments"):  # (arguments, config) -> None
+            take(given, args)
         check_supported(given.model, args, given.peft_config, given.has_images)
         if args.layout.is_main and (note := note_on_cpu(given.model, args)):
             Console(enabled=True, bars=False).warn(note)
@@ -144,16 +142,15 @@ def longest_completion(args: GRPOConfig) -> int:
 def train_prompts_of(
     dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature = NO_FEATURE, context: int | None = None
 ) -> Prompts:
-    """Tokenise the training dataset. As in TRL, a run without a dataset needs ``max_steps`` and an environment, which
-    makes all prompts. Extension hooks: ``prompt_stream`` wraps an iterable dataset, which is tokenised during training;
-    ``train_prompts`` checks or changes the prompts: (prompts, config) -> None."""
+    """Tokenise the training dataset. Extension hooks: ``prompts`` makes the prompts of a dataset that isn't a
+    `datasets.Dataset`: (dataset, rules, config) -> prompts or None; ``train_prompts`` checks or changes the prompts:
+    (prompts, config) -> None."""
     rules = prompt_rules(policy, args, "train", context, feature)
     rows = wanted_columns(feature.empty_prompts(args) if dataset is None else dataset, policy, args, feature, "train")
     if isinstance(rows, IterableDataset):
         registry.require("streams", "train_dataset: an IterableDataset")
-        (stream_of,) = registry.hooks("prompt_stream")
-        prompts = stream_of(rows, rules, args)
-    else:
+    prompts = next(filter(None, (make(rows, rules, args) for make in registry.hooks("prompts"))), None)
+    if prompts is None:
         prompts = tokenize_prompts(rows, rules)
         StepOrder.of(args, len(prompts))
     for check in registry.hooks("train_prompts"):
@@ -182,7 +179,7 @@ def eval_prompts_of(
 
 
 def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature, name: str) -> Any:
-    """Apply ``remove_unused_columns`` to a dataset. If an environment writes the prompts, add a missing prompt column.
+    """Apply ``remove_unused_columns`` to a dataset. If the rollout source writes prompts, add a missing prompt column.
     Columns that an extension's hook ``prompt_columns`` (config -> names) lists are not removed."""
     names = columns_of(dataset) if isinstance(dataset, Dataset | IterableDataset) else ()
     if feature.writes_prompts and names and "prompt" not in names:
@@ -197,7 +194,7 @@ def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: Sour
 def prompt_rules(
     policy: Policy, args: GRPOConfig, name: str, context: int | None, feature: SourceFeature = NO_FEATURE
 ) -> PromptRules:
-    """Return the settings for tokenising dataset rows: maximum tokens, chat template, tools, reader of images."""
+    """Return the settings for tokenising the rows of a dataset, of the name ``name`` in errors."""
     completion, most = longest_completion(args), engine_context(policy, args, context)
     limit = min(args.max_prompt_tokens or most, most - completion)
     if limit < 1:
@@ -237,12 +234,12 @@ def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
 
 
 def reader_of(policy: Policy) -> Any:
-    """Return an object that reads dataset rows with images or audio, or None for a text-only policy. An extension's
-    hook ``prompt_reader`` makes the object: policy -> reader or None."""
+    """Return an object that reads the content of dataset rows that isn't text, or None for a text-only policy. An
+    extension's hook ``prompt_reader`` makes the object: policy -> reader or None."""
     return next(filter(None, (make(policy) for make in registry.hooks("prompt_reader"))), None)
 
 
 def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
-    """Return one prompt per kind of media (image, audio), to test the policy's forward. Text-only runs get []. An
+    """Return one prompt per kind of content that isn't text, to test the policy's forward. Text-only runs get []. An
     extension's hook ``proof_prompts`` makes the prompts: (prompts, policy, feature) -> list."""
     return [each for make in registry.hooks("proof_prompts") for each in make(prompts, policy, feature)]

@@ -28,7 +28,7 @@ from ..parallel.faults import ends_together
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.loading import Policy
 from ..reporting.console import Console
-from ..reporting.events import NoRecord
+from ..reporting.events import Events, NoRecord
 from ..reporting.metrics import PhaseTimes
 from ..rewards import RewardFunction
 from ..rollout.rounds import PlainRound
@@ -105,6 +105,8 @@ class SeamTrainer(Trainer):
         self.checkpointer = self.make_checkpointer()
         # The hook "recorder" of an extension is a function (trainer) -> an instance of a `NoRecord` subclass, or None.
         self.recorder: NoRecord = next(filter(None, (make(self) for make in hooks("recorder"))), None) or NoRecord()
+        self.completion_log = next(filter(None, (make(self) for make in hooks("completion_log"))), None)
+        self.events = Events(self.times, self.console, self.recorder, self.completion_log)
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
         for callback in (self.checkpointer, self.console, self.recorder):

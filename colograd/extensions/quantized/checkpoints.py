@@ -80,11 +80,11 @@ def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
     return settings
 
 
-def take_quantization(config: GRPOConfig, model: Any, quantization_config: Any) -> None:
+def take_quantization(arguments: Any, config: GRPOConfig) -> None:
     """Move the trainer's argument ``quantization_config`` into ``model_init_kwargs``, where recipes have it."""
-    if quantization_config is None:
+    if (quantization_config := arguments.quantization_config) is None:
         return
-    if not isinstance(model, str | os.PathLike):
+    if not isinstance(arguments.model, str | os.PathLike):
         raise ValueError(
             "quantization_config is given, but the model is an object that is loaded already: remove "
             "quantization_config, or give the model's name."

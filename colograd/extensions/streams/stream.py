@@ -126,5 +126,9 @@ class PromptStream(torch.utils.data.IterableDataset):
             number += len(block)
 
 
+def prompts_of(dataset: Any, rules: PromptRules, config: GRPOConfig) -> PromptStream | None:
+    return PromptStream(dataset, rules, config) if isinstance(dataset, IterableDataset) else None
+
+
 def _prompts(rows: list[tuple[dict[str, Any], tuple[int, ...]]], first: int) -> list[Prompt]:
     return [Prompt(example, ModelInput(ids), first + index) for index, (example, ids) in enumerate(rows)]
