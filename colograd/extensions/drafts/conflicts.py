@@ -1,6 +1,8 @@
-"""Settings that can't be combined with drafts (`speculative_config`)."""
+"""Settings that can't be combined with drafts (`speculative_config`), and the share of accepted drafted tokens."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from ...config.conflicts import ANY, DRAFTS, SET, Conflict, above
 
@@ -11,3 +13,8 @@ CONFLICTS = (
     Conflict(DRAFTS, ANY, "generation_kwargs.min_tokens", SET,
              "vLLM doesn't count drafted tokens towards min_tokens", "remove one of them"),
 )  # fmt: skip
+
+
+def acceptance(statistics: Any, metrics: dict[str, float]) -> None:
+    if drafted := statistics.counts["drafts/tokens"]:
+        metrics["drafts/acceptance"] = statistics.counts["drafts/accepted"] / drafted

@@ -71,7 +71,7 @@ class PromptStream(torch.utils.data.IterableDataset):
                 f"{self.rules.name} has no rows, or all prompts exceed the limit of {self.longest} tokens: add "
                 "prompts, or raise max_prompt_tokens."
             )
-        return _prompts(found, 0)
+        return [Prompt(row, ModelInput(ids), n) for n, (row, ids) in enumerate(found)]
 
     def load(self, state: dict[str, Any]) -> None:
         """Set a checkpoint's state. `__iter__` then raises if the prompts up to that state are different ones."""
@@ -84,7 +84,7 @@ class PromptStream(torch.utils.data.IterableDataset):
         for epoch in itertools.count():
             rows, rounds = self._pass(epoch), 0
             while len(block := list(itertools.islice(rows, size))) == size:
-                prompts = _prompts(block, position)
+                prompts = [Prompt(row, ModelInput(ids), position + n) for n, (row, ids) in enumerate(block)]
                 digest.update(repr([ids for _, ids in block]).encode())
                 position, rounds = position + size, rounds + 1
                 for step in [*range(self.round_steps)] * self.iterations:
@@ -128,7 +128,3 @@ class PromptStream(torch.utils.data.IterableDataset):
 
 def prompts_of(dataset: Any, rules: PromptRules, config: GRPOConfig) -> PromptStream | None:
     return PromptStream(dataset, rules, config) if isinstance(dataset, IterableDataset) else None
-
-
-def _prompts(rows: list[tuple[dict[str, Any], tuple[int, ...]]], first: int) -> list[Prompt]:
-    return [Prompt(example, ModelInput(ids), first + index) for index, (example, ids) in enumerate(rows)]

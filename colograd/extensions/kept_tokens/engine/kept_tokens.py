@@ -27,7 +27,8 @@ class KeptTokensRecord(EngineFeature):
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
-        self.itself = False  # Whether vLLM records kept tokens. Otherwise vLLM's sampler is observed (`_Watched`).
+        self.itself = False  # Whether vLLM records kept tokens. Otherwise they are read from its sampler's results.
+        self._left: torch.Tensor | None = None  # Mask of the tokens that the sampler kept, (requests, V) bool.
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return vLLM's engine argument for returning kept tokens, if Model Runner V2 is used, or else no argument.
@@ -49,7 +50,9 @@ class KeptTokensRecord(EngineFeature):
             engine.core.input_processor.model_config.return_sampling_mask = False
             return
         engine.core.engine_core.engine_core.scheduler.return_sampling_mask = True
-        _Watched(engine.core.model_executor.driver_worker.worker.model_runner)
+        runner = engine.core.model_executor.driver_worker.worker.model_runner
+        self._sample, self._step = runner.sampler.sample, runner.sample_tokens
+        runner.sampler.sample, runner.sample_tokens = self._watched_sample, self._watched_step
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
         """Add to each completion of a request a `KeptTokens` rider, if its sampling was truncated."""
@@ -65,26 +68,13 @@ class KeptTokensRecord(EngineFeature):
                 sampled[index] = replace(sampled[index], riders=(*sampled[index].riders, kept))
         return sampled
 
-
-def kept_tokens_record(config: GRPOConfig, use: EngineUse) -> KeptTokensRecord | None:
-    """Return a `KeptTokensRecord` for a run that trains with truncated distributions, or else None."""
-    return KeptTokensRecord(config) if config.replays_truncation else None
-
-
-class _Watched:
-    """Wrapper of a V1 model runner's methods that adds to each step's output the tokens that the sampler kept."""
-
-    def __init__(self, runner: Any) -> None:
-        self._sample, self._step = runner.sampler.sample, runner.sample_tokens
-        self._left: torch.Tensor | None = None  # Mask of the tokens that the sampler kept, (requests, V) bool.
-        runner.sampler.sample, runner.sample_tokens = self.sample, self.sample_tokens
-
-    def sample(self, *args: Any, **kwargs: Any) -> Any:
+    def _watched_sample(self, *args: Any, **kwargs: Any) -> Any:
         tokens, logprobs = self._sample(*args, **kwargs)
         self._left = None if logprobs is None else logprobs != -torch.inf
         return tokens, logprobs
 
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+    def _watched_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step of a V1 model runner. Add the tokens that the sampler kept to its output."""
         from vllm.v1.outputs import SamplingMaskLists
 
         self._left = None
@@ -96,3 +86,7 @@ class _Watched:
             offsets = np.searchsorted(rows.numpy(), np.arange(len(self._left) + 1))
             told.sampling_masks = SamplingMaskLists(ids.int().numpy(), offsets)
         return output
+
+
+def kept_tokens_record(config: GRPOConfig, use: EngineUse) -> KeptTokensRecord | None:
+    return KeptTokensRecord(config) if config.replays_truncation else None
