@@ -81,8 +81,8 @@ class Checkpointer(TrainerCallback):
         with on_all_ranks("writing into output_dir"):
             if args.layout.leads_node:
                 folders.check_file_system(args.output_dir)
-            # If nodes share no file system, each node writes whole checkpoints.
-            self.nodes_are_apart = folders.nodes_are_apart(args.output_dir, args.layout)
+        # If the nodes share no file system, each node writes whole checkpoints.
+        self.nodes_are_apart = folders.nodes_are_apart(args.output_dir, args.layout)
         if args.save_on_each_node and args.layout.nodes > 1 and not self.nodes_are_apart:
             raise ValueError(
                 f"save_on_each_node is true, but all nodes share the folder {args.output_dir!r} and would write the "
@@ -96,21 +96,6 @@ class Checkpointer(TrainerCallback):
         self._failures = 0  # Number of failed saves in a row.
         self._best_before: str | None = None  # Folder of the best checkpoint before the present save.
         self._damaged: set[int] = set()  # Optimizer steps of damaged checkpoints.
-
-    def _resolve_folders(self) -> bool:
-        """Return whether the nodes share no file system. If they don't, each node writes whole checkpoints."""
-        args = self.args
-        with on_all_ranks("writing into output_dir"):
-            if args.layout.leads_node:
-                folders.check_file_system(args.output_dir)
-        apart = folders.nodes_are_apart(args.output_dir, args.layout)
-        if args.save_on_each_node and args.layout.nodes > 1 and not apart:
-            raise ValueError(
-                f"save_on_each_node is true, but all nodes share the folder {args.output_dir!r} and would write the "
-                "same files. Set `save_on_each_node` to false, or use an `output_dir` that is local to each node."
-            )
-        args.resolve_saving(apart)
-        return apart
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
