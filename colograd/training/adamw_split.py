@@ -115,10 +115,7 @@ class AdamWSplit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             parameters = [p for p in group["params"] if self._gradient(p) is not None and p.numel()]
             for device, members in itertools.groupby(parameters, key=lambda parameter: parameter.device):

@@ -77,9 +77,6 @@ def pass_at(passes: Sequence[tuple[int, int]], most: int) -> dict[str, float]:
     """Estimate pass@k for k = 1, 2, 4 ... ``most``: the probability that at least one of k completions passes. Each
     prompt gets the unbiased estimate from (n scored completions, c passes), see `chance_of_pass`. pass@k is the mean
     over the prompts with at least k scored completions."""
-    found = {}
-    for k in (2**power for power in range(most.bit_length())):
-        of_prompts = [chance_of_pass(n, c, k) for n, c in passes if n >= k]
-        if of_prompts:
-            found[f"pass@{k}"] = sum(of_prompts) / len(of_prompts)
-    return found
+    sizes = (2**power for power in range(most.bit_length()))
+    chances = {k: [chance_of_pass(n, c, k) for n, c in passes if n >= k] for k in sizes}
+    return {f"pass@{k}": sum(of_prompts) / len(of_prompts) for k, of_prompts in chances.items() if of_prompts}
