@@ -9,7 +9,7 @@ from ...config.conflicts import ANY, DRAFTS, SET, Conflict, above
 CONFLICTS = (
     Conflict(DRAFTS, ANY, "vllm_tensor_parallel_size", above(1),
              "drafts aren't available in an engine over several ranks in this version", "remove one of them"),
-    Conflict(DRAFTS, ANY, "min_p", SET, "vLLM leaves min_p out where it drafts", "remove one of them"),
+    Conflict(DRAFTS, ANY, "min_p", SET, "vLLM ignores min_p in a request with drafts", "remove one of them"),
     Conflict(DRAFTS, ANY, "generation_kwargs.min_tokens", SET,
              "vLLM doesn't count drafted tokens towards min_tokens", "remove one of them"),
 )  # fmt: skip
