@@ -38,7 +38,7 @@ from .runtime import process, registry
 from .runtime.failures import closes_if_it_fails
 from .sharding import strategy_of
 from .training.adamw_split import accumulate_in_float32, optimizer_of
-from .training.assembly import assemble, choose_kernels, prove_rows, resolve_by_memory
+from .training.assembly import announce, assemble, choose_kernels, join_second_models, prove_rows, resolve_by_memory
 from .training.checkpointer import end_at_a_signal
 from .training.learner import Learner, packing_rules
 from .training.preparation import PreparedRun, prepare, prepared_config, reader_of
@@ -156,19 +156,13 @@ class GRPOTrainer(TrainerBase):
         rules = packing_rules(args, task.policy, task.objective, equal_counts=strategy.meets_in_backward)
         if self.samples and compiles(args):
             self.console.say("engine: vLLM starts, compiles and captures graphs: 1 to 3 minutes, less the next time")
-        built = assemble(args, task, rules.max_tokens, self.times, self.closing, self.samples)
-        self.engine: Any = built.engine  # `engine`, `weights` and `device_turns` are None if `samples` is False.
-        self.weights: Any = built.weights
-        self.device_turns: Any = built.device_turns
+        others = assemble(self, task, rules.max_tokens)
         self.sharding = strategy.for_run(self.model, args)
         self.closing.callback(self._release)
         for context in registry.hooks("training_context"):
             self.closing.enter_context(context(self.model, args))
-        built.join(self)
-        self.memory_plan = built.memory
-        self.learner = Learner(
-            self, args, task.policy, task.objective, rules, self.sharding, built.second_models, self.events
-        )
+        join_second_models(self, others)
+        self.learner = Learner(self, args, task.policy, task.objective, rules, self.sharding, others, self.events)
         self.add_callback(self.learner.entropy)
         self.round = round_of(self)
         self.sampler = self._make_sampler(task)
@@ -176,13 +170,7 @@ class GRPOTrainer(TrainerBase):
         choose_kernels(self.learner, self.closing)
         prove_rows(self.learner, task.proof_prompts)
         self.policy = self.learner.policy
-        lines = [*built.describe(), *task.scorer.notes, *self.feature.notes]
-        lines += [*self.policy.describe(args, self.learner.rules.max_tokens), self.sharding.describe()]
-        lines += [note(self) for note in registry.hooks("notes")]
-        for line in filter(None, lines):
-            self.console.say(line)
-        for line in built.warnings(args, task):
-            self.console.warn(line)
+        announce(self, task)
         args.freeze()
 
     def _make_sampler(self, task: PreparedRun) -> Sampler:
@@ -254,7 +242,7 @@ class GRPOTrainer(TrainerBase):
 
     @ends_together("training")
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train like `transformers.Trainer.train`. A signal (`stop_signals`) makes the training write a checkpoint and
+        """Train like `transformers.Trainer.train`. Ctrl-C or a signal (`stop_signals`) makes it write a checkpoint and
         end. If the checkpoint to resume from is of the run's last step, it is loaded and nothing is trained.
 
         Args:

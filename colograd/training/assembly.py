@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -20,78 +20,38 @@ from ..memory.choice import auto, least_checkpointing, plan_or_raise
 from ..memory.description import RunDescription, Workload, describe_run, own_devices
 from ..memory.device_turns import DeviceTurns
 from ..memory.shape import CacheNeed, Shape
-from ..memory.table import CPU_SHARE, MemoryPlan
+from ..memory.table import CPU_SHARE
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.layers import check_compiled, compile_layers, forget_compiled
 from ..policy.lora import unwrap
 from ..policy.row_proof import choose_rows_where_it_trains
 from ..policy.second_models import FrozenModel, SecondModels, second_model_bytes, second_models
 from ..policy.supported import check_shared_rows
-from ..reporting.metrics import PhaseTimes
 from ..runtime import process, registry
 from ..sharding import strategy_name
-from ..weights import WeightSync, bytes_apart, check_choice, expects_sharing, weight_sync
+from ..weights import bytes_apart, check_choice, expects_sharing, weight_sync
 from .learner import Learner
 from .preparation import PreparedRun, Prompts, longest_completion, proof_prompts, without_template
 
 
-@dataclass(frozen=True, slots=True)
-class Assembly:
-    """The memory plan, and the parts that follow it: vLLM engine, weight sync, and reference or teacher models."""
-
-    memory: MemoryPlan
-    second_models: SecondModels
-    engine: Engine | None = None  # The vLLM engine, or None in a replay of recorded groups.
-    weights: WeightSync | None = None  # Copies the policy's weights into the engine, or lets both share the weights.
-    device_turns: DeviceTurns | None = None  # Divides GPU memory between sampling and training in turn.
-
-    def join(self, trainer: Any) -> None:
-        """Divide frozen models over ranks like the policy. Add the callbacks that update models during the training."""
-        for second in self.second_models.values():
-            if isinstance(second, FrozenModel) and not (second.offload and trainer.args.cuts_weights):
-                trainer.sharding.share_frozen(second.model)
-            if callback := second.callback(trainer.model):
-                trainer.add_callback(callback)
-
-    def describe(self) -> Iterator[str]:
-        """Yield lines for the user: the engine, the weight sync, the memory plan, reference and teacher models."""
-        yield "engine: none, as nothing is sampled" if self.engine is None else self.engine.describe()
-        yield from () if self.weights is None else (self.weights.describe(),)
-        yield from self.memory.table().splitlines()
-        yield from () if self.device_turns is None else self.device_turns.notes
-        yield from (second.describe() for second in self.second_models.values())
-
-    def warnings(self, config: GRPOConfig, prepared: PreparedRun) -> Iterator[str]:
-        """Yield warnings for the user about settings, engine, policy, dropped prompts and a missing chat template."""
-        yield from (*config.notes, *config.advice())
-        yield from () if self.engine is None else self.engine.warnings(config)
-        yield from prepared.policy.warnings(config)
-        yield from (part.dropped_line() for part in prepared.prompts if getattr(part, "dropped", False))
-        if not prepared.feature.adds_columns:
-            yield from without_template(prepared.train_prompts, prepared.policy)
-
-
-def assemble(
-    config: GRPOConfig,
-    prepared: PreparedRun,
-    max_tokens: int,
-    times: PhaseTimes,
-    closing: ExitStack,
-    samples: bool = True,
-) -> Assembly:
-    """Build the vLLM engine if the run ``samples``, and move the policy to its device. A collective call. An
-    extension's hook ``context`` checks the tokens of the longest sequence: (config, policy, tokens) -> None."""
+def assemble(trainer: Any, prepared: PreparedRun, max_tokens: int) -> SecondModels:
+    """Make the trainer's `memory_plan`, `engine`, `weights` (the weight sync) and `device_turns`, and move the policy
+    to its device. Return the reference and teacher models. `engine`, `weights` and `device_turns` are None if nothing
+    is sampled. A collective call. An extension's hook ``context`` checks the tokens of the longest sequence: (config,
+    policy, tokens) -> None."""
+    config: GRPOConfig = trainer.args
     policy, run = prepared.policy, read_run(config, prepared, max_tokens)
     context, end = needed_context(config, prepared), policy.tokenizer.eos_token_id
     with on_all_ranks("the context"):
         for check in registry.hooks("context"):
             check(config, policy, context)
-    plan = plan_or_raise(run if samples else run.without_engine(), strategy_name(config))
-    if not samples:
+    plan = plan_or_raise(run if trainer.samples else run.without_engine(), strategy_name(config))
+    trainer.memory_plan, trainer.engine, trainer.weights, trainer.device_turns = plan, None, None, None
+    if not trainer.samples:
         if not config.on_cpu:
             policy.model.to(config.device)
         with on_all_ranks("the second models"):
-            return Assembly(plan, second_models(prepared.objective.needs, config, policy))
+            return second_models(prepared.objective.needs, config, policy)
     use = EngineUse(
         end_tokens=() if end is None else (end,),
         adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
@@ -103,8 +63,8 @@ def assemble(
         prompts=prepared.prompts,
         has_tools=prepared.feature.may_add_images,
     )
-    engine: Engine = VLLMEngine(policy.path, config, policy.model.dtype, context, plan.kv_bytes, use)
-    closing.callback(engine.close)
+    trainer.engine = engine = VLLMEngine(policy.path, config, policy.model.dtype, context, plan.kv_bytes, use)
+    trainer.closing.callback(engine.close)
     with on_all_ranks("the check of the sampling settings"):
         for sampling in (Sampling.for_training(config), Sampling.for_evaluation(config)):
             engine.check(sampling)
@@ -112,7 +72,7 @@ def assemble(
         with on_all_ranks("the check of the processor"):
             engine.check_processor(policy.processor)
     with on_all_ranks("the plan of the weights"):
-        weights = weight_sync(
+        trainer.weights = weight_sync(
             config.weights,
             policy.model,
             engine,
@@ -127,8 +87,37 @@ def assemble(
     with on_all_ranks("the second models"):
         others = second_models(prepared.objective.needs, config, policy)
     apart = plan.policy_weights if config.cuts_weights else bytes_apart(policy.model, engine.tensors)
-    plan = plan.with_engine(engine.weight_bytes, apart, engine.kv_tokens)
-    return Assembly(plan, others, engine, weights, DeviceTurns(engine, config, times))
+    trainer.memory_plan = plan.with_engine(engine.weight_bytes, apart, engine.kv_tokens)
+    trainer.device_turns = DeviceTurns(engine, config, trainer.times)
+    return others
+
+
+def join_second_models(trainer: Any, models: SecondModels) -> None:
+    """Divide frozen models over ranks like the policy. Add the callbacks that update models during the training."""
+    for second in models.values():
+        if isinstance(second, FrozenModel) and not (second.offload and trainer.args.cuts_weights):
+            trainer.sharding.share_frozen(second.model)
+        if callback := second.callback(trainer.model):
+            trainer.add_callback(callback)
+
+
+def announce(trainer: Any, prepared: PreparedRun) -> None:
+    """Print lines about the run's parts, and warnings about settings, engine, policy and prompts."""
+    config, engine, policy = trainer.args, trainer.engine, trainer.policy
+    sampling = ["engine: none, as nothing is sampled"]
+    lines = sampling if engine is None else [engine.describe(), trainer.weights.describe()]
+    lines += [*trainer.memory_plan.table().splitlines(), *(() if engine is None else trainer.device_turns.notes)]
+    lines += [second.describe() for second in trainer.learner.second_models.values()]
+    lines += [*prepared.scorer.notes, *prepared.feature.notes]
+    lines += [*policy.describe(config, trainer.learner.rules.max_tokens), trainer.sharding.describe()]
+    for line in filter(None, [*lines, *(note(trainer) for note in registry.hooks("notes"))]):
+        trainer.console.say(line)
+    warnings = [*config.notes, *config.advice(), *(() if engine is None else engine.warnings(config))]
+    warnings += policy.warnings(config)
+    warnings += [part.dropped_line() for part in prepared.prompts if getattr(part, "dropped", False)]
+    warnings += () if prepared.feature.adds_columns else without_template(prepared.train_prompts, policy)
+    for line in warnings:
+        trainer.console.warn(line)
 
 
 def engine_alone(

@@ -23,6 +23,7 @@ from ..checkpoint.writing import saving_model
 from ..config import GRPOConfig
 from ..data import PromptDataset, PromptLoader, StepOrder
 from ..engine.sampling import LengthHistory
+from ..memory.table import MemoryPlan
 from ..parallel import watchdog
 from ..parallel.faults import ends_together
 from ..parallel.ranks import gather, on_all_ranks
@@ -84,7 +85,10 @@ class SeamTrainer(Trainer):
     sharding: ShardingStrategy
     train_prompts: Any
     eval_prompts: Any
-    engine: Any
+    engine: Any  # `engine`, `weights` and `device_turns` are None if nothing is sampled.
+    weights: Any
+    device_turns: Any
+    memory_plan: MemoryPlan
     feature: Any
     _tokenised: tuple[Any, Any]  # the datasets that `train_prompts` and `eval_prompts` come from
     journal: RolloutStore | None = None
