@@ -48,7 +48,7 @@ class Loop:
         length = args.round_length  # Number of optimizer steps from one generation to the next.
         self._prepare()
         self._tell("on_train_begin")
-        trainer.measure_budget()  # Measures the tokens per micro-batch, if not set. Measuring needs the optimizer.
+        learner.measure_budget()  # Measures the tokens per micro-batch, if not set. Measuring needs the optimizer.
         if args.eval_on_start:
             self._evaluate(at_start=True)
         for epoch in range(self.first_epoch, self.epochs):

@@ -294,13 +294,6 @@ class GRPOTrainer(TrainerBase):
         self.console.step(self.state.global_step, self.state.max_steps, metrics)
         self.recorder.step(metrics)
 
-    def measure_budget(self) -> None:
-        """Measure the maximum number of tokens per micro-batch, unless the maximum is set or already measured."""
-        args: GRPOConfig = self.args
-        if not self.learner.rules.max_tokens:
-            shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
-            self.memory_plan = self.memory_plan.with_measured(*self.learner.measure_budget(shape))
-
     # -- Closing
 
     def close(self) -> None:

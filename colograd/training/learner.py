@@ -302,13 +302,12 @@ class Learner:
             return compute_loss
         return lambda row: checked_loss(compute_loss(row), differentiable)
 
-    def measure_budget(self, shape: tuple[int, int, int]) -> tuple[int, int]:
-        """Measure how many tokens a micro-batch may have on this GPU, next to vLLM and the optimizer state.
-
-        Returns:
-            The maximum number of tokens, and the bytes that such a micro-batch and the gradients need.
-        """
-        config = self.config
+    def measure_budget(self) -> None:
+        """Measure how many tokens a micro-batch may have on this GPU, next to vLLM and the optimizer state, unless the
+        number is set or measured already."""
+        if self.rules.max_tokens:
+            return
+        trainer, config = self.hooks, self.config
 
         def train(row: PackedRow) -> None:
             with self.sharding.agree("measuring"), self.hooks.compute_loss_context_manager():
@@ -324,14 +323,15 @@ class Learner:
             pending = 0 if optimizer is not None and optimizer.state else pending
             pending = left_on_device().state(pending) if config.streams_optimizer else pending
             self.model.train()
+            shape = trainer.train_prompts.longest, config.max_completion_length or 1, config.num_generations or 1
             tokens, size = token_budget.measure(
                 train, self.free_gradients, shape, self.rules, pending, config.sequence_parallel_size
             )
         self.rules = dataclasses.replace(self.rules, max_tokens=tokens)
+        trainer.memory_plan = trainer.memory_plan.with_measured(tokens, size)
         self.events.console.say(
             f"memory: room for micro-batches of {tokens:,} tokens, {size / 2**30:.2f} GiB with their gradients"
         )
-        return tokens, size
 
     def _back_off(self, steps: list[StepBatch], reason: str, among: int = 1) -> list[StepBatch]:
         """Drop gradients, and pack optimizer steps into smaller micro-batches, because a rank ran out of memory."""
