@@ -141,7 +141,7 @@ class WithMedia:
         return self if self.media is None else dataclasses.replace(self, media=self.media.for_training())
 
     @property
-    def images(self) -> Media | None:
+    def images(self) -> Any:
         """The field `media` under its former name, which user code may still read."""
         return self.media
 
