@@ -240,7 +240,7 @@ class Learner:
         self.model.train()
         while True:
             try:
-                step = self.with_constants(step)
+                step = self.with_constants(step) if self.needs_constants else step
                 earlier = step.trained_metrics if step.trained else None
                 bar = self.events.console.progress(len(step.rows) - step.trained, "train", "micro-batch")
                 recorded, timed = self.events.recorder.trains(step), self.events.times.phase("train")
@@ -282,11 +282,13 @@ class Learner:
         own = self.sharding.traffic.take(), self.events.times.end_step()
         return self.metrics | {name: value for part in own for name, value in part.items()}
 
+    @property
+    def needs_constants(self) -> bool:
+        """Whether the loss may read `StepConstants`, values of the whole step."""
+        return self.objective.needs_constants or "compute_loss" in self.hooks.replaced
+
     def with_constants(self, step: StepBatch) -> StepBatch:
-        """Return the step with `StepConstants`, values of the step, on every row, if the loss may read them. A
-        collective call."""
-        if not self.objective.needs_constants and "compute_loss" not in self.hooks.replaced:
-            return step
+        """Return the step with `StepConstants`, values of the whole step, on every row. A collective call."""
 
         def entropies(row: MicroBatch) -> torch.Tensor:
             with self.hooks.compute_loss_context_manager():
