@@ -8,6 +8,7 @@ before torch and vLLM read them.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -19,10 +20,11 @@ from .runtime.importing import MovedModules
 __version__ = "0.1.0"
 __all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
 
-# Names that scripts for TRL import from TRL in addition to `GRPOTrainer` and `GRPOConfig`.
+OWN = {"GRPOConfig": "config", "GRPOTrainer": "trainer"}  # The module that defines a public class.
+# Names of TRL that can also be imported from this package, because scripts written for TRL import them from TRL.
 OF_TRL = ("ModelConfig", "ScriptArguments", "TrlParser", "get_peft_config", "get_quantization_config")
-# Former import path -> present import path, for modules inside, too. Recipes, model cards and notebooks still name the
-# former paths.
+# Former import path -> present import path, also for the modules of a folder. Recipes, model cards and notebooks may
+# still name the former paths.
 MOVED = {
     "colograd.agents": "colograd.extensions.agents",
     "colograd.calculator": "colograd.apps.quickstart.calculator",
@@ -41,8 +43,8 @@ MOVED = {
 }
 
 process.prepare_threads()
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # `Console` prints colograd's messages.
-sys.meta_path.insert(0, MovedModules(MOVED))  # Must be first, or modules of a moved folder would be loaded twice.
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # Silent unless the user sets up logging.
+sys.meta_path.insert(0, MovedModules(MOVED))  # First, or a moved folder's modules would be loaded twice.
 
 if TYPE_CHECKING:
     from .config import GRPOConfig
@@ -50,18 +52,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "GRPOConfig":
-        from .config import GRPOConfig
-
-        return GRPOConfig
-    if name == "GRPOTrainer":
-        from .trainer import GRPOTrainer
-
-        return GRPOTrainer
+    if name in OWN:
+        return getattr(importlib.import_module(f".{OWN[name]}", __name__), name)
     if name == "get_kbit_device_map":  # TRL's `get_kbit_device_map` is missing in some versions of TRL.
         return lambda: {"": int(os.environ.get("LOCAL_RANK", "0"))}
     if name in OF_TRL:
-        import trl
-
-        return getattr(trl, name)
+        return getattr(importlib.import_module("trl"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

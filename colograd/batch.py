@@ -1,4 +1,4 @@
-"""The types of the data on its way from a prompt to an optimizer step. Imports torch only.
+"""The types of the data on its way from a prompt to an optimizer step. Imports only torch and `riders.py`.
 
     Prompt -> Rollout -> Group -> ScoredGroup -> SampledStep -> StepBatch[PackedRow ...] -> MicroBatch -> LossOutput
 
@@ -17,13 +17,13 @@ import enum
 import hashlib
 import itertools
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
-from .riders import Media, Rider, RowRider, Segment
+from .riders import Media, Rider, RowRider, Segment, WithMedia
 from .riders import first as first_rider
 
 
@@ -37,7 +37,7 @@ class FinishReason(enum.StrEnum):
     REPETITION = "repetition"
     """vLLM's `repetition_detection` ended the completion. It counts as truncated."""
     ABORT = "abort"
-    """The trainer no longer needed the completion."""
+    """The completion was stopped before its end, e.g. because the trainer no longer needed it."""
 
     @property
     def is_truncated(self) -> bool:
@@ -48,8 +48,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInput:
-    """A prompt as the model reads it: token ids, and the media (images, for example) among them.
+class ModelInput(WithMedia):
+    """A prompt as the model reads it: token ids, and content other than text with its places among the tokens.
 
     Completions share one copy of their prompt in a packed row only if their `ModelInput`s are equal. Therefore all
     fields must be hashable and comparable.
@@ -57,33 +57,17 @@ class ModelInput:
         ModelInput(ids=(11, 12, 13))
     """
 
-    ids: tuple[int, ...]  # Token ids of the prompt, [P]. An image takes one token per image feature.
+    ids: tuple[int, ...]  # Token ids of the prompt, [P].
     media: Media | None = None
 
     def __len__(self) -> int:
         """Return P, the prompt's number of tokens."""
         return len(self.ids)
 
-    def followed_by(self, ids: Sequence[int], media: Media | None = None) -> ModelInput:
-        """Return the engine's input for the next turn of a conversation: the tokens of this input, then ``ids``.
-
-        Args:
-            ids: tokens that follow this input.
-            media: content among ``ids`` that isn't text; its positions count from the start of ``ids``.
-        """
-        last = media or self.media
-        return ModelInput((*self.ids, *ids), None if last is None else last.followed_by(self, ids, media))
-
-    @property
-    def images(self) -> Any:
-        """The field `media` under its former name, which user code may still read."""
-        return self.media
-
     @property
     def key(self) -> str:
-        """A hexadecimal digest of tokens and media. Equal inputs have equal keys in every process and every epoch."""
-        media = b"" if self.media is None else self.media.digest.encode()
-        return hashlib.blake2b(array("q", self.ids).tobytes() + media, digest_size=8).hexdigest()
+        """A hexadecimal digest of all fields. Equal inputs have equal keys in every process and every epoch."""
+        return hashlib.blake2b(array("q", self.ids).tobytes() + self.content, digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +102,8 @@ class _WithPrompt:
 class Prompt(_WithPrompt):
     """A prompt to sample: the dataset's row, the model's input, and the position in the stream of prompts.
 
-    ``position`` counts prompts over the whole run and all ranks. A sampling seed comes from ``position``, so the seed
-    depends on neither the number of ranks nor the engine's batch.
+    ``position`` counts prompts over the whole run and all ranks. Sampling seeds are derived from ``position``, so they
+    depend on neither the number of ranks nor the engine's batch.
 
         Prompt({"prompt": "2 + 2 =", "answer": "4"}, ModelInput((11, 12, 13)), position=0)
     """
@@ -145,8 +129,8 @@ class Rollout(_WithPrompt):
 
     input: ModelInput  # The prompt. A list of [P] token ids is converted to a `ModelInput`.
     completion_ids: array[int]  # Completion: token ids as sampled, [C], never re-tokenised. A list is converted.
-    sampler_logprobs: torch.Tensor  # The engine's log-probabilities, [C] float32, in nats, at its temperature.
-    sampled: torch.Tensor  # Mask, [C] bool. False marks a token that a tool wrote; the loss ignores that token.
+    sampler_logprobs: torch.Tensor  # The engine's log-probabilities at its temperature, [C] float32 nats; NaN: unknown.
+    sampled: torch.Tensor  # Mask, [C] bool. False marks a token that the model didn't write; the loss ignores it.
     finish_reason: FinishReason
     policy_version: int  # Optimizer step of the engine's weights when the completion's group was finished.
     messages: tuple[dict[str, Any], ...] = ()  # Messages of a conversation after the prompt. Empty for plain text.
@@ -226,8 +210,7 @@ class ScoredGroup:
         rollouts = []
         for rollout in self.group.rollouts:
             if (prompt := rollout.input) not in inputs:
-                media = None if prompt.media is None else prompt.media.for_training()
-                inputs[prompt] = dataclasses.replace(prompt, media=media)
+                inputs[prompt] = prompt.for_training()
             riders = tuple(rider.for_training() for rider in rollout.riders)
             rollouts.append(dataclasses.replace(rollout, messages=(), columns={}, input=inputs[prompt], riders=riders))
         example = {name: value for name, value in self.group.example.items() if name == TEACHER}
@@ -238,7 +221,7 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class SampledStep:
-    """The groups of one optimizer step on this rank. `kept` and `sampled` differ only with dynamic sampling."""
+    """The groups of one optimizer step on this rank. A round may sample more groups than the step trains."""
 
     kept: tuple[ScoredGroup, ...]  # Groups that the step trains; the loss denominators count these groups.
     sampled: tuple[ScoredGroup, ...]  # Groups sampled for the step, dropped ones included; metrics and logs count them.
@@ -253,7 +236,7 @@ class SegmentLayout:
 
         row        11 12 13 | 21  2 | 22 23 24  2
         lengths    (3, 2, 4)
-        attends_to       ((), (0,), (0,))
+        attends_to ((), (0,), (0,))
     """
 
     lengths: tuple[int, ...]  # Number of tokens of each segment, [S], in the order of the row.
@@ -283,9 +266,9 @@ class SegmentLayout:
 
 @dataclass(frozen=True, slots=True)
 class StepConstants:
-    """Values of the whole optimizer step that the entropy and router terms of a micro-batch's loss need.
+    """Values of the whole optimizer step that some terms of a micro-batch's loss need.
 
-    None means that the micro-batch is the whole step, so the loss computes the value from the micro-batch."""
+    None: the loss doesn't need the value, or computes it from the micro-batch, which then is the whole step."""
 
     coefficient: float = 0.0  # Coefficient of the entropy bonus in this step.
     denominator: float = 1.0  # Denominator of the step's loss; the trainer divides the summed gradient by it.
@@ -308,9 +291,6 @@ class PackedGroup:
         return len(self.rollouts[0].input) + sum(len(r.completion_ids) for r in self.rollouts)
 
 
-FIELDS = ("old_logprobs", "ref_logprobs")  # Per-label fields of `PackedRow`. Teachers' values are in `scores`.
-
-
 @dataclass(frozen=True, slots=True)
 class PackedRow:
     """The completions of one micro-batch, before their tokens are copied into tensors.
@@ -321,18 +301,11 @@ class PackedRow:
     parts: tuple[PackedGroup, ...]
     mask_truncated: bool
     device: torch.device  # Device that runs the forward.
-    old_logprobs: torch.Tensor | None = None  # Log-probabilities of the old policy, (N,) float32 on the device.
-    ref_logprobs: torch.Tensor | None = None  # Log-probabilities of the reference model, (N,) float32 on the device.
-    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)  # Values of teacher models by name, (N, ...).
+    # Values of the labels that forwards before the training have computed, by name, such as "old_logprobs". (N, ...).
+    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
     step_constants: StepConstants = StepConstants()
 
-    def values(self, name: str) -> torch.Tensor | None:
-        """Return the row's per-label values called ``name`` (a name in `FIELDS` or `scores`), or None."""
-        return getattr(self, name) if name in FIELDS else self.scores.get(name)
-
-    def with_values(self, name: str, values: torch.Tensor) -> PackedRow:
-        if name in FIELDS:
-            return dataclasses.replace(self, **{name: values})
+    def with_scores(self, name: str, values: torch.Tensor) -> PackedRow:
         return dataclasses.replace(self, scores={**self.scores, name: values})
 
     @property
@@ -374,23 +347,18 @@ class MicroBatch:
     sampler_logprobs: torch.Tensor  # The engine's log-probabilities of the labels, (N,) float32.
     advantages: torch.Tensor  # Advantages of the labels, (N,) float32.
     old_logprobs: torch.Tensor | None  # The old policy's log-probabilities, (N,) float32. None: the step is on-policy.
-    ref_logprobs: torch.Tensor | None  # The reference model's log-probabilities, (N,) float32. None: `beta` is 0.
     rollouts: tuple[RolloutId, ...]  # Identities of the completions in this row, in the row's order.
-    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)  # Teachers' values (N, ...), by name.
+    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)  # Further `PackedRow.scores`, on the device.
     step_constants: StepConstants = StepConstants()
     in_loss: bool = True  # Whether any label counts in the loss; on the host, so reading it needs no device sync.
     completion_lengths: tuple[int, ...] = ()  # Number of tokens of each completion.
-    media: Mapping[int, tuple[Any, ...]] | None = None  # Segment index -> its images. None means only text.
+    media: Mapping[int, tuple[Any, ...]] | None = None  # Segment index -> its media. None means only text.
     riders: tuple[RowRider, ...] = ()  # Row riders: data of extensions that travels with the row.
     host_positions: torch.Tensor | None = None  # Copy of `logit_positions` in host memory, for ranks that share a row.
 
     def get(self, kind: type[T]) -> T | None:
         """Return the row rider (data of an extension) of class ``kind``, or None if the row has none."""
         return first_rider(self.riders, kind)
-
-    def for_other_models(self) -> MicroBatch:
-        """Return the row for a reference or teacher model, without the riders that only the policy reads."""
-        return dataclasses.replace(self, riders=tuple(rider for rider in self.riders if not rider.OF_POLICY))
 
     @property
     def num_sequences(self) -> int:
@@ -410,7 +378,7 @@ class StepBatch:
     metrics: dict[str, float]  # Metrics known before training, reduced over ranks.
     groups: tuple[ScoredGroup, ...]  # Groups in the rows, to pack the rows anew if the token budget shrinks.
     version: int = 0  # Number of optimizer steps done before this step.
-    counted: bool = True  # Whether sums over ranks count this rank's rows. False on a rank that shares its rows.
+    counted: bool = True  # Whether sums over ranks count this rank's rows. Of ranks with equal rows, the first is True.
     trained: int = 0  # Number of leading rows that had their backward while the engine was still sampling.
     trained_metrics: Any = None  # `Metrics` of the rows that `trained` counts.
 
@@ -419,7 +387,7 @@ class StepBatch:
 class LossOutput:
     """The loss and metrics of one micro-batch."""
 
-    loss: torch.Tensor  # Unnormalised sum over the labels, (). The trainer divides once, by the step's denominator.
+    loss: torch.Tensor  # Sum over the labels, (). The trainer divides the summed gradient by the step's denominator.
     sums: dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]  # Metric name -> (sum, count).
     minima: dict[str, torch.Tensor]
     maxima: dict[str, torch.Tensor]

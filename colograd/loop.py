@@ -1,10 +1,10 @@
-"""The training loop. A round is the prompts that are sampled with one set of weights.
+"""The training loop. A round is the optimizer steps from one generation to the next, and the prompts of these steps.
 
 Every rank runs this loop. If several ranks share an engine, `collect` returns all groups on the engine's first rank and
 empty steps on its other ranks. `schedule` then divides the groups among all ranks of the engine.
 
 `transformers.Trainer.train` calls `Loop` instead of transformers' loop, because GRPO samples its batches during the
-training. Callbacks get transformers' events in transformers' order. A round is sampled before its first step begins.
+training. Callbacks get transformers' events in the usual order. A round is sampled before its first `on_step_begin`.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ class Loop:
         self.trainer, self.args = trainer, trainer.args
         self.checkpoint, self.ignore_keys = checkpoint, ignore_keys
         self.step_of_epoch = 0  # Number of optimizer steps done in the present epoch.
-        self.grad_norm = 0.0  # Gradient norm of the last step, before clipping.
-        self.learning_rate = 0.0  # Learning rate of the last step.
+        self.grad_norm = 0.0  # Gradient norm of the last optimizer step, before clipping.
+        self.learning_rate = 0.0  # Learning rate of the last optimizer step.
 
     def run(self) -> TrainOutput:
-        """Train from the checkpoint (without one, from the model) until the last step, or until a callback stops.
+        """Train from the checkpoint (without one, from the model) until the last step, or until a callback stops it.
 
-        An epoch consists of whole rounds (the prompts sampled with one set of weights; `StepOrder` in data/order.py).
-        As in TRL the data loader counts optimizer steps, so it yields a round's prompts `num_iterations` times."""
+        An epoch consists of whole rounds (the steps from one generation to the next; `StepOrder` in data/order.py). As
+        in TRL the data loader has an item per optimizer step, so it yields a round's prompts `num_iterations` times."""
         trainer, learner, times, args = self.trainer, self.trainer.learner, self.trainer.times, self.args
-        length = args.round_length  # Number of optimizer steps per round (the prompts sampled together).
+        length = args.round_length  # Number of optimizer steps from one generation to the next.
         self._prepare()
         self._tell("on_train_begin")
-        trainer.measure_budget()  # Measures the maximum tokens per micro-batch. Measuring needs the optimizer.
+        learner.measure_budget()  # Measures the tokens per micro-batch, if not set. Measuring needs the optimizer.
         if args.eval_on_start:
             self._evaluate(at_start=True)
         for epoch in range(self.first_epoch, self.epochs):
             self._tell("on_epoch_begin")
             if self.checkpoint is not None and epoch == self.first_epoch:
-                trainer._load_rng_state(self.checkpoint)  # Last, so that nothing draws random numbers before training.
+                trainer._load_rng_state(self.checkpoint)  # Late: the preparation would change the state.
             self.step_of_epoch = trained = self.steps_trained if epoch == self.first_epoch else 0
             if hasattr(self.loader, "set_epoch"):
                 self.loader.set_epoch(epoch)
@@ -68,12 +68,12 @@ class Loop:
                 sampled = trainer.sampler.collect(prompts[: args.steps_per_generation])
                 for step in learner.schedule(sampled):
                     self._tell("on_step_begin")
-                    # `training_step` runs `Learner.train(step)`. The name is transformers': subclasses may wrap it.
+                    # `training_step` runs `Learner.train(step)`. A subclass may wrap this method of transformers.
                     trainer._tr_loss += trainer.training_step(trainer.model, step)
                     self._update(epoch)
                     trainer.report_step(learner.finish_step())
                     self._log_evaluate_save()
-                    times.begin_step()  # Starts the next step's time after logging, evaluating and saving.
+                    times.begin_step()  # Leaves logging, evaluating and saving out of the steps' times.
                     # The training stops at `max_steps`, or if a callback requests a stop. The remaining steps of the
                     # round are dropped, without a checkpoint, because a run can't resume in the middle of a round.
                     if trainer.control.should_training_stop:
@@ -84,7 +84,7 @@ class Loop:
             self._log_evaluate_save()
             if trainer.control.should_training_stop:
                 break
-        trainer.checkpointer.settle(wait=True)  # Then transformers deletes old checkpoints and loads the best one.
+        trainer.checkpointer.settle(wait=True)  # Wait for saves: transformers now reads and deletes checkpoints.
         return trainer._finalize_training(None, self.samples, self.started)
 
     def _prepare(self) -> None:
@@ -107,7 +107,7 @@ class Loop:
         trainer.model.zero_grad()
 
     def _update(self, epoch: int) -> None:
-        """Clip the gradient norm, run the optimizer and the learning rate schedule, and count the step."""
+        """Clip the gradient, run the optimizer, count the step, and run a schedule that counts steps."""
         trainer, state = self.trainer, self.trainer.state
         self.grad_norm = trainer.learner.clip()
         self._tell("on_pre_optimizer_step")
@@ -140,14 +140,14 @@ class Loop:
             trainer._globalstep_last_logged = step
             logs = {"loss": total / steps, "grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
             trainer.log(logs, self.started)
-        if control.should_evaluate:  # `evaluate` first copies the present weights into the engine.
+        if control.should_evaluate:  # `evaluate` first gives the engine the present weights.
             self._evaluate()
         if trainer.control.should_save:
-            if trainer.checkpointer.save():  # `save` returns False if saving failed, or waits for the round's end.
+            if trainer.checkpointer.save():  # False: the save failed, or was skipped or postponed.
                 self._tell("on_save")
             trainer.control.should_save = False
 
     def _evaluate(self, at_start: bool = False) -> None:
         metrics = self.trainer.evaluate(ignore_keys=self.ignore_keys)
-        for act in hooks("evaluated"):  # What extensions do with an evaluation, e.g. save the best model.
+        for act in hooks("evaluated"):  # Extensions act on the metrics, e.g. request a save of the best model.
             act(self.trainer, metrics, at_start)

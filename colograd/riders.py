@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
@@ -12,24 +13,24 @@ if TYPE_CHECKING:
 
 
 class Segment(NamedTuple):
-    """A part of a completion: consecutive tokens that attend to the same earlier tokens."""
+    """A part of a completion: consecutive tokens that see the same tokens of the prompt and of other parts."""
 
     context: int  # Number of earlier tokens, of the prompt and of other parts, that the part attends to.
     length: int  # Number of tokens of the part.
-    ends: bool = True  # Whether no other part continues this part.
+    ends: bool = True  # Whether a sequence ends with this part, because no other part continues it.
 
 
 class Rider:
     """Base class of data that an extension adds to a rollout, e.g. the experts that vLLM's router chose per token.
 
     An extension derives a frozen dataclass from `Rider` and lists the class under ``riders`` in its `HOOKS`. The
-    rollout log stores riders as JSON (KEY, `to_json`, `from_json`) or as an Arrow table (MARK, `table`, `with_table`).
+    rollout log stores riders with a KEY as JSON (`to_json`), and riders with a MARK as an Arrow table (`table`).
     """
 
     __slots__ = ()
     KEY: ClassVar[str] = ""  # Key of the rider's JSON value in the rollout log.
     MARK: ClassVar[bytes] = b""  # First bytes of the rider's Arrow table in the rollout log.
-    COLUMN: ClassVar[str] = ""  # Column name: values that a reward function logs under this name become riders.
+    COLUMN: ClassVar[str] = ""  # Name of a column. Values that a reward function logs in this column become riders.
 
     def for_training(self) -> Self:
         """Return a copy of the rider with only the data that a rank needs to train the rollout."""
@@ -40,13 +41,13 @@ class Rider:
         return {}, {}
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return the parts of the completion, in its order, if the rider divides it. Then the rider's `RowRider` lays
-        out these parts in `applied`."""
+        """Return the parts of the completion, in its order, or () if the rider doesn't divide it. In a packed row, the
+        method `RowRider.applied` then lays out the parts."""
         return ()
 
     @classmethod
     def of_row(cls, row: PackedRow) -> RowRider | None:
-        """Join the riders of a packed row's rollouts into one `RowRider`. Called if there is such a rider."""
+        """Join the riders of a packed row's rollouts into one `RowRider`. Called if any rollout has such a rider."""
         return None
 
     @classmethod
@@ -54,7 +55,7 @@ class Rider:
         """Join the riders of a completion that several engine requests wrote. None: the completion needs no rider.
 
         Args:
-            parts: for each part of the completion, its rider and its number of tokens. A tool's answer has rider None.
+            parts: for each part of the completion, its rider (None e.g. for a tool's answer) and number of tokens.
             prompt: number of tokens before the first part.
         """
         return None
@@ -65,7 +66,7 @@ class Rider:
         return rollouts
 
     def to_json(self) -> Any:
-        """Return the rider as a JSON value. The value must not be empty."""
+        """Return the rider as a JSON value that isn't [], because [] stands for a rollout without the rider."""
         return None
 
     @classmethod
@@ -95,7 +96,7 @@ class Media(Rider):
     digest: str  # Digest of the content. Equal content has the same digest in every process.
 
     def followed_by(self, before: ModelInput, ids: Sequence[int], media: Media | None) -> Media:
-        """Return the media of the prompt ``before``, followed by the next turn's ``ids`` and ``media``."""
+        """Return the media of the input that consists of the prompt ``before`` and then ``ids`` with ``media``."""
         return self
 
     def thumbnails(self, *more: Media) -> list[bytes]:
@@ -117,8 +118,41 @@ class Media(Rider):
         return self
 
 
+class WithMedia:
+    """Base class of `ModelInput`: what depends on the media, the content of a prompt that isn't text."""
+
+    __slots__ = ()
+    ids: tuple[int, ...]
+    media: Media | None
+
+    def followed_by(self: Any, ids: Sequence[int], media: Media | None = None) -> Any:
+        """Return the engine's input for the next turn of a conversation: the tokens of this input, then ``ids``.
+
+        Args:
+            ids: tokens that follow this input.
+            media: content among ``ids`` that isn't text; its positions count from the start of ``ids``.
+        """
+        last = media or self.media
+        joined = None if last is None else last.followed_by(self, ids, media)
+        return dataclasses.replace(self, ids=(*self.ids, *ids), media=joined)
+
+    def for_training(self: Any) -> Any:
+        """Return the input with only the data that a rank needs to train its completions."""
+        return self if self.media is None else dataclasses.replace(self, media=self.media.for_training())
+
+    @property
+    def images(self) -> Any:
+        """The field `media` under its former name, which user code may still read."""
+        return self.media
+
+    @property
+    def content(self) -> bytes:
+        """Digest of the content that isn't text. It is empty for plain text."""
+        return b"" if self.media is None else self.media.digest.encode()
+
+
 class RowRider:
-    """Base class of data that an extension adds to a packed row, e.g. the age of each label's weights."""
+    """Base class of data that an extension adds to a packed row, e.g. a weight for each label's advantage."""
 
     __slots__ = ()
     OF_POLICY: ClassVar[bool] = False  # Whether the rider is only for the policy, not for reference and teacher models.
@@ -139,7 +173,7 @@ class RowRider:
         """Return metrics of a micro-batch as name -> (sum, count).
 
         Args:
-            difference: (N,) absolute difference of the trainer's and the sampler's log-probabilities, in nats.
+            difference: (N,) absolute difference of the old policy's and the sampler's log-probabilities, in nats.
             scored: (N,) float32, 1 for a label that counts in the metrics, else 0.
         """
         return {}
@@ -160,7 +194,7 @@ def joined_riders(parts: Sequence[tuple[Sequence[Rider], int]], prompt: int) -> 
 
 
 def with_shared_riders(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-    """Return a group's rollouts with equal data of all riders (data of extensions) stored once in memory."""
+    """Return a group's rollouts with equal data of riders stored once, for the classes of the first one's riders."""
     for kind in dict.fromkeys(type(rider) for rider in rollouts[0].riders):
         rollouts = kind.shared(rollouts)
     return rollouts

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one training and return the exit status. For bad input print one line to standard error and return 2."""
+    """Run one training and return the exit status. Bad input without `verbose` prints one line and returns 2."""
     argv = process.command_arguments(argv)
     if {"-h", "--help"} & set(argv):
         from colograd.config.parse import flags_help
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return run(trainer)
-    except KeyboardInterrupt:  # The second Ctrl-C. The first Ctrl-C requests a checkpoint and ends the training.
+    except KeyboardInterrupt:  # The first Ctrl-C during the training only requests a checkpoint and a stop.
         if process.is_verbose(argv):
             raise
         print("stopped at once by Ctrl-C, without a new checkpoint", file=sys.stderr, flush=True)
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer | None:
     """Make the trainer that the arguments ``argv`` of a command line describe, of class ``kind`` (default:
-    `GRPOTrainer`). For bad input print one line to standard error and return None."""
+    `GRPOTrainer`). For bad input without `verbose`, print one line to standard error and return None."""
     try:
         process.follow_launcher()
         first = f"colograd {__version__}: loading the libraries"
@@ -72,7 +72,7 @@ def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
 
 
 def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer:
-    """Make the trainer that the arguments ``argv`` of a command line describe. Bad input raises a ValueError."""
+    """Make the trainer that a command line's arguments describe. If nothing is left to train, exit with status 0."""
     import yaml
 
     from colograd.config import given_settings, parse_arguments
@@ -87,7 +87,7 @@ def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
         from colograd.checkpoint.search import finished_checkpoint, nothing_left
 
         checkpoint = finished_checkpoint(config.resume_from_checkpoint, str(config.output_dir), config.max_steps)
-        if checkpoint is not None:  # Nothing is left to train, so end before model and engine are loaded.
+        if checkpoint is not None:  # Nothing is left to train, so model and engine needn't be loaded.
             if config.process_index == 0:
                 print(nothing_left(checkpoint, config.max_steps))
             raise SystemExit(0)
@@ -102,7 +102,7 @@ def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
 
 
 def dataset_names(script: ScriptArguments) -> list[str]:
-    """Return the recipe's dataset names, and GSM8K's Hub id if the recipe loads it by a function of colograd."""
+    """Return the recipe's dataset names, and GSM8K's Hub id if the recipe uses `colograd.rewards.gsm8k`'s defaults."""
     from colograd.rewards import gsm8k
 
     parts = script.datasets if isinstance(script.datasets, list) else []
@@ -119,14 +119,14 @@ def make_trainer(
     from colograd.policy.supported import check_supported
 
     config.resolve_loading(**{**model.init_kwargs(), **(config.model_init_kwargs or {})})  # type: ignore[dict-item]
-    with on_all_ranks("the start"):  # Check the model before importing the trainer, because the import takes long.
+    with on_all_ranks("the start"):  # Checks the model before the import of the trainer, which takes long.
         check_supported(model.model_name_or_path, config, model.peft_config())
 
     from colograd import GRPOTrainer
     from colograd.data import load_datasets
 
     gc.freeze()  # The libraries' objects live as long as the process, so the collector needn't look through them.
-    with on_all_ranks("loading the data"):  # If one node lacks the files, all ranks raise an error.
+    with on_all_ranks("loading the data"):  # If the files are missing on one node, all ranks raise an error.
         train_dataset, eval_dataset = load_datasets(script)
     evaluates = config.do_eval or config.eval_on_start
     if script.exams:
@@ -160,7 +160,7 @@ def make_trainer(
 
 def run(trainer: GRPOTrainer) -> int:
     """Train, save the model, the trainer's state and the model card, and push all if `push_to_hub` is set. Return the
-    exit status. If a signal stopped the training, only print how to resume."""
+    exit status. If a signal stopped the training, print how to resume, and end the process if it has a deadline."""
     from colograd.reporting.console import reward_ends
 
     config = trainer.args

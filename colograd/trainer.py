@@ -1,4 +1,4 @@
-"""`GRPOTrainer`: a `transformers.Trainer` with four parts. The training loop in `loop.py` calls the four parts:
+"""`GRPOTrainer`: a `transformers.Trainer` whose training loop, `loop.py`, works with four parts of the trainer:
 
     sampler        rollout/sampler.py        prompts -> scored groups
     learner        training/learner.py       scored groups -> optimizer steps -> gradients
@@ -29,8 +29,6 @@ from .parallel import faults, watchdog
 from .parallel.faults import ends_together
 from .parallel.ranks import gather
 from .policy.logprobs import PolicyForward
-from .policy.second_models import FrozenModel
-from .reporting.events import Events
 from .rewards import weighted_sum
 from .rollout.features import TrainerArguments
 from .rollout.record_file import FIGURES, add_step
@@ -40,7 +38,7 @@ from .runtime import process, registry
 from .runtime.failures import closes_if_it_fails
 from .sharding import strategy_of
 from .training.adamw_split import accumulate_in_float32, optimizer_of
-from .training.assembly import assemble, choose_kernels, prove_rows, resolve_by_memory
+from .training.assembly import announce, assemble, choose_kernels, join_second_models, prove_rows, resolve_by_memory
 from .training.checkpointer import end_at_a_signal
 from .training.learner import Learner, packing_rules
 from .training.preparation import PreparedRun, prepare, prepared_config, reader_of
@@ -59,24 +57,24 @@ class GRPOTrainer(TrainerBase):
     """Group Relative Policy Optimization with vLLM in the same process.
 
     Args:
-        model: a Hub id, a folder, a causal language model of transformers, or a PeftModel around such a model.
+        model: a Hub id, a folder, a language model of transformers, or a PeftModel around such a model.
         reward_funcs: one reward function or a list: names, import paths or callables (see `colograd.rewards`), or
             reward models (modules, folders or Hub ids).
         args: the configuration; docs/configuration.md has its fields.
-        train_dataset: a `datasets.Dataset` with a column ``prompt``, plain or conversational. All other columns reach
-            the reward functions. An `IterableDataset` is read during training. None is for environments that make all
-            prompts. An `IterableDataset` or None needs ``max_steps``.
+        train_dataset: a `datasets.Dataset` with a column ``prompt``, plain or conversational. The reward functions get
+            all other columns, unless `remove_unused_columns` is set. An `IterableDataset` is read during training. None
+            is for environments that make all prompts. An `IterableDataset` or None needs ``max_steps``.
         eval_dataset: prompts for `evaluate`: a dataset like ``train_dataset``, names of benchmarks (``"gsm8k"``,
             ``["math500@4"]``), or a dict of such datasets or names (for example a DatasetDict).
-        processing_class: the tokenizer, or a vision-language model's processor. None loads the model's.
-        reward_processing_classes: the reward models' tokenizers, one per reward function. None loads each model's.
+        processing_class: the tokenizer, or a vision-language model's processor. None loads it.
+        reward_processing_classes: the reward models' tokenizers, one per reward function. None loads each tokenizer.
         callbacks: as in `transformers.Trainer`.
         optimizers: an optimizer and a schedule, as in `transformers.Trainer`.
         quantization_config: a `transformers.BitsAndBytesConfig` for the model below an adapter.
-        peft_config: a `peft.LoraConfig`. If it is set, only the adapter is trained.
+        peft_config: a `peft.LoraConfig`. If it is set, the adapter is trained instead of the whole model.
         tools: functions that the model may call while it generates (see docs/guide/tools.md).
-        rollout_func: a function ``f(prompts, trainer) -> dict`` that returns the completions instead of the engine.
-        environment_factory: a function that makes environments with tools as methods, or several by name.
+        rollout_func: a function ``f(prompts, trainer) -> dict`` that makes the completions of all prompts.
+        environment_factory: a function that makes environments with tools as methods, or a dict name -> function.
         agent: a function or command that runs once per completion and calls the model over HTTP (docs/guide/tools.md).
 
     Raises:
@@ -111,16 +109,13 @@ class GRPOTrainer(TrainerBase):
         started = process.command_began() or time.perf_counter()
         args = prepared_config(args, model)
         end_at_a_signal(args, self.closing)
-        # Callbacks that transformers ships add no metrics to an evaluation; callbacks from users may.
+        # `on_evaluate` of transformers' callbacks adds no metrics to an evaluation. A user's `on_evaluate` may.
         kinds: list[Any] = [each if isinstance(each, type) else type(each) for each in callbacks or ()]
         adds_metrics = any(kind.on_evaluate.__module__.partition(".")[0] != "transformers" for kind in kinds)
         given = TrainerArguments(
             model, reward_funcs, reward_processing_classes, train_dataset, eval_dataset, processing_class,
             quantization_config, peft_config, optimizers[0],
-            sources={
-                "tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory,
-                "agent": agent,
-            },
+            {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory, "agent": agent},
             samples=self.samples,
             replaced=self.replaced,
             adds_metrics=adds_metrics or bool(self.replaced & {"evaluate", "compute_loss"}),
@@ -139,7 +134,7 @@ class GRPOTrainer(TrainerBase):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_of(args, task.policy.model) if optimizers[0] is None else None,
         )
-        # Callbacks read `train_dataset` and `eval_dataset`, and expect the datasets that the user passed.
+        # Callbacks that read `train_dataset` and `eval_dataset` expect the datasets that the user passed.
         self.train_dataset = task.train_prompts.dataset if train_dataset is None else train_dataset
         self.eval_dataset: Any = eval_dataset
         self._tokenised = (self.train_dataset, eval_dataset)
@@ -153,7 +148,6 @@ class GRPOTrainer(TrainerBase):
         if args.optim in KEEPS_MASTER and self.optimizer is None:
             accumulate_in_float32(self.model.parameters())
         self.estimator = AdvantageEstimator.of(args, [reward.weight for reward in self.rewards])
-        self.completion_log = next(filter(None, (make(self) for make in registry.hooks("completion_log"))), None)
         self.journal = store_of(args, self.rewards, self.feature, reader_of(task.policy))
         if self.journal is not None:
             self.closing.callback(self.journal.close)
@@ -162,41 +156,21 @@ class GRPOTrainer(TrainerBase):
         rules = packing_rules(args, task.policy, task.objective, equal_counts=strategy.meets_in_backward)
         if self.samples and compiles(args):
             self.console.say("engine: vLLM starts, compiles and captures graphs: 1 to 3 minutes, less the next time")
-        built = assemble(args, task, rules.max_tokens, self.times, self.closing, self.samples)
-        self.engine: Any = built.engine  # `engine`, `weights` and `device_turns` are None if `samples` is False.
-        self.weights: Any = built.weights
-        self.device_turns: Any = built.device_turns
+        others = assemble(self, task, rules.max_tokens)
         self.sharding = strategy.for_run(self.model, args)
         self.closing.callback(self._release)
         for context in registry.hooks("training_context"):
             self.closing.enter_context(context(self.model, args))
-        for second in (each for each in built.second_models.values() if isinstance(each, FrozenModel)):
-            if not (second.offload and args.cuts_weights):
-                self.sharding.share_frozen(second.model)
-            if callback := second.callback(self.model):
-                self.add_callback(callback)
-        self.memory_plan = built.memory
-        self.events = Events(self.times, self.console, self.recorder, self.completion_log)
-        self.learner = Learner(
-            self, args, task.policy, task.objective, rules, self.sharding, built.second_models, self.events
-        )
+        join_second_models(self, others)
+        self.learner = Learner(self, args, task.policy, task.objective, rules, self.sharding, others, self.events)
         self.add_callback(self.learner.entropy)
         self.round = round_of(self)
         self.sampler = self._make_sampler(task)
         self.sampler.round = self.round
         choose_kernels(self.learner, self.closing)
-        # On a CPU in float32, uncompiled, `prepare` has already compared packed rows with the model's own outputs.
-        if not args.on_cpu or args.bf16 or args.torch_compile or args.sequence_parallel_size > 1:
-            with self.compute_loss_context_manager():
-                prove_rows(self.learner, task.proof_prompts)
-            self.policy = self.learner.policy
-        lines = [*built.describe(), *task.scorer.notes, *self.feature.notes]
-        lines += [*self.policy.describe(args, self.learner.rules.max_tokens), self.sharding.describe()]
-        lines += [note(self) for note in registry.hooks("notes")]
-        for line in filter(None, lines):
-            self.console.say(line)
-        for line in built.warnings(args, task):
-            self.console.warn(line)
+        prove_rows(self.learner, task.proof_prompts)
+        self.policy = self.learner.policy
+        announce(self, task)
         args.freeze()
 
     def _make_sampler(self, task: PreparedRun) -> Sampler:
@@ -208,24 +182,24 @@ class GRPOTrainer(TrainerBase):
     # -- Stages: a subclass of `GRPOTrainer` may override any of the next four methods.
 
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
-        """Sample a group for each prompt, and yield each group as soon as all its completions are finished."""
+        """Sample a group of completions for each prompt. Yield the groups in the order in which they are finished."""
         return self.sampler.generate(prompts)
 
     def score(self, group: Group) -> torch.Tensor:
-        """Compute one group's rewards [G, R], float32, a column per reward function. NaN: the function abstains."""
+        """Compute one group's rewards [G, R], float32, one column per reward function. NaN: it abstained."""
         return self.sampler.begin_scoring([group]).result()
 
     def compute_advantages(self, group: Group, rewards: torch.Tensor) -> torch.Tensor:
         """Convert one group's rewards [G, R] to advantages: [G], or [sum of lengths] with one per completion token.
-        With `scale_rewards: batch` or `normalize_then_sum` the step's standard deviation divides advantages later.
-        Conversations with tools and agents may add advantages from rewards of single turns."""
+        With `scale_rewards` batch or batch_centered, or `multi_objective_aggregation: normalize_then_sum`, the trainer
+        later divides them by a standard deviation over the step. A rollout source may change a group's advantages."""
         advantages = self.estimator.of_group(rewards)
         if (add := self.feature.add_advantages) is None:
             return advantages
         return add(advantages, group, self.estimator, {reward.name: reward.weight for reward in self.rewards})
 
     def compute_loss(self, model: torch.nn.Module, micro_batch: MicroBatch, **kwargs: Any) -> LossOutput:
-        """Compute a micro-batch's metrics and loss. The loss is a sum over tokens, not yet divided by a denominator."""
+        """Compute a micro-batch's metrics and loss. The loss is a sum over tokens, without the step's denominator."""
         entropy_gradient = self.loss.entropy_bonus and micro_batch.step_constants.coefficient != 0
         forward = PolicyForward(model, self.args.temperature, entropy_gradient, self.learner.forward_steps)
         logprobs, entropy, values = forward(micro_batch)
@@ -234,27 +208,27 @@ class GRPOTrainer(TrainerBase):
 
     @property
     def replaced(self) -> frozenset[str]:
-        """Names of the stages, or "evaluate", that a subclass or a method assigned to this object overrides."""
+        """Names in `STAGES` whose methods a subclass overrides, or a function assigned to this object replaces."""
         own = {name: getattr(getattr(self, name), "__func__", None) for name in STAGES}
         return frozenset(name for name, function in own.items() if function is not getattr(GRPOTrainer, name))
 
     @property
     def loss(self) -> Objective:
-        """The `Objective` that `compute_loss` evaluates. A subclass can call it and add a term to the result."""
+        """The `Objective` that `compute_loss` calls. A subclass's `compute_loss` may call it and add to the result."""
         return self.learner.objective
 
     @property
     def evaluating(self) -> bool:
-        """Whether `generate` and `score` are at present called by `evaluate`, not by training."""
+        """Whether `generate` and `score` are at present called by `evaluate` or `predict`, not by training."""
         return self.sampler.evaluates
 
     def combine(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Sum rewards [G, R] over the R reward functions, with the functions' weights. Return [G]."""
+        """Sum rewards [G, R] over the R functions, with their weights. Return [G], NaN where all abstained."""
         return weighted_sum(rewards, self.estimator.weights)
 
     def decode(self, group: Group) -> list[str]:
-        """Return the texts of a group's completions, [G], for rewards and logs. Special tokens are removed; if
-        `generation_kwargs` has ``skip_special_tokens: false``, only a special token at the end is removed."""
+        """Return the texts of a group's completions, [G], for rewards and logs. Special tokens are removed. If
+        `generation_kwargs` has ``skip_special_tokens: false``, only the end token of a finished completion is."""
         options: Any = self.args.generation_kwargs or {}
         tokenizer, ids = self.policy.tokenizer, [list(rollout.completion_ids) for rollout in group.rollouts]
         if not (skips := options.get("skip_special_tokens", True)):
@@ -268,8 +242,8 @@ class GRPOTrainer(TrainerBase):
 
     @ends_together("training")
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train like `transformers.Trainer.train`. SIGTERM makes the training write a checkpoint and end. A checkpoint
-        at the run's last step is loaded, but not trained further.
+        """Train like `transformers.Trainer.train`. Ctrl-C or a signal (`stop_signals`) makes it write a checkpoint and
+        end. If the checkpoint to resume from is of the run's last step, it is loaded and nothing is trained.
 
         Args:
             resume_from_checkpoint: a checkpoint's folder. ``"auto"`` resumes from the run's last complete checkpoint,
@@ -280,14 +254,14 @@ class GRPOTrainer(TrainerBase):
         self.sharding.discard()
         self._unlogged = []
         self.round.forget()
-        self.sampler.take_counts()  # Drops reward metrics that a failed step has left.
+        self.sampler.take_counts()  # Drops counts, e.g. of rewards, that a failed step has left.
         if self.engine is not None:
-            self.engine.invalidate()  # The step count may restart at 0 with different weights, so copy weights anew.
+            self.engine.invalidate()  # Forces a weight sync, because equal step counts may stand for other weights.
         with self.recorder.run():
             checkpoint, finished = self._begin_training(resume_from_checkpoint)
             if finished is not None:
                 return finished
-            output = None  # `output` stays None if a signal ends the training.
+            output = None  # `output` stays None if a signal with a deadline ends the training within a round.
             with self.checkpointer.during_training():
                 output = super().train(checkpoint, *args, **kwargs)
             if self.args.keeps_journal:
@@ -302,17 +276,17 @@ class GRPOTrainer(TrainerBase):
         return Loop(self, resume_from_checkpoint, ignore_keys_for_eval).run()
 
     def training_step(self, model: torch.nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward of all rows of an optimizer step, and return the step's loss, a () tensor."""
+        """Run forward and backward of an optimizer step's rows. Return the step's loss over all ranks, a () tensor."""
         return torch.tensor(self.learner.train(inputs), device=self.args.device)
 
     def publish(self) -> None:
-        """Copy the policy's weights into the vLLM engine, unless the engine has the weights of the present step."""
+        """Give the vLLM engine the policy's weights, unless the engine has the weights of the present step."""
         with self.times.phase("publish"):
             if self.engine is not None and self.engine.version != self.state.global_step:
                 self.sharding.traffic.published += self.weights.publish(self.state.global_step)
 
     def report_step(self, metrics: Mapping[str, float]) -> None:
-        """Pass an optimizer step's metrics to the next log, the rollout log, the console and the run's report."""
+        """Pass a step's metrics to the next log, the console and the report. Record its loss in the rollout log."""
         self._unlogged.append(dict(metrics))
         if self.journal is not None and self.args.layout.is_main:
             step, figures = self.state.global_step, self.learner.figures
@@ -320,17 +294,10 @@ class GRPOTrainer(TrainerBase):
         self.console.step(self.state.global_step, self.state.max_steps, metrics)
         self.recorder.step(metrics)
 
-    def measure_budget(self) -> None:
-        """Measure the maximum number of tokens per micro-batch, unless the maximum is set or already measured."""
-        args: GRPOConfig = self.args
-        if not self.learner.rules.max_tokens:
-            shape = (self.train_prompts.longest, args.max_completion_length or 1, args.num_generations or 1)
-            self.memory_plan = self.memory_plan.with_measured(*self.learner.measure_budget(shape))
-
     # -- Closing
 
     def close(self) -> None:
-        """Free the vLLM engine and the trainer's memory. Then this process can make a new trainer."""
+        """Free the vLLM engine and the trainer's memory, so that this process can make a new trainer."""
         self.closing.close()
         faults.leave()
 

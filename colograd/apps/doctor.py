@@ -93,7 +93,7 @@ def report(trainer: GRPOTrainer) -> int:
         with on_all_ranks("the bus"):  # All ranks of a machine copy at the same time, as in a run.
             speed = bus_speed(trainer.args.device)
         trainer.console.say(f"bus: {speed:.1f} GB/s each way, both at once: `colograd plan --bus {speed:.1f}`")
-    trainer.measure_budget()  # Measure with forward and backward of dummy rows, without an optimizer step.
+    trainer.learner.measure_budget()  # Measure with forward and backward of dummy rows, without an optimizer step.
     with on_all_ranks("the checks"):
         own = [*checks(trainer)]
     failed = 0

@@ -138,7 +138,7 @@ def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
     """Return the step in new rows packed by ``rules``, with known per-token values. The count of trained rows is 0."""
     rows = pack_step(batch.groups, rules)
     for name in ("old_logprobs", *kinds()):  # tensors [N], one value per token
-        recorded = [tensor for row in batch.rows if (tensor := row.values(name)) is not None]
+        recorded = [tensor for row in batch.rows if (tensor := row.scores.get(name)) is not None]
         if not recorded or len(recorded) < len(batch.rows):
             continue
         known = {
@@ -152,7 +152,7 @@ def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
             for rollout, at in places(row):  # a dummy row gets zeros, because the loss ignores its tokens
                 blank = recorded[0].new_zeros(at.stop - at.start, *recorded[0].shape[1:])
                 values.append(known.get(rollout, blank))
-            packed.append(row.with_values(name, torch.cat(values)))
+            packed.append(row.with_scores(name, torch.cat(values)))
         rows = tuple(packed)
     return dataclasses.replace(batch, rows=rows, trained=0)
 

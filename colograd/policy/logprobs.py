@@ -142,7 +142,7 @@ def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: floa
     because the sampler has no dropout and a resumed run must compute equal values."""
     forward = PolicyForward(model, temperature)
     with evaluation_mode(model):
-        rows = tuple(dataclasses.replace(row, old_logprobs=forward(collate(row))[0]) for row in step.rows)
+        rows = tuple(row.with_scores("old_logprobs", forward(collate(row))[0]) for row in step.rows)
     return dataclasses.replace(step, rows=rows)
 
 

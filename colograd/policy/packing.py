@@ -193,12 +193,12 @@ def collate(row: PackedRow) -> MicroBatch:
         "sampler_logprobs": torch.cat([rollout.sampler_logprobs for rollout in rollouts]),
         "advantages": torch.cat(advantages).float(),
     }
+    scores = {name: to_device_async(values, row.device) for name, values in row.scores.items()}
     micro_batch = MicroBatch(
         **{name: to_device_async(tensor, row.device) for name, tensor in host.items()},
         layout=SegmentLayout(tuple(map(len, segments)), tuple(attends_to)),
-        old_logprobs=row.old_logprobs,
-        ref_logprobs=row.ref_logprobs,
-        scores={name: to_device_async(values, row.device) for name, values in row.scores.items()},
+        old_logprobs=scores.pop("old_logprobs", None),
+        scores=scores,
         rollouts=tuple(identity for part in row.parts for identity in part.ids),
         in_loss=bool(in_loss.any()),
         completion_lengths=tuple(map(len, labels)),

@@ -7,10 +7,11 @@ lists a `Kind` under "second_model" in its `HOOKS`, and a loss term that reads t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from transformers import TrainerCallback
 
 from ..batch import MicroBatch, PackedRow, StepBatch
 from ..config import GRPOConfig
+from ..parallel.ranks import on_all_ranks
 from ..runtime import registry
 from .loading import Policy
 from .logprobs import install, policy_logprobs, steps_of
@@ -100,7 +102,8 @@ def offloads(config: GRPOConfig, setting: bool) -> bool:
 def prepared(row: PackedRow) -> MicroBatch:
     """Return a row's `MicroBatch` for a reference or teacher model, without data that is only for the policy, such as
     the experts that vLLM's router chose."""
-    return collate(row).for_other_models()
+    batch = collate(row)
+    return dataclasses.replace(batch, riders=tuple(rider for rider in batch.riders if not rider.OF_POLICY))
 
 
 def own_logprobs(second: SecondModel, model: Any, row: PackedRow, temperature: float, name: str = "") -> torch.Tensor:
@@ -167,13 +170,26 @@ def fill(models: SecondModels, rows: Sequence[PackedRow], temperature: float) ->
         with second.present() as model:
             read = kinds()[field].read
             values = [read(second, model, row, temperature, name) for row in rows]
-        rows = [row.with_values(field, own) for row, own in zip(rows, values, strict=True)]
+        rows = [row.with_scores(field, own) for row, own in zip(rows, values, strict=True)]
     return tuple(rows)
 
 
-def with_second_logprobs(models: SecondModels, steps: Sequence[StepBatch], temperature: float) -> list[StepBatch]:
-    """Return the steps with the values of all reference and teacher models in their rows. The weights of an offloaded
-    model are copied to the device once for all steps. Rows that are trained already have the values and are skipped."""
-    rows = iter(fill(models, [row for step in steps for row in step.rows[step.trained :]], temperature))
-    filled = [step.rows[: step.trained] + tuple(next(rows) for _ in step.rows[step.trained :]) for step in steps]
-    return [dataclasses.replace(step, rows=rows_of_step) for step, rows_of_step in zip(steps, filled, strict=True)]
+def with_second_logprobs(
+    models: SecondModels, steps: Sequence[StepBatch], temperature: float,
+    phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> list[StepBatch]:  # fmt: skip
+    """Return the steps with the values of all reference and teacher models in their rows. A collective. The weights of
+    a model are copied to the device once for all steps. Rows that are already trained are skipped, because they have
+    the values. ``phase`` times the computation by the values' name."""
+    for key, second in models.items():
+        with on_all_ranks("the second models' log-probabilities"), phase(key.partition(OF)[0]), autocast():
+            untrained = [row for step in steps for row in step.rows[step.trained :]]
+            rows = iter(fill({key: second}, untrained, temperature))
+            steps = [
+                dataclasses.replace(
+                    step, rows=step.rows[: step.trained] + tuple(itertools.islice(rows, len(step.rows) - step.trained))
+                )
+                for step in steps
+            ]
+    return [*steps]

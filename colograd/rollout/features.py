@@ -104,6 +104,8 @@ def source_feature(arguments: TrainerArguments, config: GRPOConfig) -> SourceFea
     for name, extension in SOURCES.items():
         if arguments.sources[name]:
             registry.require(extension, name)
+    if arguments.quantization_config is not None:
+        registry.require("quantized", "quantization_config")
     chosen = [feature for kind in registry.hooks("source") if (feature := kind.of(arguments, config))]
     feature = chosen[0] if chosen else SourceFeature()
     if not arguments.samples:  # the recorded groups may come from a user's rollout source

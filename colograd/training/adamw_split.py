@@ -4,8 +4,8 @@ A bfloat16 weight has 8 bits of precision. With RL's learning rates (1e-6) round
 float32 master weight is therefore stored as bfloat16 parameter and int16 remainder: exact, and with two bytes of
 additional memory per weight, not four. (TransformerEngine's FusedAdam calls this "parameter remainders".)
 
-On a GPU one compiled kernel per tensor runs. On a CPU, torch.compile doesn't vectorise int16, so the compiled loop
-takes about five times as long as torch's fused AdamW.
+On a GPU one compiled kernel per tensor runs. On a CPU torch's AdamW runs, because torch.compile doesn't vectorise
+int16 there: its loop takes about five times as long as torch's fused AdamW.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..policy.sending import to_device_async
 from ..runtime import registry
 from ..sharding.strategy import Owned
 
-# Maximum number of float32 master weights that exist at one time. A CPU piece fits into the cache with torch's
+# Number of float32 master weights that torch's AdamW updates at one time. A CPU piece fits into the cache with torch's
 # temporaries (updating whole tensors of SmolLM2-135M took 2.5 times as long). A GPU is faster with few, large kernels.
 CPU_PIECE = 2**18
 GPU_PIECE = 2**24
@@ -88,15 +88,15 @@ Steps = Callable[[Sequence[Piece]], None]
 class AdamWSplit(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) on float32 master weights that are split into bfloat16 parameter and int16 remainder.
 
-    A step joins `CPU_PIECE` or `GPU_PIECE` master weights at one time, runs torch's AdamW on them, and splits them
-    again, so a float32 copy of the whole model never exists. On a GPU, torch's multi-tensor kernels run. The compiled
-    step is one pass over each tensor, with equal results up to rounding. Parameters are written in place, so they may
-    be views of larger tensors. The state is an int16 remainder and two float32 moments (10 bytes per weight), and a
-    step count per tensor. Float32 parameters in a model are updated by plain AdamW. Gradients are float32 or bfloat16.
+    The compiled step is one pass over each tensor. Otherwise a step joins `CPU_PIECE` or `GPU_PIECE` master weights at
+    one time, runs torch's AdamW on them, and splits them again; the results are equal up to rounding. So a float32 copy
+    of the whole model never exists. Parameters are written in place, and may be views of larger tensors. The state of a
+    bfloat16 parameter is an int16 remainder and two float32 moments (10 bytes per weight), and a step count. Float32
+    parameters in a model are updated by plain AdamW. Gradients are float32 or bfloat16.
 
     Args:
         params: parameters or groups, as for `torch.optim.AdamW`; lr, betas, eps and weight_decay have torch's meaning.
-        compiled: whether to use one fused kernel per tensor (see `fused_step`). None means: on a GPU with Triton. If
+        compiled: whether to use one fused kernel per tensor (`fused_step`). None means only on a GPU with Triton. If
             compiling fails, a warning is logged and torch's AdamW runs.
     """
 
@@ -115,10 +115,7 @@ class AdamWSplit(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             parameters = [p for p in group["params"] if self._gradient(p) is not None and p.numel()]
             for device, members in itertools.groupby(parameters, key=lambda parameter: parameter.device):
@@ -251,7 +248,7 @@ def fused_step(
         grad: float32 or bfloat16 gradient.
         exp_avg, exp_avg_sq: float32 moments.
         remainder: int16. ``high`` and ``remainder`` together are the float32 master, see `adamw_split.join_master`.
-        constants: learning rate, betas, eps and decay, as `step_constants` returns them.
+        constants: [7] float32, the numbers that `step_constants` returns.
     """
     decay, weight1, beta2, weight2, root, eps, size = constants.unbind()
     grad = grad.float()
@@ -283,7 +280,7 @@ def make_kernel(device: torch.device) -> Kernel | None:
 
 
 def compiled_step() -> Kernel:
-    """Compile `fused_step` (AdamW in place) into one kernel for tensors of all lengths."""
+    """Return a `Kernel` that compiles `fused_step` at its first call, once for tensors of all lengths."""
     compiled = torch.compile(fused_step, dynamic=True, fullgraph=True)
 
     def run(parameter: torch.Tensor, *others: torch.Tensor) -> None:
@@ -334,7 +331,7 @@ def join_remainders(optimizer: torch.optim.Optimizer) -> None:
 
 
 def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Let gradients of bfloat16 parameters accumulate in float32."""
+    """Let gradients of trained bfloat16 parameters accumulate in float32."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.dtype == torch.bfloat16:
             parameter.grad_dtype = torch.float32

@@ -1,10 +1,10 @@
-"""Build the vLLM engine next to the policy before the first step, resolve settings by memory, and describe the run."""
+"""Build the vLLM engine next to the policy before the first step, and set settings that depend on memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -20,70 +20,38 @@ from ..memory.choice import auto, least_checkpointing, plan_or_raise
 from ..memory.description import RunDescription, Workload, describe_run, own_devices
 from ..memory.device_turns import DeviceTurns
 from ..memory.shape import CacheNeed, Shape
-from ..memory.table import CPU_SHARE, MemoryPlan
+from ..memory.table import CPU_SHARE
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.layers import check_compiled, compile_layers, forget_compiled
 from ..policy.lora import unwrap
 from ..policy.row_proof import choose_rows_where_it_trains
-from ..policy.second_models import SecondModels, second_model_bytes, second_models
+from ..policy.second_models import FrozenModel, SecondModels, second_model_bytes, second_models
 from ..policy.supported import check_shared_rows
-from ..reporting.metrics import PhaseTimes
 from ..runtime import process, registry
 from ..sharding import strategy_name
-from ..weights import WeightSync, bytes_apart, check_choice, expects_sharing, weight_sync
+from ..weights import bytes_apart, check_choice, expects_sharing, weight_sync
 from .learner import Learner
 from .preparation import PreparedRun, Prompts, longest_completion, proof_prompts, without_template
 
 
-@dataclass(frozen=True, slots=True)
-class Assembly:
-    """The parts of a run that need the GPU: vLLM engine, weight sync, memory plan, and reference or teacher models."""
-
-    memory: MemoryPlan
-    second_models: SecondModels
-    engine: Engine | None = None  # The vLLM engine, or None in a replay of recorded groups.
-    weights: WeightSync | None = None  # Copies the policy's weights into the engine, or lets both share the weights.
-    device_turns: DeviceTurns | None = None  # Switches GPU memory between sampling and training.
-
-    def describe(self) -> Iterator[str]:
-        """Yield lines for the user that describe the engine, the weight sync, the memory plan and the other models."""
-        yield "engine: none, as nothing is sampled" if self.engine is None else self.engine.describe()
-        yield from () if self.weights is None else (self.weights.describe(),)
-        yield from self.memory.table().splitlines()
-        yield from () if self.device_turns is None else self.device_turns.notes
-        yield from (second.describe() for second in self.second_models.values())
-
-    def warnings(self, config: GRPOConfig, prepared: PreparedRun) -> Iterator[str]:
-        """Yield warnings for the user about settings, engine, policy, dropped prompts and a missing chat template."""
-        yield from (*config.notes, *config.advice())
-        yield from () if self.engine is None else self.engine.warnings(config)
-        yield from prepared.policy.warnings(config)
-        yield from (part.dropped_line() for part in prepared.prompts if getattr(part, "dropped", False))
-        if not prepared.feature.adds_columns:
-            yield from without_template(prepared.train_prompts, prepared.policy)
-
-
-def assemble(
-    config: GRPOConfig,
-    prepared: PreparedRun,
-    max_tokens: int,
-    times: PhaseTimes,
-    closing: ExitStack,
-    samples: bool = True,
-) -> Assembly:
-    """Build the vLLM engine, and move the policy to the GPU next to the engine. A collective call: all ranks take part.
-    An extension's hook ``context`` checks the tokens of the longest sequence: (config, policy, tokens) -> None."""
+def assemble(trainer: Any, prepared: PreparedRun, max_tokens: int) -> SecondModels:
+    """Make the trainer's `memory_plan`, `engine`, `weights` (the weight sync) and `device_turns`, and move the policy
+    to its device. Return the reference and teacher models. `engine`, `weights` and `device_turns` are None if nothing
+    is sampled. A collective call. An extension's hook ``context`` checks the tokens of the longest sequence: (config,
+    policy, tokens) -> None."""
+    config: GRPOConfig = trainer.args
     policy, run = prepared.policy, read_run(config, prepared, max_tokens)
     context, end = needed_context(config, prepared), policy.tokenizer.eos_token_id
     with on_all_ranks("the context"):
         for check in registry.hooks("context"):
             check(config, policy, context)
-    plan = plan_or_raise(run if samples else run.without_engine(), strategy_name(config))
-    if not samples:
+    plan = plan_or_raise(run if trainer.samples else run.without_engine(), strategy_name(config))
+    trainer.memory_plan, trainer.engine, trainer.weights, trainer.device_turns = plan, None, None, None
+    if not trainer.samples:
         if not config.on_cpu:
             policy.model.to(config.device)
         with on_all_ranks("the second models"):
-            return Assembly(plan, second_models(prepared.objective.needs, config, policy))
+            return second_models(prepared.objective.needs, config, policy)
     use = EngineUse(
         end_tokens=() if end is None else (end,),
         adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
@@ -95,8 +63,8 @@ def assemble(
         prompts=prepared.prompts,
         has_tools=prepared.feature.may_add_images,
     )
-    engine: Engine = VLLMEngine(policy.path, config, policy.model.dtype, context, plan.kv_bytes, use)
-    closing.callback(engine.close)
+    trainer.engine = engine = VLLMEngine(policy.path, config, policy.model.dtype, context, plan.kv_bytes, use)
+    trainer.closing.callback(engine.close)
     with on_all_ranks("the check of the sampling settings"):
         for sampling in (Sampling.for_training(config), Sampling.for_evaluation(config)):
             engine.check(sampling)
@@ -104,7 +72,7 @@ def assemble(
         with on_all_ranks("the check of the processor"):
             engine.check_processor(policy.processor)
     with on_all_ranks("the plan of the weights"):
-        weights = weight_sync(
+        trainer.weights = weight_sync(
             config.weights,
             policy.model,
             engine,
@@ -119,8 +87,37 @@ def assemble(
     with on_all_ranks("the second models"):
         others = second_models(prepared.objective.needs, config, policy)
     apart = plan.policy_weights if config.cuts_weights else bytes_apart(policy.model, engine.tensors)
-    plan = plan.with_engine(engine.weight_bytes, apart, engine.kv_tokens)
-    return Assembly(plan, others, engine, weights, DeviceTurns(engine, config, times))
+    trainer.memory_plan = plan.with_engine(engine.weight_bytes, apart, engine.kv_tokens)
+    trainer.device_turns = DeviceTurns(engine, config, trainer.times)
+    return others
+
+
+def join_second_models(trainer: Any, models: SecondModels) -> None:
+    """Divide frozen models over ranks like the policy. Add the callbacks that update models during the training."""
+    for second in models.values():
+        if isinstance(second, FrozenModel) and not (second.offload and trainer.args.cuts_weights):
+            trainer.sharding.share_frozen(second.model)
+        if callback := second.callback(trainer.model):
+            trainer.add_callback(callback)
+
+
+def announce(trainer: Any, prepared: PreparedRun) -> None:
+    """Print lines about the run's parts, and warnings about settings, engine, policy and prompts."""
+    config, engine, policy = trainer.args, trainer.engine, trainer.policy
+    sampling = ["engine: none, as nothing is sampled"]
+    lines = sampling if engine is None else [engine.describe(), trainer.weights.describe()]
+    lines += [*trainer.memory_plan.table().splitlines(), *(() if engine is None else trainer.device_turns.notes)]
+    lines += [second.describe() for second in trainer.learner.second_models.values()]
+    lines += [*prepared.scorer.notes, *prepared.feature.notes]
+    lines += [*policy.describe(config, trainer.learner.rules.max_tokens), trainer.sharding.describe()]
+    for line in filter(None, [*lines, *(note(trainer) for note in registry.hooks("notes"))]):
+        trainer.console.say(line)
+    warnings = [*config.notes, *config.advice(), *(() if engine is None else engine.warnings(config))]
+    warnings += policy.warnings(config)
+    warnings += [part.dropped_line() for part in prepared.prompts if getattr(part, "dropped", False)]
+    warnings += () if prepared.feature.adds_columns else without_template(prepared.train_prompts, policy)
+    for line in warnings:
+        trainer.console.warn(line)
 
 
 def engine_alone(
@@ -131,7 +128,7 @@ def engine_alone(
     dtype = model_config.dtype if isinstance(model_config.dtype, torch.dtype) else torch.bfloat16
     if (given := dict(config.model_init_kwargs or {}).get("dtype", "auto")) != "auto":  # type: ignore[arg-type]
         dtype = getattr(torch, str(given).removeprefix("torch."))
-    kv_bytes = 0  # 0 lets vLLM choose the size of the KV cache on a GPU
+    kv_bytes = 0  # On a GPU, 0 lets vLLM choose the size of the KV cache.
     with on_all_ranks("the engine"):
         if config.on_cpu:
             ranks = config.vllm_tensor_parallel_size
@@ -150,7 +147,7 @@ def engine_alone(
 def resolve_by_memory(config: GRPOConfig, prepared: PreparedRun, samples: bool = True) -> None:
     """Set the settings that depend on memory, if the user left them open. A collective call: all ranks take part.
     ``sharding: auto`` becomes the least sharded strategy that fits. ``offload_optimizer: auto`` moves as little as
-    necessary to the host. If it is unset, ``gradient_checkpointing`` is on for as few layers as necessary."""
+    necessary to the host. An unset ``gradient_checkpointing`` is on for as few layers as necessary."""
     if config.sharding == "auto":
         run = read_run(config, prepared, config.token_budget)
         able = run.strategies if samples else run.without_engine().strategies
@@ -195,7 +192,7 @@ def read_run(config: GRPOConfig, prepared: PreparedRun, max_tokens: int) -> RunD
 
 
 def sampled_together(config: GRPOConfig) -> int:
-    """Return the number of completions that this rank's vLLM engine samples at one time for training."""
+    """Return the largest number of completions that this rank's vLLM engine samples at one time for training."""
     return config.groups_in_flight * (config.num_generations or 1)
 
 
@@ -208,17 +205,17 @@ def most_sequences(config: GRPOConfig, prompts: Sequence[Prompts]) -> int:
 
 
 def needed_context(config: GRPOConfig, prepared: PreparedRun) -> int:
-    """Return the maximum number of tokens of a sequence in the vLLM engine, prompt and completion together."""
+    """Return the tokens of the vLLM engine's longest sequence: of prompt, completion and further turns together."""
     longest = max(part.longest for part in prepared.prompts) + longest_completion(config)
     return config.vllm_max_model_length or min(longest + prepared.feature.reserved_tokens, prepared.policy.context)
 
 
 def choose_kernels(learner: Learner, closing: ExitStack) -> None:
-    """Put fused kernels or compiled layers into the policy and its reference models, if configured. A collective call.
+    """Put fused kernels or compiled layers, if configured, into the policy and second models of its architecture.
 
     An extension's hook "kernels" takes the configuration and returns None, or a function (model, other models) that
     installs kernels and returns a function to remove them. An extension's hook ``uncompiled`` (model -> None) excludes
-    layers from compilation."""
+    layers from compilation. A collective call: all ranks take part."""
     args, model = learner.config, learner.model
     models = (second.model for second in learner.second_models.values() if second.of_policy)
     others = [each for each in models if unwrap(each) is not unwrap(model)]
@@ -238,16 +235,19 @@ def choose_kernels(learner: Learner, closing: ExitStack) -> None:
 
 def prove_rows(learner: Learner, seen: Sequence[ModelInput]) -> None:
     """Check that packed rows give the model's own log-probabilities, with the kernels that will train. If they don't,
-    use padded rows. A collective call: all ranks take part."""
-    device, seconds = learner.config.device, learner.second_models.values()
-    others = [second.model for second in seconds if second.of_policy]
-    why = choose_rows_where_it_trains(learner.model, device, others, seen)
-    for second in seconds:
-        if not second.of_policy:
-            with second.present() as model:
-                choose_rows_where_it_trains(model, device, asked=seen)
-    check_compiled(learner.config, why)
-    check_shared_rows(learner.model, learner.config.sequence_parallel_size, why)
+    use padded rows, or raise if padded rows fail, too. A collective call: all ranks take part."""
+    args, device, seconds = learner.config, learner.config.device, learner.second_models.values()
+    if args.on_cpu and not (args.bf16 or args.torch_compile or args.sequence_parallel_size > 1):
+        return  # `prepare` has already checked the rows with these kernels
+    with learner.hooks.compute_loss_context_manager():
+        others = [second.model for second in seconds if second.of_policy]
+        why = choose_rows_where_it_trains(learner.model, device, others, seen)
+        for second in seconds:
+            if not second.of_policy:
+                with second.present() as model:
+                    choose_rows_where_it_trains(model, device, asked=seen)
+    check_compiled(args, why)
+    check_shared_rows(learner.model, args.sequence_parallel_size, why)
     if why != learner.policy.why_padded:
         learner.policy = replace(learner.policy, why_padded=why)
         learner.rules = replace(learner.rules, share_prompts=not why)

@@ -1,8 +1,8 @@
 """`Checkpointer`: saves checkpoints during training, finds the checkpoint to resume from, and loads this checkpoint.
 
-A save copies the tensors into host memory and returns. A thread then writes the copies to the disk (see
+A save usually copies the tensors into host memory and returns. A thread then writes the copies to the disk (see
 `checkpoint.writing`) while the next steps train. At the end of a step, the ranks exchange whether their files are
-written. A checkpoint that can't be written causes a warning; several failures in a row end the run.
+written. A checkpoint that can't be written causes a warning, and `save_failures` of them in a row end the run.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from ..sharding.weight_files import float32_weights, load_renamed, load_whole, s
 from .adamw_split import AdamWSplit, adopt_masters, join_remainders
 from .recorded_settings import run_settings
 
-OF_OPTIMIZER = ("initial_lr", "betas", "eps", "weight_decay", "momentum")  # Optimizer settings that the recipe sets.
-RATE_IS_STATE = ("reduce_lr_on_plateau", "greedy")  # Schedules that continue with the checkpoint's learning rate.
-PATIENCE = 10.0  # Seconds from a save's start. If the save still runs then, the next save is skipped.
+OF_OPTIMIZER = ("initial_lr", "betas", "eps", "weight_decay", "momentum")  # A resumed run takes these from its recipe.
+RATE_IS_STATE = ("reduce_lr_on_plateau", "greedy")  # Schedules that go on from the saved learning rate.
+PATIENCE = 10.0  # Seconds that a save may run while the next save waits for it. Then the next save may be skipped.
 
 
 def end_at_a_signal(args: GRPOConfig, closing: contextlib.ExitStack) -> None:
-    """Let a stop signal end all ranks at once outside of the training, until `closing` is closed.
+    """Let a stop signal except Ctrl-C end all ranks at once outside of the training, until `closing` is closed.
 
     The status is `exit_status_after_stop`, or 143 if that isn't set."""
     status = TERMINATED if args.exit_status_after_stop is None else args.exit_status_after_stop
@@ -63,7 +63,7 @@ def end_at_a_signal(args: GRPOConfig, closing: contextlib.ExitStack) -> None:
 
 
 class Checkpointer(TrainerCallback):
-    """Saves and loads a trainer's checkpoints. At the end of each step, this callback checks whether saves are written.
+    """Saves and loads a trainer's checkpoints. As a callback, it checks after each step whether a save is written.
 
     Args:
         trainer: the `GRPOTrainer` with the model, optimizer, schedule, random state and prompts to save and load.
@@ -78,29 +78,24 @@ class Checkpointer(TrainerCallback):
         self.stop_signal.tell, self.stop_signal.leave = faults.tell_stop, faults.leave
         self._newest = 0  # optimizer step of this run's newest checkpoint, written or still being written
         self.writer = Writer()
-        self.nodes_are_apart = self._resolve_folders()
+        with on_all_ranks("writing into output_dir"):
+            if args.layout.leads_node:
+                folders.check_file_system(args.output_dir)
+        # If the nodes share no file system, each node writes whole checkpoints.
+        self.nodes_are_apart = folders.nodes_are_apart(args.output_dir, args.layout)
+        if args.save_on_each_node and args.layout.nodes > 1 and not self.nodes_are_apart:
+            raise ValueError(
+                f"save_on_each_node is true, but all nodes share the folder {args.output_dir!r} and would write the "
+                "same files. Set `save_on_each_node` to false, or use an `output_dir` that is local to each node."
+            )
+        args.resolve_saving(self.nodes_are_apart)
         self._host_files = HostFiles(self.args.device)
-        self._in_background = False  # Whether a thread will write the present checkpoint.
+        self._in_background = False  # Whether a thread will write the checkpoint that is being assembled.
         self._why_in_foreground = ""  # Last printed reason why training waits for a save.
         self._is_due = False  # Whether a requested save is postponed until the last step before the next generation.
         self._failures = 0  # Number of failed saves in a row.
         self._best_before: str | None = None  # Folder of the best checkpoint before the present save.
         self._damaged: set[int] = set()  # Optimizer steps of damaged checkpoints.
-
-    def _resolve_folders(self) -> bool:
-        """Return whether the nodes share no file system. If so, each node writes whole checkpoints into its folder."""
-        args = self.args
-        with on_all_ranks("writing into output_dir"):
-            if args.layout.leads_node:
-                folders.check_file_system(args.output_dir)
-        apart = folders.nodes_are_apart(args.output_dir, args.layout)
-        if args.save_on_each_node and args.layout.nodes > 1 and not apart:
-            raise ValueError(
-                f"save_on_each_node is true, but all nodes share the folder {args.output_dir!r} and would write the "
-                "same files. Set `save_on_each_node` to false, or use an `output_dir` that is local to each node."
-            )
-        args.resolve_saving(apart)
-        return apart
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -109,9 +104,9 @@ class Checkpointer(TrainerCallback):
 
     def find(self, wanted: str | bool | None) -> str | None:
         """Return the path of the checkpoint that ``resume_from_checkpoint`` names, or None for a new run. A collective.
-        A checkpoint that doesn't exist, or is damaged, is a ValueError."""
+        Raise a ValueError if the checkpoint doesn't exist or is damaged. `auto` and `true` skip damaged ones."""
         with on_all_ranks("the search for a checkpoint"):
-            if self.args.should_save:  # sweep before searching, to restore a checkpoint that was being replaced
+            if self.args.should_save:  # may restore a checkpoint that a killed run was replacing
                 folders.sweep(self.args.output_dir)
         args, self._is_due, self._failures = self.args, False, 0
         path, self._damaged = search(
@@ -120,7 +115,7 @@ class Checkpointer(TrainerCallback):
         return path
 
     def begin(self, checkpoint: str | None) -> None:
-        """Print the step that the run resumes at. Restore a streamed dataset's or a curriculum's position."""
+        """Print the step that the run resumes at, and changed settings. Load the state of a stream or curriculum."""
         say, prompts = self.trainer.console.say, self.trainer.train_prompts
         self._newest = 0 if checkpoint is None else folders.step_of(checkpoint)
         if checkpoint is not None:
@@ -152,7 +147,7 @@ class Checkpointer(TrainerCallback):
     def during_training(self) -> Iterator[None]:
         """Wrap a training: a signal becomes a checkpoint and a stop, and all saves are finished at the end.
 
-        A training that is cut (see `stop_signal`) ends here without an error, if all ranks raise `Stopped` together."""
+        If the deadline of a stop cuts the training, all ranks raise `Stopped`, which this context catches."""
         self.stop_signal.install()
         listeners = faults.stop_listeners[:]
         faults.stop_listeners[:] = [self.stop_signal.stop]
@@ -173,18 +168,18 @@ class Checkpointer(TrainerCallback):
         finally:
             faults.stop_listeners[:] = listeners
             self.finish_alone()  # After an error, a save may still be in progress.
-            # A launcher that has seen one rank die sends the others a SIGTERM. The handler stays, so that this rank can
-            # still print its error. `GRPOTrainer.close` removes it.
+            # After an error, the launcher may send the other ranks a SIGTERM. The signal handler stays, so that a rank
+            # can still print its error. `GRPOTrainer.close` removes the handler.
             if not ends_by_error or world_size() == 1:
                 self.stop_signal.remove()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Postpone a save to the end of the round; turn a signal on any rank into a save and a stop on all."""
+        """Postpone a save to the end of the round. Turn a signal on any rank into a save and a stop on all ranks."""
         stop_signal = self.stop_signal
         stops, cuts, saves = zip(*gather((stop_signal.received, stop_signal.is_cut, self.writer.state())), strict=True)
         self.settle(wait=False, states=saves)
         stop: str = next(filter(None, stops), "")
-        stop_signal.received = stop_signal.received or stop  # all ranks end alike
+        stop_signal.received = stop_signal.received or stop  # all ranks stop
         pending = self.trainer.learner.pending  # packed steps that wait for training; checkpoints hold no rollouts
         if any(cuts) and pending:
             raise Stopped(f"{stop} in the middle of a round")
@@ -201,16 +196,16 @@ class Checkpointer(TrainerCallback):
             raise Stopped(f"{self.stop_signal.received} while the engine sampled")
 
     def _save_after_cut(self) -> None:
-        """Save the last finished round, if it has no checkpoint and the run can resume from its state. A collective.
+        """Save the present step, if no checkpoint has it and a run can resume there. A collective.
 
-        A round that was cut before its last optimizer step has no such state. The resumed run then takes the round's
-        groups from the rollout log, and trains its steps again."""
+        A run can't resume in the middle of a round. If the stop cut a round's training, the resumed run takes the
+        round's groups from the rollout log, and trains all steps of the round."""
         trainer, step, name = self.trainer, self.trainer.state.global_step, self.stop_signal.received
         self._is_due, trainer.control.should_training_stop = False, True
-        keeps_nothing = type(trainer.round).save is PlainRound.save  # else the cut round may have changed its state
+        keeps_nothing = type(trainer.round).save is PlainRound.save  # other rounds have a state of their middle
         is_new = step > self._newest and not trainer.learner.pending and keeps_nothing
         trainer.console.warn(
-            f"{name}: the round was cut, as its time is over; scored groups are in the rollout log"
+            f"{name}: the round was cut, as its time is over; the rollout log, unless it is off, has its scored groups"
             + (f", and a checkpoint of step {step} is written" if is_new else "")
         )
         if is_new:
@@ -219,14 +214,14 @@ class Checkpointer(TrainerCallback):
         trainer.control = trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._is_due:  # a callback ended the run in the middle of a round
+        if self._is_due:  # a callback ended the run before the last step between two generations
             self.trainer.console.warn(
                 f"checkpoints: the run was stopped at step {state.global_step}, in the middle of a round. A run can't "
                 "resume there, so no checkpoint is written: save_model() saves the weights."
             )
 
     def save(self) -> bool:
-        """Start to save a checkpoint of this step. Wait for its end if a thread can't write it in the background.
+        """Start to save a checkpoint of this step. Wait for its end at the last step, or if no thread can write it.
         Return True if the checkpoint is written or being written, so that the callbacks' ``on_save`` must be called. A
         RuntimeError ends the run if as many checkpoints in a row as `save_failures` couldn't be written."""
         trainer, state, console = self.trainer, self.trainer.state, self.trainer.console
@@ -251,7 +246,7 @@ class Checkpointer(TrainerCallback):
         try:
             with on_all_ranks("saving"):
                 save = self._assemble()
-        except Exception as error:  # a failed save, e.g. by a full disk, doesn't end training
+        except Exception as error:  # one failed save, e.g. by a full disk, needn't end the training
             self._fail(state.global_step, f"{type(error).__name__}: {error}".splitlines()[0])
             return False
         finally:
@@ -289,13 +284,13 @@ class Checkpointer(TrainerCallback):
         if best == state.global_step or (best and (run_dir / f"checkpoint-{best}").is_dir()):
             state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
         sources: dict[str, Source]
-        if self._in_background:  # the small files are read into memory
+        if self._in_background:  # tensors are in `_host_files`; the small files are read from a temporary folder
             with tempfile.TemporaryDirectory(prefix="colograd-save-", ignore_cleanup_errors=True) as temporary:
                 self._write_contents(folder := Path(temporary))
                 sources = {name: (folder / name).read_bytes() for name in files_of(folder)}
                 for path, image in self._host_files.take().items():
                     sources[path.relative_to(folder).as_posix()] = image
-        else:  # this rank's folder lies next to the checkpoint, and its files are moved into the checkpoint
+        else:  # the folder is on the checkpoint's file system, so that the files can be moved into the checkpoint
             folder = aside / f"rank-{rank()}"
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
@@ -334,17 +329,17 @@ class Checkpointer(TrainerCallback):
         for callback in (*trainer.callback_handler.callbacks, trainer.control):
             if isinstance(callback, ExportableState):
                 states = state.stateful_callbacks[name := type(callback).__name__]
-                if isinstance(states, list):  # callbacks of one class share a list of states
+                if isinstance(states, list):  # transformers keeps a list for several callbacks of one class
                     states.append(callback.state())
                 else:
                     state.stateful_callbacks[name] = callback.state()
         state.save_to_json(str(folder / STATE_FILE))
-        # Write an index. Without an index, vLLM loads the tensors of all files, e.g. optimizer state, as weights.
+        # vLLM loads all *.safetensors files as weights, e.g. optimizer state, unless an index lists the weights.
         names = [*self.weight_places()]
         if (file := folder / SAFE_WEIGHTS_NAME).is_file():
             with safe_open(file, framework="pt", device="cpu") as opened:
                 names = [*opened.keys()]
-        if names:  # not for an adapter or sharded weights
+        if names:  # there are none for an adapter and for sharded weights, which get no index
             index = {"metadata": {}, "weight_map": dict.fromkeys(names, SAFE_WEIGHTS_NAME)}
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=1))
         settings = run_settings(self.args, trainer.rewards, trainer.feature.digests())
@@ -353,7 +348,7 @@ class Checkpointer(TrainerCallback):
             (folder / folders.PROMPTS).write_text(json.dumps(choice.saved))
 
     def _rotate(self, best: str | None, step: int) -> None:
-        """Delete old checkpoints and old recorded groups. Runs in a thread, once every node has the new checkpoint."""
+        """Delete old checkpoints and old recorded groups. `Writer` calls it when all nodes have the new checkpoint."""
         damaged, journal = self._damaged - {step}, self.trainer.journal
         folders.rotate(self.args.output_dir, self.args.save_total_limit, best, newest=step, damaged=damaged)
         if journal is not None and self.args.journal == "until_checkpoint":
@@ -369,13 +364,13 @@ class Checkpointer(TrainerCallback):
         return self._host_files.put if self._in_background else save_file
 
     def weight_places(self) -> Mapping[str, torch.Tensor]:
-        """Return the last save's host buffers by weight name. `write_tensors` doesn't copy weights in these buffers."""
+        """Return the host buffers of a background save by weight name. `write_tensors` doesn't copy weights in them."""
         return self._host_files.places(SAFE_WEIGHTS_NAME) if self._in_background else {}
 
     def settle(self, wait: bool, states: Sequence[str | None] | None = None) -> bool:
-        """Check whether the background save of a checkpoint has ended, on all ranks, or ``wait`` for the end. A
-        collective. ``states``: `Writer.state` of each rank, if the ranks have exchanged these states already. Return
-        True if the checkpoint is written, or if no save is in the background. False if the save failed or runs."""
+        """Finish the present save if it has ended on all ranks; ``wait`` first waits for the end. A collective. Return
+        True if the checkpoint is written or there was no save, False if the save failed or still runs. ``states``:
+        `Writer.state` of each rank, if the ranks have exchanged it already."""
         save = self.writer.present
         if save is None:
             return True
@@ -390,10 +385,10 @@ class Checkpointer(TrainerCallback):
         error = next(filter(None, found), "")
         if unknown is None:
             shutil.rmtree(save.aside.parent / f"rank-{rank()}", ignore_errors=True)
-            with contextlib.suppress(OSError):  # the folder isn't empty while other ranks' folders are in it
+            with contextlib.suppress(OSError):  # other ranks' folders may still be in this one
                 save.aside.parent.rmdir()
         else:
-            self._host_files = HostFiles(self.args.device)  # the writing thread still reads the old buffers
+            self._host_files = HostFiles(self.args.device)  # a thread may still read the old buffers
             error = error or f"rank {unknown} is still writing after {save.seconds:.0f} s"
         if error:
             self._fail(save.step, error)
@@ -403,7 +398,7 @@ class Checkpointer(TrainerCallback):
         return True
 
     def finish_alone(self) -> None:
-        """Finish writing this rank's files of the save in the background. Other ranks may have died already."""
+        """Finish the background save as far as this rank can, because other ranks may have died already."""
         if not self.writer.finish_alone():
             self._host_files = HostFiles(self.args.device)
 
@@ -424,8 +419,8 @@ class Checkpointer(TrainerCallback):
         )
 
     def load_weights(self, checkpoint: str, usual: Callable[[], None]) -> None:
-        """Load the model's weights from a checkpoint. ``usual`` is transformers' function, which can't load
-        shards, vision-language models and experts. Weights of a different model are a ValueError."""
+        """Load the model's weights from a checkpoint. ``usual`` is transformers' function, which can't load sharded
+        weights, vision-language models and renamed weights. Weights of a different model raise a ValueError."""
         policy, model, folder = self.trainer.policy, self.trainer.model, Path(checkpoint)
         with loading(checkpoint, "the model"):
             if policy.adapter is not None:
@@ -441,14 +436,14 @@ class Checkpointer(TrainerCallback):
     def load_optimizer(self, checkpoint: str) -> None:
         """Load the optimizer and schedule of a checkpoint that any number of ranks and any sharding strategy wrote.
 
-        Float32 weights become split master weights (see `adamw_split`) bit for bit, and the reverse. Learning rates and
-        weight decay come from the present recipe."""
+        Float32 weights become split master weights (see `adamw_split`) bit for bit, and the reverse. The weight decay
+        comes from the present recipe, and so does the learning rate if the schedule only counts steps."""
         optimizer, sharding, folder = self.optimizer, self.trainer.sharding, Path(checkpoint)
         schedule: Any = self.trainer.lr_scheduler
         made_with = [{name: group[name] for name in OF_OPTIMIZER if name in group} for group in optimizer.param_groups]
         base_rates = getattr(schedule, "base_lrs", None)
         with loading(checkpoint, "the optimizer's state"):
-            # Load through the CPU, because torch refuses transformers' way of loading on several ranks of a CPU.
+            # Map to the CPU, because torch refuses transformers' `map_location` on several ranks of a CPU.
             read = functools.partial(torch.load, map_location="cpu", weights_only=True)
             if not sharding.load_optimizer(optimizer, folder):
                 optimizer.load_state_dict(read(folder / OPTIMIZER_NAME))
@@ -462,8 +457,8 @@ class Checkpointer(TrainerCallback):
                 adopt_masters(optimizer, owned, masters)
             for group, settings in zip(optimizer.param_groups, made_with, strict=True):
                 group |= settings
-            # A schedule that counts steps computes the learning rate from the recipe's settings. All other schedules
-            # keep the loaded learning rate, because the rate is part of their state.
+            # A `LambdaLR` computes the learning rate from the recipe's settings and the number of steps. For any other
+            # schedule the loaded learning rate stays, because the rate is part of the schedule's state.
             if isinstance(schedule, LambdaLR):
                 schedule.base_lrs = base_rates
                 rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)

@@ -27,7 +27,7 @@ def evaluate_prompts(trainer: Any, prompts: Any, name: str) -> dict[str, float]:
     config, sampler, started = trainer.args, trainer.sampler, time.perf_counter()
     with on_all_ranks("publishing"):
         trainer.publish()
-    if not isinstance(prompts, PromptDataset):  # a benchmark
+    if not isinstance(prompts, PromptDataset):  # a benchmark, which evaluates itself
         of_benchmark: dict[str, float] = prompts.evaluate(trainer, name)
         return of_benchmark
     groups = sampler.collect_evaluation(prompts.prompts(config.layout.data_rank, config.layout.data_size), name)
@@ -54,7 +54,7 @@ def loss_of(learner: Learner, drawn: SampledStep) -> dict[str, float]:
     rules = dataclasses.replace(learner.rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
     step = step_batch(drawn, RolloutStatistics(), rules, learner.reward_names, learner.events.times)
     step = dataclasses.replace(step, version=learner.hooks.state.global_step)
-    (step,) = learner.with_second_models([step])
+    (step,) = learner.with_scores([step])
     with evaluation_mode(learner.model):
         step = learner.with_constants(step) if learner.needs_constants else step
         bar = learner.events.console.progress(len(step.rows), "evaluate", "micro-batch")
@@ -77,9 +77,6 @@ def pass_at(passes: Sequence[tuple[int, int]], most: int) -> dict[str, float]:
     """Estimate pass@k for k = 1, 2, 4 ... ``most``: the probability that at least one of k completions passes. Each
     prompt gets the unbiased estimate from (n scored completions, c passes), see `chance_of_pass`. pass@k is the mean
     over the prompts with at least k scored completions."""
-    found = {}
-    for k in (2**power for power in range(most.bit_length())):
-        of_prompts = [chance_of_pass(n, c, k) for n, c in passes if n >= k]
-        if of_prompts:
-            found[f"pass@{k}"] = sum(of_prompts) / len(of_prompts)
-    return found
+    sizes = (2**power for power in range(most.bit_length()))
+    chances = {k: [chance_of_pass(n, c, k) for n, c in passes if n >= k] for k in sizes}
+    return {f"pass@{k}": sum(of_prompts) / len(of_prompts) for k, of_prompts in chances.items() if of_prompts}

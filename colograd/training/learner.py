@@ -26,7 +26,7 @@ from ..parallel.ranks import gather, on_all_ranks, rank
 from ..policy.loading import Policy
 from ..policy.logprobs import policy_logprobs, with_old_logprobs
 from ..policy.packing import PackingRules, collate, has_signal, loss_tokens, pack_step
-from ..policy.second_models import OF, SecondModels, fill, with_second_logprobs
+from ..policy.second_models import SecondModels, fill, with_second_logprobs
 from ..reporting.events import Events
 from ..reporting.metrics import Metrics, PhaseTimes, numbers
 from ..rollout.checks import shown
@@ -37,7 +37,7 @@ from ..sharding import ShardingStrategy
 
 
 def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equal_counts: bool) -> PackingRules:
-    """Return a run's rules for packing groups into micro-batches. ``max_tokens`` is 0 until the limit is measured."""
+    """Return a run's rules for packing groups into micro-batches. If `max_tokens` is 0, it will be measured."""
     return PackingRules(
         max_tokens=config.token_budget,
         mask_truncated=config.mask_truncated_completions,
@@ -61,16 +61,16 @@ def step_batch(
     tell: Callable[[RolloutStatistics], None] | None = None,
     groups: Sequence[ScoredGroup] | None = None,
 ) -> StepBatch:
-    """Balance a step's groups over ranks, pack them into micro-batches, and sum counts over ranks. A collective call.
+    """Balance a step's groups over ranks, if ``rules`` say so, pack them, and sum counts over ranks. A collective call.
 
     Args:
         statistics: statistics of the groups that this rank sampled for the step. The step's metrics come from them.
         tell: function to call with the joined statistics of all ranks.
-        groups: groups to pack, by default all groups of the step. An extension may have packed the missing groups.
+        groups: groups to pack, because an extension has packed others. None means all that ``rules`` don't skip.
     """
     with times.phase("pack"):
         moved = 0
-        if groups is None:  # groups with equal rewards have no gradient, but count in metrics and denominators
+        if groups is None:  # groups with equal rewards aren't packed, but count in metrics and denominators
             groups = [one for one in step.kept if has_signal(one) or not rules.skip_without_signal]
         if rules.balance_ranks or max(rules.ranks_per_engine, rules.ranks_per_row) > 1:
             sizes = rules.ranks_per_engine, rules.balance_ranks, rules.ranks_per_row
@@ -80,7 +80,7 @@ def step_batch(
     rollouts = [rollout for scored in step.kept for rollout in scored.group.rollouts]
     in_loss = sum(int(loss_tokens(rollout, rules.mask_truncated).sum()) for rollout in rollouts)
     # Counts to sum over ranks: tokens in the loss, completions, packed tokens, micro-batches, and groups that `balance`
-    # sent to a different rank. If several ranks train equal rows, only the first rank counts the rows' numbers.
+    # sent to a different rank. If several ranks train the same rows, only the first of these ranks counts the rows.
     tokens = sum(part.num_tokens for row in rows for part in row.parts)
     work = (tokens, len(rows), moved) if counted else (0, 0, 0)
     ranks = gather(((in_loss, len(rollouts), *work), statistics))
@@ -94,7 +94,7 @@ def step_batch(
         "train/micro_batches": float(micro_batches),
         "train/moved_groups": float(moved),
         "train/sampled_tokens": float(sum(sampled.lengths)),
-        # Like TRL's `num_tokens`: tokens of prompts and tokens that the model sampled, without tools' answers.
+        # Like TRL's `num_tokens`: tokens of prompts, and tokens that the model sampled.
         "train/rollout_tokens": float(sampled.prompt_tokens + sum(sampled.lengths)),
     }
     return StepBatch(rows, in_loss, completions, metrics, tuple(groups), counted=counted)
@@ -110,8 +110,8 @@ def loss_pass(
 ) -> Metrics:
     """Run forward and backward of this rank's untrained micro-batches of a step.
 
-    A micro-batch's loss is a sum over tokens. Gradients accumulate in the parameters without normalisation. After the
-    last micro-batch, the caller divides the gradients by the step's denominator.
+    A micro-batch's loss is a sum over tokens, and gradients are sums over micro-batches. After the last micro-batch,
+    the caller divides the gradients by the step's denominator. A loss that isn't finite raises a FloatingPointError.
 
     Args:
         sharding: strategy that runs the backward. None means that only the forward runs.
@@ -168,7 +168,7 @@ def checked_loss(output: Any, differentiable: bool = True) -> LossOutput:
 class Learner:
     """Packs scored groups into micro-batches, runs forward and backward, and sums the gradients over ranks.
 
-    If a step runs out of memory, all ranks pack the step again into smaller micro-batches and repeat the step."""
+    If a rank runs out of memory in a step, all ranks repeat the step with smaller micro-batches."""
 
     hooks: Any  # the `GRPOTrainer`: its state, and its method `compute_loss`, which a subclass may override
     config: GRPOConfig
@@ -191,19 +191,19 @@ class Learner:
         self.forward_steps = tuple(step for term in self.objective.terms for step in term.steps(self.second_models))
 
     def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
-        """Pack the groups of one sampling phase. Yield optimizer steps in training order, `num_iterations` times."""
+        """Pack the groups of one sampling phase into optimizer steps. Yield them in order, `num_iterations` times."""
         packing = self.rules, self.reward_names, self.events.times, self.events.recorder.sampled
         steps = [self.pack(*each, *packing) for each in zip(sampled.steps, sampled.statistics, strict=True)]
         self.hooks.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
         version, autocast = self.hooks.state.global_step, self.hooks.compute_loss_context_manager
         while True:
             try:
-                filled = self.with_second_models(steps) if self.second_models or self.objective.terms else steps
+                filled = self.with_scores(steps) if self.objective.terms else steps
                 scheduled = [
                     dataclasses.replace(step, version=version + index, trained=step.trained * (index < len(steps)))
                     for index, step in enumerate(filled * self.config.num_iterations)
                 ]
-                # Compute the old log-probabilities of all steps now, while the policy has the weights that sampled.
+                # A step that isn't on-policy needs old log-probabilities. Compute them before any step changes weights.
                 rows = dict[int, tuple[PackedRow, ...]]()  # Packed rows with old log-probabilities, by step index.
                 with on_all_ranks("the old log-probabilities"):
                     for number, step in enumerate(scheduled):
@@ -222,19 +222,17 @@ class Learner:
         while self.pending:
             yield self.pending.pop(0)
 
-    def with_second_models(self, steps: list[StepBatch]) -> list[StepBatch]:
-        """Add the log-probabilities of reference and teacher models to the rows. A collective call."""
-        for field, second in self.second_models.items():
-            phase, autocast = self.events.times.phase(field.partition(OF)[0]), self.hooks.compute_loss_context_manager()
-            with on_all_ranks("the second models' log-probabilities"), phase, autocast:
-                steps = with_second_logprobs({field: second}, steps, self.config.temperature)
+    def with_scores(self, steps: list[StepBatch]) -> list[StepBatch]:
+        """Add the `scores` that terms of the loss need to rows, and let the terms change advantages. A collective."""
+        phase, autocast = self.events.times.phase, self.hooks.compute_loss_context_manager
+        steps = with_second_logprobs(self.second_models, steps, self.config.temperature, phase, autocast)
         for term in self.objective.terms:
             with on_all_ranks("the advantages"):
                 steps = [term.with_scores(step, self.hooks.estimator) for step in steps]
         return steps
 
     def train(self, step: StepBatch) -> float:
-        """Run forward and backward of one optimizer step. The normalised gradient over all ranks stays in ``.grad``.
+        """Run forward and backward of one optimizer step. The strategy's `gradients` are the step's gradient then.
 
         Returns:
             The loss of the step over all ranks.
@@ -242,8 +240,7 @@ class Learner:
         self.model.train()
         while True:
             try:
-                if self.needs_constants:
-                    step = self.with_constants(step)
+                step = self.with_constants(step) if self.needs_constants else step
                 earlier = step.trained_metrics if step.trained else None
                 bar = self.events.console.progress(len(step.rows) - step.trained, "train", "micro-batch")
                 recorded, timed = self.events.recorder.trains(step), self.events.times.phase("train")
@@ -286,11 +283,11 @@ class Learner:
 
     @property
     def needs_constants(self) -> bool:
-        """Whether the loss may read constants of the step."""
+        """Whether the loss may read `StepConstants`, values of the whole step."""
         return self.objective.needs_constants or "compute_loss" in self.hooks.replaced
 
     def with_constants(self, step: StepBatch) -> StepBatch:
-        """Return the step with the entropy threshold and coefficient added to every row. A collective call."""
+        """Return the step with `StepConstants`, values of the whole step, on every row. A collective call."""
 
         def entropies(row: MicroBatch) -> torch.Tensor:
             with self.hooks.compute_loss_context_manager():
@@ -300,19 +297,18 @@ class Learner:
         return with_step_entropy(step, self.objective, self.entropy.applied, entropies, timed)
 
     def row_loss(self, differentiable: bool = True) -> Callable[[MicroBatch], LossOutput]:
-        """Return the function that computes a micro-batch's loss. The output of a user's `compute_loss` is checked."""
+        """Return the function that computes a micro-batch's loss. It checks the output of a user's `compute_loss`."""
         compute_loss = functools.partial(self.hooks.compute_loss, self.model)
         if "compute_loss" not in self.hooks.replaced:
             return compute_loss
         return lambda row: checked_loss(compute_loss(row), differentiable)
 
-    def measure_budget(self, shape: tuple[int, int, int]) -> tuple[int, int]:
-        """Measure how many tokens a micro-batch may have on this GPU, next to vLLM and the optimizer state.
-
-        Returns:
-            The maximum number of tokens, and the bytes that such a micro-batch and the gradients need.
-        """
-        config = self.config
+    def measure_budget(self) -> None:
+        """Measure how many tokens a micro-batch may have on this GPU, next to vLLM and the optimizer state, unless the
+        number is set or measured already."""
+        if self.rules.max_tokens:
+            return
+        trainer, config = self.hooks, self.config
 
         def train(row: PackedRow) -> None:
             with self.sharding.agree("measuring"), self.hooks.compute_loss_context_manager():
@@ -328,17 +324,18 @@ class Learner:
             pending = 0 if optimizer is not None and optimizer.state else pending
             pending = left_on_device().state(pending) if config.streams_optimizer else pending
             self.model.train()
+            shape = trainer.train_prompts.longest, config.max_completion_length or 1, config.num_generations or 1
             tokens, size = token_budget.measure(
                 train, self.free_gradients, shape, self.rules, pending, config.sequence_parallel_size
             )
         self.rules = dataclasses.replace(self.rules, max_tokens=tokens)
+        trainer.memory_plan = trainer.memory_plan.with_measured(tokens, size)
         self.events.console.say(
             f"memory: room for micro-batches of {tokens:,} tokens, {size / 2**30:.2f} GiB with their gradients"
         )
-        return tokens, size
 
     def _back_off(self, steps: list[StepBatch], reason: str, among: int = 1) -> list[StepBatch]:
-        """After a rank ran out of memory, pack the untrained optimizer steps again, into smaller micro-batches."""
+        """Drop gradients, and pack optimizer steps into smaller micro-batches, because a rank ran out of memory."""
         self.free_gradients()
         self.rules, steps = token_budget.back_off(self.rules, steps, reason, among)
         self.events.console.warn(
@@ -348,6 +345,6 @@ class Learner:
         return steps
 
     def free_gradients(self) -> None:
-        """Drop the gradients of all micro-batches, and free the memory of these gradients."""
+        """Drop the gradients of the step's micro-batches, and free their memory."""
         self.sharding.discard()
         token_budget.free_memory(self.model)

@@ -45,8 +45,8 @@ class PreparedRun:
 
     policy: Policy
     train_prompts: Prompts
-    eval_prompts: Any  # A PromptDataset, a dict of PromptDatasets, or None.
-    proof_prompts: list[ModelInput]  # Prompts with images or audio, for the checks of packed rows and copied weights.
+    eval_prompts: Any  # A `PromptDataset` or an extension's benchmark, a dict of them, or None.
+    proof_prompts: list[ModelInput]  # Prompts that packed rows are checked with. Empty for text.
     scorer: Scorer
     feature: SourceFeature
     objective: Objective
@@ -59,9 +59,9 @@ class PreparedRun:
 
 
 def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> PreparedRun:
-    """Check the arguments, load the policy, tokenise the prompts. A collective call: bad input on one rank raises a
-    ValueError on all ranks. An extension's hook ``loaded_policy`` checks or replaces the policy: (policy, config,
-    whether the run samples) -> policy."""
+    """Check the arguments, load the policy, tokenise the prompts. A collective call: bad input on one rank raises an
+    error on all ranks. An extension's hook ``loaded_policy`` checks or replaces the policy: (policy, config, whether
+    the run samples) -> policy."""
     watchdog.set_limit(args.rank_timeout)
     expand_segments(args)
     places = gather(Place.here(args.device))
@@ -70,10 +70,8 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         check_engines(args.layout, places)
         # Check all settings that need only the configuration and the model's name before the model is loaded.
         args.check_for_trainer()
-        if given.quantization_config is not None:
-            registry.require("quantized", "quantization_config")
-            for take in registry.hooks("quantization_config"):
-                take(args, given.model, given.quantization_config)
+        for take in registry.hooks("trainer_arguments"):  # (arguments, config) -> None
+            take(given, args)
         check_supported(given.model, args, given.peft_config, given.has_images)
         if args.layout.is_main and (note := note_on_cpu(given.model, args)):
             Console(enabled=True, bars=False).warn(note)
@@ -110,16 +108,16 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         eval_prompts = eval_prompts_of(given.eval_dataset, policy, args, feature)
         proofs = proof_prompts([train_prompts], policy, feature)
         policy = proven_on(policy, proofs) if args.on_cpu else policy
-        for check in registry.hooks("evaluation_check"):  # arguments: config, rewards, prompts, adds_metrics
+        for check in registry.hooks("evaluation_check"):  # functions that check `metric_for_best_model`
             check(args, rewards, eval_prompts, given.adds_metrics or feature.adds_metrics)
         needs_columns = not (feature.adds_columns or given.replaced & {"generate", "score"})
-        if needs_columns and isinstance(train_prompts, PromptDataset):  # streamed datasets are checked later
+        if needs_columns and isinstance(train_prompts, PromptDataset):  # a stream may not know its columns
             check_columns_for(rewards, columns_of(train_prompts.dataset))
     return PreparedRun(policy, train_prompts, eval_prompts, proofs, scorer, feature, objective)
 
 
 def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
-    """Apply the configuration's settings of logs and memory. If ``args`` is None, make a default `GRPOConfig`."""
+    """Return ``args``, or a default `GRPOConfig` if it is None. Apply its settings of logs and of a CPU's memory."""
     if args is not None and not isinstance(args, GRPOConfig):
         kind = type(args)
         raise ValueError(
@@ -144,16 +142,15 @@ def longest_completion(args: GRPOConfig) -> int:
 def train_prompts_of(
     dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature = NO_FEATURE, context: int | None = None
 ) -> Prompts:
-    """Tokenise the training dataset. As in TRL, a run without a dataset needs ``max_steps``, and an environment that
-    makes all prompts. Extension hooks: ``prompt_stream`` wraps an iterable dataset, which is tokenised during training;
-    ``train_prompts`` checks or changes the prompts: (prompts, config) -> None."""
+    """Tokenise the training dataset. Extension hooks: ``prompts`` makes the prompts of a dataset that isn't a
+    `datasets.Dataset`: (dataset, rules, config) -> prompts or None; ``train_prompts`` checks or changes the prompts:
+    (prompts, config) -> None."""
     rules = prompt_rules(policy, args, "train", context, feature)
     rows = wanted_columns(feature.empty_prompts(args) if dataset is None else dataset, policy, args, feature, "train")
     if isinstance(rows, IterableDataset):
         registry.require("streams", "train_dataset: an IterableDataset")
-        (stream_of,) = registry.hooks("prompt_stream")
-        prompts = stream_of(rows, rules, args)
-    else:
+    prompts = next(filter(None, (make(rows, rules, args) for make in registry.hooks("prompts"))), None)
+    if prompts is None:
         prompts = tokenize_prompts(rows, rules)
         StepOrder.of(args, len(prompts))
     for check in registry.hooks("train_prompts"):
@@ -165,8 +162,8 @@ def eval_prompts_of(
     dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature = NO_FEATURE, context: int | None = None
 ) -> Any:
     """Tokenise the prompts of an evaluation. A dict of datasets becomes a dict of prompts, None stays None. An
-    extension's hook ``benchmark`` may replace datasets by objects with an `evaluate` of their own: (dataset, policy,
-    config, maximum context of the vLLM engine) -> dataset."""
+    extension's hook ``benchmark`` may replace datasets by objects with their own `evaluate`: (dataset, policy, config,
+    ``context``) -> dataset. ``context`` is the maximum number of tokens of the vLLM engine, None before it is built."""
     for replace in registry.hooks("benchmark"):
         dataset = replace(dataset, policy, args, context)
 
@@ -182,8 +179,8 @@ def eval_prompts_of(
 
 
 def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature, name: str) -> Any:
-    """Apply ``remove_unused_columns`` to a dataset, or add empty prompts if an environment writes the prompts. Columns
-    that an extension's hook ``prompt_columns`` (config -> names) lists are not removed."""
+    """Apply ``remove_unused_columns`` to a dataset. If the rollout source writes prompts, add a missing prompt column.
+    Columns that an extension's hook ``prompt_columns`` (config -> names) lists are not removed."""
     names = columns_of(dataset) if isinstance(dataset, Dataset | IterableDataset) else ()
     if feature.writes_prompts and names and "prompt" not in names:
         return dataset.map(lambda row: {"prompt": EMPTY})
@@ -197,7 +194,7 @@ def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: Sour
 def prompt_rules(
     policy: Policy, args: GRPOConfig, name: str, context: int | None, feature: SourceFeature = NO_FEATURE
 ) -> PromptRules:
-    """Return the settings for tokenising dataset rows: maximum tokens, chat template, tools, reader of images."""
+    """Return the settings for tokenising the rows of a dataset, of the name ``name`` in errors."""
     completion, most = longest_completion(args), engine_context(policy, args, context)
     limit = min(args.max_prompt_tokens or most, most - completion)
     if limit < 1:
@@ -219,7 +216,7 @@ def prompt_rules(
 
 
 def engine_context(policy: Policy, args: GRPOConfig, context: int | None) -> int:
-    """Return the maximum number of tokens of prompt and completion together, as model and vLLM settings limit it."""
+    """Return the maximum tokens of a prompt with its completion. ``context``: a built engine's limit, or None."""
     return min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
 
 
@@ -237,12 +234,12 @@ def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
 
 
 def reader_of(policy: Policy) -> Any:
-    """Return an object that reads dataset rows with images or audio, or None for a text-only policy. An extension's
-    hook ``prompt_reader`` makes the object: policy -> reader or None."""
+    """Return an object that reads the content of dataset rows that isn't text, or None for a text-only policy. An
+    extension's hook ``prompt_reader`` makes the object: policy -> reader or None."""
     return next(filter(None, (make(policy) for make in registry.hooks("prompt_reader"))), None)
 
 
 def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
-    """Return one prompt per kind of media (image, audio), to test the policy's forward. Text-only runs get []. An
+    """Return one prompt per kind of content that isn't text, to test the policy's forward. Text-only runs get []. An
     extension's hook ``proof_prompts`` makes the prompts: (prompts, policy, feature) -> list."""
     return [each for make in registry.hooks("proof_prompts") for each in make(prompts, policy, feature)]

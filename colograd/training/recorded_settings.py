@@ -15,8 +15,8 @@ from ..rollout.features import SourceFeature
 from ..rollout.store import REWARD_CODE, REWARD_FUNCS, RolloutStore
 
 AGENT_CODE = "agent_code"  # Key of the digest of an agent's program in the recorded settings.
-# Settings that decide which groups are sampled and how the weights change. Recorded groups are valid only if these
-# settings are unchanged.
+# Settings that decide which groups are sampled and how the weights change. If one of them changes, a resumed run draws
+# its groups anew. Groups of the step that it resumes at stay valid if no setting that sampling depends on has changed.
 OF_ROUNDS = (
     "seed", "data_seed", "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations",
     "shuffle_dataset", "max_prompt_tokens", "overlong_prompts", "chat_template_path", "chat_template_kwargs",

@@ -1,4 +1,4 @@
-"""`SeamTrainer`: the base class of `GRPOTrainer`, which overrides methods of `transformers.Trainer`."""
+"""`SeamTrainer`: the base class of `GRPOTrainer`. It overrides methods of `transformers.Trainer`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from ..checkpoint.writing import saving_model
 from ..config import GRPOConfig
 from ..data import PromptDataset, PromptLoader, StepOrder
 from ..engine.sampling import LengthHistory
+from ..memory.table import MemoryPlan
 from ..parallel import watchdog
 from ..parallel.faults import ends_together
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.loading import Policy
 from ..reporting.console import Console
-from ..reporting.events import NoRecord
+from ..reporting.events import Events, NoRecord
 from ..reporting.metrics import PhaseTimes
 from ..rewards import RewardFunction
 from ..rollout.rounds import PlainRound
@@ -41,9 +42,9 @@ from .evaluation import evaluate_prompts
 from .learner import Learner
 from .preparation import eval_prompts_of, train_prompts_of
 
-NAMES = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")  # Settings that `transformers.Trainer` changes.
+NAMES = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")  # Settings that `Trainer` changes in a model.
 MISSING = object()
-# Learning rate schedules that take their steps with the metric of an evaluation.
+# Learning rate schedules whose `step` takes the metric of an evaluation.
 DRIVEN_BY_METRICS = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
 
 
@@ -61,13 +62,13 @@ class CheckpointConfig:
         self._values = [(config, {name: vars(config).get(name, MISSING) for name in NAMES}) for config in configs]
 
     def restore(self) -> None:
-        """Restore the checkpoint's values of ``use_cache`` and of special tokens, except tokens that are new."""
+        """Restore the original value of each name in NAMES, except where the tokenizer has a new special token."""
         for config, values in self._values:
             for name, value in values.items():
                 token, end = getattr(self._tokenizer, name, None), self._tokenizer.eos_token_id
                 stands_in = token is None or (name == "pad_token_id" and token == end)
                 if not stands_in and token not in (value if isinstance(value, list) else [value]):
-                    continue  # the tokenizer has a new special token, which the saved model needs
+                    continue  # the tokenizer's token is new, and the saved model needs it
                 if value is MISSING:
                     vars(config).pop(name, None)
                 else:
@@ -84,7 +85,10 @@ class SeamTrainer(Trainer):
     sharding: ShardingStrategy
     train_prompts: Any
     eval_prompts: Any
-    engine: Any
+    engine: Any  # `engine`, `weights` and `device_turns` are None if nothing is sampled.
+    weights: Any
+    device_turns: Any
+    memory_plan: MemoryPlan
     feature: Any
     _tokenised: tuple[Any, Any]  # the datasets that `train_prompts` and `eval_prompts` come from
     journal: RolloutStore | None = None
@@ -93,30 +97,28 @@ class SeamTrainer(Trainer):
         self.checkpoint_config = CheckpointConfig(kwargs["model"], self.policy.tokenizer)
         super().__init__(**kwargs)
         self.checkpoint_config.restore()
-        self.model_accepts_loss_kwargs = True  # Transformers must not scale the loss, which is already normalised.
+        self.model_accepts_loss_kwargs = True  # Transformers must not scale the loss, which is divided already.
         # Don't wrap the model in DDP, because the sharding strategy sums gradients over ranks once per step.
         self.accelerator.prepare_model = lambda model, **kwargs: model
-        self.facts: dict[str, Any] = {}  # recipe, command and dataset for the model card and the rollout log
+        self.facts: dict[str, Any] = {}  # Recipe, command, dataset and settings, for the model card and rollout log.
         self.times = PhaseTimes(synchronize=self.args.device.type == "cuda")
         self.console = Console(self.is_world_process_zero(), bars=not self.args.disable_tqdm)
         self.lengths = LengthHistory()
-        self._unlogged: list[dict[str, float]] = []  # Metrics of each step since the last call of `log`.
+        self._unlogged: list[dict[str, float]] = []  # Metrics of the steps that no log has averaged yet.
         self._gathered: dict[str, torch.Tensor] | None = None  # Weights to save, gathered from a sharded policy.
-        self.checkpointer = self.make_checkpointer()
+        self.checkpointer = Checkpointer(self)
         # The hook "recorder" of an extension is a function (trainer) -> an instance of a `NoRecord` subclass, or None.
         self.recorder: NoRecord = next(filter(None, (make(self) for make in hooks("recorder"))), None) or NoRecord()
+        self.completion_log = next(filter(None, (make(self) for make in hooks("completion_log"))), None)
+        self.events = Events(self.times, self.console, self.recorder, self.completion_log)
         for shown in (ProgressCallback, PrinterCallback):
             self.remove_callback(shown)
         for callback in (self.checkpointer, self.console, self.recorder):
             self.add_callback(callback)
 
-    def make_checkpointer(self) -> Checkpointer:
-        """Make the `Checkpointer`. A replay overrides this method to read the recorded run's checkpoints."""
-        return Checkpointer(self)
-
     def _begin_training(self, wanted: str | bool | None) -> tuple[str | None, TrainOutput | None]:
-        """Find the checkpoint to resume from, and open the run's records. If the checkpoint is of the run's last step,
-        load it and return the training's output. (Transformers would train an additional step.)"""
+        """Find the checkpoint to resume from, and open the run's records. Return the checkpoint and None. If it is of
+        the run's last step, load it and return the training's output, too: transformers would train a further step."""
         wanted = self.args.resume_from_checkpoint if wanted is None else wanted
         checkpoint = self.checkpointer.find(wanted)
         if checkpoint is not None:
@@ -149,7 +151,7 @@ class SeamTrainer(Trainer):
 
         Returns:
             Metrics: ``<prefix>_reward``, ``<prefix>_pass@1`` (and 2, 4 ...), ``<prefix>_rewards/<name>/mean``,
-            ``<prefix>_completions/...`` and times. If there is a dict of datasets, the prefix is ``<prefix>_<name>``.
+            ``<prefix>_completions/...`` and times. With a dict of datasets the prefix of each is ``<prefix>_<name>``.
         """
         metrics = self._evaluated(eval_dataset, metric_key_prefix)
         self.log(metrics)
@@ -174,7 +176,7 @@ class SeamTrainer(Trainer):
         if prompts is None:
             raise ValueError("`evaluate` needs prompts: pass an `eval_dataset` to `evaluate` or to the trainer.")
         if not self.is_in_train and self.engine is not None:
-            self.engine.invalidate()  # user code may have changed the policy's weights
+            self.engine.invalidate()  # user code may have changed the weights, so sync them
         metrics: dict[str, float] = {}
         for name, part in (prompts if isinstance(prompts, dict) else {"": prompts}).items():
             full = f"{prefix}_{name}" if name else prefix
@@ -199,8 +201,8 @@ class SeamTrainer(Trainer):
         self._tokenised = (self.train_dataset, self.eval_dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Return transformers' values, with ``max_steps`` rounded up to a multiple of the steps that one generation
-        serves, because only then a checkpoint can be saved."""
+        """Return transformers' values, with ``max_steps`` rounded up to a multiple of the optimizer steps between two
+        generations, because a checkpoint can be saved only before a generation."""
         *values, max_steps = super().set_initial_training_values(args, dataloader)
         return (*values, -(-max_steps // self.args.round_length) * self.args.round_length)
 
@@ -210,7 +212,7 @@ class SeamTrainer(Trainer):
         return None if self.engine is None else self.engine.context
 
     def _open_records(self, checkpoint: str | None, resumes: bool) -> None:
-        """Continue this run's rollout log, or move an earlier run's files to a different folder. A collective call."""
+        """Continue this run's rollout log, or first move an earlier run's files aside. A collective call."""
         args: GRPOConfig = self.args
         lines, problem = [], ""
         with on_all_ranks("the run's folder"):
@@ -228,16 +230,16 @@ class SeamTrainer(Trainer):
         self.console.warn_of_all(gather(problem))
 
     def begin_records(self, evaluation: str = "") -> None:
-        """Open the rollout log for the next sampling or evaluation, and read its recorded groups. A collective call."""
+        """Open the rollout log, if it is on, for a sampling or ``evaluation`` of `train`, and read its groups."""
         if not self.args.keeps_journal or not self.is_in_train:
             return
         with on_all_ranks("the journal"), self.times.phase("journal"):
-            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # no digest of a rank's part
+            digest = "" if self.args.tensor_parallel else digest_of(self.model)  # "": no whole model here
             problem = self.journal.begin(self.state.global_step, digest, evaluation) if self.journal else ""
         self.console.warn_of_all(gather(problem))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log ``logs``, together with the mean of each step metric over the steps since the last call."""
+        """Log ``logs``. If they have a training loss, add the mean of each step metric since the last such log."""
         if self._unlogged and ("loss" in logs or "train_loss" in logs):
             for name in dict.fromkeys(name for entry in self._unlogged for name in entry):
                 values = [entry[name] for entry in self._unlogged if name in entry]
@@ -247,7 +249,7 @@ class SeamTrainer(Trainer):
         super().log(logs, start_time)
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Do nothing, because `weights.weight_sync` moves the model to the GPU after the vLLM engine is built."""
+        """Do nothing, because `assemble` moves the model to the GPU, after the vLLM engine is built if there is one."""
 
     def compute_loss_context_manager(self) -> Any:
         """Return accelerate's autocast, which is off unless `bf16` is set. The model isn't wrapped by accelerate."""
@@ -255,7 +257,7 @@ class SeamTrainer(Trainer):
 
     @ends_together("saving")
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as transformers does. A collective call: a sharded policy is gathered on the writing rank."""
+        """Save the model as transformers does. A collective call: the ranks that write gather a sharded policy."""
         self._gathered = self.sharding.state_dict(keep=self.args.should_save)
         try:
             super().save_model(output_dir, _internal_call)
@@ -263,7 +265,7 @@ class SeamTrainer(Trainer):
             self._gathered = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save the model's weights as transformers does, from copies in host memory. With LoRA, save the adapter."""
+        """Save the model's weights as transformers does, from copies in host memory. Save an adapter as it is."""
         if not self.args.should_save:  # transformers >= 5.24 calls `_save` on all ranks
             return
         if state_dict is None:
@@ -277,7 +279,7 @@ class SeamTrainer(Trainer):
             self.policy.quantization.write(output_dir or str(self.args.output_dir), self.model.dtype)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write optimizer and schedule. Each rank writes its shard. Without shards, transformers writes them."""
+        """Write optimizer, schedule and second models. Transformers writes an optimizer that can't be divided."""
         watchdog.progress("saving the optimizer")
         optimizer, write, leads = self.checkpointer.optimizer, self.checkpointer.write_tensors, self.args.should_save
         if not self.sharding.save_optimizer(optimizer, Path(output_dir), leads, write):
@@ -289,7 +291,7 @@ class SeamTrainer(Trainer):
             second.save(output_dir, self.checkpointer.write_tensors)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save the random state as transformers does, the completions' lengths, and the sampler's state.
+        """Save the random state as transformers does, the completions' lengths, and the state of `round`.
 
         The lengths of earlier completions decide the order of prompts in vLLM's queue."""
         super()._save_rng_state(output_dir)
@@ -308,7 +310,7 @@ class SeamTrainer(Trainer):
         """Raise a ValueError if a checkpoint's files lack parameters of the model."""
         state = self.model.state_dict()
         absent = {*load_result.missing_keys} - {*(self.model._keys_to_ignore_on_save or ())}
-        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # a file has one of several tied tensors
+        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # of tied tensors a file has only one
         if lacking := sorted(name for name in absent & state.keys() if state[name].data_ptr() not in loaded):
             raise ValueError(
                 f"The checkpoint lacks parameters of the policy ({len(lacking)}: {', '.join(lacking[:3])}). It belongs "
@@ -331,7 +333,7 @@ class SeamTrainer(Trainer):
             super()._load_rng_state(checkpoint)
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer as transformers does, then shard its state over the ranks."""
+        """Create the optimizer as transformers does, and shard its state. A user's optimizer stays as it is."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if is_new:
@@ -357,7 +359,7 @@ class SeamTrainer(Trainer):
         dataset_name: str | Sequence[str] | None = None,
         tags: str | Sequence[str] | None = None,
     ) -> None:
-        """Write the model card (README.md): recipe, command, dataset, reward curve and versions.
+        """Write the model card (README.md) by the extensions at the hook ``model_card``.
 
         Args:
             model_name: name of the model, by default the output directory's name.

@@ -319,7 +319,8 @@ def old_logprobs(gpu: FakeGPU) -> dict[str, Any]:
     model = bfloat16(Qwen2ForCausalLM, Qwen2Config(**SHAPE))
     with gpu.watched() as seen:
         (found,) = with_old_logprobs(model, StepBatch((row(),), TOKENS, GROUP, {}, ()), 0.9).rows
-    return figures(seen) | {"outputs": [f"{found.old_logprobs.device.type} {found.old_logprobs.dtype}"]}
+    old = found.scores["old_logprobs"]
+    return figures(seen) | {"outputs": [f"{old.device.type} {old.dtype}"]}
 
 
 @case

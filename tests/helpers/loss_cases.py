@@ -57,8 +57,8 @@ class Step:
         return [
             dataclasses.replace(
                 row,
-                old_logprobs=None if on_policy else self.old[collate(row).labels],
-                ref_logprobs=self.reference[collate(row).labels],
+                scores=({} if on_policy else {"old_logprobs": self.old[collate(row).labels]})
+                | {"ref_logprobs": self.reference[collate(row).labels]},
             )
             for row in plan_rows(self.groups, budget, True, torch.device("cpu"))
         ]

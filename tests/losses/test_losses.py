@@ -162,7 +162,7 @@ def test_icepop_is_the_correction_s_token_mask() -> None:
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_a_row_without_loss_tokens_is_zero_and_finite(loss_type: str, terms: dict[str, Any]) -> None:
     (row,) = pack([one_group(FinishReason.LENGTH, advantages=[1.0])], 100, True, CPU)
-    row = dataclasses.replace(row, ref_logprobs=torch.zeros(1))
+    row = dataclasses.replace(row, scores={"ref_logprobs": torch.zeros(1)})
     table = torch.tensor([-0.5], requires_grad=True)
     objective = make_objective(loss_type, correction=CORRECTIONS["token_truncate"], **terms)
     output = objective(table[row.labels], torch.zeros(1), row)
@@ -178,7 +178,7 @@ def test_what_is_outside_the_loss_can_not_spoil_it(loss_type: str) -> None:
     rollout = Rollout((9,), (0, 1), torch.tensor([-1.0, math.nan]), torch.tensor([True, False]), FinishReason.STOP, 0)
     group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.tensor([-1.0]))
     (row,) = pack([group], 100, True, CPU)
-    row = dataclasses.replace(row, ref_logprobs=torch.full((2,), -1.0), old_logprobs=torch.full((2,), -1.0))
+    row = dataclasses.replace(row, scores={"ref_logprobs": torch.full((2,), -1.0)}, old_logprobs=torch.full((2,), -1.0))
     table = torch.tensor([-1.0, -500.0], requires_grad=True)
     objective = make_objective(loss_type, correction=CORRECTIONS["token_truncate"], **EVERYTHING)
     output = objective(table[row.labels], torch.ones(2), row)
@@ -332,7 +332,7 @@ def test_a_loss_of_one_s_own_comes_with_every_term(path: str) -> None:
     objective = dataclasses.replace(objective, correction=None, terms=(KLTerm(0.1),), entropy_bonus=True)
     value, _ = our_loss(objective, step, step.rows(15, False), 0.2)
     row = step.micro_batch(False)
-    difference = (row.ref_logprobs - step.logprobs[row.labels]) * row.loss_mask
+    difference = (row.scores["ref_logprobs"] - step.logprobs[row.labels]) * row.loss_mask
     kl = (difference.exp() - difference - 1) * (step.logprobs[row.labels] - row.old_logprobs).exp()
     per_token = -2 * row.advantages * step.logprobs[row.labels] + 0.1 * kl - 0.2 * step.entropies[row.labels]
     expected = (per_token * row.loss_mask).sum() / step.num_loss_tokens

@@ -113,7 +113,7 @@ def recorded_batch(advantages: list[float], on_policy: bool) -> MicroBatch:
     return dataclasses.replace(
         row,
         old_logprobs=None if on_policy else (logprobs - torch.tensor(LOG_RATIOS).double())[places],
-        ref_logprobs=(logprobs + torch.tensor(TO_REFERENCE).double())[places],
+        scores={"ref_logprobs": (logprobs + torch.tensor(TO_REFERENCE).double())[places]},
     )
 
 
@@ -205,7 +205,7 @@ def test_kl_gradient_is_the_reverse_divergence(loss_type: str, level: str, on_po
         row = dataclasses.replace(
             one_completion([0.0] * LONG),
             old_logprobs=None if on_policy else before,
-            ref_logprobs=logprobs_of(reference, sequence),
+            scores={"ref_logprobs": logprobs_of(reference, sequence)},
         )
         output = objective(logprobs_of(policy, sequence), torch.zeros(LONG), row)
         total = total + before.sum().exp() * output.loss
@@ -228,7 +228,7 @@ def test_overflowing_ratios_leave_the_loss_finite(loss_type: str) -> None:
         row = dataclasses.replace(
             one_completion([advantage]),
             old_logprobs=logprobs.detach() - log_ratio,
-            ref_logprobs=logprobs.detach() + to_reference,
+            scores={"ref_logprobs": logprobs.detach() + to_reference},
             sampler_logprobs=logprobs.detach() - 2 * log_ratio,
         )
         correction = SamplerCorrection("token_mask", 0.0, None)

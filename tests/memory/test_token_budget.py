@@ -204,7 +204,7 @@ def test_old_log_probabilities_have_no_dropout_and_draw_nothing() -> None:
     trained = with_old_logprobs(model, step, 1.0)
     assert torch.equal(torch.get_rng_state(), before) and model.training
     for one, other in zip(trained.rows, with_old_logprobs(model.eval(), step, 1.0).rows, strict=True):
-        assert torch.equal(one.old_logprobs, other.old_logprobs)
+        assert torch.equal(one.scores["old_logprobs"], other.scores["old_logprobs"])
 
 
 def test_old_log_probabilities_go_with_their_completions() -> None:
@@ -214,7 +214,7 @@ def test_old_log_probabilities_go_with_their_completions() -> None:
     again = token_budget.repack(step, dataclasses.replace(RULES, max_tokens=40))
     assert len(again.rows) > len(step.rows)
     for row in map(collate, again.rows):
-        assert row.ref_logprobs is None and row.old_logprobs.shape == row.labels.shape
+        assert not row.scores and row.old_logprobs.shape == row.labels.shape
         for part in sequences(row):
             assert torch.equal(row.old_logprobs[part.place], known[part.rollout])
             assert torch.equal(row.labels[part.place], part.completion_ids)
@@ -222,7 +222,7 @@ def test_old_log_probabilities_go_with_their_completions() -> None:
 
 def test_on_policy_rows_stay_on_policy() -> None:
     again = token_budget.repack(make_step((10, 20, 30)), dataclasses.replace(RULES, max_tokens=1))
-    assert len(again.rows) == 2 and all(row.old_logprobs is None for row in again.rows)
+    assert len(again.rows) == 2 and not any(row.scores for row in again.rows)
 
 
 OOM, FAULT = torch.OutOfMemoryError("no room"), ValueError("wrong")

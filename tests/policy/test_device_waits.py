@@ -94,7 +94,9 @@ def test_forward_loss_and_backward_of_a_row(family: str, device: Sent) -> None:
 def test_every_loss_with_every_term(name: str, level: str, device: Sent) -> None:
     row = row_on(META)
     logprobs, entropy = (torch.zeros(len(row.labels), device=META, requires_grad=True) for _ in range(2))
-    row = dataclasses.replace(row, ref_logprobs=torch.zeros_like(logprobs), step_constants=StepConstants(0.1))
+    row = dataclasses.replace(
+        row, scores={"ref_logprobs": torch.zeros_like(logprobs)}, step_constants=StepConstants(0.1)
+    )
     device.copies.clear()
     output = Objective(loss_of(name), level, **EVERYTHING)(logprobs, entropy, row)
     output.loss.backward()

@@ -56,7 +56,7 @@ def test_a_group_is_one_row_token_by_token() -> None:
     assert row.loss_mask.tolist() == [1.0] * 6
     assert row.advantages.tolist() == [0.5] * 2 + [-0.5] * 4
     torch.testing.assert_close(row.sampler_logprobs, -row.labels / 100)
-    assert row.old_logprobs is None and row.ref_logprobs is None
+    assert row.old_logprobs is None and not row.scores
     assert row.input_ids.dtype == row.position_ids.dtype == row.labels.dtype == row.logit_positions.dtype == torch.int64
     assert row.advantages.dtype == row.loss_mask.dtype == row.sampler_logprobs.dtype == torch.float32
 

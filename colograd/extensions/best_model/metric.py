@@ -18,7 +18,7 @@ from ...rewards import RewardFunction
 from ...rewards.calling import parameters_of
 from ...training.transformers_seam import DRIVEN_BY_METRICS
 
-# Names of metrics that an evaluation has from rewards and from the loss. OF_LOSS matches further metrics of the loss.
+# Names of metrics of an evaluation, without prefix. OF_LOSS matches further metrics of the loss.
 NAMES = ("reward", "reward_std", "frac_reward_zero_std", "completions", "runtime", "samples_per_second", "num_tokens")
 NAMES_OF_LOSS = ("loss", "policy_loss", "entropy_coef", "aux_loss", "teacher_kl")
 OF_REWARD = ("mean", "std", "abstained", "seconds", "timeouts", "errors")
@@ -27,7 +27,7 @@ OF_REWARD = ("mean", "std", "abstained", "seconds", "timeouts", "errors")
 def check_best_metric(
     args: GRPOConfig, rewards: Sequence[RewardFunction], eval_prompts: Any, others: bool = False
 ) -> None:
-    """Raise if no evaluation can have ``metric_for_best_model``. ``others``: the user's code may add any metric."""
+    """Raise if no evaluation can have ``metric_for_best_model``, unless ``others``: user code may add any metric."""
     best = args.metric_for_best_model
     evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" and eval_prompts is not None
     if best is None or not evaluates or others or args.loss_type not in LOSSES:
@@ -40,17 +40,13 @@ def check_best_metric(
         if name.startswith(prefix) and _is_possible(name.removeprefix(prefix), args, rewards, prompts):
             return
         names += [prefix + each for each in _names(args, rewards, prompts)]
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-    raise ValueError(
-        f"metric_for_best_model is {best!r}, but no evaluation of this run has a metric of that name (they have "
-        f"{', '.join(names)}): name one of these; the nearest is {near!r}."
-    )
+    raise _unknown(best, "no evaluation of this run has a metric of that name (they have", name, names)
 
 
 def after_evaluation(trainer: Any, metrics: Mapping[str, float], at_start: bool) -> None:
-    """Pass an evaluation's metric to the learning rate schedule, and note whether the model is the best one. With
-    `save_strategy: best`, request a checkpoint of the best model. Warn if the metric is missing, where transformers
-    would fail. Before training (``at_start``) only warn."""
+    """Pass the metric of an evaluation to a schedule that needs it, and note whether the model is the best one. With
+    `save_strategy: best`, request a checkpoint of the best model. If the metric is missing, warn or raise, see
+    `lacks_best`. Before training (``at_start``) do nothing else."""
     args = trainer.args
     if args.metric_for_best_model is None:
         return
@@ -58,7 +54,7 @@ def after_evaluation(trainer: Any, metrics: Mapping[str, float], at_start: bool)
         trainer.console.warn(line)
     if at_start:
         return
-    name = best_metric(args)
+    name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
     if name in metrics and isinstance(trainer.lr_scheduler, DRIVEN_BY_METRICS):
         trainer.lr_scheduler.step(metrics[name])
     is_best = name in metrics and trainer._determine_best_metric(metrics, None)
@@ -66,24 +62,24 @@ def after_evaluation(trainer: Any, metrics: Mapping[str, float], at_start: bool)
         trainer.control.should_save = is_best
 
 
-def best_metric(args: GRPOConfig) -> str:
-    """Return the name that ``metric_for_best_model`` has in an evaluation's metrics: with the prefix ``eval_``."""
-    return f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
-
-
 def lacks_best(args: GRPOConfig, metrics: Mapping[str, float], earlier: bool) -> str:
-    """Return why an evaluation can't choose the best model, or "". ``earlier``: an earlier one had the metric."""
-    if (name := best_metric(args)) in metrics:
+    """Return a warning, or raise for a name that seems wrong, if an evaluation lacks ``metric_for_best_model``."""
+    if (name := f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}") in metrics:
         return ""
     if earlier or "/" in name or re.search(r"_(reward|reward_std|pass@\d+)$", name):
         return (
             f"evaluation: it has no {name} (no reward function judged a completion, say), so the best model stays the "
             "one before"
         )
-    near = difflib.get_close_matches(name, list(metrics), n=1, cutoff=0.0)
-    raise ValueError(
-        f"metric_for_best_model is {args.metric_for_best_model!r}, but the evaluation has no metric of that name (it "
-        f"has {', '.join(metrics)}): name one of these; the nearest is {(near or ['none'])[0]!r}."
+    best = args.metric_for_best_model
+    raise _unknown(best, "the evaluation has no metric of that name (it has", name, [*metrics])
+
+
+def _unknown(best: str | None, problem: str, name: str, names: Sequence[str]) -> ValueError:
+    near = [*difflib.get_close_matches(name, names, n=1, cutoff=0.0), "none"][0]
+    return ValueError(
+        f"metric_for_best_model is {best!r}, but {problem} {', '.join(names)}): name one of these; the nearest is "
+        f"{near!r}."
     )
 
 
@@ -106,12 +102,12 @@ def _names(args: GRPOConfig, rewards: Sequence[RewardFunction], prompts: Any) ->
 
 
 def _may_log(function: Callable[..., Any]) -> bool:
-    """Return whether a reward function may log metrics: the function takes ``log_metric``, or uses its ``**kwargs``."""
+    """Return whether a reward function may log metrics: it takes ``log_metric``, or its code uses its ``**kwargs``."""
     parameters = parameters_of(function)
     further = [name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD]
+    if "log_metric" in parameters or not further:
+        return "log_metric" in parameters
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    if "log_metric" in parameters or not further:
-        return "log_metric" in parameters
     return code is None or any(each.argval == further[0] for each in dis.get_instructions(code))

@@ -321,7 +321,7 @@ def _of_its_groups(
     if not name:
         return read(second, model, row, temperature)
     lengths = [sum(len(rollout.completion_ids) for rollout in part.rollouts) for part in row.parts]
-    values = row.values(field)
+    values = row.scores.get(field)
     values = torch.full((sum(lengths),), UNTAUGHT, device=row.device) if values is None else values.clone()
     own = [index for index, part in enumerate(row.parts) if str(part.example.get(TEACHER) or "") == name]
     if own:

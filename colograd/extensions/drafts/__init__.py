@@ -2,6 +2,6 @@
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "conflicts:CONFLICTS",
-    "derived_metrics": "acceptance:acceptance",
+    "derived_metrics": "conflicts:acceptance",
     "engine_feature": "engine.speculation:drafts_of",
 }

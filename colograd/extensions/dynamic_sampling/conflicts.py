@@ -6,6 +6,6 @@ from ...config.conflicts import SET, Conflict, equal
 
 CONFLICTS = (
     Conflict("dynamic_sampling", SET, "the dataset", equal("a stream"),
-             "further rows are drawn at random, which a stream hasn't",
+             "further prompts are random rows, which a stream can't return",
              "load it whole, or set dynamic_sampling: false"),
 )  # fmt: skip

@@ -32,8 +32,8 @@ def dynamic_round(trainer: Any) -> DynamicRound | None:
 class DynamicRound(PlainRound):
     """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) of the prompts of several optimizer steps.
 
-    Only groups with a reward difference are trained. Further prompts are sampled until every step has enough groups.
-    Steps take these groups in the order of sampling, so a step may train a group that was sampled for another step."""
+    Only groups with a nonzero advantage are trained. Further prompts are sampled until every step has enough groups,
+    at most ``max_rounds`` times. Steps take groups in the order of sampling, whichever step they were sampled for."""
 
     def __init__(self, times: PhaseTimes, one_call: bool, max_rounds: int, more_prompts: MorePrompts) -> None:
         super().__init__(times, one_call)
@@ -48,7 +48,7 @@ class DynamicRound(PlainRound):
         }
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
-        """Sample and score the prompts of each optimizer step. Replace groups with equal rewards by further groups."""
+        """Sample and score the prompts of each optimizer step. Replace groups without an advantage by further ones."""
         prompts = [prompt for step in steps for prompt in step]
         sampled = super().draw([prompts], stages)[0].sampled
         for _ in range(self.max_rounds):

@@ -17,7 +17,7 @@ from ...policy.sending import to_device_async
 from ...riders import Rider, RowRider
 from ...rollout.record_file import read_table, table_bytes
 
-# Table with a row per rollout. `ids` and `counts` are int32 numbers. Null: the rollout's sampling wasn't truncated.
+# Table with a row per rollout: bytes of the int32 tensors of `KeptTokens`, or null for a rollout without `KeptTokens`.
 ROWS = pa.schema([pa.field("ids", pa.binary()), pa.field("counts", pa.binary())])
 
 
@@ -25,14 +25,14 @@ ROWS = pa.schema([pa.field("ids", pa.binary()), pa.field("counts", pa.binary())]
 class KeptTokens(Rider, RowRider):
     """Rider (data that travels with a rollout): the tokens that top-k, top-p and min-p kept for each sampled token.
 
-    Example: of a completion of four tokens, 23 was sampled from the whole vocabulary, so its count is 0:
+    Example of a completion of four tokens. Token 23 was sampled from the whole vocabulary, so its count is 0:
 
         completion_ids   22          23  24        2
         ids              22 27 29        24 12     2
         counts           3           0   2         1
 
-    The object of a packed row has the kept tokens of all its target tokens. The softmax of each model is over these
-    tokens.
+    The object of a packed row has the kept tokens of all its labels. In training, the softmax of each model at a label
+    is over the label's kept tokens.
     """
 
     ids: torch.Tensor  # Ids of the kept tokens, [sum of counts] int32, in host memory.
@@ -79,8 +79,8 @@ class KeptTokens(Rider, RowRider):
 
 
 class Candidates:
-    """Kept tokens of N labels (target tokens), indexed for tiles of logits. ``first``: id of the head's first
-    vocabulary entry."""
+    """Kept tokens of N labels (target tokens), to mask tiles of logits: some labels x some vocabulary entries.
+    ``first``: token id of the first vocabulary entry that this rank's output layer has."""
 
     def __init__(self, kept: KeptTokens, device: torch.device, first: int = 0) -> None:
         counts = kept.counts.long()
@@ -90,8 +90,7 @@ class Candidates:
         self.all = to_device_async(counts == 0, device)
 
     def hidden(self, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Return the mask of a tile of n target tokens and c vocabulary entries, (n, c) bool. True: the entry wasn't
-        kept."""
+        """Return the mask of a tile of n labels and c vocabulary entries, (n, c) bool. True: the entry wasn't kept."""
         here = slice(self.ends[row.start], self.ends[row.stop])
         shape = row.stop - row.start, vocabulary.stop - vocabulary.start
         columns = self.ids[here] - vocabulary.start

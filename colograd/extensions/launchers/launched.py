@@ -1,59 +1,43 @@
 """Reads the requested sharding from accelerate's FSDP2 files and DeepSpeed's configurations.
 
-Accelerate's wrapping and DeepSpeed don't run. A requested stage of ZeRO becomes one of Colograd's sharding
-strategies, which keep the policy's weights where the engine reads them.
+Neither accelerate's wrapping nor DeepSpeed runs. FSDP2 or a requested stage of ZeRO becomes one of Colograd's sharding
+strategies, so that the weight sync can read the policy's weights.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 FSDP, DEEPSPEED, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"
-# Environment variable that holds the launcher's request, hidden from accelerate and transformers. These would wrap the
-# policy themselves and load the policy on one rank only.
+# Environment variable that holds the launcher's request. Accelerate and transformers don't read it: by their variables
+# they would wrap the policy themselves, and load the policy on one rank only.
 KEPT = "COLOGRAD_LAUNCHED"
 STAGES = ("none", "optimizer", "gradients", "fsdp")  # Value of `sharding` by the stage of ZeRO, which is the index.
 # Sections of a DeepSpeed configuration, and Colograd's settings that replace them.
 OWN_KEYS = {"optimizer": "optim", "scheduler": "lr_scheduler_type"}
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """The sharding that a launcher or a DeepSpeed configuration requests."""
-
-    sharding: str
-    name: str  # Name of the requested method, such as FSDP2.
-    reshard_after_forward: bool | None = None  # None means that the request doesn't set resharding.
-    offload_params: bool | None = None
-    offload_optimizer: bool | None = None
-
-    def describe(self) -> str:
-        """Return a log line with the requested method and the sharding that is used."""
-        return f"sharding: {self.name}, as requested, is sharding: {self.sharding} here"
+Request = tuple[str, dict[str, Any]]  # Name of a requested method, such as FSDP2, and the settings that replace it.
 
 
 def launched_settings(config: Any) -> tuple[dict[str, Any], str]:
     """Return the requested sharding and its options as settings, and a line for the user, or ""."""
     made, settings = requests(config.deepspeed), dict[str, Any]()
-    for request in made:
-        sharding = settings.get("sharding", config.sharding)
-        if sharding not in ("none", "auto", request.sharding):
+    for name, request in made:
+        sharding, requested = settings.get("sharding", config.sharding), request["sharding"]
+        if sharding not in ("none", "auto", requested):
             raise ValueError(
-                f"sharding is {sharding!r}, but {request.name}, which the launcher or deepspeed asks for, is "
-                f"{request.sharding!r}: remove one of them (recipes/accelerate_configs/ddp.yaml sets no sharding)."
+                f"sharding is {sharding!r}, but {name}, which the launcher or deepspeed asks for, is {requested!r}: "
+                "remove one of them (recipes/accelerate_configs/ddp.yaml sets no sharding)."
             )
-        settings["sharding"] = request.sharding
-        for name in ("fsdp_reshard_after_forward", "fsdp_offload_params", "offload_optimizer"):
-            if (value := getattr(request, name.removeprefix("fsdp_"))) is not None:
-                settings[name] = value
-    return settings, made[0].describe() if made else ""
+        settings |= request
+    return settings, f"sharding: {made[0][0]}, as requested, is sharding: {settings['sharding']} here" if made else ""
 
 
-def requests(deepspeed: str | dict[str, Any] | None) -> list[Launched]:
+def requests(deepspeed: str | dict[str, Any] | None) -> list[Request]:
     """Return the sharding requests of the launcher's file and of the setting ``deepspeed``, without `none`. The
     launcher's request moves from accelerate's environment variables to the variable `KEPT`."""
     if _is_on(MEGATRON):
@@ -64,18 +48,18 @@ def requests(deepspeed: str | dict[str, Any] | None) -> list[Launched]:
     if _is_on(FSDP) and _is_on(DEEPSPEED):
         raise ValueError(f"{FSDP} and {DEEPSPEED} are both set, but a policy is sharded in one way: unset one.")
     if _is_on(FSDP) or _is_on(DEEPSPEED):
-        os.environ[KEPT] = json.dumps(asdict(_launched()))
+        os.environ[KEPT] = json.dumps(_launched())
         os.environ[FSDP] = os.environ[DEEPSPEED] = "false"
-    found = [Launched(**json.loads(text))] if (text := os.environ.get(KEPT)) else []
+    found = [json.loads(text)] if (text := os.environ.get(KEPT)) else []
     found += [from_deepspeed(deepspeed)] if deepspeed else []
-    return [request for request in found if request.sharding != "none"]
+    return [(name, request) for name, request in found if request["sharding"] != "none"]
 
 
 def _is_on(variable: str) -> bool:
     return os.environ.get(variable, "").lower() in ("1", "true", "t", "yes", "y", "on")
 
 
-def _launched() -> Launched:
+def _launched() -> Request:
     """Return the request in the environment variables of accelerate's FSDP or DeepSpeed."""
     if _is_on(FSDP):
         if (version := os.environ.get("FSDP_VERSION") or "1") != "2":
@@ -84,7 +68,7 @@ def _launched() -> Launched:
                 "configuration, as recipes/accelerate_configs/fsdp2.yaml has it."
             )
         names = ("FSDP_RESHARD_AFTER_FORWARD", "FSDP_OFFLOAD_PARAMS")
-        return Launched("fsdp", "FSDP2", *(_is_on(name) if os.environ.get(name) else None for name in names))
+        return "FSDP2", {"sharding": "fsdp"} | {name.lower(): _is_on(name) for name in names if os.environ.get(name)}
     prefix = "ACCELERATE_DEEPSPEED_"
     if (path := os.environ.get(f"{prefix}CONFIG_FILE", "none")).lower() not in ("", "none"):
         return from_deepspeed(path)
@@ -95,8 +79,8 @@ def _launched() -> Launched:
     return from_deepspeed({"zero_optimization": zero})
 
 
-def from_deepspeed(source: str | dict[str, Any]) -> Launched:
-    """Convert a DeepSpeed configuration to a request. ``source`` is a mapping or the path of a JSON file."""
+def from_deepspeed(source: str | dict[str, Any]) -> Request:
+    """Convert a DeepSpeed configuration, a mapping or the path of a JSON file, to a request for sharding."""
     config, origin, named = source, "deepspeed", f"The DeepSpeed configuration {source!r}"
     if not isinstance(config, dict):
         origin = str(source)
@@ -128,9 +112,9 @@ def from_deepspeed(source: str | dict[str, Any]) -> Launched:
     sharding = STAGES[int(stage)]
     if offload["param"] == "cpu" and sharding != "fsdp":
         raise ValueError(f"{origin} has offload_param with ZeRO stage {stage}, but it needs stage 3: remove it.")
-    return Launched(
-        sharding,
-        f"DeepSpeed's ZeRO-{stage}",
-        offload_params=offload["param"] == "cpu" if sharding == "fsdp" else None,
-        offload_optimizer=offload["optimizer"] == "cpu" or None,
-    )
+    settings: dict[str, Any] = {"sharding": sharding}
+    if sharding == "fsdp":
+        settings["fsdp_offload_params"] = offload["param"] == "cpu"
+    if offload["optimizer"] == "cpu":
+        settings["offload_optimizer"] = True
+    return f"DeepSpeed's ZeRO-{stage}", settings

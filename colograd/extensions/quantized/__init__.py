@@ -6,6 +6,6 @@ HOOKS: dict[str, str | tuple[str, ...]] = {
     "model_feature": "checkpoints:Quantized",
     "packed_weight": "layers:packed_weight",
     "quantization": "checkpoints:settings_of",
-    "quantization_config": "checkpoints:take_quantization",
     "to_pack": "layers:to_pack",
+    "trainer_arguments": "checkpoints:take_quantization",
 }

@@ -75,11 +75,11 @@ def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
     return settings
 
 
-def take_quantization(config: GRPOConfig, model: Any, quantization_config: Any) -> None:
+def take_quantization(arguments: Any, config: GRPOConfig) -> None:
     """Copy the trainer's argument ``quantization_config``, if it isn't None, into ``model_init_kwargs``."""
-    if quantization_config is None:
+    if (quantization_config := arguments.quantization_config) is None:
         return
-    if not isinstance(model, str | os.PathLike):
+    if not isinstance(arguments.model, str | os.PathLike):
         raise ValueError(
             "quantization_config is given, but the model is an object that is loaded already: remove "
             "quantization_config, or give the model's name."

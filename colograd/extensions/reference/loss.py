@@ -15,7 +15,7 @@ from ...losses.tokens import MOST_LOG_RATIO, Means, Tokens, summed
 
 @dataclass(frozen=True, slots=True)
 class KLTerm(LossTerm):
-    """The loss term of `beta`: beta times an estimate of KL(pi, reference) at each token."""
+    """The loss term of the setting `beta`: beta times an estimate of KL(policy, reference model) at each token."""
 
     beta: float
     unbiased: bool = True  # Whether the estimate is multiplied by the token's importance ratio, as in DeepSeek-V3.2.
@@ -32,11 +32,9 @@ class KLTerm(LossTerm):
     def divergence(self, tokens: Tokens) -> torch.Tensor:
         """Compute the differentiable estimator k3 (N,) of KL(pi, reference), http://joschu.net/blog/kl-approx.html.
         With `unbiased` k3 is multiplied by the token's importance ratio, so its expected gradient is the gradient of
-        the divergence. A token that is e^20 times less likely under the policy than under the reference model has no
-        gradient, because k3 would overflow."""
-        reference = tokens.batch.ref_logprobs
-        assert reference is not None, "with beta != 0 every micro-batch has the reference's log-probabilities"
-        difference = (reference - tokens.logprobs).where(tokens.batch.loss_mask > 0, 0.0)
+        the divergence. A token has no gradient if it is over e^20 times less likely under the policy than under the
+        reference model, because k3 may overflow."""
+        difference = (tokens.batch.scores["ref_logprobs"] - tokens.logprobs).where(tokens.batch.loss_mask > 0, 0.0)
         bounded = difference.clamp(max=MOST_LOG_RATIO)
         kl = bounded.exp() - bounded - 1
         if not self.unbiased:

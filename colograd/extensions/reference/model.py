@@ -1,4 +1,4 @@
-"""Reference policy of the KL term: its memory and its updates.
+"""Reference policy of the KL term: how its weights are stored, and how `sync_ref_model` updates them.
 
 The reference depends on the weights that the run trains:
 
@@ -7,8 +7,8 @@ The reference depends on the weights that the run trains:
     an adapter that was loaded, or one  the adapter's initial values, exchanged for the trained values while the
     that trains the base's biases       reference runs
 
-The reference and the policy read the same packed rows with the same temperature and kernels, so that the KL divergence
-of the first step is exactly 0. With compiled layers the divergence is 0 up to rounding, because torch compiles other
+The reference and the policy read the same packed rows with the same temperature and kernels. So without dropout the KL
+divergence of the first step is exactly 0. With compiled layers it is 0 up to rounding, because torch compiles other
 kernels for a forward without gradients.
 """
 
@@ -35,13 +35,13 @@ FILE = "reference.safetensors"  # File of the reference's weights in a checkpoin
 
 
 class FrozenCopy(FrozenModel, TrainerCallback):
-    """Reference policy as a copy, made at construction, of the policy's weights. The copy is equal on all ranks.
+    """Reference policy as a frozen copy of the policy, with the weights that the policy has at construction.
 
     Args:
         model: the policy.
         offload: whether the copy's weights wait in host memory between uses (pinned memory if there is a GPU).
-        follows: log text about later mixing with the policy, so that checkpoints need the copy; empty: no mixing.
-        place: device for making the copy. None means the device where the copy stays.
+        follows: log text about the later mixing with the policy, or "" if the copy stays constant.
+        place: device that the copy is made on. None means ``device``, or the CPU with ``offload``.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class OfAdapter(SecondModel):
 
 
 def check_reference(policy: Policy, config: GRPOConfig, samples: bool = True) -> Policy:
-    """Raise a ValueError for `sync_ref_model` with FSDP or an adapter, where no full reference copy can be mixed."""
+    """Raise a ValueError for `sync_ref_model` with FSDP or an adapter, because then nothing whole can be mixed."""
     if config.sync_ref_model and config.cuts_weights:
         raise ValueError(
             "sync_ref_model is true and sharding is 'fsdp', but each rank has only a part of the policy's weights and "
@@ -157,7 +157,7 @@ def reference_of(config: GRPOConfig, policy: Policy) -> FrozenCopy | OfAdapter:
         return OfAdapter(policy.model, is_new=_keeps_no_copy(policy))
     alpha, steps = config.ref_model_mixup_alpha, config.ref_model_sync_steps
     follows = f"mixed with {alpha:g} of it every {steps} steps" if config.sync_ref_model else ""
-    waiting = torch.device("cpu") if config.cuts_weights else None  # FSDP shards the copy after it was made on the CPU.
+    waiting = torch.device("cpu") if config.cuts_weights else None  # FSDP later divides the copy.
     return FrozenCopy(policy.model, config.device, offloads(config, config.offload_reference), follows, waiting)
 
 

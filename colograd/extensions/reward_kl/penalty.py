@@ -4,7 +4,7 @@
 
 k estimates KL(pi, reference model) at one token. The group's mean and deviation are computed from these rewards, as in
 verl (`use_kl_in_reward`). OpenRLHF subtracts the penalty after the advantages. log pi is the sampler's log-probability,
-as in verl's bypass mode. A token without a log-probability adds 0.
+as in verl's bypass mode. A token without a log-probability of the sampler adds 0.
 """
 
 from __future__ import annotations
@@ -57,10 +57,9 @@ class RewardPenalty(LossTerm):
     def with_scores(self, step: StepBatch, estimator: AdvantageEstimator) -> StepBatch:
         sums: dict[RolloutId, float] = {}  # KL estimates summed over a completion's sampled tokens
         for row in step.rows:
-            assert row.ref_logprobs is not None, "the reference has read every row"
             rollouts = [rollout for part in row.parts for rollout in part.rollouts]
             sampler = torch.cat([rollout.sampler_logprobs for rollout in rollouts])
-            tokens = self.of_tokens_of(sampler.double(), row.ref_logprobs.double().cpu())
+            tokens = self.of_tokens_of(sampler.double(), row.scores["ref_logprobs"].double().cpu())
             tokens = tokens * torch.cat([rollout.sampled for rollout in rollouts])
             sums |= {identity: float(tokens[place].sum()) for identity, place in places(row)}
         groups, changed = list[ScoredGroup](), dict[RolloutId, Any]()
@@ -86,8 +85,7 @@ class RewardPenalty(LossTerm):
     @torch.no_grad()
     def observe(self, old: torch.Tensor, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> Means:
         batch = tokens.batch
-        assert batch.ref_logprobs is not None
-        penalty = self.of_tokens_of(batch.sampler_logprobs, batch.ref_logprobs)
+        penalty = self.of_tokens_of(batch.sampler_logprobs, batch.scores["ref_logprobs"])
         return {"kl_in_reward": (penalty.where(batch.loss_mask > 0, 0.0).sum(), batch.loss_mask.sum())}
 
 

@@ -1,3 +1,3 @@
 """Prompts of streamed datasets, which have no length and are tokenised while they are read."""
 
-HOOKS: dict[str, str | tuple[str, ...]] = {"prompt_stream": "stream:PromptStream"}
+HOOKS: dict[str, str | tuple[str, ...]] = {"prompts": "stream:prompts_of"}

@@ -23,13 +23,13 @@ ROWS_AT_ONCE = 64  # number of rows that are read and tokenised together
 
 class PromptStream(torch.utils.data.IterableDataset):
     """The prompts of a `datasets.IterableDataset`. An item is the list of this rank's prompts of one optimizer step.
-    It takes the place of a `PromptDataset`, with its members ``choice``, ``dataset``, ``longest`` and ``first``.
+    It stands in for a `PromptDataset`, with the members ``choice``, ``dataset``, ``longest``, ``first``.
 
     As in TRL, the rows are shuffled in a buffer (``shuffle_dataset``), anew in each pass over the dataset. The last
     rows of a pass are skipped if they don't fill a generation. Every rank reads all rows and yields its part.
 
-    A resumed run reads the rows before the checkpoint once more. The checkpoint holds a digest of the prompts read so
-    far. A different digest shows that the dataset has changed (see `saved` and `load`).
+    A resumed run reads the rows before the checkpoint once more. The checkpoint has a digest of these prompts. If the
+    resumed run gets a different digest, its dataset has changed, and `__iter__` raises a ValueError.
     """
 
     missing = "wasn't streamed"  # end of an error text about a checkpoint without a state
@@ -65,16 +65,16 @@ class PromptStream(torch.utils.data.IterableDataset):
         return DataLoader(self, batch_size=None, num_workers=0, generator=torch.Generator())
 
     def first(self, count: int) -> list[Prompt]:
-        """Return the first ``count`` prompts within the token limit. The training still begins with them."""
+        """Return the first ``count`` prompts within the token limit. Training will read them from the start, too."""
         if not (found := list(itertools.islice(self._pass(0, counts=False), count))):
             raise ValueError(
                 f"{self.rules.name} has no rows, or all prompts exceed the limit of {self.longest} tokens: add "
                 "prompts, or raise max_prompt_tokens."
             )
-        return _prompts(found, 0)
+        return [Prompt(row, ModelInput(ids), n) for n, (row, ids) in enumerate(found)]
 
     def load(self, state: dict[str, Any]) -> None:
-        """Set a checkpoint's state. The next iteration raises if the prompts up to that state are different ones."""
+        """Set a checkpoint's state. `__iter__` then raises if the prompts up to that state are different ones."""
         self._expected = state
 
     def __iter__(self) -> Iterator[list[Prompt]]:
@@ -84,7 +84,7 @@ class PromptStream(torch.utils.data.IterableDataset):
         for epoch in itertools.count():
             rows, rounds = self._pass(epoch), 0
             while len(block := list(itertools.islice(rows, size))) == size:
-                prompts = _prompts(block, position)
+                prompts = [Prompt(row, ModelInput(ids), position + n) for n, (row, ids) in enumerate(block)]
                 digest.update(repr([ids for _, ids in block]).encode())
                 position, rounds = position + size, rounds + 1
                 for step in [*range(self.round_steps)] * self.iterations:
@@ -126,5 +126,5 @@ class PromptStream(torch.utils.data.IterableDataset):
             number += len(block)
 
 
-def _prompts(rows: list[tuple[dict[str, Any], tuple[int, ...]]], first: int) -> list[Prompt]:
-    return [Prompt(example, ModelInput(ids), first + index) for index, (example, ids) in enumerate(rows)]
+def prompts_of(dataset: Any, rules: PromptRules, config: GRPOConfig) -> PromptStream | None:
+    return PromptStream(dataset, rules, config) if isinstance(dataset, IterableDataset) else None

@@ -1,4 +1,4 @@
-"""Weights of a completion's tokens. Each token's advantage is multiplied by the token's weight.
+"""Weights of a completion's tokens. In the loss each token's advantage is multiplied by the token's weight.
 
 A reward function logs the weights if it knows which tokens matter, e.g. the first wrong step of a proof:
 
@@ -21,23 +21,25 @@ from ...policy.sending import to_device_async
 from ...riders import Rider, RowRider
 
 
-@dataclass(frozen=True, slots=True)
-class TokenWeights(Rider):
-    """The weights of a rollout's completion tokens. Without this rider (per-token data) all weights are 1."""
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenWeights(Rider, RowRider):
+    """The weights of the completion tokens of a rollout or a packed row. Without this rider (per-token data): all 1."""
 
-    weights: tuple[float, ...]  # [C], one finite weight per completion token
+    weights: torch.Tensor  # Float32, one finite weight per completion token [C], or per label of the row [N].
 
     KEY = COLUMN = "token_weights"
 
     @classmethod
-    def of_row(cls, row: PackedRow) -> RowWeights:
-        rollouts = [rollout for part in row.parts for rollout in part.rollouts]
-        own = [(len(rollout.completion_ids), rollout.get(cls)) for rollout in rollouts]
-        weights = [torch.ones(tokens) if rider is None else torch.tensor(rider.weights) for tokens, rider in own]
-        return RowWeights(to_device_async(torch.cat(weights), row.device))
+    def of_row(cls, row: PackedRow) -> Self:
+        own = [(r.get(cls), len(r.completion_ids)) for part in row.parts for r in part.rollouts]
+        weights = torch.cat([torch.ones(tokens) if rider is None else rider.weights for rider, tokens in own])
+        return cls(to_device_async(weights, row.device))
+
+    def applied(self, row: MicroBatch) -> MicroBatch:
+        return dataclasses.replace(row, advantages=row.advantages * self.weights)
 
     def to_json(self) -> Any:
-        return list(self.weights)
+        return self.weights.tolist()
 
     @classmethod
     def from_json(cls, value: Any, rollout: Rollout) -> Self:
@@ -45,14 +47,4 @@ class TokenWeights(Rider):
         is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == count
         if not is_list or not all(isinstance(each, numbers.Real) and math.isfinite(each) for each in value):
             raise ValueError(f"{value!r:.60}: give {count} finite numbers, one per completion token, or None.")
-        return cls(tuple(map(float, value)))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowWeights(RowRider):
-    """The token weights of a packed row, one per label. They multiply the row's advantages."""
-
-    weights: torch.Tensor  # float32 [N], one weight per label
-
-    def applied(self, row: MicroBatch) -> MicroBatch:
-        return dataclasses.replace(row, advantages=row.advantages * self.weights)
+        return cls(torch.tensor([float(each) for each in value]))

@@ -1,6 +1,6 @@
-"""TRL's attributes of a trainer, for scripts and callbacks that read them. Nothing else in the package uses them.
+"""TRL's attributes of a trainer, for users' scripts and callbacks that read them. The package itself doesn't.
 
-If a subclass overrides an internal method of TRL's trainer, an error names Colograd's method (stage) to override.
+If a subclass overrides a method that only TRL's trainer calls, an error names Colograd's method (stage) to override.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TRLNames:
     """Base class of `GRPOTrainer` with TRL's attributes that `transformers.Trainer` doesn't have."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise if a subclass overrides a method that is never called, or ``compute_loss`` as in transformers."""
+        """Raise if a subclass overrides a method that is never called, or has transformers' ``compute_loss``."""
         super().__init_subclass__(**kwargs)
         for name, stage in HOOKS.items():
             if getattr(cls, name, None) not in (None, getattr(Trainer, name, None)):
@@ -87,7 +87,7 @@ class TRLNames:
     if not TYPE_CHECKING:  # hidden from type checkers, which know the real attributes
 
         def __getattr__(self, name: str) -> Any:
-            """Return the value of an attribute of TRL's trainer, read from the equivalent in Colograd."""
+            """Return the value of an attribute of TRL's trainer, read from Colograd's. Raise if there is none."""
             if name in ATTRIBUTES:
                 return ATTRIBUTES[name](self)
             hint = f": {ABSENT[name]}" if name in ABSENT else ""
@@ -117,7 +117,7 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     **{name: operator.attrgetter(f"args.{name}") for name in OF_ARGUMENTS},
     **dict.fromkeys(("chat_template", "continuous_batching_config", "pad_to_multiple_of"), lambda trainer: None),
     "use_transformers_continuous_batching": lambda trainer: False,
-    # None with a LoRA, as in TRL, because its reference is the base model without the LoRA.
+    # None without a reference, and with an adapter, because then the reference is the policy with other weights.
     "ref_model": lambda trainer: (
         reference.model
         if isinstance(reference := trainer.learner.second_models.get("ref_logprobs"), FrozenModel)

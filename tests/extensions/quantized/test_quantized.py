@@ -3,6 +3,7 @@ trained, and untrainable settings are refused before anything is loaded."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import time
@@ -524,10 +525,12 @@ def test_the_trainer_s_argument_is_taken_as_in_trl(tiny_model, tmp_path) -> None
     from transformers import BitsAndBytesConfig
 
     args = config(tmp_path)
-    quantized.take_quantization(args, str(tiny_model), BitsAndBytesConfig(**NF4))
+    given = functools.partial(SimpleNamespace, model=str(tiny_model))
+    quantized.take_quantization(given(quantization_config=BitsAndBytesConfig(**NF4)), args)
     assert args.model_init_kwargs["dtype"] == "float32" and quantized.asked_for(args, "x")["load_in_4bit"]
     json.dumps(args.to_dict())
     with pytest.raises(ValueError, match=r"given to the trainer and in model_init_kwargs"):
-        quantized.take_quantization(args, str(tiny_model), NF4)
+        quantized.take_quantization(given(quantization_config=NF4), args)
     with pytest.raises(ValueError, match=r"the model is an object"):
-        quantized.take_quantization(args, AutoModelForCausalLM.from_pretrained(tiny_model), NF4)
+        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        quantized.take_quantization(given(model=model, quantization_config=NF4), args)

@@ -56,7 +56,7 @@ def test_penalty_is_summed_before_the_baseline(tmp_path: Path, name: str, advant
     logprobs = torch.tensor([each for identity, _ in places(row) for each in reference[identity]])
     term = penalty_of(config, None)
     assert term is not None
-    row = dataclasses.replace(row, ref_logprobs=logprobs)
+    row = row.with_scores("ref_logprobs", logprobs)
     (scored_group,) = term.with_scores(StepBatch((row,), 1, 1, {}, (group,)), estimator).groups
     assert scored_group.advantages.tolist() == pytest.approx([advantage, -advantage], abs=1e-6)
 
@@ -84,11 +84,11 @@ def test_the_group_sees_penalised_rewards(tmp_path: Path, budget: int) -> None:
     estimator = AdvantageEstimator.of(config, [1.0, 0.5])
     groups, draw = scored(estimator), torch.Generator().manual_seed(1)
     rows = [
-        dataclasses.replace(row, ref_logprobs=-torch.rand(sum(map(len, rollouts)), generator=draw))
+        row.with_scores("ref_logprobs", -torch.rand(sum(map(len, rollouts)), generator=draw))
         for row in plan_rows(groups, budget, False, CPU)
         if (rollouts := [rollout.completion_ids for part in row.parts for rollout in part.rollouts])
     ]
-    reference = {identity: row.ref_logprobs[at] for row in rows for identity, at in places(row)}
+    reference = {identity: row.scores["ref_logprobs"][at] for row in rows for identity, at in places(row)}
     term = penalty_of(config, None)
     assert term is not None
     step = term.with_scores(StepBatch(tuple(rows), 1, 1, {}, tuple(groups)), estimator)
@@ -136,7 +136,7 @@ def test_other_advantages_are_refused(tmp_path: Path) -> None:
     estimator = AdvantageEstimator.of(config, [1.0, 1.0])
     groups = [dataclasses.replace(group, advantages=group.advantages + 1) for group in scored(estimator)]
     rows = [
-        dataclasses.replace(row, ref_logprobs=torch.zeros(len(collate(row).labels)))
+        row.with_scores("ref_logprobs", torch.zeros(len(collate(row).labels)))
         for row in plan_rows(groups, 10_000, False, CPU)
     ]
     term = penalty_of(config, None)

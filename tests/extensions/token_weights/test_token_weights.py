@@ -35,6 +35,11 @@ def weighing(completions: list[str], log_extra: Any, **columns: Any) -> list[flo
     return [1.0] * len(completions)
 
 
+def weights_of(group: Group) -> list[list[float] | None]:
+    riders = (rollout.get(TokenWeights) for rollout in group.rollouts)
+    return [None if rider is None else rider.weights.tolist() for rider in riders]
+
+
 def too_few(completions: list[str], log_extra: Any, **columns: Any) -> list[float]:
     log_extra("token_weights", [[1.0, 1.0], [1.0]])
     return [1.0] * len(completions)
@@ -45,10 +50,10 @@ def test_logged_weights_multiply_the_tokens_advantages(scorer_of: Any, workers: 
     scorer = scorer_of(weighing, workers=workers)
     rewards = scorer.submit([group()], [["a", "b"]]).result()
     weighted = with_logged_riders(group(), scorer.take_logged(5))
-    assert [rollout.get(TokenWeights) for rollout in weighted.rollouts] == [TokenWeights((0.5, 2.0)), None]
+    assert weights_of(weighted) == WEIGHTS
     recorded = group_bytes(RewardedGroup(weighted, rewards, Logged({}, {})))
     again = group_of(recorded, PROMPT).group
-    assert [rollout.riders for rollout in again.rollouts] == [rollout.riders for rollout in weighted.rollouts]
+    assert weights_of(again) == WEIGHTS
     sent = ScoredGroup(again, rewards, torch.tensor([1.0, -1.0])).for_training()
     (row,) = pack([sent], 100, False, torch.device("cpu"))
     assert row.advantages.tolist() == [0.5, 2.0, -1.0, -1.0, -1.0]
@@ -63,7 +68,7 @@ def test_logged_weights_reach_a_plain_round(scorer_of: Any) -> None:
         take_logged=scorer.take_logged,
     )
     ((scored,),) = (step.kept for step in PlainRound(PhaseTimes()).draw([[PROMPT]], stages))
-    assert [rollout.get(TokenWeights) for rollout in scored.group.rollouts] == [TokenWeights((0.5, 2.0)), None]
+    assert weights_of(scored.group) == WEIGHTS
 
 
 def test_weights_of_another_length_are_refused(scorer_of: Any) -> None:

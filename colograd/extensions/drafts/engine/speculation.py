@@ -48,17 +48,14 @@ class SeededSpeculation(RejectionSampler):
         sampled = tokens.to(logits.device)
         if (wanted := sampling_metadata.max_num_logprobs) is None:
             return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None)
-        # Log-probabilities at sampled positions. Values at placeholders are 0, never read.
-        kept = tokens != PLACEHOLDER_TOKEN_ID
+        # Log-probabilities at all positions of ``tokens``. vLLM drops the values at placeholders.
         first = torch.tensor(_first_rows(metadata.num_draft_tokens))
-        rows = (first[:, None] + torch.arange(tokens.shape[1]))[kept].to(logits.device)
+        rows = (first[:, None] + torch.arange(tokens.shape[1])).clamp(max=len(logits) - 1).flatten().to(logits.device)
         logprobs = (constrained if self.is_processed_logprobs_mode else logits)[rows].float()
         if not self.is_logits_logprobs_mode:
             logprobs = self.sampler.compute_logprobs(logprobs)
-        of_sampled = self.sampler.gather_logprobs(logprobs, wanted, tokens[kept].long().to(logits.device))[:3]
-        places = kept.flatten().nonzero()[:, 0].to(logits.device)
-        spread = (x.new_zeros(kept.numel(), *x.shape[1:]).index_copy(0, places, x) for x in of_sampled)
-        return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=LogprobsTensors(*spread))
+        of_sampled = self.sampler.gather_logprobs(logprobs, wanted, sampled.flatten().long().clamp(min=0))[:3]
+        return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=LogprobsTensors(*of_sampled))
 
     def _sample(self, metadata: Any, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
         """Return tokens (requests, max drafts + 1) on the CPU, with placeholders behind the first rejected draft.
@@ -111,7 +108,7 @@ class Drafts(EngineFeature):
         if not isinstance(theirs, RejectionSampler):
             raise ValueError(
                 "This vLLM checks drafts (speculative_config in vllm_engine_kwargs) by Model Runner V2, where "
-                "tokens depend on the drafts: set VLLM_USE_V2_MODEL_RUNNER=0 in the environment, or remove them."
+                "tokens depend on the drafts: set VLLM_USE_V2_MODEL_RUNNER=0, or remove speculative_config."
             )
         if runner.device.type == "cpu" and runner.model_config.is_hybrid:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Record of the tokens that top-k, top-p and min-p kept for each sampled token.
 
-vLLM's Model Runner V2, used on a GPU, returns the kept tokens (``return_sampling_mask``) if every request has a top_k.
-With V1, used on a CPU, the kept tokens are read from the sampler's log-probabilities, and passed on in V2's form.
+vLLM's Model Runner V2, usual on a GPU, returns the kept tokens (``return_sampling_mask``) if every request has a top_k.
+With Model Runner V1 they are read from the sampler's log-probabilities, and passed on in V2's form.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from ....engine.arguments import accepted, runs_v2
 from ....engine.protocol import EngineFeature, EngineUse, Sampled
 from ..rider import KeptTokens
 
-TELLS_KEPT = "return_sampling_mask"  # vLLM's engine argument to return kept tokens, on a GPU only.
+TELLS_KEPT = "return_sampling_mask"  # vLLM's engine argument to return kept tokens. Only Model Runner V2 obeys it.
 
 
 class KeptTokensRecord(EngineFeature):
-    """Engine feature that adds a rider (per-token data) to each completion: the tokens that truncated sampling kept."""
+    """Engine feature that adds the rider `KeptTokens` to each completion whose sampling was truncated."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
-        self.itself = False  # Whether vLLM records kept tokens. Otherwise vLLM's sampler is observed (`_Watched`).
+        self.itself = False  # Whether vLLM records kept tokens. Otherwise they are read from its sampler's results.
+        self._left: torch.Tensor | None = None  # Mask of the tokens that the sampler kept, (requests, V) bool.
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return vLLM's engine argument for returning kept tokens, if Model Runner V2 is used, or else no argument.
@@ -42,14 +43,16 @@ class KeptTokensRecord(EngineFeature):
         return {TELLS_KEPT: True} if self.itself else {}
 
     def built(self, engine: Any) -> None:
-        """Let vLLM return the kept tokens with each completion."""
+        """Let vLLM return kept tokens with the completions of requests that have a top_k."""
         self._vocabulary = engine.vocab_size
         if self.itself:
             # If the flag stayed set, vLLM would refuse requests without a top_k, such as greedy evaluations.
             engine.core.input_processor.model_config.return_sampling_mask = False
             return
         engine.core.engine_core.engine_core.scheduler.return_sampling_mask = True
-        _Watched(engine.core.model_executor.driver_worker.worker.model_runner)
+        runner = engine.core.model_executor.driver_worker.worker.model_runner
+        self._sample, self._step = runner.sampler.sample, runner.sample_tokens
+        runner.sampler.sample, runner.sample_tokens = self._watched_sample, self._watched_step
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
         """Add to each completion of a request a `KeptTokens` rider, if its sampling was truncated."""
@@ -65,26 +68,13 @@ class KeptTokensRecord(EngineFeature):
                 sampled[index] = replace(sampled[index], riders=(*sampled[index].riders, kept))
         return sampled
 
-
-def kept_tokens_record(config: GRPOConfig, use: EngineUse) -> KeptTokensRecord | None:
-    """Return a `KeptTokensRecord` for a run that trains with truncated distributions, or else None."""
-    return KeptTokensRecord(config) if config.replays_truncation else None
-
-
-class _Watched:
-    """Wrapper of a V1 model runner's methods that adds to each step's output the tokens that the sampler kept."""
-
-    def __init__(self, runner: Any) -> None:
-        self._sample, self._step = runner.sampler.sample, runner.sample_tokens
-        self._left: torch.Tensor | None = None  # Which tokens the sampler kept in this step, (requests, V) bool.
-        runner.sampler.sample, runner.sample_tokens = self.sample, self.sample_tokens
-
-    def sample(self, *args: Any, **kwargs: Any) -> Any:
+    def _watched_sample(self, *args: Any, **kwargs: Any) -> Any:
         tokens, logprobs = self._sample(*args, **kwargs)
         self._left = None if logprobs is None else logprobs != -torch.inf
         return tokens, logprobs
 
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+    def _watched_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step of a V1 model runner. Add the tokens that the sampler kept to its output."""
         from vllm.v1.outputs import SamplingMaskLists
 
         self._left = None
@@ -96,3 +86,7 @@ class _Watched:
             offsets = np.searchsorted(rows.numpy(), np.arange(len(self._left) + 1))
             told.sampling_masks = SamplingMaskLists(ids.int().numpy(), offsets)
         return output
+
+
+def kept_tokens_record(config: GRPOConfig, use: EngineUse) -> KeptTokensRecord | None:
+    return KeptTokensRecord(config) if config.replays_truncation else None
