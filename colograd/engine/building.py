@@ -1,4 +1,4 @@
-"""Version check of vLLM, and patches in force while vLLM is built.
+"""Version check of vLLM, and patches of vLLM, most of them only while an engine is built.
 
 The patches keep weights where a weight sync can write them, correct layers, replace slow CPU kernels, protect
 transformers' classes, and restore random states.
@@ -31,15 +31,15 @@ TESTED_VLLM, READ_VLLM = ("0.25", "0.32"), ("0.25", "0.33")
 PIN = "vllm>=0.25,<0.33"
 
 MODEL_BUILDER = "vllm.model_executor.model_loader.base_loader:initialize_model"
-_compile_threads: str | None = None  # the user's number of compile threads, because importing vLLM changes the setting
+_compile_threads: str | None = None  # the user's COMPILE_THREADS, read before vLLM's import changes the variable
 
-# Exception types of vLLM's code, and of the configuration classes that vLLM reads.
+# OF_CODE: errors that show a fault in vLLM's code or in a model's configuration, not in the user's settings.
 OF_CODE = (AssertionError, AttributeError, ImportError, LookupError, TypeError, StrictDataclassError)
 
 
 @contextlib.contextmanager
 def explained_errors(model: str) -> Iterator[None]:
-    """Replace an error of vLLM's code by an error that names the model, because vLLM's build may not run the model."""
+    """Replace OF_CODE, ValidationError and plain RuntimeError by an error with the model's name and a remedy."""
     try:
         yield
     except Exception as error:
@@ -49,7 +49,7 @@ def explained_errors(model: str) -> Iterator[None]:
             try:
                 importlib.import_module(ModelRegistry.models[match[1]].module_name)
             except ImportError as lacking:
-                first: BaseException = lacking  # transformers chains errors, and the first names the package
+                first: BaseException = lacking  # transformers chains errors, and the first error names the package
                 while isinstance(before := first.__cause__ or first.__context__, ImportError):
                     first = before
                 raise RuntimeError(
@@ -76,7 +76,7 @@ def explained_errors(model: str) -> Iterator[None]:
 def check_vllm() -> None:
     """Raise a RuntimeError if vLLM is missing, or if its version is outside READ_VLLM."""
     global _compile_threads
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # vLLM's engine core runs in this process
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # makes vLLM run its engine core in this process
     if "vllm" not in sys.modules:
         _compile_threads = os.environ.get(process.COMPILE_THREADS) or _compile_threads
     try:
@@ -115,8 +115,8 @@ def build_conditions(
 ) -> Iterator[None]:
     """Apply the patches that vLLM needs while it is built, and undo the temporary patches when the context ends.
 
-    vLLM's weights stay writable, sleeping doesn't move weights, and vLLM uses the policy's ``device``. The random
-    states and the precision of float32 products are restored.
+    vLLM's weights stay writable, sleeping doesn't free weights, and vLLM uses the policy's ``device``. The random
+    states and the precision of float32 products are restored afterwards.
     """
     on_cpu = device.type == "cpu"
     with contextlib.ExitStack() as while_built:
@@ -126,7 +126,7 @@ def build_conditions(
             while_built.callback(process.compile_with_threads, _compile_threads)
         try:
             sys.stdout.fileno()
-        except (OSError, AttributeError):  # vLLM needs a file descriptor, and Colab's stdout has none
+        except (OSError, AttributeError):  # vLLM needs standard output's file descriptor; Colab's has none
             enter(contextlib.redirect_stdout(sys.__stdout__))
         # vLLM reseeds python, numpy and torch. So their random states are restored when the context ends.
         while_built.callback(random.setstate, random.getstate())
@@ -147,7 +147,7 @@ def build_conditions(
                 enter(plain_collectives())
             if has_adapter:
                 enter(one_adapter())
-        # vLLM renders a chat to warm up, which loads the tokenizer again, but requests have token ids.
+        # vLLM renders a chat to warm up, which loads the tokenizer. It isn't needed, because requests have token ids.
         enter(patched("vllm.renderers.base:BaseRenderer.render_chat", lambda theirs, *args, **kwargs: None))
         if sleeps:
             enter(weights_stay())
@@ -171,7 +171,7 @@ def nondeterminism_allowed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rank_variables_of(device: torch.device) -> Iterator[None]:
-    """Set LOCAL_RANK to the index of this rank's GPU among the visible GPUs, and restore the rank variables afterwards.
+    """Set LOCAL_RANK to the index of this rank's GPU among the visible GPUs, and restore rank variables afterwards.
 
     vLLM selects its GPU by LOCAL_RANK, but with `srun --gpus-per-task=1`, for example, a rank sees only one GPU.
     """
@@ -218,7 +218,7 @@ def _patch(path: str, ours: Callable[..., Any]) -> tuple[Any, str, Callable[...,
 def weights_stay() -> contextlib.AbstractContextManager[None]:
     """Keep weights out of the memory pool that sleeping unmaps, while vLLM is built in the returned context.
 
-    The policy's parameters may be views of the engine's weights, so unmapping the weights would break the policy. Such
+    The policy's parameters may be views of the engine's weights, so unmapping the weights would break the policy. The
     views would also keep the pool in use, so that no second engine could be built.
     """
     from vllm import __version__ as found
@@ -251,7 +251,7 @@ def keep_buffers(theirs: Any, self: Any, model: torch.nn.Module, *others: Any, *
 def live_weights() -> contextlib.AbstractContextManager[None]:
     """Keep the weights of linear layers in place while vLLM is built on a CPU.
 
-    vLLM would pack the weights so that no weight sync can write them. Plain torch was measured to be as fast as that.
+    vLLM would pack the weights so that no weight sync can write them. In measurements plain torch was as fast.
     """
 
     def keep(theirs: Any, layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -293,7 +293,7 @@ def _convolve(theirs: Any, *, weight: torch.Tensor, is_vnni: bool, **given: Any)
 def _rotate(
     theirs: Any, self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rotate all heads of queries (T, H, D). vLLM's kernel for (T, H * D) would rotate only the first heads (LFM2)."""
+    """Flatten (T, H, D) to (T, H * D) for vLLM's rotary kernel, which would else rotate only some heads (LFM2)."""
     if query.dim() != 3 or query.shape[1] == 1:
         return theirs(self, positions, query, key)
     rotated = theirs(self, positions, query.flatten(1), None if key is None else key.flatten(1))
@@ -301,16 +301,16 @@ def _rotate(
 
 
 def _route(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Route tokens by sigmoid scores among all experts, where vLLM fails an assertion (MiniMax-M2)."""
+    """Route by sigmoid scores among one group of all experts. Without groups vLLM fails an assertion (MiniMax-M2)."""
     if self.scoring_func == "sigmoid" and self.custom_routing_function is None and not self.use_grouped_topk:
         self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1  # one group holds all experts
     return theirs(self, *args, **kwargs)
 
 
 def _take_back_draws(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rewind a request's random generator after each chunk of its prompt (chunked prefill).
+    """Rewind a request's random generator after each chunk of its prompt except the last (chunked prefill).
 
-    After each chunk except the last, vLLM discards the sampled token, and sets the request's generator back by an
+    After such a chunk vLLM discards the sampled token, and sets the request's generator back by an
     offset. Generators on a CPU have no offset, so vLLM's code fails. The replacement seeds the generator anew, and
     repeats one draw for each token that the request has sampled, because `one_draw_per_token` draws once per token.
     """
@@ -350,8 +350,8 @@ def one_draw_per_token(
 ) -> Any:
     """Draw one random number per sampled token in a CPU engine, and invert the cumulative distribution.
 
-    vLLM's sampler draws two numbers per vocabulary entry for requests with a seed, which takes half of a small model's
-    decoding time.
+    vLLM's sampler draws numbers for all vocabulary entries, twice for requests with a seed, which takes half of a small
+    model's decoding time. Batches with a request without a seed use vLLM's sampler.
     """
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -421,10 +421,10 @@ def one_adapter() -> contextlib.AbstractContextManager[None]:
 def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
     """Restore transformers' classes and configurations after vLLM has built ``model()`` in the context, or failed.
 
-    If vLLM changed the class of a module in the model, the module gets a subclass with vLLM's changes.
+    If vLLM changed the class of a module in its model, the module gets a subclass with vLLM's changes.
 
     vLLM's transformers backend decorates transformers' model classes in place for vLLM's compiler. The policy uses the
-    same classes in the same process, so the policy would run through vLLM's ``__call__``, and a further model couldn't
+    same classes in the same process. So the policy would run through vLLM's ``__call__``, and a further model couldn't
     be loaded. vLLM also replaces some of transformers' registered configurations. A policy loaded later would get
     vLLM's configurations.
     """
@@ -459,7 +459,7 @@ def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
 
 
 def build_gemma(theirs: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """Correct the Gemma models that vLLM builds (``theirs`` is vLLM's `initialize_model`).
+    """Build a model by ``theirs``, vLLM's `initialize_model`, and correct it if it is a Gemma 3n or Gemma 4.
 
     vLLM computes Gemma 3n's per-layer embeddings only in its multimodal class. vLLM's text class lacks them, so its
     outputs would differ from the checkpoint's. For Gemma 4 vLLM suppresses the tokens that the generation configuration

@@ -29,8 +29,8 @@ def load_of(core: Any) -> Load | None:
 @contextlib.contextmanager
 def watched(engine: Any, look: Callable[[Load], Any]) -> Iterator[Counter[str]]:
     """Call ``look`` with the load after each engine step, while the context lasts. Yield a counter of "preemptions":
-    vLLM drops a sequence's KV cache for lack of memory, and computes it again later. The counter is empty if this
-    version of vLLM doesn't expose preemptions."""
+    vLLM drops a sequence's KV cache for lack of memory, and computes it again later. If this version of vLLM doesn't
+    expose the load, ``look`` isn't called. If it doesn't expose preemptions, the counter is empty."""
     counts = Counter[str]()
     inner = getattr(getattr(engine.core, "engine_core", None), "engine_core", None)
     scheduler: Any = getattr(inner, "scheduler", None)
@@ -51,7 +51,7 @@ def watched(engine: Any, look: Callable[[Load], Any]) -> Iterator[Counter[str]]:
 
 
 def stepping(engine: Any, tell: Callable[[int], Any]) -> contextlib.AbstractContextManager[None]:
-    """Call ``tell`` after each engine step with the number of running sequences, which got one token each."""
+    """Call ``tell`` after each engine step with the number of sequences that are still running."""
     return after_each_step(engine, lambda: (load := load_of(engine.core)) and tell(load.running))
 
 

@@ -32,13 +32,13 @@ class LoadedVLLM:
         model_path: folder or Hub id of the model that vLLM loads.
         dtype: the policy's dtype. The engine uses this dtype unless ``vllm_engine_kwargs`` sets a dtype.
         context: maximum tokens of one sequence, prompt and completion together. None means the model's maximum.
-        kv_bytes: bytes of the KV cache. On a GPU 0 means the memory that ``vllm_gpu_memory_utilization`` leaves.
-        use: facts about the run that the configuration doesn't hold.
+        kv_bytes: bytes of the KV cache. 0 means that vLLM chooses, on a GPU by ``vllm_gpu_memory_utilization``.
+        use: facts about the run that ``config`` doesn't hold.
         features: extensions' changes of the engine. None means the features that the run's configuration needs.
     """
 
     llm: Any  # The vllm.LLM object.
-    dtype: torch.dtype  # Dtype of the engine's weights and activations.
+    dtype: torch.dtype  # Dtype of the engine's activations and of most weights.
 
     def __init__(
         self, model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int,
@@ -49,13 +49,13 @@ class LoadedVLLM:
         self.layout, self.end_tokens = config.layout, use.end_tokens
         self.sleeps = config.vllm_enable_sleep_mode and not config.on_cpu
         self.asleep = False
-        self.version: int | None = None  # Optimizer step of the weights. Only `stamp` and `invalidate` write it.
-        self.after_step: list[Callable[[], None]] = []  # Listeners that are called after each engine step.
-        self._adapter: Any = None  # vLLM's LoRARequest that every request gets; None without an adapter.
+        self.version: int | None = None  # Optimizer step of the weights, written by `stamp` and `invalidate`.
+        self.after_step: list[Callable[[], None]] = []  # Functions that `advance` calls after its engine step.
+        self._adapter: Any = None  # vLLM's LoRARequest, which every request gets. None without an adapter.
         self._requests = 0  # Number of requests since the engine was built.
         self._open: dict[str, ModelInput] = {}  # Prompts of unfinished requests by request name.
         self._written: list[tuple[str, Sequence[int]]] = []
-        self._unknown_tokens = 0  # number of sampled ids without a token in the tokenizer, since the last `take_counts`
+        self._unknown_tokens = 0  # number of sampled ids without a token in the tokenizer, since `take_counts`
         self.served = ServedWeights()
         self._features = engine_features(config, use) if features is None else tuple(features)
         self.blank = use.blank or any(feature.blank for feature in self._features)
@@ -90,7 +90,7 @@ class LoadedVLLM:
         self.head_dtype = self.dtype
         if computes_float32_heads():
             self.head_dtype = getattr(model_config, "head_dtype", self.dtype)
-        self.tokens = min(use.tokens or self.vocab_size, self.vocab_size)  # number of the tokenizer's tokens
+        self.tokens = min(use.tokens or self.vocab_size, self.vocab_size)  # ids from here on have no token
         self.context = int(model_config.max_model_len)
         self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
         self.max_sequences = int(self.vllm_config.scheduler_config.max_num_seqs)
@@ -130,7 +130,7 @@ class LoadedVLLM:
     def warnings(self, config: GRPOConfig) -> Iterator[str]:
         yield from building.untested_vllm()
         if config.cast_lm_head_to_fp32 and self.head_dtype != torch.float32:
-            yield "engine: this vLLM rounds logits to the model's dtype; cast_lm_head_to_fp32 is the policy's"
+            yield "engine: this vLLM rounds logits to the model's dtype; cast_lm_head_to_fp32 changes only the policy"
 
     def invalidate(self) -> None:
         self.version = None
@@ -138,7 +138,7 @@ class LoadedVLLM:
     def stamp(self, version: int) -> None:
         self.invalidate()
         if self.core.has_unfinished_requests():
-            raise RuntimeError("Weights were published while completions were being decoded: drain the engine first.")
+            raise RuntimeError("Weights were published while requests were unfinished: drain the engine first.")
         self._forget_prefixes(version)
         self.version = version
 
@@ -161,13 +161,12 @@ class LoadedVLLM:
         return VLLMTensors(self.model)
 
     def load_adapter(self, folder: str) -> None:
-        """Let vLLM load a LoRA adapter in peft's format into its first slot. Every later request uses the adapter."""
         from vllm.lora.request import LoRARequest
 
         self._adapter = LoRARequest("policy", 1, folder)
         if not self.core.add_lora(self._adapter) or not self.adapter_is_active:
             raise RuntimeError(
-                f"vLLM loaded the adapter of {folder!r}, but didn't activate the adapter in its first LoRA slot."
+                f"vLLM didn't activate the adapter of {folder!r} in its first LoRA slot: set weights: copied."
             )
 
     @property
@@ -185,13 +184,13 @@ class LoadedVLLM:
             self.core.sleep(level=0, mode="keep")
             self.core.release_kv_cache_memory()
         else:
-            self.core.sleep(level=1)  # frees only the KV cache, because `weights_stay` keeps weights out of the pool
+            self.core.sleep(level=1)  # frees only the KV cache, because `weights_stay` keeps weights out of vLLM's pool
         self.asleep = True
 
     def wake(self) -> None:
         if not self.asleep:
             return
-        torch.cuda.empty_cache()  # frees torch's cached memory, because vLLM doesn't use torch's allocator
+        torch.cuda.empty_cache()  # frees memory for the KV cache, which vLLM doesn't take from torch's allocator
         self.core.wake_up(tags=["kv_cache"] if hasattr(self.core, "release_kv_cache_memory") else None)
         if self.core.is_sleeping():
             raise RuntimeError("vLLM's KV cache stayed asleep after wake_up: set vllm_enable_sleep_mode: false.")
@@ -212,7 +211,7 @@ def leading(core: Any, group: Lockstep) -> Iterator[None]:
     Each rank has a vLLM with a scheduler, and all schedulers must get the same calls between steps. The calls of a
     generation depend on clocks, rewards, tools and the user's code. So this code runs on the first rank only.
     """
-    calls: list[bytes] = []  # pickled calls of vLLM since the last step
+    calls: list[bytes] = []  # pickled calls of `add_request` and `abort_request` since the last step
 
     def told(name: str, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         as_given = pickle.dumps((name, args, kwargs))  # Pickled first, because vLLM may modify arguments.
