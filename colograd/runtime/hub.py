@@ -14,8 +14,8 @@ SECONDS = 5.0  # Time limit of one request to the Hub, in seconds.
 
 
 def check_model_name(name: str, revision: str | None = None) -> None:
-    """Raise ValueError if ``name`` is neither a local folder, nor in the Hub's cache, nor on the Hub. Loading such a
-    model would retry for minutes."""
+    """Raise ValueError if ``name`` is neither a local folder, nor in the Hub's cache, nor on the Hub, or if the Hub
+    can't be reached. Loading such a model would retry for minutes."""
     if os.path.isdir(name):
         return
     why = f"there is no such folder (looked from {os.getcwd()})"
@@ -45,7 +45,7 @@ def check_model_name(name: str, revision: str | None = None) -> None:
         raise _nothing_there(name, f"{why}, and {unknown}") from None
     except ConnectionError as error:
         raise _nothing_there(name, f"{why}, and {error}") from None
-    except Exception:  # The Hub is busy, or the model lacks this file. Loading gives a better error.
+    except Exception:  # The Hub is busy, or lacks the file. Loading explains that better.
         return
 
 
@@ -59,7 +59,7 @@ def _nothing_there(name: str, why: str) -> ValueError:
 
 def check_dataset_name(name: str, cache: str | None = None) -> None:
     """Raise ConnectionError if a dataset isn't in the cache of `datasets` and the Hub can't be reached: `datasets`
-    would retry for minutes. Names of its builders (`json`, `imagefolder`) are accepted."""
+    would retry for minutes. Names of its builders (`json`) pass, and all names with HF_HUB_OFFLINE."""
     import datasets
     from datasets.naming import camelcase_to_snakecase
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as BUILDERS
@@ -78,7 +78,7 @@ def check_dataset_name(name: str, cache: str | None = None) -> None:
 
 
 def _ask_hub(url: str) -> None:
-    """Request a file's metadata from the Hub. Raises ConnectionError if `ATTEMPTS` requests fail."""
+    """Request a file's metadata from the Hub. Raise ConnectionError if no answer comes in `ATTEMPTS` requests."""
     import httpx
     from huggingface_hub import get_hf_file_metadata
 

@@ -202,7 +202,7 @@ def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -
 
 
 def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeights:
-    """Create the weight sync of a policy or LoRA base. ``constant`` skips the test that the engine reads the weights."""
+    """Create the weight sync of a policy or LoRA base. ``constant`` skips the test that the engine reads it."""
     obstacles = {part.name: reason for part in pairing.slices if (reason := obstacle(part))}
     if wanted == "shared" and obstacles:
         name, reason = next(iter(obstacles.items()))

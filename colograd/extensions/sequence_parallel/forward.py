@@ -3,7 +3,7 @@
 Each rank computes a range of the row's tokens: their embeddings, norms, linear layers, experts and logits. Attention
 needs all keys. Before attention the ranks exchange queries, keys and values, so that each rank has all tokens for some
 of the heads. After attention the ranks exchange the outputs back (DeepSpeed-Ulysses, arXiv 2309.14509). So attention
-equals that of one rank, with segments, windows and sinks. A shared prompt exists once over all ranks.
+equals that of one rank, including segments, windows and sinks. A shared prompt exists once over all ranks.
 
 If the number of ranks doesn't divide the number of key-value heads, each head is sent to every rank that needs it. If
 the number of ranks doesn't divide the number of query heads, heads of zeros are added.
@@ -41,7 +41,7 @@ class RowGroups:
     """Groups of ranks that train the same packed rows."""
 
     sequence: RankGroup  # Ranks that divide a row's tokens. All have this rank's (tensor-parallel) part of the policy.
-    row: RankGroup  # All ranks that train the row. This group can check that its ranks make the same exchanges.
+    row: RankGroup  # All ranks that train the row. This group can compare its ranks' numbers of exchanges.
 
     def __deepcopy__(self, memo: Any) -> RowGroups:
         return self
@@ -53,7 +53,7 @@ class RowGroups:
         if engine is None:
             return cls(sequence, sequence)
         row = group_of(layout, lambda rank: rank.row_group, meets=True, exchanges=False)
-        counted = engine.exchanged  # One counter of exchanges, which all groups of a row's ranks share.
+        counted = engine.exchanged  # One counter of exchanges for all groups of a row's ranks.
         return cls(dataclasses.replace(sequence, exchanged=counted), dataclasses.replace(row, exchanged=counted))
 
 
@@ -80,7 +80,7 @@ class RowPart:
     own_on_host: torch.Tensor  # The tensor `own` in host memory, (n,).
     # Index of each label in the all-gathered labels, (N,). The gather pads every rank's labels to the same number.
     places: torch.Tensor
-    fillers: int = 0  # Number of padding tokens that `cut` has added at the row's end.
+    fillers: int = 0  # Number of padding tokens that `RowStep` has added at the row's end.
 
     @classmethod
     def of(
@@ -126,7 +126,7 @@ class RowPart:
         return found
 
     def own_weights(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Return the weights of this rank's tokens, from the weights (T,) of the row's tokens. Padding has weight 0."""
+        """Return the weights of this rank's tokens, from weights (T,) of the row's tokens. `fillers` get weight 0."""
         return F.pad(of_tokens[: len(of_tokens) - self.fillers], (0, self.fillers))[self.range]
 
     def sum(self, of_tokens: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ class RowPart:
         """Exchange queries, keys and values: from this rank's tokens of all heads to all tokens of this rank's heads.
         Shapes: (1, heads, own tokens, D) -> (1, own heads, T, D)."""
         size, heads, keys = self.group.size, query.shape[1], key.shape[1]
-        if heads % size or keys % size:  # Repeat or add heads, so that each rank gets an equal number, in their order.
+        if heads % size or keys % size:  # Repeat or add heads, so that each rank gets an equal number.
             if heads % size == 0 and size % keys == 0:  # Several ranks need the same key-value head.
                 index = torch.arange(size) // (size // keys)
             else:
@@ -206,7 +206,7 @@ class RowStep(ForwardStep):
     groups: RowGroups
 
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
-        if row.model.config._attn_implementation != attention.NAME:  # The rows aren't packed.
+        if row.model.config._attn_implementation != attention.NAME:  # Rows aren't packed, so each rank computes all.
             return inner(row)
         batch, group = row.batch, self.groups.sequence
         positions = batch.logit_positions.cpu() if batch.host_positions is None else batch.host_positions

@@ -1,7 +1,7 @@
 """Recurrent layers with sequence parallelism: each rank runs the recurrence of all tokens for some heads or channels.
 
-A rank computes the projections of its tokens, and the ranks exchange them. Then each rank runs transformers' recurrence
-over all tokens, on a stand-in for the layer with the parameters of its own heads. The ranks exchange the outputs back.
+A rank computes the projections of its tokens, and the ranks exchange projections. Then each rank runs transformers'
+recurrence over all tokens, on a stand-in for the layer with the parameters of its heads. Outputs are exchanged back.
 Operations over all heads of a token (the last projection, a norm) follow after the exchange. If the number of ranks
 doesn't divide the number of heads, heads of zeros are added.
 """
@@ -53,7 +53,7 @@ def _short_convolution(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run
 
 def _gated_delta_net(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
     """Run Qwen3.5's Gated DeltaNet on all tokens of this rank's heads: (1, own tokens, hidden) -> the same shape. A
-    rank has some key heads with all their value heads."""
+    rank gets some key heads with all value heads of these."""
     heads, values = mixer.num_k_heads, mixer.num_v_heads // mixer.num_k_heads
     key, value = mixer.head_k_dim, values * mixer.head_v_dim
     convolved = [heads * key, heads * key, heads * value]
@@ -69,7 +69,7 @@ def _gated_delta_net(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) 
 
     own_heads = found[0].shape[2]
     ends = [*itertools.accumulate(own_heads * size for size in (2 * key + value, value, values, values))]
-    # In the stand-in each projection selects its columns of the exchanged projections.
+    # A projection of the stand-in only selects its columns of the exchanged projections.
     places = [itemgetter((..., slice(start, end))) for start, end in zip([0, *ends], ends, strict=False)]
     stand_in = _StandIn(
         mixer,

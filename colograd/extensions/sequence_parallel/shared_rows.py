@@ -50,7 +50,7 @@ class SharedTokens(SharedRows):
         """Return whether the loss reaches the same parameters on all ranks of the row. A collective of these ranks. In
         a mixture an expert may get none of a rank's tokens. If gradient buckets were reduced during such a backward, a
         rank could wait for a bucket while other ranks wait for an exchange of heads. The check visits each node of the
-        autograd graph, so it is skipped once all ranks have reached all parameters of a model without experts."""
+        autograd graph. So it ends once all ranks have reached all parameters of a model without experts."""
         if self._reach_all:
             return True
         unreached = self.row.gather(_unreached(loss, self.model))
@@ -64,7 +64,7 @@ class SharedTokens(SharedRows):
 
 
 def _unreached(loss: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...]:
-    """Return the trained parameters that a loss's autograd graph doesn't contain, as indices among all trained ones."""
+    """Return the indices, among the trained parameters, of those that a loss's autograd graph doesn't contain."""
     nodes, visited, variables = [loss.grad_fn], set(), set()
     while nodes:
         if (node := nodes.pop()) is not None and node not in visited:

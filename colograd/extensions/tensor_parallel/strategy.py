@@ -3,7 +3,7 @@
 
 The ranks of one engine train each row together. The ranks with the same part of the policy, one per engine, sum the
 part's gradients. `tensor+optimizer` and `tensor+gradients` divide optimizer state or gradients among these ranks. Every
-parameter shares the memory of a vLLM tensor. So an optimizer step, with ZeRO's all-gather, updates the engine, too.
+parameter outside adapters shares the memory of a vLLM tensor. So an optimizer step (and all-gather) updates vLLM.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class TensorStrategy(SharedRows):
     """Base class of the three tensor-parallel strategies. A ZeRO class, as a further base class of each strategy, works
     among the ranks that have the same part of the policy (one rank per engine)."""
 
-    state_of = ""  # Name of the state that the ranks with the same part of the policy divide. Empty: none.
+    state_of = ""  # Name of the state that ranks with the same part of the policy divide. Empty without such state.
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        # Names of parameters that this rank adds to the gradient's norm. If ranks have the same part, one rank adds it.
+        # Names of parameters that this rank adds to the gradient's norm. Of ranks with equal parts, the first adds it.
         self._counted = {name for name in self.cut.shards if self.cut.holders(name)[0] == self.cut.engine.place}
 
     @property
@@ -67,7 +67,7 @@ class TensorStrategy(SharedRows):
         """Return the sum of squares of the whole gradient. A part that several ranks have counts once."""
         pieces = [piece for piece in self.owned() if piece.part.grad is not None and piece.name in self._counted]
         local = squared_norm(piece.part.grad for piece in pieces)
-        if self.state_of:  # With ZeRO all ranks together hold the gradient. Otherwise an engine's ranks hold it.
+        if self.state_of:  # With ZeRO all ranks together hold the gradient. Otherwise the ranks of each engine do.
             return self.sum_over_parts(local)
         return float(self.cut.engine.sum_(torch.tensor(local, dtype=torch.float64, device=self.device)))
 
@@ -130,7 +130,7 @@ class TensorStrategy(SharedRows):
 
 
 class TensorParallel(TensorStrategy, WholeCopies):
-    """Strategy `sharding: tensor`: each rank has the gradient and optimizer state of its whole part of the policy."""
+    """Strategy `sharding: tensor`: each rank has the gradients and optimizer state of its whole policy part."""
 
     name = "tensor"
 

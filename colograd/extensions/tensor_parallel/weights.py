@@ -1,4 +1,4 @@
-"""Weight sync of a tensor-parallel policy: every parameter shares its memory with a tensor of this rank's engine."""
+"""Weight sync of a tensor-parallel policy: all but adapters shares memory with a tensor of this rank's engine."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
-    """Make every parameter of a whole policy share memory with this rank's engine, and return the weight sync. The map
-    from parameters to engine tensors is checked before, while the policy is whole. An adapter is cut like its base
-    layers, because vLLM's LoRA slots are cut in this way."""
+    """Make the parameters of a whole policy share memory with this rank's engine, and return the weight sync. First,
+    while the policy is whole, the map to engine tensors is checked. An adapter is cut like its base layers, because
+    vLLM's LoRA slots are cut in this way, and shares no memory."""
     policy, engine = pairing.policy, pairing.engine
     with on_all_ranks("the plan of the policy's parts"):
         parts = _parts(pairing.slices)
     proof.check_read(pairing.slices, policy, engine, tower_prompt=pairing.tower_prompt)
-    with torch.no_grad():  # Copy this rank's parts into the engine. The memory of the whole parameters is freed.
+    with torch.no_grad():  # Copy this rank's parts into the engine. This frees the whole parameters.
         for part, own in parts:
             part.destination.copy_(own.of(part.source.detach()))
             part.source.data = part.destination
@@ -56,7 +56,7 @@ def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
 
 
 def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
-    """Return for each parameter its tensor in this rank's engine, and which part of the parameter that tensor has.
+    """Return for each parameter a slice with its tensor in this rank's engine, and the part that this tensor holds.
     Raise a ValueError if a parameter can't share the engine's memory."""
     placed = []
     for name, group in itertools.groupby(slices, key=lambda part: part.name):
