@@ -147,7 +147,7 @@ def build_conditions(
                 enter(plain_collectives())
             if has_adapter:
                 enter(one_adapter())
-        # vLLM renders a chat to warm up, which loads the tokenizer. It isn't needed, because requests have token ids.
+        # vLLM renders a chat to warm up, and loads a tokenizer for that. Requests have token ids and need no tokenizer.
         enter(patched("vllm.renderers.base:BaseRenderer.render_chat", lambda theirs, *args, **kwargs: None))
         if sleeps:
             enter(weights_stay())

@@ -67,7 +67,7 @@ class LoadedVLLM:
         self._build(kwargs | (blank_kwargs(kwargs) if self.blank else {}), config, use)
 
     def _build(self, kwargs: dict[str, Any], config: GRPOConfig, use: EngineUse) -> None:
-        """Build vLLM with the arguments ``kwargs`` of `vllm.LLM`, and read its sizes."""
+        """Build vLLM with the arguments ``kwargs`` of `vllm.LLM`, and read context, KV cache and weight sizes."""
         watchdog.progress("the start of vLLM")
         ranks, adapted = self.layout.ranks_per_engine, use.adapter is not None
         with contextlib.ExitStack() as while_built:

@@ -59,7 +59,7 @@ def _nothing_there(name: str, why: str) -> ValueError:
 
 def check_dataset_name(name: str, cache: str | None = None) -> None:
     """Raise ConnectionError if a dataset isn't in the cache of `datasets` and the Hub can't be reached: `datasets`
-    would retry for minutes. Names of its builders (`json`) pass, and all names with HF_HUB_OFFLINE."""
+    would retry for minutes. Builders of `datasets` (`json`) pass, and all names if HF_HUB_OFFLINE is set."""
     import datasets
     from datasets.naming import camelcase_to_snakecase
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as BUILDERS

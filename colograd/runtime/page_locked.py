@@ -25,7 +25,7 @@ def host_pages(nbytes: int, device: torch.device | None) -> memoryview:
             pages.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(pages)
     if device is not None and device.type == "cuda":
-        if hasattr(mmap, "MADV_DONTFORK"):  # Else a write after a fork could replace a page that the GPU uses.
+        if hasattr(mmap, "MADV_DONTFORK"):  # Don't share pages with forks: a write would replace the GPU's page.
             pages.madvise(mmap.MADV_DONTFORK)
         address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
         # If registering fails, the memory stays pageable and copies are slower. A registration holds for all GPUs.

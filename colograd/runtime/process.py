@@ -130,8 +130,8 @@ def _call_glibc(function: str, *arguments: int) -> None:
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Disable Python's garbage collector in a block that creates many long-lived objects. It takes a quarter of the
-    time of imports, and of the host's time per token that vLLM samples (400 sequences of 1,500 tokens)."""
+    """Disable Python's garbage collector in a block that creates many long-lived objects. The collector takes a quarter
+    of the time of imports, and of the host's time per token that vLLM samples (400 sequences of 1,500 tokens)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -203,8 +203,8 @@ def prepare_ranks() -> list[str]:
 
 
 def prepare_network() -> None:
-    """With several nodes, make gloo use the network interface that reaches MASTER_ADDR, if gloo's default is unusable:
-    the host's name is a loopback address, which no other node reaches. A user's GLOO_SOCKET_IFNAME stays."""
+    """With several nodes, make gloo use the network interface that reaches MASTER_ADDR, if gloo's default is unusable
+    because the host's name resolves to a loopback address. A user's GLOO_SOCKET_IFNAME stays."""
     if local_world_size() >= int(os.environ.get("WORLD_SIZE") or 1) or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     import psutil
@@ -237,7 +237,7 @@ def quiet_logs(verbose: bool) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     # Torch and transformers read their variables at import. A script may have imported them, so set levels directly.
     given, theirs = os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error"), logging.getLogger("transformers")
-    if given == "error" and theirs.level in (logging.NOTSET, logging.WARNING):  # transformers' default.
+    if given == "error" and theirs.level in (logging.NOTSET, logging.WARNING):  # transformers' default levels.
         theirs.setLevel(logging.ERROR)
     if (torch := sys.modules.get("torch")) is not None:
         with contextlib.suppress(OSError, AttributeError, TypeError):

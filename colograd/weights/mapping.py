@@ -53,7 +53,7 @@ class Slice:
 
     @property
     def is_computed(self) -> bool:
-        """Whether the engine's values must be computed from the policy's. Then the two can't share memory."""
+        """Whether the engine's values are computed from the policy's. Then policy and engine can't share memory."""
         return any(each is not None for each in (self.packed, self.through, self.rows, self.adapted))
 
     @property
@@ -265,7 +265,7 @@ def _experts(
         )
     if ranks == 1:
         return [(target, ())]
-    halves = 3 - axis  # gate and up projection, or the down projection
+    halves = 3 - axis  # 2: gate and up projection; 1: down projection
     return _chunks(target, [source.shape[axis] // halves] * halves, place, ranks, axis)
 
 

@@ -29,7 +29,7 @@ from .mapping import Slice, is_near
 
 # PROBE_TOKENS: prompt lengths. The prompt of 64 tokens tests parameters that a prompt of 8 tokens doesn't depend on.
 PROBE_TOKENS = (8, 64)
-# MARGIN: a parameter counts as read if the predicted effect of its change is 10 times the measured effect of all
+# MARGIN: a parameter counts as read if the predicted effect of its change is above 10 times the measured effect of all
 # cancelling changes together. The gradient predicts an effect up to a factor of three.
 MARGIN = 10.0
 # VISIBLE: smallest predicted effect in nats that counts in float32 and in 16 bits. Rounding hides smaller ones.
@@ -115,7 +115,7 @@ def check_read(
     slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice] = (),
     tower_prompt: ModelInput | None = None,
 ) -> list[Slice]:  # fmt: skip
-    """Check that the engine's output depends on each slice whose parameter changes the policy's output. A collective.
+    """Check that the engine's output depends on each slice whose parameter affects the policy's output. A collective.
 
     Args:
         every: the slices of all parameters of the policy; default: ``slices``.
@@ -123,7 +123,7 @@ def check_read(
 
     Returns:
         The slices without effect on the engine's output, and the slices of a tower that isn't checked. The slices have
-        no effect on the policy's output, either, except biases that only the engine's first rank adds.
+        no effect on the policy's output (for text), either, except biases that only the engine's first rank adds.
 
     Raises:
         RuntimeError: the policy's output depends on a parameter, but the engine's output doesn't.

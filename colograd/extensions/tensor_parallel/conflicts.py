@@ -10,26 +10,26 @@ IN_PARTS = equal(*TENSOR)
 CONFLICTS = (
     Conflict(
         "sharding", IN_PARTS, "vllm_tensor_parallel_size", equal(1),
-        "the policy is cut as the ranks of an engine cut it",
+        "the policy is divided among the ranks of an engine",
         "set vllm_tensor_parallel_size to 2 or more, or sharding to none, optimizer or gradients",
     ),
     Conflict(
         "sharding", IN_PARTS, "weights", other_than("auto", "shared", "adapter"),
-        "a policy in the engine's layout is the engine's weights", "set weights: auto",
+        "a policy in the engine's layout shares the engine's weights", "set weights: auto",
     ),
     Conflict(
         "sharding", IN_PARTS, "vllm_model_impl", equal("transformers"),
-        "it isn't known how vLLM cuts a model of transformers'", "set vllm_model_impl: auto",
+        "vLLM's transformers backend may divide layers otherwise", "set vllm_model_impl: auto",
     ),
     Conflict(
         "sharding", IN_PARTS, "vllm_engine_kwargs.dtype", ANY,
-        "the engine's tensors are the policy's, which have another dtype", "remove it",
+        "the policy shares the engine's tensors, and has another dtype", "remove it",
         lambda settings: str(settings.vllm_engine_kwargs["dtype"]).removeprefix("torch.") != settings.policy_dtype,
     ),
     *(
         Conflict(
             "sharding", IN_PARTS, name, SET,
-            "that isn't available for a policy in the engine's layout in this version",
+            "this version doesn't support both",
             f"remove {name}, or set sharding: gradients",
         )
         for name in (

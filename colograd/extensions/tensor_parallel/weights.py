@@ -1,4 +1,4 @@
-"""Weight sync of a tensor-parallel policy: all but adapters shares memory with a tensor of this rank's engine."""
+"""Weight sync of a tensor-parallel policy: parameters outside adapters share memory with this rank's engine."""
 
 from __future__ import annotations
 

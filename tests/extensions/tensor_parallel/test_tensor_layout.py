@@ -207,7 +207,7 @@ def test_merged_adapter_is_named_at_start() -> None:
     [
         (
             {"weights": "copied"},
-            "weights is 'copied', but .* is the engine's weights: set weights: auto",
+            "weights is 'copied', but .* shares the engine's weights: set weights: auto",
         ),
         ({"torch_compile": True}, "torch_compile is true, but that isn't available .* remove torch_compile"),
         ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model is true, but that isn't available"),
