@@ -119,9 +119,6 @@ class TensorParts:
     data: RankGroup  # Ranks with this rank's part, one per engine. They sum gradients.
     places: tuple[Mapping[str, Shard], ...]  # For each rank of the engine: the rank's part of each parameter, by name.
 
-    def __deepcopy__(self, memo: Any) -> TensorParts:
-        return self
-
     @property
     def shards(self) -> Mapping[str, Shard]:
         return self.places[self.engine.place]
@@ -131,11 +128,6 @@ class TensorParts:
         this rank). The numbers count from 0 in each engine."""
         own = self.places[self.engine.place if place is None else place][name]
         return tuple(place for place, shards in enumerate(self.places) if shards[name] == own)
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of the whole policy."""
-        return sum(torch.Size(shard.shape).numel() for shard in self.shards.values())
 
 
 def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> TensorParts:
