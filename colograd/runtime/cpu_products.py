@@ -69,10 +69,8 @@ _room = 0  # Bytes left for further float32 copies.
 @contextlib.contextmanager
 def constant_weights() -> Iterator[None]:
     """Let `linear` keep float32 copies of weights until the context ends. No weight may change within the context.
-
     Decoding multiplies by each weight once per step, and casts would take a quarter of its time. The copies take at
-    most a quarter of the rank's available memory. Weights without a copy are cast each time, to the same values.
-    """
+    most a quarter of the rank's available memory. Weights without a copy are cast each time, to the same values."""
     global _copies, _room
     if not wanted():
         yield
@@ -86,9 +84,7 @@ def constant_weights() -> Iterator[None]:
 
 def _copy_of(weight: torch.Tensor) -> torch.Tensor:
     """Return a float32 copy of a parameter if `constant_weights` has room for a copy. Otherwise return the weight.
-
-    Other tensors, such as a dequantised or autocast weight, get no copy: they are temporary, and Python reuses ids.
-    """
+    Other tensors, such as a dequantised or autocast weight, get no copy: they are temporary, and Python reuses ids."""
     global _room
     assert _copies is not None
     if not isinstance(weight, torch.nn.Parameter):

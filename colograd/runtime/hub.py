@@ -18,39 +18,33 @@ def check_model_name(name: str, revision: str | None = None) -> None:
     can't be reached. Loading such a model would retry for minutes."""
     if os.path.isdir(name):
         return
-    why = f"there is no such folder (looked from {os.getcwd()})"
-    if name.startswith((os.sep, ".", "~")) or name.count("/") > 1:
-        raise _nothing_there(name, why)
     from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
+    why = f"there is no such folder (looked from {os.getcwd()})"
     try:
         if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
             return
         url = hf_hub_url(name, "config.json", revision=revision)
-    except HFValidationError:
-        raise _nothing_there(name, f"{why}, and a Hub id can't have such a name") from None
-    why += ", nothing in the Hub's cache"
-    if constants.HF_HUB_OFFLINE:
-        raise _nothing_there(name, f"{why}, and HF_HUB_OFFLINE is set")
-    try:
+        why += ", nothing in the Hub's cache, and "
+        if constants.HF_HUB_OFFLINE:
+            raise ConnectionError("HF_HUB_OFFLINE is set")
         _ask_hub(url)
+        return
+    except HFValidationError:
+        why += ", and a Hub id can't have such a name"
     except GatedRepoError:
         raise ValueError(
             f"The model {name!r} is on the Hub, but only for users with access: request access on its page, then run "
             "`hf auth login` or set HF_TOKEN."
         ) from None
     except RepositoryNotFoundError:
-        unknown = "no such model on the Hub, or a private one (then `hf auth login`, or set HF_TOKEN)"
-        raise _nothing_there(name, f"{why}, and {unknown}") from None
+        why += "no such model on the Hub, or a private one (then `hf auth login`, or set HF_TOKEN)"
     except ConnectionError as error:
-        raise _nothing_there(name, f"{why}, and {error}") from None
+        why += str(error)
     except Exception:  # The Hub is busy, or lacks the file. Loading explains that better.
         return
-
-
-def _nothing_there(name: str, why: str) -> ValueError:
-    return ValueError(
+    raise ValueError(
         f"The model {name!r} is neither a folder with a model nor a Hub model that can be loaded: {why}. Set "
         "model_name_or_path to a folder that save_pretrained wrote, or to a Hub id. `make model`, or `python -m "
         "colograd.apps.quickstart.quickstart`, makes the model of the quickstart."

@@ -52,7 +52,7 @@ def is_verbose(argv: Sequence[str]) -> bool:
 
 
 def command_began() -> float | None:
-    """Return when the command began (`time.perf_counter`). None outside of a command, and in the second call."""
+    """Return when the command began (`time.perf_counter`). None outside of a command, and from the second call on."""
     global _command_began
     began, _command_began = _command_began, None
     return began
@@ -84,12 +84,9 @@ def cpu_threads() -> int:
 
 
 def prepare_threads() -> None:
-    """Set OpenMP's variables for a process that samples and trains.
-
-    OMP_NUM_THREADS: without a value vLLM's CPU worker sets one thread, and training would use one core. A launcher's
-    default of 1 is replaced. OMP_WAIT_POLICY: OpenMP by default spins at barriers. If another process is busy, spinning
-    makes a backward several times slower.
-    """
+    """Set OpenMP's variables for a process that samples and trains. OMP_NUM_THREADS: without a value vLLM's CPU worker
+    sets one thread, and training would use one core. A launcher's default of 1 is replaced. OMP_WAIT_POLICY: OpenMP by
+    default spins at barriers. If another process is busy, spinning makes a backward several times slower."""
     launched = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if "OMP_NUM_THREADS" not in os.environ or (launched and os.environ["OMP_NUM_THREADS"] == "1"):
         os.environ["OMP_NUM_THREADS"] = str(cpu_threads())
@@ -100,11 +97,9 @@ def prepare_threads() -> None:
 
 def compile_with_threads(given: str | None) -> None:
     """Set the number of torch.compile's processes to ``given``, or else to a rank's cores (at most 32). Call this after
-    the engine is built.
-
-    vLLM's import sets the number to 1, because vLLM's worker processes may have no children. Here vLLM runs in the
-    trainer's process, which may have children. A single process would compile the policy's layers one by one.
-    """
+    the engine is built. vLLM's import sets the number to 1, because vLLM's worker processes may have no children. Here
+    vLLM runs in the trainer's process, which may have children. A single process would compile the policy's layers one
+    by one."""
     number = given or str(min(MOST_COMPILE_THREADS, cpu_threads()))
     os.environ[COMPILE_THREADS] = number
     # torch reads the variable when it is imported. If torch is imported already, set torch's attribute.
@@ -156,10 +151,8 @@ def follow_launcher() -> None:
 @contextlib.contextmanager
 def rank_variables() -> Iterator[None]:
     """Set missing rank variables (RANK, WORLD_SIZE, ...) in a block, and remove the added variables afterwards.
-
     accelerate and vLLM read the variables while a trainer is built. If they remained, programs that the script, a tool
-    or an agent starts later would inherit them, and their torch.distributed would bind this process's port.
-    """
+    or an agent starts later would inherit them, and their torch.distributed would bind this process's port."""
     added = prepare_ranks()
     try:
         yield
@@ -177,11 +170,9 @@ def drop_inherited_ranks() -> None:
 
 
 def prepare_ranks() -> list[str]:
-    """Set missing rank variables for vLLM's external launcher, and return the names of the added ones.
-
-    torchrun and accelerate set these variables. ``python script.py`` or a notebook becomes rank 0 of 1 on a free port,
-    so that two jobs on one machine don't collide. Variables of a parent process such as a notebook are replaced.
-    """
+    """Set missing rank variables for vLLM's external launcher, and return the names of the added ones. torchrun and
+    accelerate set these variables. ``python script.py`` or a notebook becomes rank 0 of 1 on a free port, so that two
+    jobs on one machine don't collide. Variables of a parent process such as a notebook are replaced."""
     drop_inherited_ranks()
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
         # Asked for several ranks on a CPU, accelerate's launcher sets an address, but starts one rank.
