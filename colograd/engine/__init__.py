@@ -4,6 +4,4 @@
 `loaded` builds vLLM, stamps it with the optimizer step of its weights, and frees its KV cache. `arguments` translates
 the configuration into arguments of `vllm.LLM`. `sampling` translates the configuration into sampling parameters, and
 chooses the prompts that start first. `building` patches vLLM, mostly while it is built. `closing` shuts an
-engine down, and keeps the process groups that other engines need. `tensors` finds vLLM's tensors by name. `load` reads
-the number of running and waiting sequences after each step.
-"""
+engine down, and keeps the process groups that other engines need. `tensors` finds vLLM's tensors by name."""

@@ -13,6 +13,7 @@ from ..config import GRPOConfig
 from ..policy.lora import Adapter
 from ..policy.supported import read_config
 from ..runtime import registry
+from .protocol import EngineUse
 
 # CPU_BLOCK: tokens per KV cache block on a CPU. A group's completions share only full blocks of their prompt. vLLM's
 # default blocks of 128 tokens are longer than most prompts.
@@ -31,15 +32,11 @@ RESERVED = (
 
 
 def engine_kwargs(
-    model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int, sequences: int = 0,
-    trained: int = 0,
+    model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int,
+    use: EngineUse = EngineUse(),
 ) -> dict[str, Any]:  # fmt: skip
     """Return the arguments of `vllm.LLM`. ``vllm_engine_kwargs`` may override all arguments except `enable_sleep_mode`
     and those in RESERVED.
-
-    Args:
-        sequences: maximum number of sequences in one generation, in training or evaluation. 0 means unknown.
-        trained: maximum number of sequences in one generation of training. 0 means the value of ``sequences``.
 
     Raises:
         ValueError: ``vllm_engine_kwargs`` sets an argument that isn't allowed, or `hf_overrides` isn't a mapping.
@@ -92,14 +89,14 @@ def engine_kwargs(
         kwargs |= dict.fromkeys(accepted("moe_backend"), KEEPS_EXPERTS)
         if torch.cuda.device_count() < config.vllm_tensor_parallel_size:
             kwargs["disable_custom_all_reduce"] = True  # vLLM's kernel would query GPUs that this process can't see.
-        if sequences:  # vLLM's default, up to 1,024, doesn't know the run's batch.
-            width = int(given.get("max_num_seqs") or min(sequences, MOST_SEQUENCES))
+        if use.sequences:  # vLLM's default, up to 1,024, doesn't know the run's batch.
+            width = int(given.get("max_num_seqs") or min(use.sequences, MOST_SEQUENCES))
             kwargs["max_num_seqs"] = width
             says_graphs = any(name == "compilation_config" or "cudagraph" in name for name in given)
             if compiles(config) and not says_graphs:
                 drafts = int((given.get("speculative_config") or {}).get("num_speculative_tokens") or 0)
                 most = min(width * (drafts + 1), MOST_SEQUENCES) if drafts else 0
-                sizes = graph_sizes(width, trained or sequences, most, drafts + 1)
+                sizes = graph_sizes(width, use.trained or use.sequences, most, drafts + 1)
                 kwargs |= dict.fromkeys(accepted("cudagraph_capture_sizes"), sizes)
     return {name: value for name, value in kwargs.items() if value is not None} | given
 
@@ -212,10 +209,8 @@ def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) ->
 
 
 def blank_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments to add to ``kwargs`` so that vLLM reads no weights, and builds unquantised layers.
-
-    Weights of a draft model are read if this vLLM can, because no weight sync writes into the draft model.
-    """
+    """Return arguments to add to ``kwargs`` so that vLLM reads no weights, and builds unquantised layers. Weights of a
+    draft model are read if this vLLM can, because no weight sync writes into the draft model."""
     from vllm.config import LoadConfig, SpeculativeConfig
 
     overrides = _given_overrides(kwargs.get("hf_overrides"))

@@ -21,7 +21,7 @@ from ..parallel.shards import Lockstep
 from . import building
 from .arguments import blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
 from .closing import closed_if_it_fails, closes_with
-from .protocol import EngineFeature, EngineUse, ServedWeights, engine_features
+from .protocol import EngineFeature, EngineUse, Load, engine_features
 from .tensors import VLLMTensors
 
 
@@ -56,11 +56,11 @@ class LoadedVLLM:
         self._open: dict[str, ModelInput] = {}  # Prompts of unfinished requests by request name.
         self._written: list[tuple[str, Sequence[int]]] = []
         self._unknown_tokens = 0  # number of sampled ids without a token in the tokenizer, since `take_counts`
-        self.served = ServedWeights()
+        self.served: Any = None
         self._features = engine_features(config, use) if features is None else tuple(features)
         self.blank = use.blank or any(feature.blank for feature in self._features)
         self._lockstep = Lockstep(self.layout) if self.layout.ranks_per_engine > 1 else None
-        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, use.sequences, use.trained)
+        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, use)
         for feature in self._features:
             kwargs |= feature.arguments(kwargs)
         kwargs |= lora_kwargs(model_path, config, use.adapter)
@@ -95,11 +95,14 @@ class LoadedVLLM:
         self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
         self.max_sequences = int(self.vllm_config.scheduler_config.max_num_seqs)
         self.weight_bytes = sum(p.nbytes for p in self.model.parameters())
-        self.build_seconds = time.perf_counter() - self.started
+        scheduler, preempt = self.scheduler, self.scheduler._preempt_request
 
-    def check_processor(self, processor: Any) -> None:
-        for feature in self._features:
-            feature.check_processor(processor)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            scheduler.preemptions += 1  # No reference to this engine, because a dropped engine must be collected.
+            return preempt(*args, **kwargs)
+
+        scheduler.preemptions, scheduler._preempt_request = 0, counted
+        self.build_seconds = time.perf_counter() - self.started
 
     @property
     def core(self) -> Any:
@@ -107,8 +110,17 @@ class LoadedVLLM:
         return self.llm.llm_engine
 
     @property
+    def runner(self) -> Any:
+        """The model runner of vLLM that computes the steps on this rank."""
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    @property
     def model(self) -> torch.nn.Module:
-        return self.core.model_executor.driver_worker.worker.model_runner.model
+        return self.runner.model
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.engine_core.engine_core.scheduler
 
     @property
     def vllm_config(self) -> Any:
@@ -174,6 +186,10 @@ class LoadedVLLM:
         ids: Any = self.model.lora_manager.lora_index_to_id
         return self._adapter is not None and list(ids[:1]) == [self._adapter.lora_int_id]
 
+    def load(self) -> Load:
+        running, waiting = self.scheduler.get_request_counts()
+        return Load(running, waiting, float(self.scheduler.kv_cache_manager.usage), self.scheduler.preemptions)
+
     def sleep(self) -> None:
         if not self.sleeps or self.asleep:
             return
@@ -200,17 +216,15 @@ class LoadedVLLM:
         self._close()
         for feature in self._features:
             feature.close()
-        self._features, self.served = (), ServedWeights()
+        self._features, self.served = (), None
         self.llm = None
 
 
 @contextlib.contextmanager
 def leading(core: Any, group: Lockstep) -> Iterator[None]:
-    """Send the first rank's requests, aborts and steps of ``core`` (vLLM's LLMEngine) to the engine's other ranks.
-
-    Each rank has a vLLM with a scheduler, and all schedulers must get the same calls between steps. The calls of a
-    generation depend on clocks, rewards, tools and the user's code. So this code runs on the first rank only.
-    """
+    """Send the first rank's requests, aborts and steps of ``core`` (vLLM's LLMEngine) to the engine's other ranks. Each
+    rank has a vLLM with a scheduler, and all schedulers must get the same calls between steps. The calls of a
+    generation depend on clocks, rewards, tools and the user's code. So this code runs on the first rank only."""
     calls: list[bytes] = []  # pickled calls of `add_request` and `abort_request` since the last step
 
     def told(name: str, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ from ..config import GRPOConfig
 from ..parallel.layout import RankLayout
 from ..parallel.ranks import on_all_ranks
 from ..policy.loading import Policy
-from ..policy.lora import Adapter, PackedWeight
+from ..policy.lora import Adapter
 from ..riders import Rider
 from ..runtime.registry import hooks
 from .sampling import Sampling
@@ -41,18 +41,17 @@ class Sampled:
     logprobs: array[float]  # Log-probabilities of the sampled tokens in nats, [C] float32.
     finish_reason: FinishReason
     riders: tuple[Rider, ...] = ()  # Per-token data of extensions.
+    # With the option `prompt_logprobs`: log-probability and rank of each prompt token, None for the first token.
+    prompt: Sequence[tuple[float, int] | None] = ()
 
 
-class ServedWeights:
-    """The policy's quantised weights that the engine's layers read in the policy's memory. This base class has none."""
+class Load(NamedTuple):
+    """The engine's load after one engine step: numbers of sequences, and use of the KV cache."""
 
-    @property
-    def weights(self) -> Sequence[PackedWeight]:
-        return ()
-
-    def unused(self, but: Collection[PackedWeight] = ()) -> int:
-        """Count layers that have computed nothing since the engine was built, except layers of weights in ``but``."""
-        return 0
+    running: int  # Number of running sequences.
+    waiting: int  # Number of sequences that wait to start.
+    cache: float  # Used fraction of the KV cache, between 0 and 1.
+    preemptions: int = 0  # Since the engine was built: sequences that lost their KV cache, computed again later.
 
 
 class Engine(Protocol):
@@ -69,7 +68,7 @@ class Engine(Protocol):
     blank: bool  # Whether the engine was built without the checkpoint's weights, because a weight sync writes them.
     sleeps: bool  # Whether `sleep` frees the KV cache's memory.
     asleep: bool  # Whether the KV cache is freed now.
-    served: ServedWeights  # The policy's quantised weights that the engine reads in the policy's memory.
+    served: Any  # `ServedLayers`: quantised weights that the engine reads in the policy's memory. None without any.
     after_step: list[Callable[[], None]]  # Functions that `advance` calls after its engine step, in list order.
 
     def submit(
@@ -88,20 +87,19 @@ class Engine(Protocol):
     def advance(self) -> list[tuple[str, list[Sampled]]]:
         """Run one engine step. Return the name and the n completions of each request that finished in the step."""
 
+    def load(self) -> Load:
+        """Return the engine's load after the last engine step."""
+
     def written(self) -> list[tuple[str, Sequence[int]]]:
         """Return (name, all token ids so far) of unfinished streaming requests that got tokens in the last `advance`.
-
-        The next `advance` may append to the returned token ids.
-        """
+        The next `advance` may append to the returned token ids."""
 
     def abort(self, requests: Iterable[str]) -> None:
         """Drop unfinished ``requests`` and their tokens. Names of finished requests are ignored."""
 
     def stop(self, requests: Iterable[str]) -> list[tuple[str, list[Sampled]]]:
-        """Drop unfinished ``requests``, and return (name, completions so far) of each dropped request.
-
-        Unfinished completions have the finish reason `ABORT`. Completions that were waiting to start have no tokens.
-        """
+        """Drop unfinished ``requests``, and return (name, completions so far) of each dropped request. Unfinished
+        completions have the finish reason `ABORT`. Completions that were waiting to start have no tokens."""
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
@@ -116,9 +114,6 @@ class Engine(Protocol):
 
     def check(self, sampling: Sampling) -> None:
         """Raise a ValueError if the engine refuses these sampling settings."""
-
-    def check_processor(self, processor: Any) -> None:
-        """Raise an error if the engine turns images into other inputs than the trainer's ``processor`` does."""
 
     def on_engine_leader(self, work: Callable[[], T], others: T) -> T:
         """Run ``work`` on the engine's first rank. Other ranks repeat its calls of vLLM, and return ``others``."""
@@ -189,10 +184,7 @@ class EngineFeature:
         return contextlib.nullcontext()
 
     def built(self, engine: Any) -> None:
-        """Change the `VLLMEngine` that has just been built, or keep a reference to the engine."""
-
-    def check_processor(self, processor: Any) -> None:
-        """Raise an error if vLLM turns images into other inputs than the trainer's ``processor`` does."""
+        """Check or change the `VLLMEngine` that has just been built, or keep a reference to the engine."""
 
     def while_generating(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager that is entered during each call of `Engine.on_engine_leader`."""
@@ -221,6 +213,21 @@ class EngineFeature:
 
     def close(self) -> None:
         """Free the memory of the feature. Called when the engine is closed."""
+
+
+@contextlib.contextmanager
+def after_each_step(engine: Engine, work: Callable[[], Any]) -> Iterator[None]:
+    """Append ``work`` to the functions that the engine calls after each step, while the context lasts."""
+    engine.after_step.append(work)
+    try:
+        yield
+    finally:
+        engine.after_step.remove(work)
+
+
+def stepping(engine: Engine, tell: Callable[[int], Any]) -> contextlib.AbstractContextManager[None]:
+    """Call ``tell`` after each engine step with the number of sequences that are still running."""
+    return after_each_step(engine, lambda: tell(engine.load().running))
 
 
 def engine_features(config: GRPOConfig, use: EngineUse) -> tuple[EngineFeature, ...]:

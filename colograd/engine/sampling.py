@@ -81,11 +81,9 @@ class Sampling:
 
 
 def request_seed(seed: int, position: int, purpose: str = "train") -> int:
-    """Return the seed of a prompt's request: a hash of the run's seed, the purpose and the prompt's position.
-
-    The position is the prompt's index in the stream of prompts. The hash has 62 bits, because vLLM seeds the i-th of n
-    completions with seed + i.
-    """
+    """Return the seed of a prompt's request: a hash of the run's seed, the purpose and the prompt's position. The
+    position is the prompt's index in the stream of prompts. The hash has 62 bits, because vLLM seeds the i-th of n
+    completions with seed + i."""
     digest = hashlib.blake2b(f"{seed}/{purpose}/{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
@@ -127,15 +125,12 @@ def finish_reason_of(name: str) -> FinishReason:
 
 
 class LengthHistory:
-    """Mean completion length of each prompt in tokens, from the prompt's last sampling.
-
-    Prompts with long completions start first. If not all prompts fit into the engine at once, a long completion
-    that starts last would be decoded alone at the end. Starting the longest first is the longest-processing-time rule
-    of list scheduling (Graham 1969, https://doi.org/10.1137/0117039). Each request has its own seed, so random numbers
-    don't depend on the order. On a GPU the order may still change rollouts, because a kernel's rounding depends on the
-    other requests in its batch. A checkpoint contains the lengths, so that a resumed run starts prompts in the same
-    order as an uninterrupted run.
-    """
+    """Mean completion length of each prompt in tokens, from the prompt's last sampling. Prompts with long completions
+    start first. If not all prompts fit into the engine at once, a long completion that starts last would be decoded
+    alone at the end. Starting the longest first is the longest-processing-time rule of list scheduling (Graham 1969,
+    https://doi.org/10.1137/0117039). Each request has its own seed, so random numbers don't depend on the order. On a
+    GPU the order may still change rollouts, because a kernel's rounding depends on the other requests in its batch. A
+    checkpoint contains the lengths, so that a resumed run starts prompts in the same order as an uninterrupted run."""
 
     def __init__(self) -> None:
         self._means: dict[str, float] = {}  # mean completion length in tokens by `ModelInput.key` of the prompt

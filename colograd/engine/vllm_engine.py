@@ -163,6 +163,8 @@ class VLLMEngine(LoadedVLLM):
     def _sampled(self, output: Any, prompt: ModelInput) -> list[Sampled]:
         """Convert a vLLM RequestOutput into its completions, in the order of their index."""
         sampled = []
+        entries = zip(output.prompt_logprobs or (), prompt.ids, strict=False)  # The first prompt token has no entry.
+        of_prompt = [(entry[token].logprob, entry[token].rank) if entry else None for entry, token in entries]
         for one in sorted(output.outputs, key=lambda completion: completion.index):
             if self.tokens < self.vocab_size:
                 self._unknown_tokens += sum(token >= self.tokens for token in one.token_ids)
@@ -175,7 +177,8 @@ class VLLMEngine(LoadedVLLM):
                     "recipe, or change the engine's dtype or attention backend, e.g. `vllm_engine_kwargs: {dtype: "
                     "float32}`."
                 )
-            sampled.append(Sampled(array("i", one.token_ids), logprobs, finish_reason_of(one.finish_reason)))
+            reason = finish_reason_of(one.finish_reason)
+            sampled.append(Sampled(array("i", one.token_ids), logprobs, reason, prompt=of_prompt))
         for feature in self._features:
             sampled = feature.completions(output.request_id, prompt, output, sampled)
         return sampled

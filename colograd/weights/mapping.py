@@ -160,10 +160,8 @@ def map_parameters(
 def _match_by_shape(
     name: str, sources: Mapping[str, torch.Tensor], missing: Sequence[str], free: Mapping[str, torch.Tensor]
 ) -> str:
-    """Return the name of the only unpaired engine tensor with the layer number and the shape of parameter ``name``.
-
-    A padded vocabulary may have more rows. `proof` checks values later. No such tensor, or several, are an error.
-    """
+    """Return the name of the only unpaired engine tensor with the layer number and the shape of parameter ``name``. A
+    padded vocabulary may have more rows. `proof` checks values later. No such tensor, or several, are an error."""
     expected = [size for size in sources[name].shape if size > 1]
 
     def is_like(other: str, tensor: torch.Tensor) -> bool:
@@ -187,10 +185,8 @@ def _find(
     name: str, saved: str, sources: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], engine: VLLMTensors,
     ranks: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor], int] | None:  # fmt: skip
-    """Find a parameter's engine tensor by the parameter's name in the policy or in the checkpoint (``saved``).
-
-    Return (tensor, the parameters that are fused in it, this parameter's index among them), or None without a match.
-    """
+    """Find a parameter's engine tensor by the parameter's name in the policy or in the checkpoint (``saved``). Return
+    (tensor, the parameters that are fused in it, this parameter's index among them), or None without a match."""
     for each in dict.fromkeys((name, saved)):
         mapped = engine.renamed(each)
         if mapped.startswith(TOWER[0]) and any(target.startswith(TOWER[1]) for target in targets):
@@ -213,10 +209,8 @@ def _find(
 
 
 def _absorbed(name: str, parts: Sequence[Part], targets: Mapping[str, torch.Tensor]) -> Iterator[Part]:
-    """Yield the slices of `ABSORBED`, vLLM's copies of the layer `EXPANDS` for decoding latent attention (MLA).
-
-    A rank has (H * (P + V), L) of the layer's weight. ``parts`` are the slices of the layer's own engine tensor.
-    """
+    """Yield the slices of `ABSORBED`, vLLM's copies of the layer `EXPANDS` for decoding latent attention (MLA). A rank
+    has (H * (P + V), L) of the layer's weight. ``parts`` are the slices of the layer's own engine tensor."""
     module, _, _ = name.rpartition(f".{EXPANDS}.")
     matrices = {end: tensor for place, tensor in targets.items() if place.startswith(f"{module}.") for end in ABSORBED
                 if module and place.endswith(f".{end}")}  # fmt: skip
@@ -233,10 +227,8 @@ def _experts(
     name: str, source: torch.Tensor, module: Any, targets: dict[str, torch.Tensor], engine: VLLMTensors, place: int,
     ranks: int,
 ) -> list[Part]:  # fmt: skip
-    """Return the slices of a parameter with the experts of one block of a mixture; empty for other parameters.
-
-    Ranks of an engine split the gate and up projections by rows, and the down projection by columns.
-    """
+    """Return the slices of a parameter with the experts of one block of a mixture; empty for other parameters. Ranks of
+    an engine split the gate and up projections by rows, and the down projection by columns."""
     head, _, last = name.rpartition(".")
     if not head.endswith(".experts") or last not in EXPERTS:
         return []
@@ -270,13 +262,11 @@ def _experts(
 
 
 def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: int, ranks: int) -> list[Part]:
-    """Return the slices of the policy parameter ``parts[index]`` in ``target``; empty if the shapes don't fit.
-
-    If the outputs of a matrix are summed over ranks, vLLM splits the matrix by columns. Otherwise vLLM splits the
-    matrix by rows, each fused part separately. If there are fewer key-value heads than ranks, vLLM repeats the heads.
-    The last rows of a padded vocabulary have no source. If the shapes are equal (a norm, for example), every rank has
-    the whole tensor.
-    """
+    """Return the slices of the policy parameter ``parts[index]`` in ``target``; empty if the shapes don't fit. If the
+    outputs of a matrix are summed over ranks, vLLM splits the matrix by columns. Otherwise vLLM splits the matrix by
+    rows, each fused part separately. If there are fewer key-value heads than ranks, vLLM repeats the heads. The last
+    rows of a padded vocabulary have no source. If the shapes are equal (a norm, for example), every rank has the whole
+    tensor."""
     target, source = target.detach(), parts[index]
     if target.dim() != source.dim():
         return []
@@ -302,10 +292,8 @@ def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: i
 
 
 def _merged(target: torch.Tensor, source: torch.Tensor, place: int, outputs: Sequence[int]) -> list[Part]:
-    """Return a rank's slices of a layer that is fused in checkpoint and engine; empty if the shapes don't fit.
-
-    An example is a short convolution's input and gates. ``outputs`` are the sizes of the fused parts on all ranks.
-    """
+    """Return a rank's slices of a layer that is fused in checkpoint and engine; empty if the shapes don't fit. An
+    example is a short convolution's input and gates. ``outputs`` are the sizes of the fused parts on all ranks."""
     target = target.detach()
     if target.shape == source.shape:
         return [(target, ())]
@@ -371,13 +359,11 @@ def is_near(part: Slice) -> bool:
 
 
 def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int = 0, ranks: int = 1) -> list[Slice]:
-    """Return ``slices`` with `Slice.rows` set if the engine's rows have another order than the policy's rows.
-
-    vLLM reorders, for example, queries, keys and values that a checkpoint interleaves by head (BLOOM, GPT-NeoX), and
-    the halves of each pair of rotated dimensions (Llama 4). Names and shapes don't show the order, but values do,
-    because policy and engine have loaded the same checkpoint. A bias gets the order of its layer's weight, because a
-    bias of zeros shows no order.
-    """
+    """Return ``slices`` with `Slice.rows` set if the engine's rows have another order than the policy's rows. vLLM
+    reorders, for example, queries, keys and values that a checkpoint interleaves by head (BLOOM, GPT-NeoX), and the
+    halves of each pair of rotated dimensions (Llama 4). Names and shapes don't show the order, but values do, because
+    policy and engine have loaded the same checkpoint. A bias gets the order of its layer's weight, because a bias of
+    zeros shows no order."""
     config = getattr(policy.config, "get_text_config", lambda: policy.config)()
     queries = int(getattr(config, "num_attention_heads", 0) or 1)
     keys = int(getattr(config, "num_key_value_heads", 0) or queries)
@@ -400,11 +386,9 @@ def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int
 
 
 def _orders(total: int, queries: int, keys: int) -> Iterator[Sequence[torch.Tensor]]:
-    """Yield each known order of a matrix of ``total`` rows, for ``queries`` query heads and ``keys`` key heads.
-
-    An order is a list of tensors: the row indices of the policy in the engine's order. An engine's ranks divide each
-    tensor.
-    """
+    """Yield each known order of a matrix of ``total`` rows, for ``queries`` query heads and ``keys`` key heads. An
+    order is a list of tensors: the row indices of the policy in the engine's order. An engine's ranks divide each
+    tensor."""
     rows, group = torch.arange(total), queries // keys
     if total % (keys * (group + 2)) == 0:  # checkpoint rows: query heads of a group, their key head, their value head
         by_head = rows.view(keys, group + 2, -1)

@@ -71,10 +71,8 @@ def check_equal(slices: Sequence[Slice]) -> None:
 
 
 def check_same(policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput | None = None) -> None:
-    """Raise a RuntimeError unless engine and policy have equal log-probabilities up to rounding. A collective.
-
-    One prompt is text; if ``tower_prompt`` is set, another is text after its images. A LoRA adapter is disabled.
-    """
+    """Raise a RuntimeError unless engine and policy have equal log-probabilities up to rounding. A collective. One
+    prompt is text; if ``tower_prompt`` is set, another is text after its images. A LoRA adapter is disabled."""
     # The prompt has no placeholder tokens of images, video or audio, because Gemma 4 reads them as padding, and vLLM
     # reads them as tokens.
     placeholders = {getattr(unwrap(policy).config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")}
@@ -151,15 +149,11 @@ def check_read(
 
 def read_together(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice]) -> set[str]:
     """Return the names of slices that the engine reads, found by a few forwards for any number of slices. A collective.
-
     All parameters are multiplied by the signs of `cancelling`, which together leave the output unchanged. If the engine
     read only some of the changed parameters, its output would change. A change of the embedding without the other
     parameters must change the output, otherwise the engine reads no changed parameter. A parameter counts as read if
     the policy's gradient predicts a far larger effect of its change than all changes together have on the engine's
-    output.
-
-    The result is empty for architectures unlike Llama. All ranks get equal results.
-    """
+    output. The result is empty for architectures unlike Llama. All ranks get equal results."""
     if not slices:
         return set()
     probe = Probe(engine, probe_ids(engine, PROBE_TOKENS[0]))
@@ -189,11 +183,9 @@ def read_together(slices: Sequence[Slice], policy: torch.nn.Module, engine: Engi
 
 def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Module) -> dict[str, float]:
     """Estimate in nats how much a sign change of each slice would change the prompt's log-probability, by slice name.
-
     The estimate is for changed signs of a random half of the slice's values: the norm of gradient times value. Packed
     weights and buffers have no gradient, and are left out. The result is empty if memory is too small for the
-    gradients.
-    """
+    gradients."""
     effects: dict[str, float] = {}
     parameters = {*policy.parameters()}
     slice_of = {part.source: part for part in slices if part.source in parameters}
@@ -286,12 +278,12 @@ def changed(tensor: torch.Tensor) -> Iterator[None]:
             tensor.neg_() if zeros is None else tensor.copy_(zeros)
 
 
-EMBEDDING, HEAD, LAST_NORM = "embed_tokens", "lm_head", "norm"  # names of modules in models like Llama
-READERS = {  # keys: projections that read the residual stream; values: the norm before each projection
+EMBEDDING, HEAD, LAST_NORM = "embed_tokens", "lm_head", "norm"  # Names of modules in models like Llama.
+READERS = {  # Keys are projections that read the residual stream. Values are the norm before each projection.
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "input_layernorm"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "post_attention_layernorm"),
 }
-WRITERS = {"o_proj": -1.0, "down_proj": 1.0}  # projections that write to the residual stream, and their input's sign
+WRITERS = {"o_proj": -1.0, "down_proj": 1.0}  # Projections that write to the residual stream: the sign of their input.
 NEGATED = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 NORMS_OF_HEADS = ("q_norm", "k_norm")
 

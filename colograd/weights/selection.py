@@ -144,7 +144,7 @@ def weight_sync(
         )
     layout = engine.layout
     with on_all_ranks("the map of the weights"):
-        served = engine.served.weights
+        served = engine.served.weights if engine.served is not None else ()
         place, ranks = layout.engine_place, layout.ranks_per_engine
         slices = map_parameters(policy, engine.tensors, place, ranks, served)
         if not engine.blank:
@@ -158,7 +158,7 @@ def weight_sync(
         copy(slices if engine.blank else packed)
         proof.check_same(policy, engine, tower_prompt)
         untested = [weight for name, weight in packed_weights(policy).items() if tower_prompt is None and sees(name)]
-        if unused := engine.served.unused(untested):
+        if engine.served is not None and (unused := engine.served.unused(untested)):
             raise RuntimeError(
                 f"{unused} of the engine's layers don't use the policy's packed weights, because Colograd doesn't know "
                 "this architecture yet. Set weights: auto to copy them."

@@ -48,8 +48,8 @@ class KeptTokensRecord(EngineFeature):
             # If the flag stayed set, vLLM would refuse requests without a top_k, such as greedy evaluations.
             engine.core.input_processor.model_config.return_sampling_mask = False
             return
-        engine.core.engine_core.engine_core.scheduler.return_sampling_mask = True
-        _Watched(engine.core.model_executor.driver_worker.worker.model_runner)
+        engine.scheduler.return_sampling_mask = True
+        _Watched(engine.runner)
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
         """Add to each completion of a request a `KeptTokens` rider, if its sampling was truncated."""
