@@ -13,14 +13,15 @@ from ..config import GRPOConfig
 from ..policy.lora import Adapter
 from ..policy.supported import read_config
 from ..runtime import registry
+from .protocol import EngineUse
 
-# Tokens per KV cache block on a CPU. A group's completions share only full blocks of their prompt. vLLM's blocks of 128
-# tokens are longer than most prompts.
+# CPU_BLOCK: tokens per KV cache block on a CPU. A group's completions share only full blocks of their prompt. vLLM's
+# default blocks of 128 tokens are longer than most prompts.
 CPU_BLOCK = 32
-MOST_SEQUENCES = 1024  # Maximum number of sequences decoded at once: vLLM's default on the largest GPUs.
-FAR_APART = 128  # Distance in tokens of CUDA graph sizes that only evaluations reach.
+MOST_SEQUENCES = 1024  # Default maximum of sequences decoded at once, as in vLLM on the largest GPUs.
+FAR_APART = 128  # Tokens between two CUDA graph sizes that only evaluations reach.
 VOCABULARY_BLOCK = 64  # vLLM pads a vocabulary to a multiple of 64 rows before it splits the rows over ranks.
-KEEPS_EXPERTS = "triton"  # vLLM's MoE kernel that keeps a checkpoint's layout. Other kernels permute the experts.
+KEEPS_EXPERTS = "triton"  # vLLM's MoE kernel for GPUs that keeps a checkpoint's layout. Others may permute experts.
 V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's environment variable that turns Model Runner V2 on or off.
 # RESERVED: arguments of vllm.LLM that only the trainer may set.
 RESERVED = (
@@ -31,18 +32,14 @@ RESERVED = (
 
 
 def engine_kwargs(
-    model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int, sequences: int = 0,
-    trained: int = 0,
+    model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int,
+    use: EngineUse = EngineUse(),
 ) -> dict[str, Any]:  # fmt: skip
     """Return the arguments of `vllm.LLM`. ``vllm_engine_kwargs`` may override all arguments except `enable_sleep_mode`
     and those in RESERVED.
 
-    Args:
-        sequences: maximum number of sequences in one generation, in training or evaluation. 0 means unknown.
-        trained: maximum number of sequences in one generation of training. 0 means the value of ``sequences``.
-
     Raises:
-        ValueError: ``vllm_engine_kwargs`` sets an argument that it may not override.
+        ValueError: ``vllm_engine_kwargs`` sets an argument that isn't allowed, or `hf_overrides` isn't a mapping.
     """
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     for name in RESERVED:
@@ -85,30 +82,30 @@ def engine_kwargs(
         if (plain := getattr(AttentionBackendEnum, "CPU_MLA", None)) is not None:
             kwargs |= dict.fromkeys(accepted("attention_backend"), plain)
     else:
-        # If `kv_bytes` sets the size of the KV cache, a utilization of 1 % suffices, because vLLM only checks that so
-        # much of the GPU is free.
+        # If `kv_bytes` sets the size of the KV cache, vLLM uses the utilization only to check that this share of the
+        # GPU's memory is free. So 1 % suffices.
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None)
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
         kwargs |= dict.fromkeys(accepted("moe_backend"), KEEPS_EXPERTS)
         if torch.cuda.device_count() < config.vllm_tensor_parallel_size:
-            kwargs["disable_custom_all_reduce"] = True  # The all-reduce would query GPUs that this process can't see.
-        if sequences:  # vLLM's default of up to 512 sequences suits a server.
-            width = int(given.get("max_num_seqs") or min(sequences, MOST_SEQUENCES))
+            kwargs["disable_custom_all_reduce"] = True  # vLLM's kernel would query GPUs that this process can't see.
+        if use.sequences:  # vLLM's default, up to 1,024, doesn't know the run's batch.
+            width = int(given.get("max_num_seqs") or min(use.sequences, MOST_SEQUENCES))
             kwargs["max_num_seqs"] = width
             says_graphs = any(name == "compilation_config" or "cudagraph" in name for name in given)
             if compiles(config) and not says_graphs:
                 drafts = int((given.get("speculative_config") or {}).get("num_speculative_tokens") or 0)
                 most = min(width * (drafts + 1), MOST_SEQUENCES) if drafts else 0
-                sizes = graph_sizes(width, trained or sequences, most, drafts + 1)
+                sizes = graph_sizes(width, use.trained or use.sequences, most, drafts + 1)
                 kwargs |= dict.fromkeys(accepted("cudagraph_capture_sizes"), sizes)
     return {name: value for name, value in kwargs.items() if value is not None} | given
 
 
 def runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
-    """Return whether vLLM uses its Model Runner V2, which can return each token's routed experts and sampling mask.
+    """Return whether vLLM uses its Model Runner V2, which can return routed experts and sampling masks. True on a GPU.
 
     Raises:
-        ValueError: the user has switched V2 off on a GPU, where the feature that ``setting`` turns on needs V2. The
+        ValueError: the environment switches V2 off on a GPU, but the feature that ``setting`` turns on needs V2. The
             error names ``remedy``, a setting that turns the feature off.
     """
     import vllm.envs
@@ -124,12 +121,12 @@ def runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
 
 
 def graph_sizes(width: int, trained: int, most: int = 0, multiple: int = 1) -> list[int]:
-    """Return the batch sizes in tokens to capture CUDA graphs for. A step runs with the next larger captured size.
+    """Return the batch sizes in tokens to capture CUDA graphs for. vLLM pads a step to the next larger captured size.
 
     Each size costs memory and time at start. Sizes above ``trained`` occur only in evaluations, so they are far apart.
 
     Args:
-        width: maximum number of sequences in a step, each with one token.
+        width: maximum number of sequences in a step. Without drafts each sequence has one token in a step.
         trained: maximum number of sequences in a step of training.
         most: maximum number of tokens in a step with drafts (speculative decoding); 0 without drafts.
         multiple: tokens per sequence and step with drafts. vLLM drops sizes that aren't multiples of this number.
@@ -142,7 +139,7 @@ def graph_sizes(width: int, trained: int, most: int = 0, multiple: int = 1) -> l
 
 
 def compiles(config: GRPOConfig) -> bool:
-    """Return whether vLLM compiles the model and captures CUDA graphs at start: by default on a GPU, not on a CPU."""
+    """Return whether vLLM compiles the model (on a GPU with CUDA graphs) at start: by default only on a GPU."""
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     return not given.get("enforce_eager", config.on_cpu)
 
@@ -165,13 +162,13 @@ def _given_overrides(given: Any) -> dict[str, Any]:
     if given is not None and not isinstance(given, dict):
         raise ValueError(
             f"vllm_engine_kwargs sets 'hf_overrides' to {given!r}, but `hf_overrides` must be a mapping, "
-            "because `cast_lm_head_to_fp32` or a quantised checkpoint adds keys to the mapping. Set a mapping."
+            "because `cast_lm_head_to_fp32` or a quantised policy adds keys to the mapping. Set a mapping."
         )
     return given or {}
 
 
 def check_parts(model_config: Any, ranks: int, world_size: int) -> None:
-    """Raise a ValueError if a size of the model isn't a multiple of ``ranks``, the number of ranks per engine."""
+    """Raise a ValueError if an engine's ``ranks`` can't divide the model's heads, MLP, vocabulary or vision tower."""
     if ranks == 1:
         return
     text = model_config.get_text_config()
@@ -183,7 +180,7 @@ def check_parts(model_config: Any, ranks: int, world_size: int) -> None:
         f"vocab_size (filled up to a multiple of {VOCABULARY_BLOCK})": vocabulary,
     }
     keys = int(getattr(text, "num_key_value_heads", 0) or heads)
-    if keys > ranks or ranks % keys:  # vLLM copies key-value heads if there are fewer heads than ranks
+    if keys > ranks or ranks % keys:  # with fewer key-value heads than ranks, vLLM copies heads
         sizes["num_key_value_heads"] = keys
     vision = getattr(model_config, "vision_config", None)
     if vision is not None:  # the vision tower is split over ranks like the text model
@@ -199,7 +196,7 @@ def check_parts(model_config: Any, ranks: int, world_size: int) -> None:
 
 
 def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for one LoRA slot on the adapted layers. Empty without LoRA in the engine."""
+    """Return arguments of `vllm.LLM` for one LoRA slot. Empty without an adapter, or if vLLM can't serve LoRA here."""
     if adapter is None or not serves_lora(model_path, config):
         return {}
     from vllm.config.lora import MaxLoRARanks
@@ -212,10 +209,8 @@ def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) ->
 
 
 def blank_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments to add to ``kwargs`` so that vLLM reads no weights, and builds unquantised layers.
-
-    Weights of a draft model are still read, because no weight sync writes into the draft model.
-    """
+    """Return arguments to add to ``kwargs`` so that vLLM reads no weights, and builds unquantised layers. Weights of a
+    draft model are read if this vLLM can, because no weight sync writes into the draft model."""
     from vllm.config import LoadConfig, SpeculativeConfig
 
     overrides = _given_overrides(kwargs.get("hf_overrides"))
@@ -226,7 +221,7 @@ def blank_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serves_lora(model_path: str, config: GRPOConfig) -> bool:
-    """Return whether vLLM's class of this model supports LoRA. vLLM refuses LoRA slots for a class without support."""
+    """Return whether vLLM's class of this model supports LoRA, which LoRA slots need. True for an unknown class."""
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
     names = getattr(read_config(model_path, config), "architectures", None) or ()
@@ -235,14 +230,14 @@ def serves_lora(model_path: str, config: GRPOConfig) -> bool:
 
 
 def engine_dtype(config: GRPOConfig, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that ``vllm_engine_kwargs`` sets for the engine, else ``dtype``, the policy's dtype."""
+    """Return the dtype that ``vllm_engine_kwargs`` sets for the engine, or else the policy's ``dtype``."""
     given = str((config.vllm_engine_kwargs or {}).get("dtype") or "").removeprefix("torch.")  # type: ignore[union-attr]
     found = getattr(torch, given, None)
     return found if isinstance(found, torch.dtype) else dtype
 
 
 def share_is_given(config: GRPOConfig) -> bool:
-    """Return whether the user sets the engine's share of GPU memory. vLLM fills that share with the KV cache."""
+    """Return whether the user sets the engine's share of GPU memory, or the number of blocks of its KV cache."""
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     names = ("gpu_memory_utilization", "num_gpu_blocks_override")
     return config.vllm_gpu_memory_utilization is not None or any(given.get(name) for name in names)

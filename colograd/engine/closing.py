@@ -25,7 +25,7 @@ _set_num_threads = torch.set_num_threads  # Torch's original function, because v
 
 @contextlib.contextmanager
 def closed_if_it_fails() -> Iterator[None]:
-    """Free the memory of a `vllm.LLM` if its construction fails in this context."""
+    """Free the memory of the `vllm.LLM` that is built in this context, if the context fails."""
     if _alive:
         _free_memory()  # frees engines that were dropped without being closed
     token, handled = object(), sys.exc_info()[1]
@@ -37,8 +37,8 @@ def closed_if_it_fails() -> Iterator[None]:
 
         clients = [each for each in gc.get_objects() if type(each) is InprocClient and hasattr(each, "engine_core")]
         for core in map(_core_of, clients):
-            if core not in _alive:  # an engine core was built before the failure
-                _stop(core)
+            if core not in _alive:  # this engine core belongs to the failed `vllm.LLM`
+                _shut_down(core)
         failures.forget_frames(error, but=handled)
         _free_memory()
         raise
@@ -62,24 +62,20 @@ def _core_of(client: Any) -> Any:
 
 
 def _shut_down(core: Any) -> None:
-    _alive.discard(core)
-    _stop(core)
-    _leave_groups_with_the_last()
-    torch.set_num_threads = _set_num_threads
-    _free_memory()
-
-
-def _stop(core: Any) -> None:
-    """Let vLLM shut its engine ``core`` down, but keep the process groups, because other engines may need them."""
+    """Let vLLM shut its engine ``core`` down. Keep the process groups, unless ``core`` was the last engine."""
     from vllm.distributed import parallel_state
 
+    _alive.discard(core)
     with (
         replaced(parallel_state, "destroy_distributed_environment", lambda: None),
         replaced(parallel_state, "destroy_model_parallel", lambda: None),
-        replaced(gc, "collect", lambda *_: 0),  # A collection takes half a second.
-        contextlib.suppress(Exception),  # After a failure, dropping the core frees its memory.
+        replaced(gc, "collect", lambda *_: 0),  # Skips vLLM's collection of garbage: half a second.
+        contextlib.suppress(Exception),  # If the shutdown fails, dropping the core frees its memory.
     ):
         core.shutdown()
+    _leave_groups_with_the_last()
+    torch.set_num_threads = _set_num_threads
+    _free_memory()
 
 
 def _leave_groups_with_the_last() -> None:

@@ -21,7 +21,7 @@ from ..parallel.shards import Lockstep
 from . import building
 from .arguments import blank_kwargs, computes_float32_heads, engine_kwargs, lora_kwargs
 from .closing import closed_if_it_fails, closes_with
-from .protocol import EngineFeature, EngineUse, ServedWeights, engine_features
+from .protocol import EngineFeature, EngineUse, Load, engine_features
 from .tensors import VLLMTensors
 
 
@@ -32,13 +32,13 @@ class LoadedVLLM:
         model_path: folder or Hub id of the model that vLLM loads.
         dtype: the policy's dtype. The engine uses this dtype unless ``vllm_engine_kwargs`` sets a dtype.
         context: maximum tokens of one sequence, prompt and completion together. None means the model's maximum.
-        kv_bytes: bytes of the KV cache. On a GPU 0 means the memory that ``vllm_gpu_memory_utilization`` leaves.
-        use: facts about the run that the configuration doesn't hold.
+        kv_bytes: bytes of the KV cache. 0 means that vLLM chooses, on a GPU by ``vllm_gpu_memory_utilization``.
+        use: facts about the run that ``config`` doesn't hold.
         features: extensions' changes of the engine. None means the features that the run's configuration needs.
     """
 
     llm: Any  # The vllm.LLM object.
-    dtype: torch.dtype  # Dtype of the engine's weights and activations.
+    dtype: torch.dtype  # Dtype of the engine's activations and of most weights.
 
     def __init__(
         self, model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int,
@@ -49,25 +49,25 @@ class LoadedVLLM:
         self.layout, self.end_tokens = config.layout, use.end_tokens
         self.sleeps = config.vllm_enable_sleep_mode and not config.on_cpu
         self.asleep = False
-        self.version: int | None = None  # Optimizer step of the weights. Only `stamp` and `invalidate` write it.
-        self.after_step: list[Callable[[], None]] = []  # Listeners that are called after each engine step.
-        self._adapter: Any = None  # vLLM's LoRARequest that every request gets; None without an adapter.
+        self.version: int | None = None  # Optimizer step of the weights, written by `stamp` and `invalidate`.
+        self.after_step: list[Callable[[], None]] = []  # Functions that `advance` calls after its engine step.
+        self._adapter: Any = None  # vLLM's LoRARequest, which every request gets. None without an adapter.
         self._requests = 0  # Number of requests since the engine was built.
         self._open: dict[str, ModelInput] = {}  # Prompts of unfinished requests by request name.
         self._written: list[tuple[str, Sequence[int]]] = []
-        self._unknown_tokens = 0  # number of sampled ids without a token in the tokenizer, since the last `take_counts`
-        self.served = ServedWeights()
+        self._unknown_tokens = 0  # number of sampled ids without a token in the tokenizer, since `take_counts`
+        self.served: Any = None
         self._features = engine_features(config, use) if features is None else tuple(features)
         self.blank = use.blank or any(feature.blank for feature in self._features)
         self._lockstep = Lockstep(self.layout) if self.layout.ranks_per_engine > 1 else None
-        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, use.sequences, use.trained)
+        kwargs = engine_kwargs(model_path, config, dtype, context, kv_bytes, use)
         for feature in self._features:
             kwargs |= feature.arguments(kwargs)
         kwargs |= lora_kwargs(model_path, config, use.adapter)
         self._build(kwargs | (blank_kwargs(kwargs) if self.blank else {}), config, use)
 
     def _build(self, kwargs: dict[str, Any], config: GRPOConfig, use: EngineUse) -> None:
-        """Build vLLM with the arguments ``kwargs`` of `vllm.LLM`, and read its sizes."""
+        """Build vLLM with the arguments ``kwargs`` of `vllm.LLM`, and read context, KV cache and weight sizes."""
         watchdog.progress("the start of vLLM")
         ranks, adapted = self.layout.ranks_per_engine, use.adapter is not None
         with contextlib.ExitStack() as while_built:
@@ -90,16 +90,19 @@ class LoadedVLLM:
         self.head_dtype = self.dtype
         if computes_float32_heads():
             self.head_dtype = getattr(model_config, "head_dtype", self.dtype)
-        self.tokens = min(use.tokens or self.vocab_size, self.vocab_size)  # number of the tokenizer's tokens
+        self.tokens = min(use.tokens or self.vocab_size, self.vocab_size)  # ids from here on have no token
         self.context = int(model_config.max_model_len)
         self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
         self.max_sequences = int(self.vllm_config.scheduler_config.max_num_seqs)
         self.weight_bytes = sum(p.nbytes for p in self.model.parameters())
-        self.build_seconds = time.perf_counter() - self.started
+        scheduler, preempt = self.scheduler, self.scheduler._preempt_request
 
-    def check_processor(self, processor: Any) -> None:
-        for feature in self._features:
-            feature.check_processor(processor)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            scheduler.preemptions += 1  # No reference to this engine, because a dropped engine must be collected.
+            return preempt(*args, **kwargs)
+
+        scheduler.preemptions, scheduler._preempt_request = 0, counted
+        self.build_seconds = time.perf_counter() - self.started
 
     @property
     def core(self) -> Any:
@@ -107,8 +110,17 @@ class LoadedVLLM:
         return self.llm.llm_engine
 
     @property
+    def runner(self) -> Any:
+        """The model runner of vLLM that computes the steps on this rank."""
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    @property
     def model(self) -> torch.nn.Module:
-        return self.core.model_executor.driver_worker.worker.model_runner.model
+        return self.runner.model
+
+    @property
+    def scheduler(self) -> Any:
+        return self.core.engine_core.engine_core.scheduler
 
     @property
     def vllm_config(self) -> Any:
@@ -130,7 +142,7 @@ class LoadedVLLM:
     def warnings(self, config: GRPOConfig) -> Iterator[str]:
         yield from building.untested_vllm()
         if config.cast_lm_head_to_fp32 and self.head_dtype != torch.float32:
-            yield "engine: this vLLM rounds logits to the model's dtype; cast_lm_head_to_fp32 is the policy's"
+            yield "engine: this vLLM rounds logits to the model's dtype; cast_lm_head_to_fp32 changes only the policy"
 
     def invalidate(self) -> None:
         self.version = None
@@ -138,7 +150,7 @@ class LoadedVLLM:
     def stamp(self, version: int) -> None:
         self.invalidate()
         if self.core.has_unfinished_requests():
-            raise RuntimeError("Weights were published while completions were being decoded: drain the engine first.")
+            raise RuntimeError("Weights were published while requests were unfinished: drain the engine first.")
         self._forget_prefixes(version)
         self.version = version
 
@@ -161,19 +173,22 @@ class LoadedVLLM:
         return VLLMTensors(self.model)
 
     def load_adapter(self, folder: str) -> None:
-        """Let vLLM load a LoRA adapter in peft's format into its first slot. Every later request uses the adapter."""
         from vllm.lora.request import LoRARequest
 
         self._adapter = LoRARequest("policy", 1, folder)
         if not self.core.add_lora(self._adapter) or not self.adapter_is_active:
             raise RuntimeError(
-                f"vLLM loaded the adapter of {folder!r}, but didn't activate the adapter in its first LoRA slot."
+                f"vLLM didn't activate the adapter of {folder!r} in its first LoRA slot: set weights: copied."
             )
 
     @property
     def adapter_is_active(self) -> bool:
         ids: Any = self.model.lora_manager.lora_index_to_id
         return self._adapter is not None and list(ids[:1]) == [self._adapter.lora_int_id]
+
+    def load(self) -> Load:
+        running, waiting = self.scheduler.get_request_counts()
+        return Load(running, waiting, float(self.scheduler.kv_cache_manager.usage), self.scheduler.preemptions)
 
     def sleep(self) -> None:
         if not self.sleeps or self.asleep:
@@ -185,13 +200,13 @@ class LoadedVLLM:
             self.core.sleep(level=0, mode="keep")
             self.core.release_kv_cache_memory()
         else:
-            self.core.sleep(level=1)  # frees only the KV cache, because `weights_stay` keeps weights out of the pool
+            self.core.sleep(level=1)  # frees only the KV cache, because `weights_stay` keeps weights out of vLLM's pool
         self.asleep = True
 
     def wake(self) -> None:
         if not self.asleep:
             return
-        torch.cuda.empty_cache()  # frees torch's cached memory, because vLLM doesn't use torch's allocator
+        torch.cuda.empty_cache()  # frees memory for the KV cache, which vLLM doesn't take from torch's allocator
         self.core.wake_up(tags=["kv_cache"] if hasattr(self.core, "release_kv_cache_memory") else None)
         if self.core.is_sleeping():
             raise RuntimeError("vLLM's KV cache stayed asleep after wake_up: set vllm_enable_sleep_mode: false.")
@@ -201,18 +216,16 @@ class LoadedVLLM:
         self._close()
         for feature in self._features:
             feature.close()
-        self._features, self.served = (), ServedWeights()
+        self._features, self.served = (), None
         self.llm = None
 
 
 @contextlib.contextmanager
 def leading(core: Any, group: Lockstep) -> Iterator[None]:
-    """Send the first rank's requests, aborts and steps of ``core`` (vLLM's LLMEngine) to the engine's other ranks.
-
-    Each rank has a vLLM with a scheduler, and all schedulers must get the same calls between steps. The calls of a
-    generation depend on clocks, rewards, tools and the user's code. So this code runs on the first rank only.
-    """
-    calls: list[bytes] = []  # pickled calls of vLLM since the last step
+    """Send the first rank's requests, aborts and steps of ``core`` (vLLM's LLMEngine) to the engine's other ranks. Each
+    rank has a vLLM with a scheduler, and all schedulers must get the same calls between steps. The calls of a
+    generation depend on clocks, rewards, tools and the user's code. So this code runs on the first rank only."""
+    calls: list[bytes] = []  # pickled calls of `add_request` and `abort_request` since the last step
 
     def told(name: str, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         as_given = pickle.dumps((name, args, kwargs))  # Pickled first, because vLLM may modify arguments.

@@ -1,17 +1,17 @@
 """`Engine`: the interface of an inference engine in the trainer's process, implemented by `VLLMEngine`.
 
 `EngineFeature` is the interface of extensions that change the engine. An extension registers a function under
-``engine_feature`` in its ``HOOKS``. The function gets the configuration and an `EngineUse`, and returns an
-`EngineFeature`, or None if the extension's option is off. The function is called once, when an engine is built.
+``engine_feature`` in its ``HOOKS``. For each engine that is built, the function gets the configuration and an
+`EngineUse`, and returns an `EngineFeature`, or None if the extension's option is off.
 """
 
 from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ from ..config import GRPOConfig
 from ..parallel.layout import RankLayout
 from ..parallel.ranks import on_all_ranks
 from ..policy.loading import Policy
-from ..policy.lora import Adapter, PackedWeight
+from ..policy.lora import Adapter
 from ..riders import Rider
 from ..runtime.registry import hooks
 from .sampling import Sampling
@@ -41,18 +41,17 @@ class Sampled:
     logprobs: array[float]  # Log-probabilities of the sampled tokens in nats, [C] float32.
     finish_reason: FinishReason
     riders: tuple[Rider, ...] = ()  # Per-token data of extensions.
+    # With the option `prompt_logprobs`: log-probability and rank of each prompt token, None for the first token.
+    prompt: Sequence[tuple[float, int] | None] = ()
 
 
-class ServedWeights:
-    """The policy's quantised weights that the engine's layers read in place. This base class has no such weights."""
+class Load(NamedTuple):
+    """The engine's load after one engine step: numbers of sequences, and use of the KV cache."""
 
-    @property
-    def weights(self) -> Sequence[PackedWeight]:
-        return ()
-
-    def unused(self, but: Collection[PackedWeight] = ()) -> int:
-        """Count layers that have computed nothing since the engine was built, except layers of weights in ``but``."""
-        return 0
+    running: int  # Number of running sequences.
+    waiting: int  # Number of sequences that wait to start.
+    cache: float  # Used fraction of the KV cache, between 0 and 1.
+    preemptions: int = 0  # Since the engine was built: sequences that lost their KV cache, computed again later.
 
 
 class Engine(Protocol):
@@ -61,16 +60,16 @@ class Engine(Protocol):
     layout: RankLayout
     version: int | None  # Optimizer step of the weights. None means that the step is unknown.
     context: int  # Maximum tokens of a sequence, prompt and completion together.
-    vocab_size: int  # Vocabulary size of the loaded checkpoint.
+    vocab_size: int  # Vocabulary size in the configuration of the loaded checkpoint.
     max_sequences: int  # Maximum number of sequences decoded at once. Further sequences wait in a queue.
     kv_tokens: int  # Capacity of the KV cache in tokens.
-    weight_bytes: int  # Bytes of all weights.
-    dtype: torch.dtype  # Dtype of weights and activations.
-    blank: bool  # Whether the engine was built without reading weights. A weight sync writes all weights.
+    weight_bytes: int  # Bytes of the model's weights on this rank.
+    dtype: torch.dtype  # Dtype of activations and of most weights.
+    blank: bool  # Whether the engine was built without the checkpoint's weights, because a weight sync writes them.
     sleeps: bool  # Whether `sleep` frees the KV cache's memory.
     asleep: bool  # Whether the KV cache is freed now.
-    served: ServedWeights  # The policy's quantised weights that the engine reads in place.
-    after_step: list[Callable[[], None]]  # Listeners that `advance` calls after each engine step, in list order.
+    served: Any  # `ServedLayers`: quantised weights that the engine reads in the policy's memory. None without any.
+    after_step: list[Callable[[], None]]  # Functions that `advance` calls after its engine step, in list order.
 
     def submit(
         self, prompt: ModelInput | Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None,
@@ -81,27 +80,26 @@ class Engine(Protocol):
         Args:
             seed: seed of the first completion. The i-th completion, counted from 0, draws with seed + i.
             n: number of completions; default ``sampling.n``.
-            spent: tokens of ``sampling.max_tokens`` that earlier turns of the conversation have used.
+            spent: tokens of ``sampling.max_tokens`` that are used up, e.g. by earlier turns of a conversation.
             streams: whether `written` returns the request's tokens after each engine step. Streaming needs n = 1.
         """
 
     def advance(self) -> list[tuple[str, list[Sampled]]]:
         """Run one engine step. Return the name and the n completions of each request that finished in the step."""
 
-    def written(self) -> list[tuple[str, Sequence[int]]]:
-        """Return (name, all token ids so far) of unfinished streaming requests that got tokens in the last engine step.
+    def load(self) -> Load:
+        """Return the engine's load after the last engine step."""
 
-        The next engine step may append to the returned token ids.
-        """
+    def written(self) -> list[tuple[str, Sequence[int]]]:
+        """Return (name, all token ids so far) of unfinished streaming requests that got tokens in the last `advance`.
+        The next `advance` may append to the returned token ids."""
 
     def abort(self, requests: Iterable[str]) -> None:
         """Drop unfinished ``requests`` and their tokens. Names of finished requests are ignored."""
 
     def stop(self, requests: Iterable[str]) -> list[tuple[str, list[Sampled]]]:
-        """Drop unfinished ``requests``, and return (name, completions so far) of each dropped request.
-
-        Unfinished completions have the finish reason `ABORT`. Completions that were waiting to start have no tokens.
-        """
+        """Drop unfinished ``requests``, and return (name, completions so far) of each dropped request. Unfinished
+        completions have the finish reason `ABORT`. Completions that were waiting to start have no tokens."""
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
@@ -117,18 +115,15 @@ class Engine(Protocol):
     def check(self, sampling: Sampling) -> None:
         """Raise a ValueError if the engine refuses these sampling settings."""
 
-    def check_processor(self, processor: Any) -> None:
-        """Raise an error if the engine turns images into other inputs than the trainer's ``processor`` does."""
-
     def on_engine_leader(self, work: Callable[[], T], others: T) -> T:
         """Run ``work`` on the engine's first rank. Other ranks repeat its calls of vLLM, and return ``others``."""
 
     @property
     def tensors(self) -> VLLMTensors:
-        """The tensors of the engine's model in this process, by name. A weight sync writes into the tensors."""
+        """The tensors of the engine's model on this rank, by name. A weight sync writes into the tensors."""
 
     def invalidate(self) -> None:
-        """Set ``version`` to None, because the weights are changing. Sampling fails until the next `stamp`."""
+        """Set ``version`` to None, because the weights are changing. `generate` fails until the next `stamp`."""
 
     def stamp(self, version: int) -> None:
         """Record that the weights are now of optimizer step ``version``. Drop cached results of older weights."""
@@ -150,7 +145,7 @@ class Engine(Protocol):
         """Allocate an empty KV cache after `sleep`."""
 
     def describe(self) -> str:
-        """Return one line for the log: the model, its dtype, KV cache tokens and bytes of weights."""
+        """Return one line for the log, e.g. with the model, its dtype, and the sizes of KV cache and weights."""
 
     def warnings(self, config: Any) -> Iterator[str]:
         """Yield the warnings about the engine that are printed when a run starts."""
@@ -164,10 +159,10 @@ class EngineUse:
     """Facts about a run that its engine needs, and that the configuration doesn't hold."""
 
     end_tokens: tuple[int, ...] = ()  # Token ids that end a completion, in addition to the checkpoint's ids.
-    adapter: Adapter | None = None  # LoRA adapter that gets a slot in the engine.
-    sequences: int = 0  # Maximum number of sequences in one generation. 0 means unknown.
-    trained: int = 0  # Maximum number of sequences in one generation of training. 0 means the same as ``sequences``.
-    blank: bool = False  # Whether to skip reading weights, because a weight sync writes all weights.
+    adapter: Adapter | None = None  # LoRA adapter that the engine serves. None without one.
+    sequences: int = 0  # Maximum number of sequences in one generation or evaluation. 0 means unknown.
+    trained: int = 0  # Maximum number of sequences in one generation of training. 0 means the value of ``sequences``.
+    blank: bool = False  # Whether to skip the checkpoint's weights, because a weight sync writes all weights.
     tokens: int = 0  # Number of tokens in the tokenizer, often fewer than the model's embedding rows. 0 means unknown.
     policy: Policy | None = None  # The model that is trained. None for an engine without training, e.g. evaluation.
     prompts: Sequence[Any] = ()  # The run's datasets of prompts.
@@ -178,7 +173,7 @@ class EngineUse:
 class EngineFeature:
     """An extension's change of `VLLMEngine`. Each method has a default without effect. A subclass overrides some."""
 
-    blank = False  # whether vLLM is built without reading weights, because a weight sync writes all weights
+    blank = False  # whether vLLM is built without the checkpoint's weights, because a weight sync writes them
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return arguments of `vllm.LLM` that extend or override ``arguments``, which contain the user's arguments."""
@@ -189,20 +184,17 @@ class EngineFeature:
         return contextlib.nullcontext()
 
     def built(self, engine: Any) -> None:
-        """Change, or keep a reference to, a `VLLMEngine` that has just been built."""
-
-    def check_processor(self, processor: Any) -> None:
-        """Raise an error if vLLM turns images into other inputs than the trainer's ``processor`` does."""
+        """Check or change the `VLLMEngine` that has just been built, or keep a reference to the engine."""
 
     def while_generating(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager that is entered during each generation."""
+        """Return a context manager that is entered during each call of `Engine.on_engine_leader`."""
         return contextlib.nullcontext()
 
     def request(self, prompt: ModelInput) -> Any:
-        """Return ``prompt`` as an input of vLLM. None means that its token ids are the input."""
+        """Return ``prompt`` as an input of vLLM. None means that the prompt's token ids are the input."""
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
-        """Return ``sampled``, the completions of an ended request, with data from ``output``, vLLM's RequestOutput."""
+        """Return a request's completions ``sampled`` with data from ``output``, vLLM's RequestOutput of the request."""
         return sampled
 
     def scored(self, prompt: ModelInput, output: Any) -> None:
@@ -214,13 +206,28 @@ class EngineFeature:
         return {}
 
     def drop(self, request: str) -> None:
-        """Drop all data that the feature has about ``request``, because the request has ended."""
+        """Drop all data of the request named ``request``, because the request has ended."""
 
     def forget(self) -> None:
-        """Drop all data that were computed with the engine's old weights, after a weight sync."""
+        """Drop data computed with the engine's weights. Called after a weight sync, and before the engine sleeps."""
 
     def close(self) -> None:
-        """Free the memory of the feature when the engine is closed."""
+        """Free the memory of the feature. Called when the engine is closed."""
+
+
+@contextlib.contextmanager
+def after_each_step(engine: Engine, work: Callable[[], Any]) -> Iterator[None]:
+    """Append ``work`` to the functions that the engine calls after each step, while the context lasts."""
+    engine.after_step.append(work)
+    try:
+        yield
+    finally:
+        engine.after_step.remove(work)
+
+
+def stepping(engine: Engine, tell: Callable[[int], Any]) -> contextlib.AbstractContextManager[None]:
+    """Call ``tell`` after each engine step with the number of sequences that are still running."""
+    return after_each_step(engine, lambda: tell(engine.load().running))
 
 
 def engine_features(config: GRPOConfig, use: EngineUse) -> tuple[EngineFeature, ...]:

@@ -20,15 +20,15 @@ RESERVED = (
     "n", "seed", "max_tokens", "temperature", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize",
     "output_kind",
 )  # fmt: skip
-# SUPPORTED: `generation_kwargs` may set these parameters. Options about decoded text only affect stop strings, because
-# reward functions get texts that the trainer decodes from token ids. A parameter that is in neither list may return
-# results that Colograd doesn't read.
+# SUPPORTED: `generation_kwargs` may set these parameters. Options of vLLM's decoding only affect stop strings, because
+# reward functions get texts that the trainer decodes from token ids. Parameters in neither list are refused: they may
+# return results that Colograd doesn't read.
 SUPPORTED = (
     *SHAPING, "stop", "stop_token_ids", "ignore_eos", "repetition_detection", "include_stop_str_in_output",
     "skip_special_tokens", "spaces_between_special_tokens",
 )  # fmt: skip
 
-LENGTHS = "lengths_{rank}.json"  # File in a checkpoint with a rank's mean completion length of each prompt.
+LENGTHS = "lengths_{rank}.json"  # File in a checkpoint with the mean completion length of each prompt of a rank.
 UNKNOWN_TOKENS = "sampling/unknown_tokens"  # Metric: number of sampled ids that the tokenizer has no token for.
 
 
@@ -36,8 +36,8 @@ UNKNOWN_TOKENS = "sampling/unknown_tokens"  # Metric: number of sampled ids that
 class Sampling:
     n: int  # Number of completions per prompt (G).
     max_tokens: int  # Maximum tokens of a completion.
-    temperature: float
-    options: dict[str, Any]  # arguments of vllm.SamplingParams that have no field in `Sampling`
+    temperature: float  # Divisor of the logits. 0 means greedy decoding.
+    options: dict[str, Any]  # Further arguments of vllm.SamplingParams.
 
     @classmethod
     def for_training(cls, config: GRPOConfig) -> Sampling:
@@ -75,17 +75,15 @@ class Sampling:
                 if unknown := [key for key in given if key not in known]:
                     raise ValueError(f"{name} has {unknown[0]!r}, but can only have the keys {', '.join(known)}.")
                 options[name] = kind(**given)
-        if isinstance(bias := options.get("logit_bias"), dict):  # JSON has only string keys
+        if isinstance(bias := options.get("logit_bias"), dict):  # keys are strings if the setting came as JSON
             options["logit_bias"] = {int(token): value for token, value in bias.items()}
         return cls(n, int(max_tokens or 512), temperature, options)
 
 
 def request_seed(seed: int, position: int, purpose: str = "train") -> int:
-    """Return the seed of a prompt's request: a hash of the run's seed, the purpose and the prompt's position.
-
-    The position is the prompt's index in the stream of prompts. The hash has 62 bits, because vLLM seeds the i-th of n
-    completions with seed + i.
-    """
+    """Return the seed of a prompt's request: a hash of the run's seed, the purpose and the prompt's position. The
+    position is the prompt's index in the stream of prompts. The hash has 62 bits, because vLLM seeds the i-th of n
+    completions with seed + i."""
     digest = hashlib.blake2b(f"{seed}/{purpose}/{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
@@ -112,12 +110,12 @@ def check_sampling(config: GRPOConfig) -> None:
     try:
         for drawn in (Sampling.for_training(config), Sampling.for_evaluation(config)):
             SamplingParams(n=drawn.n, max_tokens=drawn.max_tokens, temperature=drawn.temperature, **drawn.options)
-    except Exception as error:  # in some versions vLLM's validation errors are no ValueErrors
+    except Exception as error:  # vLLM's validation errors aren't ValueErrors in some versions
         raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None
 
 
 def finish_reason_of(name: str) -> FinishReason:
-    """Convert vLLM's name of a finish reason. Raise a RuntimeError if the name means an error, or is unknown."""
+    """Convert vLLM's name of a finish reason. Raise a RuntimeError if `FinishReason` lacks it, e.g. "error"."""
     if name not in [*FinishReason]:
         raise RuntimeError(
             f"vLLM ended a completion with the finish reason {name!r}, so the completion can't be trained on. Set "
@@ -127,15 +125,12 @@ def finish_reason_of(name: str) -> FinishReason:
 
 
 class LengthHistory:
-    """Mean completion length of each prompt in tokens, from the prompt's last sampling.
-
-    If not all prompts fit into the engine at once, prompts with long completions start first, because a long completion
-    that starts last is decoded alone at the end. Starting the longest first is the longest-processing-time rule of list
-    scheduling (Graham 1969, https://doi.org/10.1137/0117039). Each request has its own seed, so random numbers
-    don't depend on the order. On a GPU the order may still change rollouts, because a kernel's rounding depends on the
-    other requests in its batch. A checkpoint contains the lengths, so that a resumed run starts prompts in the same
-    order as an uninterrupted run.
-    """
+    """Mean completion length of each prompt in tokens, from the prompt's last sampling. Prompts with long completions
+    start first. If not all prompts fit into the engine at once, a long completion that starts last would be decoded
+    alone at the end. Starting the longest first is the longest-processing-time rule of list scheduling (Graham 1969,
+    https://doi.org/10.1137/0117039). Each request has its own seed, so random numbers don't depend on the order. On a
+    GPU the order may still change rollouts, because a kernel's rounding depends on the other requests in its batch. A
+    checkpoint contains the lengths, so that a resumed run starts prompts in the same order as an uninterrupted run."""
 
     def __init__(self) -> None:
         self._means: dict[str, float] = {}  # mean completion length in tokens by `ModelInput.key` of the prompt
@@ -144,7 +139,7 @@ class LengthHistory:
         self._means[prompt.key] = sum(lengths) / len(lengths)
 
     def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Sort prompts by descending expected completion length. A new prompt counts as the mean of known prompts."""
+        """Sort prompts by descending expected completion length. A new prompt gets the mean of all known prompts."""
         if not self._means:
             return list(prompts)
         unknown = sum(self._means.values()) / len(self._means)

@@ -11,8 +11,8 @@ import torch
 
 from ..policy.lora import base_name
 
-AS_SAVED = ("TRITON", "BATCHED_TRITON", "CPU")  # AS_SAVED: vLLM's kernels that read experts as checkpoints store them.
-# FUNCTIONS that vLLM's weight loaders apply to tensors. Key: last parts of the checkpoint's name and of vLLM's name.
+AS_SAVED = ("TRITON", "BATCHED_TRITON", "CPU")  # Names of vLLM's kernels that read experts as checkpoints store them.
+# Functions that vLLM's weight loaders apply to tensors. Key: last parts of the checkpoint's name and of vLLM's name.
 FUNCTIONS: dict[tuple[str, str], Callable[[torch.Tensor], torch.Tensor]] = {
     ("A_log", "A"): lambda decay: -torch.exp(decay.float())  # Mamba's state matrix A is computed from A_log
 }
@@ -34,7 +34,7 @@ class VLLMTensors:
         return found
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """Return all parameters by their names in a model without adapters. Each parameter has one entry."""
+        """Return all parameters except adapters', by names of a model without adapters. Tied ones have one entry."""
         named = ((base_name(name), parameter) for name, parameter in self._model.named_parameters())
         return {name: parameter for name, parameter in named if name is not None}
 
@@ -58,7 +58,7 @@ class VLLMTensors:
         return {f"{name}.": part for name, part in parts if name and getattr(part, "hf_to_vllm_mapper", None)}
 
     def written_through(self, name: str, place: str | None = None) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return the function that maps a checkpoint's tensor to vLLM's tensor ``place``; None if both are equal."""
+        """Return the function from checkpoint tensor ``name`` to vLLM's tensor ``place``; None if both are equal."""
         ends = name.rpartition(".")[2], (place or self.renamed(name)).rpartition(".")[2]
         return FUNCTIONS.get(ends)
 
@@ -92,8 +92,8 @@ class VLLMTensors:
 
 
 def lora_stacks(layer: Any, kind: str) -> Sequence[torch.Tensor]:
-    """Return the present ``lora_A`` or ``lora_B`` tensors of a layer with LoRA slots, one per fused part: [slots, 1,
-    rows, columns]."""
+    """Return the tensors of ``kind`` (``lora_A`` or ``lora_B``) of a layer with LoRA slots, one per fused part: [slots,
+    1, rows, columns]."""
     stacks: Sequence[torch.Tensor] = getattr(layer, f"{kind.lower()}_stacked")
     return stacks
 

@@ -25,7 +25,7 @@ class VLLMEngine(LoadedVLLM):
     """The `Engine` that samples with vLLM in the trainer's process. See `LoadedVLLM` for its arguments."""
 
     def on_engine_leader(self, work: Callable[[], T], others: T) -> T:
-        """Run ``work`` on the engine's first rank. Outside ``work`` all ranks of an engine make equal calls of vLLM."""
+        """Run ``work`` on the engine's first rank. Its other ranks repeat the vLLM calls, and return ``others``."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(building.nondeterminism_allowed())
             stack.enter_context(process.collector_at_rest())
@@ -40,14 +40,14 @@ class VLLMEngine(LoadedVLLM):
                 stack.enter_context(leading(self.core, self._lockstep))
             try:
                 return work()
-            finally:  # Requests are aborted here, because an error's traceback may keep generators open.
-                with contextlib.suppress(Exception):  # An error of the abort would hide the engine's first error.
+            finally:  # Abort requests here, because an error's traceback may keep a generator of `generate` open.
+                with contextlib.suppress(Exception):  # Errors of the abort would hide the first error.
                     self.abort([*self._open])
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Sample ``sampling.n`` completions per prompt, and yield each finished `Group`. Closing aborts requests."""
+        """Yield a `Group` of ``sampling.n`` completions per prompt, as each ends. Closing aborts open requests."""
         self.require(version)
         seeds = [request_seed(seed, prompt.position, purpose) for prompt in prompts]
         waiting = {
@@ -76,7 +76,7 @@ class VLLMEngine(LoadedVLLM):
         """Let vLLM validate ``sampling``, and sample nothing. Settings that vLLM refuses raise a ValueError."""
         try:
             self.abort([self.submit((0,), sampling, seed=0)])
-        except Exception as error:  # in some versions vLLM's validation errors are no ValueErrors
+        except Exception as error:  # vLLM's validation errors aren't ValueErrors in some versions
             raise ValueError(f"The sampling settings aren't valid for vLLM: {error}") from None
 
     def take_counts(self) -> dict[str, float]:
@@ -107,8 +107,8 @@ class VLLMEngine(LoadedVLLM):
         return self._enqueue(prompt, params)
 
     def _enqueue(self, prompt: ModelInput, params: Any) -> str:
-        """Add a request for completions of ``prompt`` to vLLM's queue, and return the request's name."""
-        if prompt.media is None and max(prompt.ids, default=0) >= self.vocab_size:  # vLLM would read rows of padding
+        """Add a request for ``prompt`` to vLLM's queue, and return the request's name."""
+        if prompt.media is None and max(prompt.ids, default=0) >= self.vocab_size:  # vLLM's rows end with padding
             raise ValueError(
                 f"A prompt has the token id {max(prompt.ids)}, but the model's embedding has {self.vocab_size:,} rows, "
                 "numbered from 0. Use the tokenizer of the model."
@@ -135,9 +135,9 @@ class VLLMEngine(LoadedVLLM):
             max_tokens=min(sampling.max_tokens - spent, self.context - len(ids)),
             temperature=sampling.temperature,
             seed=seed,
-            logprobs=0,  # Only log-probabilities of sampled tokens are returned.
-            flat_logprobs=True,  # One list per completion, because an object per token would take most of the time.
-            detokenize=bool(options.get("stop")),  # Only stop strings need decoded text.
+            logprobs=0,  # vLLM returns the log-probabilities of sampled tokens only.
+            flat_logprobs=True,  # Log-probabilities come as one list per completion, faster than one object per token.
+            detokenize=bool(options.get("stop")),  # vLLM decodes text only to find stop strings.
             output_kind=RequestOutputKind.FINAL_ONLY,
             **(options | {"stop_token_ids": ends}),
         )
@@ -163,19 +163,22 @@ class VLLMEngine(LoadedVLLM):
     def _sampled(self, output: Any, prompt: ModelInput) -> list[Sampled]:
         """Convert a vLLM RequestOutput into its completions, in the order of their index."""
         sampled = []
+        entries = zip(output.prompt_logprobs or (), prompt.ids, strict=False)  # The first prompt token has no entry.
+        of_prompt = [(entry[token].logprob, entry[token].rank) if entry else None for entry, token in entries]
         for one in sorted(output.outputs, key=lambda completion: completion.index):
             if self.tokens < self.vocab_size:
                 self._unknown_tokens += sum(token >= self.tokens for token in one.token_ids)
             flat: Any = one.logprobs
-            assert len(flat.logprobs) == len(one.token_ids), "vLLM returns one log-probability per sampled token"
+            assert len(flat.logprobs) == len(one.token_ids), "vLLM must return one log-probability per sampled token"
             logprobs = array("f", flat.logprobs)
-            if math.isnan(sum(logprobs)):  # the trainer would read NaN as an unknown log-probability
+            if math.isnan(sum(logprobs)):  # in a `Rollout`, NaN means an unknown log-probability
                 raise FloatingPointError(
                     "vLLM sampled a completion from logits that aren't numbers (NaN). Run `colograd doctor` on the "
                     "recipe, or change the engine's dtype or attention backend, e.g. `vllm_engine_kwargs: {dtype: "
                     "float32}`."
                 )
-            sampled.append(Sampled(array("i", one.token_ids), logprobs, finish_reason_of(one.finish_reason)))
+            reason = finish_reason_of(one.finish_reason)
+            sampled.append(Sampled(array("i", one.token_ids), logprobs, reason, prompt=of_prompt))
         for feature in self._features:
             sampled = feature.completions(output.request_id, prompt, output, sampled)
         return sampled
@@ -197,7 +200,7 @@ class VLLMEngine(LoadedVLLM):
 
     def stop(self, requests: Iterable[str]) -> list[tuple[str, list[Sampled]]]:
         prompts = {name: self._open[name] for name in requests if name in self._open}
-        outputs: dict[str, Any] = {}  # The last output of each request. It has all tokens that the request has sampled.
+        outputs: dict[str, Any] = {}  # Last output of each request by request name, with all sampled tokens.
         # vLLM makes outputs of aborted requests only for streaming clients of its server. So each request gets a
         # stand-in for a client's stream.
         stream = SimpleNamespace(put=lambda output: outputs.update({output.request_id: output}))

@@ -145,13 +145,6 @@ class RankGroup:
             dist.all_gather_object(values, value, group=self.on_host)
         return tuple(values)
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gather a tensor ``(n, ...)`` from each rank of the group, concatenated to ``(size * n, ...)``."""
-        gathered = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
-        all_gather(gathered, tensor.contiguous(), group=self.group)
-        self.exchanged[0] += 1
-        return gathered
-
     def all_to_all(self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
         """Send the rows of a tensor ``(sum(sent), ...)`` to the group's ranks: ``sent[i]`` rows to the i-th rank.
         Return the rows from all ranks, ``(sum(received), ...)``, with ``received[i]`` rows from the i-th rank."""

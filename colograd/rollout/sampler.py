@@ -14,8 +14,7 @@ import torch
 
 from ..batch import Group, Prompt, SampledStep, ScoredGroup
 from ..config import GRPOConfig
-from ..engine.load import stepping
-from ..engine.protocol import Engine
+from ..engine.protocol import Engine, stepping
 from ..engine.sampling import Sampling
 from ..losses.advantages import AdvantageEstimator, scale_over_steps
 from ..memory.device_turns import DeviceTurns

@@ -1,1 +1,1 @@
-"""The process: environment variables that torch and vLLM read once, imports by path, page-locked memory."""
+"""The process: environment variables that torch and vLLM read once, imports by path, extensions, memory, the Hub."""

@@ -1,7 +1,7 @@
 """Faster bfloat16 matrix products on CPUs without bfloat16 instructions.
 
 On such a CPU torch uses plain loops, 20 to 40 times slower than float32 products with their gradients. Here the factors
-are cast to float32, the weight in pieces, and the result is rounded once, as kernels do that sum in float32.
+are cast to float32, the weight in pieces. The result is rounded to bfloat16 once, as in kernels that sum in float32.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ FEW_ROWS = 8  # With fewer rows torch's loops are faster than casting the weight
 
 @functools.cache
 def wanted() -> bool:
-    """Return whether this CPU lacks instructions for bfloat16 products, by oneDNN, which torch uses for them."""
+    """Return whether torch's library oneDNN says that this CPU lacks instructions for bfloat16 products."""
     return torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def take_over(model: torch.nn.Module) -> None:
-    """Replace the forward of a CPU model's linear layers by `linear`, if the CPU lacks bfloat16 instructions."""
+    """Replace the forward of a CPU model's plain linear layers by `linear`, if the CPU lacks bfloat16 instructions."""
     if not wanted():
         return
     for layer in model.modules():
         if type(layer) is torch.nn.Linear and "forward" not in layer.__dict__:
-            layer.forward = types.MethodType(_forward, layer)  # A method of the layer: a copied layer gets its own.
+            layer.forward = types.MethodType(_forward, layer)  # Bound, so that a copied layer uses its own weights.
 
 
 def give_back(layer: torch.nn.Module) -> None:
@@ -47,7 +47,7 @@ def _forward(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `torch.nn.functional.linear`, with faster bfloat16 products on a CPU. Respects autocast."""
+    """Compute `torch.nn.functional.linear`, faster for bfloat16 on a CPU where `wanted`. Respects bfloat16 autocast."""
     if not x.is_cpu or not wanted():
         return F.linear(x, weight, bias)
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16:
@@ -61,18 +61,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return found
 
 
-# Parameters and their float32 copies by the parameter's id. None outside `constant_weights`.
+# Pairs of a parameter and its float32 copy, by the parameter's id. None outside `constant_weights`.
 _copies: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
-_room = 0  # Bytes that further copies may take.
+_room = 0  # Bytes left for further float32 copies.
 
 
 @contextlib.contextmanager
 def constant_weights() -> Iterator[None]:
     """Let `linear` keep float32 copies of weights until the context ends. No weight may change within the context.
-
-    Decoding multiplies by each weight once per token, so that casts would take a quarter of its time. The copies take
-    at most a quarter of the available memory. Weights without a copy are cast each time. The bits don't change.
-    """
+    Decoding multiplies by each weight once per step, and casts would take a quarter of its time. The copies take at
+    most a quarter of the rank's available memory. Weights without a copy are cast each time, to the same values."""
     global _copies, _room
     if not wanted():
         yield
@@ -85,10 +83,8 @@ def constant_weights() -> Iterator[None]:
 
 
 def _copy_of(weight: torch.Tensor) -> torch.Tensor:
-    """Return a float32 copy of a parameter if `constant_weights` has room for it. Otherwise return the weight.
-
-    Other tensors, such as a dequantised or autocast weight, are temporary: the next one may have the same address.
-    """
+    """Return a float32 copy of a parameter if `constant_weights` has room for a copy. Otherwise return the weight.
+    Other tensors, such as a dequantised or autocast weight, get no copy: they are temporary, and Python reuses ids."""
     global _room
     assert _copies is not None
     if not isinstance(weight, torch.nn.Parameter):
@@ -104,7 +100,7 @@ def _parts(weight: torch.Tensor) -> Iterator[slice]:
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Compute the product in float32 and round it to ``x``'s dtype. ``weight`` may be float32 already."""
+    """Compute the product in float32, and round it to the dtype of ``x``. ``weight`` may have either dtype."""
     wide, exact = x.float(), None if bias is None else bias.float()
     with torch.autocast("cpu", enabled=False):
         if weight.numel() <= CAST_ELEMENTS:

@@ -14,7 +14,7 @@ F = TypeVar("F", bound=Callable[..., None])
 
 def forget_frames(error: BaseException, but: BaseException | None = None) -> None:
     """Clear the local variables in the tracebacks of ``error`` and its causes, because a notebook keeps the last
-    exception. Running frames aren't cleared. ``but`` was handled before; Python counts it as a cause of ``error``."""
+    exception. Running frames stay, and the frames of ``but``, an exception that was being handled before."""
     known = {id(but): but}
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -25,7 +25,7 @@ def forget_frames(error: BaseException, but: BaseException | None = None) -> Non
 
 
 def closes_if_it_fails(init: F) -> F:
-    """Decorate an ``__init__``: set ``self.closing`` to an ExitStack, which is closed if the method fails."""
+    """Decorate an ``__init__``: set ``self.closing`` to an ExitStack, which is closed if ``__init__`` fails."""
 
     @functools.wraps(init)
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -35,9 +35,9 @@ def closes_if_it_fails(init: F) -> F:
             init(self, *args, **kwargs)
         except BaseException as error:
             forget_frames(error, but=handled)
-            with contextlib.suppress(Exception):  # Only the first error, of the constructor, is reported.
+            with contextlib.suppress(Exception):  # Report the constructor's error, not one of closing.
                 self.closing.close()
-            del self, args, kwargs, handled  # Variables of this frame would live on in the traceback.
+            del self, args, kwargs, handled  # The traceback would keep this frame's variables alive.
             raise
 
     return run  # type: ignore[return-value]

@@ -14,43 +14,37 @@ SECONDS = 5.0  # Time limit of one request to the Hub, in seconds.
 
 
 def check_model_name(name: str, revision: str | None = None) -> None:
-    """Raise ValueError if ``name`` is neither a local folder, nor in the Hub's cache, nor on the Hub. Loading such a
-    model would retry for minutes."""
+    """Raise ValueError if ``name`` is neither a local folder, nor in the Hub's cache, nor on the Hub, or if the Hub
+    can't be reached. Loading such a model would retry for minutes."""
     if os.path.isdir(name):
         return
-    why = f"there is no such folder (looked from {os.getcwd()})"
-    if name.startswith((os.sep, ".", "~")) or name.count("/") > 1:
-        raise _nothing_there(name, why)
     from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
+    why = f"there is no such folder (looked from {os.getcwd()})"
     try:
         if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
             return
         url = hf_hub_url(name, "config.json", revision=revision)
-    except HFValidationError:
-        raise _nothing_there(name, f"{why}, and a Hub id can't have such a name") from None
-    why += ", nothing in the Hub's cache"
-    if constants.HF_HUB_OFFLINE:
-        raise _nothing_there(name, f"{why}, and HF_HUB_OFFLINE is set")
-    try:
+        why += ", nothing in the Hub's cache, and "
+        if constants.HF_HUB_OFFLINE:
+            raise ConnectionError("HF_HUB_OFFLINE is set")
         _ask_hub(url)
+        return
+    except HFValidationError:
+        why += ", and a Hub id can't have such a name"
     except GatedRepoError:
         raise ValueError(
             f"The model {name!r} is on the Hub, but only for users with access: request access on its page, then run "
             "`hf auth login` or set HF_TOKEN."
         ) from None
     except RepositoryNotFoundError:
-        unknown = "no such model on the Hub, or a private one (then `hf auth login`, or set HF_TOKEN)"
-        raise _nothing_there(name, f"{why}, and {unknown}") from None
+        why += "no such model on the Hub, or a private one (then `hf auth login`, or set HF_TOKEN)"
     except ConnectionError as error:
-        raise _nothing_there(name, f"{why}, and {error}") from None
-    except Exception:  # The Hub is busy, or the model lacks this file. Loading gives a better error.
+        why += str(error)
+    except Exception:  # The Hub is busy, or lacks the file. Loading explains that better.
         return
-
-
-def _nothing_there(name: str, why: str) -> ValueError:
-    return ValueError(
+    raise ValueError(
         f"The model {name!r} is neither a folder with a model nor a Hub model that can be loaded: {why}. Set "
         "model_name_or_path to a folder that save_pretrained wrote, or to a Hub id. `make model`, or `python -m "
         "colograd.apps.quickstart.quickstart`, makes the model of the quickstart."
@@ -59,7 +53,7 @@ def _nothing_there(name: str, why: str) -> ValueError:
 
 def check_dataset_name(name: str, cache: str | None = None) -> None:
     """Raise ConnectionError if a dataset isn't in the cache of `datasets` and the Hub can't be reached: `datasets`
-    would retry for minutes. Names of its builders (`json`, `imagefolder`) are accepted."""
+    would retry for minutes. Builders of `datasets` (`json`) pass, and all names if HF_HUB_OFFLINE is set."""
     import datasets
     from datasets.naming import camelcase_to_snakecase
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as BUILDERS
@@ -78,7 +72,7 @@ def check_dataset_name(name: str, cache: str | None = None) -> None:
 
 
 def _ask_hub(url: str) -> None:
-    """Request a file's metadata from the Hub. Raises ConnectionError if `ATTEMPTS` requests fail."""
+    """Request a file's metadata from the Hub. Raise ConnectionError if no answer comes in `ATTEMPTS` requests."""
     import httpx
     from huggingface_hub import get_hf_file_metadata
 

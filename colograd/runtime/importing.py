@@ -19,8 +19,8 @@ def is_import_path(spec: str) -> bool:
 
 
 def find_object(spec: str, what: str, candidate: Callable[[Any], bool]) -> Any:
-    """Import the object at the import path ``spec``; modules in the current directory are found. A failure is a
-    ValueError that calls the path ``what``, and suggests a similar name with ``candidate(value)`` true."""
+    """Import the object at the import path ``spec``, also from the current directory. A failure is a ValueError that
+    names the setting ``what``. For a missing attribute it suggests a similar name with ``candidate(value)`` true."""
     module_name, attribute = _split(spec)
     # Installed scripts (`colograd`, `torchrun`) lack the current directory in `sys.path`; `python -m` has it.
     if not {"", os.getcwd()} & set(sys.path):
@@ -54,8 +54,8 @@ def _split(spec: str) -> tuple[str, str]:
 
 
 class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook for renamed modules: published recipes, model cards and notebooks still use the old paths. Old and
-    new path give the same module object. ``moved`` maps old to new paths."""
+    """Import hook for renamed modules: published recipes, model cards and notebooks still use the old paths. An old
+    and a new path give the same module object. ``moved`` maps old to new paths."""
 
     def __init__(self, moved: Mapping[str, str]) -> None:
         self._moved = dict(moved)

@@ -1,6 +1,6 @@
 """Page-locked host memory: a GPU copies such memory directly, asynchronously and at the bus's full speed.
 
-Existing buffers are registered with CUDA. `pin_memory` would allocate new ones and round sizes up to powers of two.
+Buffers are allocated, then registered with CUDA. Torch's `pin_memory` would round sizes up to powers of two.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _reserved: dict[tuple[torch.device, int], collections.deque[Future[memoryview]]]
 
 def host_pages(nbytes: int, device: torch.device | None) -> memoryview:
     """Allocate at least ``nbytes`` of host memory, in large pages if the kernel has any. If ``device`` is a GPU, the
-    memory is page-locked until the view and all storages that use it are freed."""
-    # Private memory, because few machines allow large pages for shared memory. Only this process reads the memory.
+    memory is page-locked, if possible, until the view and all storages that use it are freed."""
+    # Private memory, because few machines allow large pages for shared memory, and only this process reads it.
     pages = mmap.mmap(-1, max(-(-nbytes // PAGE), 1) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if len(pages) >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # Some kernels have no large pages.
             pages.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(pages)
     if device is not None and device.type == "cuda":
-        if hasattr(mmap, "MADV_DONTFORK"):  # After a fork, a write could replace a page that the GPU uses.
+        if hasattr(mmap, "MADV_DONTFORK"):  # Don't share pages with forks: a write would replace the GPU's page.
             pages.madvise(mmap.MADV_DONTFORK)
         address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
         # If registering fails, the memory stays pageable and copies are slower. A registration holds for all GPUs.
@@ -61,7 +61,7 @@ def reserve(sizes: Iterable[int], device: torch.device) -> None:
 
 
 def host_empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate an uninitialised tensor in host memory. If ``device`` is a GPU, the tensor's memory is page-locked."""
+    """Allocate a tensor in host memory. If ``device`` is a GPU, the memory is page-locked, if possible."""
     nbytes = shape.numel() * dtype.itemsize
     buffers = _reserved.get((device, nbytes))
     pages = buffers.popleft().result() if buffers else host_pages(nbytes, device)
@@ -69,8 +69,8 @@ def host_empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> t
 
 
 def _call(device: torch.device, pages: mmap.mmap, function: str, *arguments: int) -> bool:
-    """Call a function of CUDA's runtime; return whether it succeeded. The argument ``pages`` keeps the memory alive."""
-    # The checkpoint writer's thread may free the memory. Without `torch.cuda.device` the call would initialise GPU 0.
+    """Call a function of CUDA's runtime. Return whether the call succeeded. ``pages`` only keeps the memory alive."""
+    # A thread that frees memory, such as the checkpoint writer's, would initialise GPU 0 without `torch.cuda.device`.
     with torch.cuda.device(device):
         failed = int(getattr(torch.cuda.cudart(), function)(*arguments))
     if failed:  # Clear CUDA's last error, else the next kernel launch would report the error.

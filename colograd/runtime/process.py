@@ -1,6 +1,6 @@
 """Environment variables, threads and log levels of the process, set before torch, transformers and vLLM read them.
 
-The module imports only the standard library, because those packages read most settings when they are imported.
+At import this module loads none of those packages, because they read most settings when they are imported.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MOST_COMPILE_THREADS = 32  # torch's default maximum of compile processes.
 
 
 def command_arguments(argv: Sequence[str] | None) -> list[str]:
-    """Return a command's arguments (default: `sys.argv[1:]`). Quiet other packages' logs unless ``--verbose`` is set,
-    and note the time, so that the first trainer can log how long the start took, imports included."""
+    """Return a command's arguments (default: `sys.argv[1:]`). Quiet other packages' logs unless flags or recipe set
+    ``verbose``. Note the time, so that the first trainer can log how long the start took, imports included."""
     global _command_began
     _command_began = time.perf_counter()
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -46,7 +46,7 @@ def is_verbose(argv: Sequence[str]) -> bool:
     would import packages that read log levels at import."""
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     recipe = ""
-    with contextlib.suppress(ValueError, IndexError, OSError):  # The parser reports a bad command or recipe later.
+    with contextlib.suppress(ValueError, IndexError, OSError):  # The parser will report a bad command or recipe.
         recipe = file_or_shipped(Path(words[words.index("--config") + 1])).read_text(encoding="utf-8")
     return "--verbose" in words or bool(re.search(r"^verbose:\s*(true|yes|on)\b", recipe, re.IGNORECASE | re.MULTILINE))
 
@@ -59,8 +59,8 @@ def command_began() -> float | None:
 
 
 def tell_briefly() -> None:
-    """Make Python print an uncaught error with the attribute ``says_all`` as one line, without traceback. The error
-    stays uncaught: `FailureDetector.leave` and `ranks.part` look for an uncaught error at the end of the process."""
+    """Make Python print an uncaught error with a true attribute ``says_all`` without its traceback. The error isn't
+    caught, because `FailureDetector.leave` and `ranks.part` look for an uncaught error when the process ends."""
     usual = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
@@ -84,12 +84,9 @@ def cpu_threads() -> int:
 
 
 def prepare_threads() -> None:
-    """Set OpenMP's variables for a process that samples and trains.
-
-    OMP_NUM_THREADS: without a value vLLM's CPU worker sets one thread, and training would use one core. A launcher's
-    default of 1 is replaced. OMP_WAIT_POLICY: OpenMP by default spins at barriers. If another process is busy, spinning
-    makes a backward several times slower.
-    """
+    """Set OpenMP's variables for a process that samples and trains. OMP_NUM_THREADS: without a value vLLM's CPU worker
+    sets one thread, and training would use one core. A launcher's default of 1 is replaced. OMP_WAIT_POLICY: OpenMP by
+    default spins at barriers. If another process is busy, spinning makes a backward several times slower."""
     launched = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if "OMP_NUM_THREADS" not in os.environ or (launched and os.environ["OMP_NUM_THREADS"] == "1"):
         os.environ["OMP_NUM_THREADS"] = str(cpu_threads())
@@ -99,12 +96,10 @@ def prepare_threads() -> None:
 
 
 def compile_with_threads(given: str | None) -> None:
-    """Set the number of torch.compile's processes to ``given``, or to a rank's cores. Call this after the engine is
-    built.
-
-    vLLM's import sets the number to 1, because vLLM's worker processes may have no children. Here vLLM runs in the
-    trainer's process, which may have children. One process would compile the policy's layers one after the other.
-    """
+    """Set the number of torch.compile's processes to ``given``, or else to a rank's cores (at most 32). Call this after
+    the engine is built. vLLM's import sets the number to 1, because vLLM's worker processes may have no children. Here
+    vLLM runs in the trainer's process, which may have children. A single process would compile the policy's layers one
+    by one."""
     number = given or str(min(MOST_COMPILE_THREADS, cpu_threads()))
     os.environ[COMPILE_THREADS] = number
     # torch reads the variable when it is imported. If torch is imported already, set torch's attribute.
@@ -113,13 +108,13 @@ def compile_with_threads(given: str | None) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse the large blocks that training frees. Otherwise page faults take a third of a step on a CPU."""
-    _call_glibc("mallopt", -4, 0)  # The constant M_MMAP_MAX of malloc.h.
-    _call_glibc("mallopt", -1, 2**31 - 1)  # The constant M_TRIM_THRESHOLD of malloc.h.
+    """Make glibc keep the large blocks that training frees. Otherwise page faults take a third of a step on a CPU."""
+    _call_glibc("mallopt", -4, 0)  # -4: the constant M_MMAP_MAX of malloc.h.
+    _call_glibc("mallopt", -1, 2**31 - 1)  # -1: the constant M_TRIM_THRESHOLD of malloc.h.
 
 
 def give_back_freed_memory() -> None:
-    """Return freed memory to the system once, because the start needs more memory than training."""
+    """Return freed memory to the system (glibc only). The start of a run needs more memory than its training."""
     _call_glibc("malloc_trim", 0)
 
 
@@ -130,8 +125,8 @@ def _call_glibc(function: str, *arguments: int) -> None:
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Disable Python's garbage collector while a block creates many long-lived objects. The collector takes a quarter
-    of imports, and a quarter of the host's time per token that vLLM samples (400 sequences of 1,500 tokens)."""
+    """Disable Python's garbage collector in a block that creates many long-lived objects. The collector takes a quarter
+    of the time of imports, and of the host's time per token that vLLM samples (400 sequences of 1,500 tokens)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -148,18 +143,16 @@ def free_port() -> int:
 
 
 def follow_launcher() -> None:
-    """Make Linux send SIGTERM when the launcher dies. `accelerate launch` of one process doesn't forward signals."""
+    """Make Linux send SIGTERM when `accelerate launch` of one process dies, because it doesn't forward signals."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
-        _call_glibc("prctl", 1, signal.SIGTERM)  # The constant PR_SET_PDEATHSIG of sys/prctl.h.
+        _call_glibc("prctl", 1, signal.SIGTERM)  # 1: the constant PR_SET_PDEATHSIG of sys/prctl.h.
 
 
 @contextlib.contextmanager
 def rank_variables() -> Iterator[None]:
-    """Set missing rank variables (RANK, WORLD_SIZE, ...) within a block, and remove the added ones afterwards.
-
+    """Set missing rank variables (RANK, WORLD_SIZE, ...) in a block, and remove the added variables afterwards.
     accelerate and vLLM read the variables while a trainer is built. If they remained, programs that the script, a tool
-    or an agent starts later would inherit them, and their torch.distributed would bind this process's port.
-    """
+    or an agent starts later would inherit them, and their torch.distributed would bind this process's port."""
     added = prepare_ranks()
     try:
         yield
@@ -169,7 +162,7 @@ def rank_variables() -> Iterator[None]:
 
 
 def drop_inherited_ranks() -> None:
-    """Remove rank variables that a parent process without launcher set for itself: the parent uses their port."""
+    """Remove rank variables that a parent process without launcher set for itself. The parent uses their port."""
     process, _, port = os.environ.get(RANK_OF_ONE, "").partition(":")
     if port and process != str(os.getpid()) and port == os.environ.get("MASTER_PORT"):
         for name in (*RANK_VARIABLES, RANK_OF_ONE):
@@ -177,14 +170,12 @@ def drop_inherited_ranks() -> None:
 
 
 def prepare_ranks() -> list[str]:
-    """Set missing rank variables for vLLM's external launcher, and return the names of the added ones.
-
-    torchrun and accelerate set these variables. ``python script.py`` or a notebook becomes rank 0 of 1 on a free port,
-    so that two jobs on one machine don't collide. Variables of a parent process such as a notebook are replaced.
-    """
+    """Set missing rank variables for vLLM's external launcher, and return the names of the added ones. torchrun and
+    accelerate set these variables. ``python script.py`` or a notebook becomes rank 0 of 1 on a free port, so that two
+    jobs on one machine don't collide. Variables of a parent process such as a notebook are replaced."""
     drop_inherited_ranks()
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
-        # If several ranks are requested on a CPU, accelerate's launcher sets an address but starts one rank.
+        # Asked for several ranks on a CPU, accelerate's launcher sets an address, but starts one rank.
         raise RuntimeError(
             f"The launcher set MASTER_ADDR={os.environ['MASTER_ADDR']} but no RANK: several ranks were requested, but "
             "only one was started (`accelerate launch --cpu --num_processes N` does this). Start ranks on a CPU "
@@ -203,8 +194,8 @@ def prepare_ranks() -> list[str]:
 
 
 def prepare_network() -> None:
-    """With several nodes, make gloo use the network interface that reaches MASTER_ADDR, unless GLOO_SOCKET_IFNAME is
-    set. gloo's default, the address of the host's name, may be a loopback address that no other node reaches."""
+    """With several nodes, make gloo use the network interface that reaches MASTER_ADDR, if gloo's default is unusable
+    because the host's name resolves to a loopback address. A user's GLOO_SOCKET_IFNAME stays."""
     if local_world_size() >= int(os.environ.get("WORLD_SIZE") or 1) or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     import psutil
@@ -221,7 +212,7 @@ def prepare_network() -> None:
 
 
 def quiet_logs(verbose: bool) -> None:
-    """Unless ``verbose``, hide other packages' log lines below errors."""
+    """Unless ``verbose``, hide log lines and warnings below errors of torch, vLLM, transformers and other packages."""
     if verbose:
         return
     if not gpu_nodes():
@@ -235,7 +226,7 @@ def quiet_logs(verbose: bool) -> None:
     warnings.filterwarnings("ignore", message=".*pin_memory.*")
     for name in ("vllm", "datasets", "httpx", "torch.distributed", "filelock", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # Set the levels of torch and transformers directly too, because a script may have imported them before.
+    # Torch and transformers read their variables at import. A script may have imported them, so set levels directly.
     given, theirs = os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error"), logging.getLogger("transformers")
     if given == "error" and theirs.level in (logging.NOTSET, logging.WARNING):  # transformers' default levels.
         theirs.setLevel(logging.ERROR)
@@ -251,8 +242,8 @@ def gpu_nodes() -> list[str]:
 
 
 def why_gpu_unused(torch_version: str, cuda_version: str | None) -> str:
-    """Explain why torch finds no GPU although the machine has one, and name the remedy. Without a GPU return an empty
-    text. ``cuda_version`` is None if torch is built without CUDA."""
+    """Explain why torch finds no GPU although the machine has one, and name the remedy. Return "" if the machine has no
+    GPU. ``cuda_version`` is None if torch is built without CUDA."""
     if not (names := gpu_nodes()):
         return ""
     driver = None
@@ -261,12 +252,12 @@ def why_gpu_unused(torch_version: str, cuda_version: str | None) -> str:
     machine = f"{names[0]} is a GPU{f' (driver {driver.group()})' if driver else ''}"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if cuda_version is None:
-        what = f"torch {torch_version} is built without CUDA: install a build with it"
+        what = f"torch {torch_version} is built without CUDA: install a build with CUDA"
     elif hidden is not None:
-        what = f"CUDA_VISIBLE_DEVICES is {hidden!r}, which leaves torch {torch_version} none: unset it"
+        what = f"CUDA_VISIBLE_DEVICES is {hidden!r}, which hides it from torch {torch_version}: unset it"
     else:
         what = (
-            f"torch {torch_version}, built with CUDA {cuda_version}, can't use it. Most often the driver is older than "
-            "that CUDA needs: update the driver, or install a torch that is built with an older CUDA"
+            f"torch {torch_version}, built with CUDA {cuda_version}, can't use it. Often the driver is too old for "
+            "that CUDA: update the driver, or install a torch that is built with an older CUDA"
         )
     return f"{machine}, but {what}; or set use_cpu: true (--use_cpu) to train on the CPU."

@@ -21,13 +21,13 @@ def installed() -> tuple[str, ...]:
 
 @functools.cache
 def hooks(seam: str) -> tuple[Any, ...]:
-    """Import and return all extensions' offers (functions or classes) for a seam, a place where the core calls them."""
+    """Return all extensions' offers (functions or classes) for a seam, a place where the core calls extensions."""
     return tuple(offer for name in installed() for offer in hooks_of(name, seam))
 
 
 @functools.cache
 def hooks_of(extension: str, seam: str) -> tuple[Any, ...]:
-    """Import and return the offers of one extension, or of `apps`, for a seam. () if there are none."""
+    """Import and return the offers of one extension (or of `apps`) for a seam; () if it has none or is missing."""
     package = f"{extensions.__name__}.{extension}" if extension != APPS else f"{__package__.partition('.')[0]}.{APPS}"
     if importlib.util.find_spec(package) is None:
         return ()

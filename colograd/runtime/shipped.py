@@ -26,7 +26,7 @@ def file_or_shipped(path: Path) -> Path:
 
 
 def is_shipped(path: Path) -> bool:
-    """Return whether a path is in the folder of shipped files of an installed package."""
+    """Return whether a path is in an installed package's folder of shipped files. False in a git clone."""
     inside = Path(__file__).resolve().parents[1] / FOLDER
     return path.resolve().is_relative_to(inside)
 

@@ -1,15 +1,15 @@
-"""Sizes from a transformers model configuration, the maximum over layers if layers differ; and sizes of thumbnails."""
+"""Sizes from a transformers model configuration (the maximum over layers if layers differ), and sizes of thumbnails."""
 
 from __future__ import annotations
 
 from typing import Any
 
-THUMBNAILS = 4  # Maximum number of thumbnails per prompt.
-THUMBNAIL_BYTES = 4096  # Maximum bytes per thumbnail.
+THUMBNAILS = 4  # Maximum number of recorded thumbnails (small images) per prompt.
+THUMBNAIL_BYTES = 4096  # Maximum bytes per recorded thumbnail.
 
 
 def size_of(model_config: Any, *names: str) -> int:
-    """Return the largest value of some attributes of a transformers configuration, over all layers; else 0."""
+    """Return the largest value of attributes of a transformers configuration, over all layers; 0 without a value."""
     config, found = model_config.get_text_config(), [0]
     for name in names:
         try:

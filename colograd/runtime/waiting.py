@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 TURNING = "|/-\\"
-EVERY = 0.2  # Seconds between two updates of the stage.
-LONG = 5.0  # Seconds after which a stage is printed if there is no terminal.
+EVERY = 0.2  # Seconds between two looks at the present stage.
+LONG = 5.0  # Without a terminal, a stage is printed once it has lasted this many seconds.
 
 
 @contextlib.contextmanager
 def while_waiting(first: str, stage: Callable[[], str], shown: bool = True) -> Iterator[None]:
-    """Show progress during a slow block, such as imports. A terminal shows the present stage and the seconds; elsewhere
-    ``first`` is printed at once, then each long stage. ``shown`` is False on silent ranks."""
+    """Show progress during a slow block, such as imports. A terminal shows the present stage and the seconds. Elsewhere
+    ``first`` is printed at once, then each stage of 5 s or more. ``shown`` is False on silent ranks."""
     if not shown:
         yield
         return

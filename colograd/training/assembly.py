@@ -68,9 +68,6 @@ def assemble(trainer: Any, prepared: PreparedRun, max_tokens: int) -> SecondMode
     with on_all_ranks("the check of the sampling settings"):
         for sampling in (Sampling.for_training(config), Sampling.for_evaluation(config)):
             engine.check(sampling)
-    if policy.processor is not None:
-        with on_all_ranks("the check of the processor"):
-            engine.check_processor(policy.processor)
     with on_all_ranks("the plan of the weights"):
         trainer.weights = weight_sync(
             config.weights,

@@ -33,7 +33,7 @@ from ..checkpoint.search import search
 from ..checkpoint.stop_signal import TERMINATED, StopSignal, exit_status
 from ..checkpoint.writing import HostFiles, Save, Source, Writer, why_in_foreground
 from ..config import GRPOConfig
-from ..engine.load import after_each_step
+from ..engine.protocol import after_each_step
 from ..parallel import faults
 from ..parallel.ranks import Stopped, gather, on_all_ranks, rank, world_size
 from ..policy.supported import features

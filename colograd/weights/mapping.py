@@ -29,22 +29,22 @@ EXPERTS = {
 }  # fmt: skip
 WITHIN = ("", "routed_experts.")  # Possible paths of expert tensors inside vLLM's module of experts.
 BLOCKS = (".mlp.", ".block_sparse_moe.")  # Name of a mixture's block in transformers, and in some vLLM models.
-TOWER = ("vision_tower.", "vision_tower.vision_model.")  # Prefix of a SigLIP vision tower in transformers and in vLLM.
+TOWER = ("vision_tower.", "vision_tower.vision_model.")  # SigLIP vision tower's prefix in transformers and in vLLM.
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
     """A policy parameter (or this engine rank's part of one) with the view of the engine's tensor that holds it."""
 
-    name: str  # The parameter's name in the policy.
-    source: torch.Tensor  # The policy's parameter. For a quantised parameter a meta tensor of its shape.
+    name: str  # Name of the parameter or buffer in the policy.
+    source: torch.Tensor  # The policy's parameter or buffer. For a quantised parameter a meta tensor of its shape.
     destination: torch.Tensor  # A view of the engine's tensor that holds the parameter.
     cut: tuple[slice, ...] = ()  # Index of the part of ``source`` in ``destination``. Empty for the whole source.
-    packed: PackedWeight | None = None  # The policy's quantised weight. None if it isn't quantised.
+    packed: PackedWeight | None = None  # The policy's quantised weight. None for other parameters.
     through: Callable[[torch.Tensor], torch.Tensor] | None = None  # Elementwise function from policy to engine values.
     again: bool = False  # Whether ``destination`` is a second copy of the parameter in the engine.
-    rows: torch.Tensor | None = None  # Row indices of ``source`` in the order of ``destination``. None if equal.
-    adapted: AdaptedLayer | None = None  # The LoRA layer that is merged for the engine. None without merging.
+    rows: torch.Tensor | None = None  # Row indices of ``source`` in the order of ``destination``. None: same order.
+    adapted: AdaptedLayer | None = None  # The LoRA layer to merge into the engine's values. None without merging.
 
     @property
     def plain_name(self) -> str:
@@ -77,7 +77,7 @@ class Slice:
 
 
 class UnmappedParameter(ValueError):
-    """The error that a policy parameter has no engine tensor, or that an engine tensor has no policy parameter."""
+    """The error that a policy parameter or engine tensor has no counterpart, or a counterpart in another layout."""
 
 
 Part = tuple[torch.Tensor, tuple[slice, ...]]  # Pair of `Slice.destination` and `Slice.cut`.
@@ -89,15 +89,15 @@ def map_parameters(
     policy: torch.nn.Module, engine: VLLMTensors, place: int = 0, ranks: int = 1,
     served: Collection[PackedWeight] = (),
 ) -> list[Slice]:  # fmt: skip
-    """Pair every parameter of the policy (of a LoRA policy's base) with its slices of the engine's tensors.
+    """Pair the parameters of the policy (of a LoRA policy's base) with their slices of the engine's tensors.
 
     Args:
         place: index of this rank among the ranks of its engine.
         ranks: number of ranks of the engine.
-        served: the policy's packed weights that the engine reads in the policy's memory.
+        served: packed weights that the engine reads in the policy's memory. They get no slices.
 
     Raises:
-        UnmappedParameter: parameters or engine tensors are left without a partner.
+        UnmappedParameter: a parameter or an engine tensor has no counterpart, or has another layout.
     """
     targets: dict[str, torch.Tensor] = dict(engine.parameters())
     packed, read = packed_weights(policy), read_parameters(unwrap(policy))
@@ -141,7 +141,7 @@ def map_parameters(
             target, source = free[other], sources[name]
             target = target.view(source.shape) if target.numel() == source.numel() else target[: source.shape[0]]
             slices.append(Slice(policy_names[name], source, target))
-    # vLLM's parameter may be a buffer of another name in the policy, e.g. a router's correction.
+    # A parameter of vLLM may be a buffer of another name in the policy, e.g. a router's correction.
     buffers = {name: b for name, b in policy.named_buffers() if b.is_floating_point() and _layer_of(name)}
     for name in [*_uncovered(slices, targets)]:
         target = targets[name].detach()
@@ -150,7 +150,8 @@ def map_parameters(
             slices.append(Slice(matches[0], buffers[matches[0]], target))
     if leftover := sorted(_uncovered(slices, targets)):
         raise UnmappedParameter(
-            f"The policy has no parameter for {len(leftover)} engine tensors: {', '.join(leftover[:4])}."
+            f"The policy has no parameter for {len(leftover)} engine tensors: {', '.join(leftover[:4])}. Use another "
+            "model."
         )
     functions = {own: engine.written_through(name, other_names.get(name)) for name, own in policy_names.items()}
     return [dataclasses.replace(p, packed=packed.get(p.name), through=functions.get(p.name)) for p in slices]
@@ -159,10 +160,8 @@ def map_parameters(
 def _match_by_shape(
     name: str, sources: Mapping[str, torch.Tensor], missing: Sequence[str], free: Mapping[str, torch.Tensor]
 ) -> str:
-    """Return the name of the only unpaired engine tensor with the layer number and the shape of parameter ``name``.
-
-    A padded vocabulary may have more rows. `proof` checks the value later. No tensor, or several, are an error.
-    """
+    """Return the name of the only unpaired engine tensor with the layer number and the shape of parameter ``name``. A
+    padded vocabulary may have more rows. `proof` checks values later. No such tensor, or several, are an error."""
     expected = [size for size in sources[name].shape if size > 1]
 
     def is_like(other: str, tensor: torch.Tensor) -> bool:
@@ -173,7 +172,7 @@ def _match_by_shape(
     matches = [other for other, tensor in free.items() if is_like(other, tensor)]
     if len(matches) != 1 or sum(is_like(other, sources[other]) for other in missing) != 1:
         shapes = ", ".join(f"{each} {tuple(sources[each].shape)}" for each in missing[:4])
-        raise UnmappedParameter(f"The engine has no tensor for {len(missing)} parameters: {shapes}.")
+        raise UnmappedParameter(f"The engine has no tensor for {len(missing)} parameters: {shapes}. Use another model.")
     return matches[0]
 
 
@@ -186,10 +185,8 @@ def _find(
     name: str, saved: str, sources: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], engine: VLLMTensors,
     ranks: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor], int] | None:  # fmt: skip
-    """Find a parameter's engine tensor by the parameter's name in the policy or in the checkpoint (``saved``).
-
-    Return (tensor, the parameters that are fused in it, this parameter's index among them), or None without a match.
-    """
+    """Find a parameter's engine tensor by the parameter's name in the policy or in the checkpoint (``saved``). Return
+    (tensor, the parameters that are fused in it, this parameter's index among them), or None without a match."""
     for each in dict.fromkeys((name, saved)):
         mapped = engine.renamed(each)
         if mapped.startswith(TOWER[0]) and any(target.startswith(TOWER[1]) for target in targets):
@@ -212,10 +209,8 @@ def _find(
 
 
 def _absorbed(name: str, parts: Sequence[Part], targets: Mapping[str, torch.Tensor]) -> Iterator[Part]:
-    """Yield the slices of `ABSORBED`, vLLM's copies of the layer `EXPANDS` for decoding latent attention (MLA).
-
-    A rank has (H * (P + V), L) of the layer's weight. ``parts`` are the slices of the layer's own engine tensor.
-    """
+    """Yield the slices of `ABSORBED`, vLLM's copies of the layer `EXPANDS` for decoding latent attention (MLA). A rank
+    has (H * (P + V), L) of the layer's weight. ``parts`` are the slices of the layer's own engine tensor."""
     module, _, _ = name.rpartition(f".{EXPANDS}.")
     matrices = {end: tensor for place, tensor in targets.items() if place.startswith(f"{module}.") for end in ABSORBED
                 if module and place.endswith(f".{end}")}  # fmt: skip
@@ -232,10 +227,8 @@ def _experts(
     name: str, source: torch.Tensor, module: Any, targets: dict[str, torch.Tensor], engine: VLLMTensors, place: int,
     ranks: int,
 ) -> list[Part]:  # fmt: skip
-    """Return the slices for a mixture's experts of one block; empty if the parameter doesn't hold experts.
-
-    Ranks of an engine split the gate and up projections by rows, and the down projection by columns.
-    """
+    """Return the slices of a parameter with the experts of one block of a mixture; empty for other parameters. Ranks of
+    an engine split the gate and up projections by rows, and the down projection by columns."""
     head, _, last = name.rpartition(".")
     if not head.endswith(".experts") or last not in EXPERTS:
         return []
@@ -264,18 +257,16 @@ def _experts(
         )
     if ranks == 1:
         return [(target, ())]
-    halves = 3 - axis  # gate and up projection, or the down projection
+    halves = 3 - axis  # 2: gate and up projection; 1: down projection
     return _chunks(target, [source.shape[axis] // halves] * halves, place, ranks, axis)
 
 
 def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: int, ranks: int) -> list[Part]:
-    """Return the slices of the policy parameter ``parts[index]`` in ``target``; empty if the shapes don't fit.
-
-    If the outputs of a matrix are summed over ranks, vLLM splits the matrix by columns. Otherwise vLLM splits the
-    matrix by rows, each fused part separately. If there are fewer key-value heads than ranks, vLLM repeats the heads.
-    The last rows of a padded vocabulary have no source. If the shapes are equal (a norm, for example), every rank has
-    the whole tensor.
-    """
+    """Return the slices of the policy parameter ``parts[index]`` in ``target``; empty if the shapes don't fit. If the
+    outputs of a matrix are summed over ranks, vLLM splits the matrix by columns. Otherwise vLLM splits the matrix by
+    rows, each fused part separately. If there are fewer key-value heads than ranks, vLLM repeats the heads. The last
+    rows of a padded vocabulary have no source. If the shapes are equal (a norm, for example), every rank has the whole
+    tensor."""
     target, source = target.detach(), parts[index]
     if target.dim() != source.dim():
         return []
@@ -291,7 +282,7 @@ def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: i
         stop = min(start + target.shape[0], source.shape[0])
         fits = target.shape[0] * ranks >= source.shape[0]
         return [(target[: stop - start], _rows(start, stop, source))] if fits else []
-    if sum(part.shape[0] for part in parts) == target.shape[0]:  # each rank has the whole layer, e.g. in a tower
+    if sum(part.shape[0] for part in parts) == target.shape[0]:  # each rank has the whole layer, e.g. in a vision tower
         ranks = 1
     rows, repeated = _fused_rows(target, parts, ranks)
     if sum(rows) != target.shape[0]:
@@ -301,10 +292,8 @@ def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: i
 
 
 def _merged(target: torch.Tensor, source: torch.Tensor, place: int, outputs: Sequence[int]) -> list[Part]:
-    """Return a rank's slices of a layer that is fused in checkpoint and engine; empty if the shapes don't fit.
-
-    An example is a short convolution's input and gates. ``outputs`` are the sizes of the fused parts on all ranks.
-    """
+    """Return a rank's slices of a layer that is fused in checkpoint and engine; empty if the shapes don't fit. An
+    example is a short convolution's input and gates. ``outputs`` are the sizes of the fused parts on all ranks."""
     target = target.detach()
     if target.shape == source.shape:
         return [(target, ())]
@@ -357,8 +346,8 @@ def _uncovered(slices: list[Slice], targets: dict[str, torch.Tensor]) -> Iterato
             yield name
 
 
-# QUANTISED: largest distance of a weight from its 4-bit copy, relative to the weight's norm. Normal weights have a
-# distance of 0.1, and unrelated weights 1.4.
+# QUANTISED: largest accepted distance of a weight from its quantised copy, relative to the weight's norm. A 4-bit copy
+# of normal weights has a distance of 0.1, and unrelated weights have 1.4.
 QUANTISED = 0.5
 
 
@@ -370,13 +359,11 @@ def is_near(part: Slice) -> bool:
 
 
 def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int = 0, ranks: int = 1) -> list[Slice]:
-    """Return ``slices`` with `Slice.rows` set if the engine's rows have another order than the policy's rows.
-
-    vLLM reorders, for example, queries, keys and values that a checkpoint interleaves by head (BLOOM, GPT-NeoX), and
-    the halves of each pair of rotated dimensions (Llama 4). Names and shapes don't show the order, but values do,
-    because policy and engine have loaded the same checkpoint. A bias gets the order of its layer's weight, because a
-    bias of zeros shows no order.
-    """
+    """Return ``slices`` with `Slice.rows` set if the engine's rows have another order than the policy's rows. vLLM
+    reorders, for example, queries, keys and values that a checkpoint interleaves by head (BLOOM, GPT-NeoX), and the
+    halves of each pair of rotated dimensions (Llama 4). Names and shapes don't show the order, but values do, because
+    policy and engine have loaded the same checkpoint. A bias gets the order of its layer's weight, because a bias of
+    zeros shows no order."""
     config = getattr(policy.config, "get_text_config", lambda: policy.config)()
     queries = int(getattr(config, "num_attention_heads", 0) or 1)
     keys = int(getattr(config, "num_key_value_heads", 0) or queries)
@@ -399,11 +386,9 @@ def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int
 
 
 def _orders(total: int, queries: int, keys: int) -> Iterator[Sequence[torch.Tensor]]:
-    """Yield each known order of a matrix of ``total`` rows, for ``queries`` query heads and ``keys`` key heads.
-
-    An order is a list of tensors: the row indices of the policy in the engine's order. An engine's ranks divide each
-    tensor.
-    """
+    """Yield each known order of a matrix of ``total`` rows, for ``queries`` query heads and ``keys`` key heads. An
+    order is a list of tensors: the row indices of the policy in the engine's order. An engine's ranks divide each
+    tensor."""
     rows, group = torch.arange(total), queries // keys
     if total % (keys * (group + 2)) == 0:  # checkpoint rows: query heads of a group, their key head, their value head
         by_head = rows.view(keys, group + 2, -1)

@@ -4,8 +4,8 @@
 Equality isn't enough for norms of ones, biases of zeros, or tensors that the engine has copied into a packed layout.
 
 *Dependence*: if the slice's values change, the engine's output changes. `unread` checks each parameter by a forward.
-`read_together` checks most parameters at once by a few forwards: it changes all parameters so that the changes cancel.
-If the engine didn't read a parameter, the engine's output would change. The policy's gradients estimate by how much.
+In models like Llama `read_together` checks most parameters at once, by changes of all parameters that cancel. If the
+engine didn't read a parameter, the engine's output would change. The policy's gradients estimate by how much.
 All ranks of an engine take part in each forward.
 """
 
@@ -29,10 +29,10 @@ from .mapping import Slice, is_near
 
 # PROBE_TOKENS: prompt lengths. The prompt of 64 tokens tests parameters that a prompt of 8 tokens doesn't depend on.
 PROBE_TOKENS = (8, 64)
-# MARGIN: a parameter counts as read if the predicted effect of its change is 10 times the measured effect of all
+# MARGIN: a parameter counts as read if the predicted effect of its change is above 10 times the measured effect of all
 # cancelling changes together. The gradient predicts an effect up to a factor of three.
 MARGIN = 10.0
-# VISIBLE: smallest effect in nats that counts, in float32 and in 16 bits. Rounding may hide smaller effects.
+# VISIBLE: smallest predicted effect in nats that counts in float32 and in 16 bits. Rounding hides smaller ones.
 VISIBLE, VISIBLE_16_BIT = 1e-3, 1e-2
 # ROUNDED_LOGIT: largest rounding difference of the largest logit between policy and engine, in steps of the dtype. A
 # trained model has logits of about 30 for random tokens, and the step of bfloat16 at 30 is 1/8.
@@ -59,7 +59,7 @@ class Probe:
 
 
 def check_equal(slices: Sequence[Slice]) -> None:
-    """Raise a RuntimeError unless every slice equals its parameter, up to quantisation. All ranks must call this."""
+    """Raise a RuntimeError unless every slice equals its parameter, or is near a quantised one. A collective."""
     with on_all_ranks("the comparison of the weights"):
         differing = [part.name for part in slices if not (part.equal() if part.packed is None else is_near(part))]
         if differing:
@@ -71,10 +71,8 @@ def check_equal(slices: Sequence[Slice]) -> None:
 
 
 def check_same(policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput | None = None) -> None:
-    """Raise a RuntimeError unless engine and policy have equal log-probabilities up to rounding. A collective.
-
-    The prompts are text, and text after the images of ``tower_prompt``. The policy's LoRA adapter is disabled.
-    """
+    """Raise a RuntimeError unless engine and policy have equal log-probabilities up to rounding. A collective. One
+    prompt is text; if ``tower_prompt`` is set, another is text after its images. A LoRA adapter is disabled."""
     # The prompt has no placeholder tokens of images, video or audio, because Gemma 4 reads them as padding, and vLLM
     # reads them as tokens.
     placeholders = {getattr(unwrap(policy).config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")}
@@ -90,7 +88,7 @@ def check_same(policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput
     if tower_prompt is None:
         return
     completion = ids[: max(0, min(PROBE_TOKENS[0], engine.context - len(tower_prompt) - 1))]
-    if not completion:  # The context has no room for tokens after the images, so no tokens are compared.
+    if not completion:  # Without room for tokens after the images nothing is compared, but the tower still runs once.
         engine.prompt_logprobs(tower_prompt)
         return
     engine_logprobs = engine.prompt_logprobs(tower_prompt.followed_by(completion))[-len(completion) :]
@@ -115,7 +113,7 @@ def check_read(
     slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice] = (),
     tower_prompt: ModelInput | None = None,
 ) -> list[Slice]:  # fmt: skip
-    """Check that the engine's output depends on every slice that the policy's output depends on. A collective.
+    """Check that the engine's output depends on each slice whose parameter affects the policy's output. A collective.
 
     Args:
         every: the slices of all parameters of the policy; default: ``slices``.
@@ -123,12 +121,12 @@ def check_read(
 
     Returns:
         The slices without effect on the engine's output, and the slices of a tower that isn't checked. The slices have
-        no effect on the policy's output, either, except biases that only the engine's first rank adds.
+        no effect on the policy's output (for text), either, except biases that only the engine's first rank adds.
 
     Raises:
         RuntimeError: the policy's output depends on a parameter, but the engine's output doesn't.
     """
-    slices = [part for part in slices if not part.again]  # vLLM reads a parameter's second copy only in decoding
+    slices = [part for part in slices if not part.again]  # a prompt can't test the second copies, used in decoding
     every = [part for part in every if not part.again]
     text, tower = ([part for part in slices if sees(part.name) == in_tower] for in_tower in (False, True))
     probe = Probe(engine, probe_ids(engine, PROBE_TOKENS[0])) if text else None  # for both: two forwards less
@@ -137,7 +135,7 @@ def check_read(
     silent += tower if tower_prompt is None else unread(tower, engine, tower_prompt)
     with on_all_ranks("the proof of the weights"):
         rest = silent
-        if engine.layout.engine_place > 0:  # only the engine's first rank adds biases of outputs that ranks sum
+        if engine.layout.engine_place > 0:  # of a summed output, only the engine's first rank adds the bias
             of_first = engine.tensors.is_added_by_first_rank
             rest = [part for part in silent if not (part.name.endswith(".bias") and of_first(part.destination))]
         if unreachable := [part.name for part in rest if not inert(part, policy, engine, tower_prompt)]:
@@ -154,15 +152,11 @@ def read_together(
     slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice], probe: Probe | None = None
 ) -> set[str]:
     """Return the names of slices that the engine reads, found by a few forwards for any number of slices. A collective.
-
     All parameters are multiplied by the signs of `cancelling`, which together leave the output unchanged. If the engine
     read only some of the changed parameters, its output would change. A change of the embedding without the other
     parameters must change the output, otherwise the engine reads no changed parameter. A parameter counts as read if
     the policy's gradient predicts a far larger effect of its change than all changes together have on the engine's
-    output.
-
-    The result is empty for architectures unlike Llama. All ranks get the same names.
-    """
+    output. The result is empty for architectures unlike Llama. All ranks get equal results."""
     if not slices:
         return set()
     probe = probe or Probe(engine, probe_ids(engine, PROBE_TOKENS[0]))
@@ -192,11 +186,9 @@ def read_together(
 
 def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Module) -> dict[str, float]:
     """Estimate in nats how much a sign change of each slice would change the prompt's log-probability, by slice name.
-
     The estimate is for changed signs of a random half of the slice's values: the norm of gradient times value. Packed
     weights and buffers have no gradient, and are left out. The result is empty if memory is too small for the
-    gradients.
-    """
+    gradients."""
     effects: dict[str, float] = {}
     parameters = {*policy.parameters()}
     slice_of = {part.source: part for part in slices if part.source in parameters}
@@ -218,7 +210,7 @@ def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Mod
                 stack.callback(parameter.register_post_accumulate_grad_hook(measure).remove)
             logits = policy(tokens).logits[0, :-1].float()
             logprob = logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).sum()
-            if logprob.requires_grad:  # otherwise the log-probability depends on no trained parameter
+            if logprob.requires_grad:  # otherwise the log-probability depends on no parameter of ``slices``
                 logprob.backward()
         except torch.OutOfMemoryError:
             return {}
@@ -242,7 +234,7 @@ def base_alone(policy: torch.nn.Module, trained: Collection[torch.Tensor] = ()) 
 def unread(
     slices: Sequence[Slice], engine: Engine, tower_prompt: ModelInput | None = None, probe: Probe | None = None
 ) -> list[Slice]:
-    """Return the slices without effect on the engine's output. Each slice costs a short forward per engine rank."""
+    """Return the slices without effect on the engine's output. Each costs one or two short forwards per engine rank."""
     layout = engine.layout
     silent = [(part, place) for part in slices for place in range(layout.ranks_per_engine)]
     for length in PROBE_TOKENS:
@@ -261,7 +253,7 @@ def unread(
 @torch.no_grad()
 def inert(part: Slice, policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput | None = None) -> bool:
     """Return whether a change of the parameter ``part`` leaves the policy's output unchanged."""
-    if part.packed is not None:
+    if part.packed is not None:  # counted as effective, except in a tower without a prompt to test it
         return tower_prompt is None and sees(part.name)
     more: dict[str, torch.Tensor] = {}
     ids = torch.tensor([probe_ids(engine, PROBE_TOKENS[-1])], device=part.source.device)
@@ -292,12 +284,12 @@ def changed(tensor: torch.Tensor) -> Iterator[None]:
             tensor.neg_() if zeros is None else tensor.copy_(zeros)
 
 
-EMBEDDING, HEAD, LAST_NORM = "embed_tokens", "lm_head", "norm"
-READERS = {  # keys: projections that read the residual stream; values: the norm before each projection
+EMBEDDING, HEAD, LAST_NORM = "embed_tokens", "lm_head", "norm"  # Names of modules in models like Llama.
+READERS = {  # Keys are projections that read the residual stream. Values are the norm before each projection.
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "input_layernorm"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "post_attention_layernorm"),
 }
-WRITERS = {"o_proj": -1.0, "down_proj": 1.0}  # projections that write to the residual stream, and their input's sign
+WRITERS = {"o_proj": -1.0, "down_proj": 1.0}  # Projections that write to the residual stream: the sign of their input.
 NEGATED = ("q_proj", "k_proj", "v_proj", "qkv_proj")
 NORMS_OF_HEADS = ("q_norm", "k_norm")
 
@@ -312,7 +304,7 @@ def cancelling(shapes: Mapping[str, Sequence[int]], norms: bool) -> Signs:
     sign, together with the columns of the projections that read the norm. Queries, keys and values, with their biases,
     are negated as a whole. The signs of queries and keys cancel in the scores, the sign of values in the output
     projection. A change of sign is exact in every dtype, and a second change restores every bit. In other architectures
-    the output changes, and `check_read` tests their parameters one by one.
+    the output changes, and `unread` tests their parameters one by one.
 
     The result is empty if no module is named `embed_tokens`.
 

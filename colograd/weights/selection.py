@@ -28,25 +28,25 @@ class Pairing:
 
     policy: torch.nn.Module
     engine: Engine
-    slices: list[Slice]  # Each parameter of the policy (of a LoRA policy's base) with its slice of an engine tensor.
+    slices: list[Slice]  # Parameters of the policy (of a LoRA policy's base) with their slices of engine tensors.
     device: torch.device  # The device that the policy will be moved to.
-    equal: bool  # Whether `proof.check_equal` found the engine's values equal to the policy's values.
+    equal: bool  # Whether `proof.check_equal` compared all values of engine and policy, none of them quantised.
     tower_prompt: ModelInput | None = None  # A prompt with images that tests the vision tower. None without a test.
 
     def unread(self, slices: Sequence[Slice] | None = None) -> list[Slice]:
-        """Return the slices that neither engine nor policy reads (`proof.check_read`). Default: all ``slices``."""
+        """Check that the engine reads ``slices`` (default: all). Return unread ones as `proof.check_read` does."""
         chosen = self.slices if slices is None else slices
         return proof.check_read(chosen, self.policy, self.engine, self.slices, self.tower_prompt)
 
 
 def move(policy: torch.nn.Module, device: torch.device) -> None:
-    """Move the policy to ``device``, unless the policy is on a device of this type."""
+    """Move the policy to ``device``, unless all of its tensors are on a device of this type."""
     if any(tensor.device.type != device.type for tensor in [*policy.parameters(), *policy.buffers()]):
         policy.to(device)  # only if needed, because `.to("cpu:0")` copies tensors on "cpu", and ends sharing
 
 
 def check_choice(wanted: str, adapter: Adapter | None, cut: bool = False) -> Adapter | None:
-    """Check that the policy and its LoRA adapter allow the setting `weights`, given as ``wanted``.
+    """Check that the policy and its LoRA adapter allow the setting `weights`, with the value ``wanted``.
 
     ``cut`` is true if each rank holds only a part of the policy's weights (``sharding: fsdp``).
 
@@ -118,15 +118,15 @@ def weight_sync(
     wanted: str, policy: torch.nn.Module, engine: Engine, *, untouched: bool, device: torch.device,
     adapter: Adapter | None = None, cut: str = "", tower_prompt: ModelInput | None = None,
 ) -> WeightSync:  # fmt: skip
-    """Move the policy to ``device``, into the engine's memory where possible, and return its `WeightSync`.
+    """Move the policy to ``device``, or into the engine's memory, as ``wanted`` allows. Return its `WeightSync`.
 
     The device never holds two copies of shared weights.
 
     Args:
         wanted: ``auto``, ``shared``, ``copied``, ``gathered``, ``adapter`` or the import path of a `WeightSync` class.
             For a LoRA policy, ``shared`` means that the base is shared.
-        untouched: whether the policy has exactly the values of the checkpoint that the engine loaded. Then comparing
-            values checks the map of parameters.
+        untouched: whether the policy has exactly the values of the checkpoint that the engine loaded. Then, with equal
+            dtypes, comparing values checks the map of parameters.
         adapter: the LoRA adapter that the policy trains; None if the policy's own weights are trained.
         cut: ``rows`` means that each rank will keep only some rows of the weights. ``parts`` means that this function
             cuts the policy, so that each rank has its engine rank's part of every parameter. "" means a whole policy.
@@ -144,7 +144,7 @@ def weight_sync(
         )
     layout = engine.layout
     with on_all_ranks("the map of the weights"):
-        served = engine.served.weights
+        served = engine.served.weights if engine.served is not None else ()
         place, ranks = layout.engine_place, layout.ranks_per_engine
         slices = map_parameters(policy, engine.tensors, place, ranks, served)
         if not engine.blank:
@@ -153,15 +153,15 @@ def weight_sync(
     if equal:
         proof.check_equal(slices)
     packed = [part for part in slices if part.packed is not None]
-    if packed or served:  # the quantised base is written into the engine
+    if packed or served:  # a quantised base is compared by outputs, because its values differ from the checkpoint's
         move(policy, device)
         copy(slices if engine.blank else packed)
         proof.check_same(policy, engine, tower_prompt)
         untested = [weight for name, weight in packed_weights(policy).items() if tower_prompt is None and sees(name)]
-        if unused := engine.served.unused(untested):
+        if engine.served is not None and (unused := engine.served.unused(untested)):
             raise RuntimeError(
                 f"{unused} of the engine's layers don't use the policy's packed weights, because Colograd doesn't know "
-                "this architecture yet. Set weights: auto."
+                "this architecture yet. Set weights: auto to copy them."
             )
     pairing = Pairing(policy, engine, slices, device, equal and not packed, tower_prompt)
     if cut == "parts":  # an extension cuts the policy, and returns the sync
@@ -170,7 +170,7 @@ def weight_sync(
     else:
         sync = _select(wanted, pairing, adapter, cut == "rows")
     if pairing.equal:
-        proof.check_same(policy, engine)  # policies with equal weights may still compute differently from vLLM
+        proof.check_same(policy, engine)  # vLLM may compute differently with equal weights
     return sync
 
 
@@ -202,7 +202,7 @@ def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -
 
 
 def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeights:
-    """Create the weight sync of a whole policy or a LoRA base. ``constant`` means that its weights never change."""
+    """Create the weight sync of a policy or LoRA base. ``constant`` skips the test that the engine reads it."""
     obstacles = {part.name: reason for part in pairing.slices if (reason := obstacle(part))}
     if wanted == "shared" and obstacles:
         name, reason = next(iter(obstacles.items()))

@@ -1,9 +1,9 @@
-"""Weight syncs of a policy that is whole on each rank. `WeightSync` is the interface of all syncs.
+"""Weight syncs by shared memory or by copies on the same rank. `WeightSync` is the interface of all syncs.
 
-`shared`: parameters are views of the engine's tensors. Unshareable ones are copied.
+`shared`: parameters are views of the engine's tensors. Parameters that can't be views are copied.
 
-`copied`: the engine has a copy of the weights, and each sync copies and casts the policy's weights. For a LoRA adapter
-that vLLM can't serve, the copy is W + scaling * B A, computed in float32 one layer at a time, and rounded once. Merging
+`copied`: the engine has a copy of the weights, and each sync copies and casts the weights that training changes. If
+a LoRA adapter is merged, the copy is W + scaling * B A, computed in float32 layer by layer, and rounded once. Merging
 into the policy's own weights would accumulate rounding errors.
 """
 
@@ -24,7 +24,7 @@ from .mapping import Slice
 
 
 class WeightSync(Protocol):
-    """The interface of weight syncs, which give the engine the policy's weights. Users may write a class."""
+    """The interface of weight syncs, which give the engine the policy's weights. Users may write one."""
 
     @abstractmethod
     def publish(self, version: int) -> int:
@@ -39,7 +39,7 @@ class WeightSync(Protocol):
 
     @abstractmethod
     def describe(self) -> str:
-        """Return one line for the log at start: the kind of sync, number of tensors, MiB per sync, and the reason."""
+        """Return one line for the log at start, e.g. the kind of sync, the number of tensors, and bytes per sync."""
 
     @abstractmethod
     def differing(self) -> list[str]:
@@ -47,11 +47,11 @@ class WeightSync(Protocol):
 
 
 class Unserved(ValueError):
-    """The error that vLLM has no LoRA slot for a layer that the adapter changes."""
+    """The error that vLLM can't serve the policy's LoRA adapter, e.g. because a layer has no LoRA slot."""
 
 
 class PlannedSync(WeightSync):
-    """A `WeightSync` that plans copies at start. `publish` checks that all tensors have the addresses of the start."""
+    """A `WeightSync` planned at start. `publish` checks that no parameter has changed its memory address since then."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine) -> None:
         self.engine, self._policy = engine, policy
@@ -88,7 +88,7 @@ def copy(slices: Sequence[Slice]) -> int:
     if plain := [part for part in slices if not part.is_computed]:
         torch._foreach_copy_([part.destination for part in plain], [part.held for part in plain])
     for part in slices:
-        if part.is_computed:  # computed values (dequantised ones) are made one by one
+        if part.is_computed:  # values are computed (e.g. dequantised) one by one, to save memory
             part.destination.copy_(part.held)
     return nbytes(slices)
 
@@ -98,12 +98,12 @@ def nbytes(slices: Sequence[Slice]) -> int:
 
 
 class CopiedWeights(PlannedSync):
-    """The weight sync that copies the policy into the engine. ``why`` is the reason that memory isn't shared."""
+    """The weight sync that copies the policy into the engine. ``why`` is the reason why memory isn't shared."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
         super().__init__(policy, engine)
         self.slices, self.why = list(slices), why
-        self.due = self.slices  # Slices that the next publish copies.
+        self.due = self.slices  # Slices that the next `publish` copies.
         self._later = [part for part in slices if changes(part)]
 
     def describe(self) -> str:
@@ -120,8 +120,8 @@ class CopiedWeights(PlannedSync):
 
 
 def changes(part: Slice) -> bool:
-    """Return whether the values that ``part`` copies into the engine may change during training. Buffers may change
-    without the optimizer."""
+    """Return whether the policy's values of ``part`` may change during training. Buffers may change without the
+    optimizer."""
     is_parameter = isinstance(part.source, torch.nn.Parameter)
     return part.adapted is not None or part.source.requires_grad or not is_parameter
 
@@ -170,18 +170,18 @@ def obstacle(part: Slice) -> str:
 
 @torch.no_grad()
 def bind(slices: Sequence[Slice]) -> None:
-    """Copy each parameter into its engine tensor, and make the parameter a view of that tensor, one by one."""
+    """Copy parameters into their engine tensors one by one, and make each parameter a view of its engine tensor."""
     for part in slices:
         part.destination.copy_(part.source)
         part.source.data = part.destination
 
 
 class SharedWeights(CopiedWeights):
-    """The weight sync of a policy with parameters that share the engine's memory; some are copied.
+    """The weight sync of a policy whose parameters share the engine's memory, except ``copied`` parameters.
 
     Args:
         shared: parameters that `bind` has made views of the engine's tensors.
-        copied: parameters that can't be views, each with the reason.
+        copied: parameters that can't be views of the engine's tensors, each with the reason.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class SharedWeights(CopiedWeights):
         self.slices = [*self.shared, *self.slices]  # shared and copied parameters
         if unbound := [part.name for part in self.shared if part.source.data_ptr() != part.destination.data_ptr()]:
             raise RuntimeError(
-                f"{len(unbound)} policy parameters don't share the engine's memory any more: {', '.join(unbound[:3])}."
+                f"{len(unbound)} parameters left the engine's memory ({', '.join(unbound[:3])}): set weights: copied."
             )
 
     def describe(self) -> str:
@@ -217,10 +217,8 @@ def bytes_apart(policy: torch.nn.Module, engine: VLLMTensors) -> int:
 def state_dict_on_host(
     model: torch.nn.Module, places: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Copy the model's state dict to host memory, into tensors of ``places`` (by name) if shape and dtype fit.
-
-    Tied parameters become one tensor. Other tensors share no storage, because writers of safetensors would copy them.
-    """
+    """Copy the model's state dict to host memory, into tensors of ``places`` (by name) if shape and dtype fit. Tied
+    parameters become one tensor. No other tensors share storage, because safetensors' writer would copy them."""
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
     host: dict[str, torch.Tensor] = {}
     queued = False
@@ -235,6 +233,6 @@ def state_dict_on_host(
                 queued |= tensor.is_cuda
             watchdog.progress()
         host[name] = copies[key]
-    if queued:  # waits for the copies, because transformers may read the tensors at once
+    if queued:  # waits for the GPU's copies, because the caller may read the tensors at once
         torch.cuda.synchronize()
     return host

@@ -16,7 +16,6 @@ import torch
 
 from colograd.batch import FinishReason, ModelInput, Prompt, ScoredGroup
 from colograd.engine.arguments import engine_kwargs
-from colograd.engine.load import watched
 from colograd.engine.sampling import (
     RESERVED,
     SUPPORTED,
@@ -76,7 +75,7 @@ def test_a_sampled_nan_is_an_error() -> None:
     engine = VLLMEngine.__new__(VLLMEngine)
     engine.tokens = engine.vocab_size = 8
     with pytest.raises(FloatingPointError, match="logits that aren't numbers"):
-        engine._sampled(SimpleNamespace(outputs=[completion]), ModelInput((1,)))
+        engine._sampled(SimpleNamespace(outputs=[completion], prompt_logprobs=None), ModelInput((1,)))
 
 
 def test_a_group_has_n_completions_with_one_logprob_per_token(engine, config, prompts) -> None:
@@ -112,10 +111,10 @@ def test_prompts_that_are_read_in_parts_have_the_same_completions(tiny_model: Pa
         config = tiny.config(tmp_path / "run", vllm_engine_kwargs=given)
         with contextlib.closing(VLLMEngine(str(tiny_model), config, torch.float32, 128, kv_bytes=2**22)) as other:
             other.stamp(0)
-            with watched(other, lambda load: None) as counts:
-                groups = sample(other, config, prompts, sampling=sampling)
+            groups = sample(other, config, prompts, sampling=sampling)
+            preemptions = other.load().preemptions
             found.append({position: tokens(group) for position, group in groups.items()})
-    assert found[0] == found[1] and counts["preemptions"]
+    assert found[0] == found[1] and preemptions
 
 
 def test_completions_of_a_group_differ_and_another_seed_gives_others(engine, config, prompts) -> None:

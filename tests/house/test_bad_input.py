@@ -351,7 +351,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "the engine's layout of an engine that is a rank's alone": (
         lambda _: config(sharding="tensor"),
         "sharding is 'tensor' and vllm_tensor_parallel_size is 1",
-        "cut as the ranks of an engine cut it",
+        "divided among the ranks of an engine",
         "set vllm_tensor_parallel_size to 2 or more",
     ),
     "sharding an optimizer that needs whole parameters": (

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from colograd.config import GRPOConfig
 from colograd.data import PromptDataset
 from colograd.engine.arguments import engine_dtype, engine_kwargs
+from colograd.engine.protocol import EngineUse
 from colograd.memory import description as memory
 from colograd.memory.choice import auto, plan_or_raise
 from colograd.memory.description import PLANNED_TOKENS, Devices, RunDescription, Workload, describe_run
@@ -210,7 +211,7 @@ def batches(
     sequences: int, cls: type[GRPOConfig] = Cuda, trained: int = 0, **given: Any
 ) -> tuple[int | None, list[int] | None]:
     config = made(cls, vllm_engine_kwargs=given)
-    kwargs = engine_kwargs("m", config, torch.bfloat16, 200, 12345, sequences, trained=trained)
+    kwargs = engine_kwargs("m", config, torch.bfloat16, 200, 12345, EngineUse(sequences=sequences, trained=trained))
     return kwargs.get("max_num_seqs"), kwargs.get("cudagraph_capture_sizes")
 
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,9 +34,9 @@ from colograd.batch import PackedRow, Rollout, ScoredGroup
 from colograd.extensions.experts.losses import RoutingStep
 from colograd.extensions.experts.router_replay import UNKNOWN, RowExperts, make_replaying
 from colograd.extensions.kept_tokens.rider import KeptStep, KeptTokens
-from colograd.extensions.sequence_parallel import shared_rows
-from colograd.extensions.sequence_parallel.forward import RowGroups, RowStep
-from colograd.extensions.sequence_parallel.shared_rows import _unreached as unreached
+from colograd.extensions.sequence_parallel import forward
+from colograd.extensions.sequence_parallel.forward import RowStep, over_rows
+from colograd.extensions.sequence_parallel.forward import _unreached as unreached
 from colograd.parallel.layout import RankLayout
 from colograd.parallel.ranks import gather, rank, world_size
 from colograd.policy import attention
@@ -48,6 +49,7 @@ from colograd.sharding import zero
 from colograd.sharding.zero import buckets_of
 
 CPU = torch.device("cpu")
+OVER_ROWS: Any = SimpleNamespace(sequence_parallel_size=2)
 
 
 def heads(queries: int, keys: int) -> Callable[[], Any]:
@@ -147,20 +149,20 @@ def run(model: Any, name: str) -> tuple[list[torch.Tensor], dict[str, torch.Tens
     return found, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def held(groups: RowGroups) -> list[int]:
+def held(step: RowStep) -> list[int]:
     """Return the bytes that autograd keeps for a row of 1,200 tokens: for the whole row, and for this rank's part. The
     model has a key head for every rank, so that no rank repeats another's."""
     model = make(lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SHAPE | {"num_key_value_heads": 4}, head_dim=16)))
     row = collate(dummy(CPU, [(300, (300, 300, 300))]))
     model.config.max_position_embeddings = 1200
     found = []
-    for prepare in (choose_rows, functools.partial(install, step=RowStep(groups))):
+    for prepare in (choose_rows, functools.partial(install, step=step)):
         prepare(model)
         found.append(kept(model, lambda: policy_logprobs(model, row, 1.0)[0]))
     return found
 
 
-def compare(name: str, groups: RowGroups) -> dict[str, float]:
+def compare(name: str, step: RowStep) -> dict[str, float]:
     model = make(CASES[name]).eval()
     if name == "adapter":
         model = wrap(model, LoraConfig(r=4, target_modules="all-linear"), 7)
@@ -174,7 +176,7 @@ def compare(name: str, groups: RowGroups) -> dict[str, float]:
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
     whole, expected = run(model, name)
-    install(model, RowStep(groups))
+    install(model, step)
     seen: list[int] = []
     hook = unwrap(model).get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     parts, gradients = run(model, name)
@@ -204,13 +206,13 @@ class SomeExperts(torch.nn.Module):
         return sum(expert(hidden) for expert in self.experts[: 1 + rank() % 2])  # type: ignore[return-value]
 
 
-def experts_without_tokens(groups: RowGroups) -> list[float]:
+def experts_without_tokens(step: RowStep) -> list[float]:
     """Return the error of ZeRO-2's summed gradients, with one parameter per bucket, against whole backwards."""
     model = make(CASES["llama"]).eval()
     assert choose_rows(model) == ""
     for layer in model.model.layers:
         layer.mlp = SomeExperts(layer.mlp)
-    install(model, RowStep(groups))
+    install(model, step)
     batch = collate(rows_of("llama")[0])
     policy_logprobs(model, batch, 1.0)[0].sum().backward()
     expected = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
@@ -218,23 +220,23 @@ def experts_without_tokens(groups: RowGroups) -> list[float]:
         dist.all_reduce(gradient)
     model.zero_grad(set_to_none=True)
     zero.buckets_of = functools.partial(buckets_of, elements=1)
-    sharding = shared_rows.rows_of(zero.SharedGradients)(model)
+    sharding = over_rows(zero.SharedGradients, OVER_ROWS)(model)
     sharding.backward(policy_logprobs(model, batch, 1.0)[0].sum())
     off = [float((piece.part.grad - piece.of(expected[piece.name])).abs().max()) for piece in sharding.owned()]
     sharding.close()
     return [max(off), float(len(sharding.buckets))]
 
 
-def walks(groups: RowGroups) -> list[int]:
+def walks(step: RowStep) -> list[int]:
     """How often graphs are looked at in two backwards: of a dense model, and of a mixture."""
     found = []
     for name in ("llama", "qwen3_moe"):
         model, looked = make(CASES[name]), []
         assert choose_rows(model) == ""
-        install(model, RowStep(groups))
+        install(model, step)
         batch = collate(rows_of("llama")[0])
-        with mock.patch.object(shared_rows, "_unreached", lambda *given: looked.append(1) or unreached(*given)):  # noqa: B023
-            sharding = shared_rows.rows_of(zero.SharedGradients)(model)
+        with mock.patch.object(forward, "_unreached", lambda *given: looked.append(1) or unreached(*given)):  # noqa: B023
+            sharding = over_rows(zero.SharedGradients, OVER_ROWS)(model)
             for _ in range(2):
                 sharding.backward(policy_logprobs(model, batch, 1.0)[0].sum())
         sharding.close()
@@ -247,11 +249,11 @@ def main() -> None:
     dist.init_process_group("gloo")
     size = world_size()
     layout = RankLayout(rank(), size, ranks_per_node=size, ranks_per_sequence=size)
-    groups = RowGroups.of(layout, None)
-    found = {name: compare(name, groups) for name in sys.argv[2:] or CASES}
+    step = RowStep.of(layout, None)
+    found = {name: compare(name, step) for name in sys.argv[2:] or CASES}
     alike = len({*map(str, gather([entry["forward"] for entry in found.values()]))}) == 1
-    result = {"cases": found, "alike": alike, "held": held(groups), "walks": walks(groups)}
-    result["experts"] = experts_without_tokens(groups)
+    result = {"cases": found, "alike": alike, "held": held(step), "walks": walks(step)}
+    result["experts"] = experts_without_tokens(step)
     Path(sys.argv[1], f"rank{rank()}-of-{size}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 

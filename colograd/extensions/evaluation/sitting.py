@@ -12,19 +12,20 @@ from typing import Any
 import torch
 
 from ...batch import FinishReason, Group, ModelInput, Prompt, ScoredGroup
-from ...engine.load import stepping
+from ...engine.protocol import Engine, Sampled, stepping
+from ...engine.sampling import Sampling
 from ...parallel import watchdog
 from ...parallel.ranks import gather, on_all_ranks
 from ...rewards.answers import after_thinking
 from ...runtime import process
 from ...training.preparation import engine_context, longest_completion
 from ...usercode.worker_pool import WorkerCall, WorkerPool
-from .engine import score
 from .harness import HarnessBenchmark, LoadedTask, Question, Request, Rules, stops, thinks
 from .judging import Judge
 from .results import Answered, SuiteResult, TaskResult
 from .specs import names_of
 
+SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # Settings of a scoring request: vLLM needs one sampled token.
 MOST_WORKERS = 8  # Maximum number of worker processes.
 CHECK_SECONDS = 120.0  # Maximum seconds of one call that judges a question with all filters and metrics.
 
@@ -139,6 +140,20 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
                 sat[question.row].texts[index] = texts
                 answer(question.row, index, texts)
     return [*sat.values()]
+
+
+def score(engine: Engine, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
+    """Score (context, continuation) pairs of token ids on the engine's first rank. Return for each pair the sum of the
+    continuation's log-probabilities, and whether greedy decoding would write the continuation."""
+    names = [engine.submit([*context, *target], SCORED, seed=0) for context, target in parts]
+    ended: dict[str, list[Sampled]] = {}
+    while len(ended) < len(names):
+        ended.update(engine.advance())
+    scores = []
+    for name, (context, _) in zip(names, parts, strict=True):
+        tokens = [token for token in ended[name][0].prompt[len(context) :] if token is not None]
+        scores.append((sum(logprob for logprob, _ in tokens), all(rank == 1 for _, rank in tokens)))
+    return scores
 
 
 def _texts(group: Group, request: Request, tokenizer: Any) -> list[str]:

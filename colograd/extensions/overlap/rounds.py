@@ -25,7 +25,7 @@ import torch
 
 from ...batch import Group, PackedGroup, PackedRow, Prompt, SampledStep, ScoredGroup, StepBatch
 from ...config import GRPOConfig
-from ...engine.load import after_each_step
+from ...engine.protocol import after_each_step
 from ...losses.token_losses import LOSSES
 from ...parallel import watchdog
 from ...parallel.balance import exchange

@@ -20,7 +20,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import ProgressCallback
 
 from ...batch import MicroBatch, PackedRow, RolloutId, SampledStep, ScoredGroup, StepBatch
-from ...engine.load import watched
+from ...engine.protocol import after_each_step
 from ...losses.advantages import group_std
 from ...memory.shape import Shape
 from ...memory.table import GIB
@@ -158,9 +158,11 @@ class Recorder(NoRecord):
         self.lanes.begin()
         self.trainer.sampler.scorer.on_call = self.lanes.reward
         self.trainer.feature.watch(self.lanes.tool)
-        with watched(self.trainer.engine, self.lanes.look) as counts:
+        engine = self.trainer.engine
+        before = engine.load().preemptions
+        with after_each_step(engine, lambda: self.lanes.look(engine.load())):
             yield
-        self.lanes.end(counts.get("preemptions"))
+        self.lanes.end(engine.load().preemptions - before)
 
     def all_sampled(self) -> None:
         self.lanes.all_sampled()

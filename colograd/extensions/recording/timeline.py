@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ...engine.load import Load
+from ...engine.protocol import Load
 
 POINTS = 100  # Maximum number of points of a curve.
 CALLS = 64  # Maximum number of recorded reward calls, and of tool calls.
@@ -48,7 +48,7 @@ class Timeline:
         """Record a training of finished groups while other ranks sampled. ``tokens``: number of trained tokens."""
         self._calls["trained"].append(("train", started - self._began, ended - self._began, tokens))
 
-    def end(self, preemptions: int | None) -> None:
+    def end(self, preemptions: int) -> None:
         """End the record of this rank's sampling."""
         self._records = False
         self._ended = {"seconds": round(time.perf_counter() - self._began, 3), "preemptions": preemptions}

@@ -12,32 +12,27 @@ SIZE = "sequence_parallel_size"
 
 CONFLICTS = (
     Conflict(
-        SIZE, above(1), "sharding", equal("fsdp"), "they don't go together in this version",
+        SIZE, above(1), "sharding", equal("fsdp"), "this version doesn't support both",
         "set sharding: gradients, or tensor+gradients for a policy that no rank has room for",
     ),
     *(
-        Conflict(
-            SIZE, above(1), name, SET,
-            "that isn't available where ranks share out a row's tokens in this version", f"remove {name}, or {SIZE}",
-        )
+        Conflict(SIZE, above(1), name, SET, "this version doesn't support both", f"remove {name}, or {SIZE}")
         for name in ("torch_compile", "router_replay", "teacher_model_name_or_path", "offload_gradients")
     ),
 )  # fmt: skip
 
 
 def check_sequences(config: GRPOConfig) -> None:
-    """Raise a ValueError if ranks can't be grouped by ``sequence_parallel_size``; a group shares a row."""
+    """Raise a ValueError if the ranks of a machine can't form groups of ``sequence_parallel_size``."""
     size = config.sequence_parallel_size
     if size == 1:
         return
     parts = config.vllm_tensor_parallel_size if config.tensor_parallel else 1
-    per_node = process.local_world_size()
-    for ranks, where in ((config.world_size, "the number of ranks"), (per_node, "the ranks of a machine")):
-        if size < 1 or ranks % (size * parts):
-            of_parts = f" times vllm_tensor_parallel_size ({parts})" if parts > 1 else ""
-            both = math.gcd(config.world_size, per_node)
-            able = [str(n) for n in range(1, both + 1) if not both % (n * parts)]
-            raise ValueError(
-                f"sequence_parallel_size is {size}, but it{of_parts} must divide {where}, {ranks}: choose one of "
-                f"{', '.join(able)}."
-            )
+    ranks = math.gcd(config.world_size, process.local_world_size())
+    if size < 1 or ranks % (size * parts):
+        of_parts = f" times vllm_tensor_parallel_size ({parts})" if parts > 1 else ""
+        able = [str(n) for n in range(1, ranks + 1) if not ranks % (n * parts)]
+        raise ValueError(
+            f"sequence_parallel_size is {size}, but it{of_parts} must divide the number of ranks per machine, {ranks}: "
+            f"choose one of {', '.join(able)}."
+        )

@@ -1,9 +1,9 @@
-"""Forward with sequence parallelism: ranks divide the tokens of a packed row (`sequence_parallel_size`).
+"""Forward and sharding strategies with sequence parallelism: ranks divide the tokens of a packed row. Model checks.
 
 Each rank computes a range of the row's tokens: their embeddings, norms, linear layers, experts and logits. Attention
 needs all keys. Before attention the ranks exchange queries, keys and values, so that each rank has all tokens for some
 of the heads. After attention the ranks exchange the outputs back (DeepSpeed-Ulysses, arXiv 2309.14509). So attention
-equals that of one rank, with segments, windows and sinks. A shared prompt exists once over all ranks.
+equals that of one rank, including segments, windows and sinks. A shared prompt exists once over all ranks.
 
 If the number of ranks doesn't divide the number of key-value heads, each head is sent to every rank that needs it. If
 the number of ranks doesn't divide the number of query heads, heads of zeros are added.
@@ -19,42 +19,30 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from ...batch import MicroBatch, SegmentLayout
+from ...config import GRPOConfig
 from ...parallel.layout import RankLayout
-from ...parallel.shards import RankGroup, group_of
+from ...parallel.shards import RankGroup, group_of, parts_of
 from ...policy import attention
-from ...policy.logprobs import Compute, ForwardStep, Pass
+from ...policy.logprobs import Compute, ForwardStep, Pass, install, remove, steps_of
+from ...policy.lora import unwrap
 from ...policy.sending import leave, to_device_async
+from ...policy.supported import ModelFeature, check_shared_rows
+from ...runtime.sizes import num_experts
+from ...sharding.strategy import ShardingStrategy
+from ...sharding.zero import SharedGradients, SharedRows
 from . import recurrent_heads
 
+if TYPE_CHECKING:
+    from ...policy.loading import Policy
+
 Send = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class RowGroups:
-    """Groups of ranks that train the same packed rows."""
-
-    sequence: RankGroup  # Ranks that divide a row's tokens. All have this rank's (tensor-parallel) part of the policy.
-    row: RankGroup  # All ranks that train the row. This group can check that its ranks make the same exchanges.
-
-    def __deepcopy__(self, memo: Any) -> RowGroups:
-        return self
-
-    @classmethod
-    def of(cls, layout: RankLayout, engine: RankGroup | None) -> RowGroups:
-        """Make the groups of this rank. A collective. ``engine``: the engine's ranks of a tensor-parallel policy."""
-        sequence = group_of(layout, lambda rank: rank.sequence_group, meets=engine is None)
-        if engine is None:
-            return cls(sequence, sequence)
-        row = group_of(layout, lambda rank: rank.row_group, meets=True, exchanges=False)
-        counted = engine.exchanged  # One counter of exchanges, which all groups of a row's ranks share.
-        return cls(dataclasses.replace(sequence, exchanged=counted), dataclasses.replace(row, exchanged=counted))
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,19 +56,18 @@ class RowPart:
 
         tokens           (4, 3)
         logit_positions  1 2 | 1 4 5
-        most_labels      3
+        labels           (3, 2)
         own              0 1   2          on the first rank
                                  3 4      on the second rank
     """
 
     group: RankGroup
     tokens: tuple[int, ...]  # Number of tokens of each rank.
-    most_labels: int  # Largest number of labels of a rank.
+    labels: tuple[int, ...]  # Number of labels of each rank.
     own: torch.Tensor  # Indices of this rank's n labels among the row's N labels, (n,).
     own_on_host: torch.Tensor  # The tensor `own` in host memory, (n,).
-    # Index of each label in the all-gathered labels, (N,). The gather pads every rank's labels to the same number.
-    places: torch.Tensor
-    fillers: int = 0  # Number of padding tokens that `cut` has added at the row's end.
+    places: torch.Tensor  # Index of each label in the gathered labels, which are ordered by rank, (N,).
+    fillers: int = 0  # Number of padding tokens that `RowStep` has added at the row's end.
 
     @classmethod
     def of(
@@ -92,14 +79,10 @@ class RowPart:
         tokens = tuple(num_tokens // size + (place < num_tokens % size) for place in range(size))
         ends = torch.tensor([*itertools.accumulate(tokens)])
         owner = torch.bucketize(positions, ends, right=True)
-        counts = torch.bincount(owner, minlength=size)
-        by_owner = owner.argsort(stable=True)
-        within = torch.empty_like(owner)
-        within[by_owner] = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner[by_owner]]
-        most = int(counts.max())
-        places = to_device_async(owner * most + within, device)
+        counts = tuple(torch.bincount(owner, minlength=size).tolist())
+        places = to_device_async(owner.argsort(stable=True).argsort(), device)
         own = (owner == group.place).nonzero().flatten()
-        return cls(group, tokens, most, to_device_async(own, device), own, places, fillers)
+        return cls(group, tokens, counts, to_device_async(own, device), own, places, fillers)
 
     @property
     def range(self) -> slice:
@@ -119,14 +102,13 @@ class RowPart:
             riders=tuple(rider.part(tokens, self.own_on_host) for rider in row.riders),
         )
 
-    def gather(self, of_labels: torch.Tensor) -> torch.Tensor:
+    def gather(self, of_labels: torch.Tensor) -> Any:
         """Gather values of labels (target tokens): from this rank's (n, ...) to all labels of the row in order, (N,
         ...). In the backward each rank keeps the gradient of its own labels."""
-        found: torch.Tensor = _Gather.apply(of_labels, self)
-        return found
+        return _Gather.apply(of_labels, self)
 
     def own_weights(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Return the weights of this rank's tokens, from the weights (T,) of the row's tokens. Padding has weight 0."""
+        """Return the weights of this rank's tokens, from weights (T,) of the row's tokens. `fillers` get weight 0."""
         return F.pad(of_tokens[: len(of_tokens) - self.fillers], (0, self.fillers))[self.range]
 
     def sum(self, of_tokens: torch.Tensor) -> torch.Tensor:
@@ -135,9 +117,7 @@ class RowPart:
 
     def mix(self, mixer: Any, hidden: torch.Tensor, run: recurrent_heads.Run) -> torch.Tensor:
         """Run a recurrent layer, with all tokens of this rank's heads: (1, own tokens, hidden) -> the same shape."""
-        way = recurrent_heads.way_of(mixer)
-        assert way is not None, f"{type(mixer).__name__} passed `why_rows_stay_whole`"
-        return way(mixer, hidden, self, run)
+        return recurrent_heads.way_of(mixer)(mixer, hidden, self, run)  # type: ignore[misc]  # `check_policy` refuses None
 
     def to_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -145,7 +125,7 @@ class RowPart:
         """Exchange queries, keys and values: from this rank's tokens of all heads to all tokens of this rank's heads.
         Shapes: (1, heads, own tokens, D) -> (1, own heads, T, D)."""
         size, heads, keys = self.group.size, query.shape[1], key.shape[1]
-        if heads % size or keys % size:  # Repeat or add heads, so that each rank gets an equal number, in their order.
+        if heads % size or keys % size:  # Repeat or add heads, so that each rank gets an equal number.
             if heads % size == 0 and size % keys == 0:  # Several ranks need the same key-value head.
                 index = torch.arange(size) // (size // keys)
             else:
@@ -162,9 +142,8 @@ class RowPart:
         q, k, v = (x.transpose(0, 1)[None] for x in found)
         return q, k, v
 
-    def _to_heads(self, tokens: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _Exchange.apply(tokens, self.send_heads, self.send_tokens)
-        return found
+    def _to_heads(self, tokens: torch.Tensor) -> Any:
+        return _Exchange.apply(tokens, self.send_heads, self.send_tokens)
 
     def to_all_tokens(self, of_tokens: torch.Tensor) -> torch.Tensor:
         """Exchange this rank's tokens of all heads, (1, own tokens, heads, D), for all tokens of its heads, (1, T,
@@ -198,17 +177,28 @@ class RowPart:
         return self.group.all_to_all(heads, self.tokens, [count] * size).unflatten(0, (size, count))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowStep(ForwardStep):
     """Forward step that computes this rank's tokens of a packed row, and gathers the values of all labels (target
     tokens)."""
 
-    groups: RowGroups
+    sequence: RankGroup  # Ranks that divide a row's tokens. All have this rank's (tensor-parallel) part of the policy.
+    row: RankGroup  # All ranks that train the row. This group can compare its ranks' numbers of exchanges.
+
+    @classmethod
+    def of(cls, layout: RankLayout, engine: RankGroup | None) -> RowStep:
+        """Make the groups of this rank. A collective. ``engine``: the engine's ranks of a tensor-parallel policy."""
+        sequence = group_of(layout, lambda rank: rank.sequence_group, meets=engine is None)
+        if engine is None:
+            return cls(sequence, sequence)
+        row = group_of(layout, lambda rank: rank.row_group, meets=True, exchanges=False)
+        counted = engine.exchanged  # One counter of exchanges for all groups of a row's ranks.
+        return cls(dataclasses.replace(sequence, exchanged=counted), dataclasses.replace(row, exchanged=counted))
 
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
-        if row.model.config._attn_implementation != attention.NAME:  # The rows aren't packed.
+        if row.model.config._attn_implementation != attention.NAME:  # Rows aren't packed: each rank computes all.
             return inner(row)
-        batch, group = row.batch, self.groups.sequence
+        batch, group = row.batch, self.sequence
         positions = batch.logit_positions.cpu() if batch.host_positions is None else batch.host_positions
         missing = max(0, group.size - batch.layout.num_tokens)
         if missing:  # Layers of some models take no empty input, so add a segment of padding that nothing attends to.
@@ -238,12 +228,100 @@ class _Exchange(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, part: RowPart) -> torch.Tensor:
-        ctx.part = part
-        filled = own.new_zeros(part.most_labels, *own.shape[1:])
-        filled[: len(own)] = own
-        return part.group.all_gather(filled).index_select(0, part.places)
+        ctx.part, size = part, part.group.size
+        gathered = part.group.all_to_all(own.repeat(size, *[1] * (own.dim() - 1)), [len(own)] * size, part.labels)
+        return gathered.index_select(0, part.places)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient.index_select(0, ctx.part.own), None
+
+
+class SharedTokens(SharedRows):
+    _reach_all = False
+
+    @classmethod
+    def for_run(cls, model: torch.nn.Module, config: GRPOConfig) -> ShardingStrategy:
+        parts = parts_of(unwrap(model))
+        install(model, RowStep.of(config.layout, None if parts is None else parts.engine))
+        return super().for_run(model, config)
+
+    @property
+    def row(self) -> RankGroup:
+        return self._step.row
+
+    @property
+    def _step(self) -> RowStep:
+        return next(step for step in steps_of(unwrap(self.model)) if isinstance(step, RowStep))
+
+    def share_frozen(self, model: torch.nn.Module) -> None:
+        install(model, self._step)
+        self._around(model)
+
+    def close(self) -> None:
+        super().close()
+        remove(self.model, RowStep)
+
+    def _goes_alike(self, loss: torch.Tensor) -> bool:
+        """Return whether the loss reaches the same parameters on all ranks of the row. A collective of these ranks. In
+        a mixture an expert may get none of a rank's tokens. If gradient buckets were reduced during such a backward, a
+        rank could wait for a bucket while other ranks wait for an exchange of heads. The check visits each node of the
+        autograd graph. So it ends once all ranks have reached all parameters of a model without experts."""
+        if self._reach_all:
+            return True
+        unreached = self.row.gather(_unreached(loss, self.model))
+        self._reach_all = not any(unreached) and not num_experts(unwrap(self.model).config)
+        return len({*unreached}) == 1
+
+    def describe(self) -> str:
+        size = self._step.sequence.size
+        rows = f"sequences: {size} ranks divide each row's tokens, and exchange heads in attention"
+        return "; ".join(filter(None, (rows, super().describe())))
+
+
+def _unreached(loss: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...]:
+    """Return the indices, among the trained parameters, of those that a loss's autograd graph doesn't contain."""
+    nodes, visited, variables = [loss.grad_fn], set(), set()
+    while nodes:
+        if (node := nodes.pop()) is not None and node not in visited:
+            visited.add(node)
+            variables.add(id(getattr(node, "variable", None)))
+            nodes += [before for before, _ in node.next_functions]
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    return tuple(index for index, parameter in enumerate(trained) if id(parameter) not in variables)
+
+
+def over_rows(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStrategy]:
+    """Return a subclass of a sharding strategy that divides the tokens of each row among ranks, if configured."""
+    if config.sequence_parallel_size == 1:
+        return way
+    # The backward of ZeRO-2 has its own handling of a failed rank.
+    own: dict[str, Any] = {"backward": SharedGradients.backward} if issubclass(way, SharedGradients) else {}
+    return type(f"RowsOf{way.__name__}", (SharedTokens, way), own)
+
+
+class WholeRows(ModelFeature):
+    def why_rows_stay_whole(self, model: Any) -> str:
+        text = model.config.get_text_config()
+        given: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+        ways = [given, *(of_layers for of_layers in given.values() if isinstance(of_layers, dict))]
+        kinds = [str(way.get("rope_type") or "") for way in ways]
+        if text.model_type == "phimoe" or any(kind == "longrope" or "dynamic" in kind for kind in kinds):
+            return f"{type(model).__name__} chooses its rotary frequencies by the row's last position"
+        return ""
+
+
+def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
+    check_shared_rows(policy.model, config.sequence_parallel_size, policy.why_padded)
+    return policy
+
+
+def warn_of_own_loss(trainer: Any) -> str:
+    """Warn if a subclass overrides `compute_loss`, whose additional terms may count once per rank of a row."""
+    if (size := trainer.args.sequence_parallel_size) > 1 and "compute_loss" in trainer.replaced:
+        trainer.console.warn(
+            f"loss: {size} ranks call compute_loss on each row; a term with a gradient that doesn't come from "
+            f"policy_logprobs counts {size} times: divide it by {size}"
+        )
+    return ""

@@ -1,7 +1,7 @@
 """Recurrent layers with sequence parallelism: each rank runs the recurrence of all tokens for some heads or channels.
 
-A rank computes the projections of its tokens, and the ranks exchange them. Then each rank runs transformers' recurrence
-over all tokens, on a stand-in for the layer with the parameters of its own heads. The ranks exchange the outputs back.
+A rank computes the projections of its tokens, and the ranks exchange projections. Then each rank runs transformers'
+recurrence over all tokens, on a stand-in for the layer with the parameters of its heads. Outputs are exchanged back.
 Operations over all heads of a token (the last projection, a norm) follow after the exchange. If the number of ranks
 doesn't divide the number of heads, heads of zeros are added.
 """
@@ -18,6 +18,7 @@ import torch
 
 from ...policy.attention import RowPart
 
+SAME = torch.nn.Identity()  # Stand-in for a projection that the rank has computed already.
 Run = Callable[[Any, torch.Tensor], torch.Tensor]  # Function (layer, inputs) that runs a packed row, (1, T, C).
 
 
@@ -31,10 +32,6 @@ class _StandIn:
         return getattr(self.mixer, name)
 
 
-def _same(inputs: torch.Tensor) -> torch.Tensor:
-    return inputs
-
-
 def _convolution(convolution: torch.nn.Conv1d, own: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return an object with a convolution's weight and bias for this rank's channels. ``own`` selects the channels."""
     bias = None if convolution.bias is None else own(convolution.bias)
@@ -46,14 +43,14 @@ def _short_convolution(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run
     The ranks exchange each channel's two gates and input."""
     projected = mixer.in_proj(hidden).unflatten(-1, (3, -1)).transpose(2, 3)  # Shape (1, tokens, channels, 3).
     convolution = _convolution(mixer.conv, part.own_heads)
-    stand_in = _StandIn(mixer, in_proj=_same, out_proj=_same, conv=convolution)
+    stand_in = _StandIn(mixer, in_proj=SAME, out_proj=SAME, conv=convolution)
     mixed = run(stand_in, part.to_all_tokens(projected).transpose(2, 3).flatten(2))
     return mixer.out_proj(part.to_tokens(mixed[..., None], projected.shape[2]).squeeze(-1))
 
 
 def _gated_delta_net(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
     """Run Qwen3.5's Gated DeltaNet on all tokens of this rank's heads: (1, own tokens, hidden) -> the same shape. A
-    rank has some key heads with all their value heads."""
+    rank gets some key heads with all value heads of these."""
     heads, values = mixer.num_k_heads, mixer.num_v_heads // mixer.num_k_heads
     key, value = mixer.head_k_dim, values * mixer.head_v_dim
     convolved = [heads * key, heads * key, heads * value]
@@ -69,12 +66,12 @@ def _gated_delta_net(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) 
 
     own_heads = found[0].shape[2]
     ends = [*itertools.accumulate(own_heads * size for size in (2 * key + value, value, values, values))]
-    # In the stand-in each projection selects its columns of the exchanged projections.
+    # A projection of the stand-in only selects its columns of the exchanged projections.
     places = [itemgetter((..., slice(start, end))) for start, end in zip([0, *ends], ends, strict=False)]
     stand_in = _StandIn(
         mixer,
         num_k_heads=own_heads, num_v_heads=own_heads * values, key_dim=own_heads * key, value_dim=own_heads * value,
-        in_proj_qkv=places[0], in_proj_z=places[1], in_proj_b=places[2], in_proj_a=places[3], out_proj=_same,
+        in_proj_qkv=places[0], in_proj_z=places[1], in_proj_b=places[2], in_proj_a=places[3], out_proj=SAME,
         conv1d=_convolution(mixer.conv1d, lambda x: torch.cat([own(each) for each in x.split(convolved)])),
         A_log=own(mixer.A_log), dt_bias=own(mixer.dt_bias),
     )  # fmt: skip
@@ -109,7 +106,7 @@ def _mamba(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.T
     stand_in = _StandIn(
         mixer,
         num_heads=own_heads, n_groups=own_heads, intermediate_size=width, conv_dim=width + 2 * states,
-        in_proj=_same, norm=lambda scanned, gate: scanned, out_proj=_same, conv1d=_convolution(mixer.conv1d, own),
+        in_proj=SAME, norm=lambda scanned, gate: scanned, out_proj=SAME, conv1d=_convolution(mixer.conv1d, own),
         A_log=part.own_heads(mixer.A_log), dt_bias=part.own_heads(mixer.dt_bias), D=part.own_heads(mixer.D),
     )  # fmt: skip
     no_gate = exchanged.new_zeros(()).expand(1, found[0].shape[1], width)

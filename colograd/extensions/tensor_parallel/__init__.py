@@ -2,8 +2,8 @@
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "conflicts:CONFLICTS",
-    "loaded_policy": "model:check_policy",
-    "model_feature": "model:InEngineLayout",
+    "loaded_policy": "strategy:check_policy",
+    "model_feature": "strategy:InEngineLayout",
     "sharding": ("strategy:TensorParallel", "strategy:TensorOptimizer", "strategy:TensorGradients"),
-    "weights_in_parts": "weights:weights_in_parts",
+    "weights_in_parts": "strategy:weights_in_parts",
 }

@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+
 from ...config.conflicts import ANY, SET, Conflict, equal, other_than
 from ...config.sharding import TENSOR
 
-IN_PARTS = equal(*TENSOR)
-
+refused = functools.partial(Conflict, "sharding", equal(*TENSOR))
+UNSUPPORTED = (
+    "torch_compile", "use_liger_kernel", "sync_ref_model", "router_replay", "teacher_model_name_or_path",
+    "offload_gradients",
+)  # fmt: skip
 CONFLICTS = (
-    Conflict(
-        "sharding", IN_PARTS, "vllm_tensor_parallel_size", equal(1),
-        "the policy is cut as the ranks of an engine cut it",
+    refused(
+        "vllm_tensor_parallel_size", equal(1), "the policy is divided among the ranks of an engine",
         "set vllm_tensor_parallel_size to 2 or more, or sharding to none, optimizer or gradients",
     ),
-    Conflict(
-        "sharding", IN_PARTS, "weights", other_than("auto", "shared", "adapter"),
-        "a policy in the engine's layout is the engine's weights", "set weights: auto",
+    refused(
+        "weights", other_than("auto", "shared", "adapter"),
+        "a policy in the engine's layout shares the engine's weights", "set weights: auto",
     ),
-    Conflict(
-        "sharding", IN_PARTS, "vllm_model_impl", equal("transformers"),
-        "it isn't known how vLLM cuts a model of transformers'", "set vllm_model_impl: auto",
+    refused(
+        "vllm_model_impl", equal("transformers"), "vLLM's transformers backend may divide layers otherwise",
+        "set vllm_model_impl: auto",
     ),
-    Conflict(
-        "sharding", IN_PARTS, "vllm_engine_kwargs.dtype", ANY,
-        "the engine's tensors are the policy's, which have another dtype", "remove it",
+    refused(
+        "vllm_engine_kwargs.dtype", ANY, "the policy shares the engine's tensors, and has another dtype", "remove it",
         lambda settings: str(settings.vllm_engine_kwargs["dtype"]).removeprefix("torch.") != settings.policy_dtype,
     ),
     *(
-        Conflict(
-            "sharding", IN_PARTS, name, SET,
-            "that isn't available for a policy in the engine's layout in this version",
-            f"remove {name}, or set sharding: gradients",
-        )
-        for name in (
-            "torch_compile", "use_liger_kernel", "sync_ref_model", "router_replay", "teacher_model_name_or_path",
-            "offload_gradients",
-        )
+        refused(name, SET, "this version doesn't support both", f"remove {name}, or set sharding: gradients")
+        for name in UNSUPPORTED
     ),
 )  # fmt: skip

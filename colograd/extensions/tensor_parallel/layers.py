@@ -33,7 +33,7 @@ from ...runtime import cpu_products
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """One rank's part of a vocabulary of ``size`` entries: ``start`` to ``stop`` (exclusive), as a `HeadPart`."""
+    """One rank's part of a vocabulary of ``size`` entries: ``start`` to ``stop`` (exclusive). Implements `HeadPart`."""
 
     start: int
     stop: int
@@ -60,8 +60,8 @@ class VocabularyPart:
 def _enter_region(group: RankGroup, region: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Pre-forward hook of an attention, a convolution, an MLP or experts: the backward sums the ranks' gradients of the
     inputs. The router, which each rank has whole, gets whole gradients, because routing weights are inputs of experts.
-    The first linear layers of such a region are cut by outputs, the last linear layer by inputs. A hook works for
-    recurrent layers, too, whose forward `hybrids` replaces."""
+    The first linear layers of such a region are cut by outputs, the last linear layer by inputs. A hook also works for
+    recurrent layers, whose forward the extension `hybrids` replaces."""
 
     def entered(value: Any) -> Any:
         return enter(value, group) if isinstance(value, torch.Tensor) else value
@@ -91,7 +91,7 @@ class _Embedding(nn.Embedding):
 
 class _Head(nn.Linear):
     """Language-model head with some vocabulary rows on each rank. Its forward returns the logits of the whole
-    vocabulary. The training's `logprobs` doesn't call it, and computes this rank's logits only."""
+    vocabulary. Training doesn't call this forward: `logprobs` computes only this rank's logits from the weight."""
 
     vocabulary: VocabularyPart
 
@@ -112,15 +112,12 @@ def _become(module: Any, kind: Any, **attributes: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class TensorParts:
-    """Parts of a tensor-parallel policy on each rank. The model has this object as its attribute ``tensor_parts``."""
+    """The part of a tensor-parallel policy that each rank has: attribute ``tensor_parts`` of the policy's model."""
 
     layout: RankLayout
     engine: RankGroup  # Ranks of one engine, which together have the whole policy.
     data: RankGroup  # Ranks with this rank's part, one per engine. They sum gradients.
-    places: tuple[Mapping[str, Shard], ...]  # For each rank of the engine: its part of each parameter, by name.
-
-    def __deepcopy__(self, memo: Any) -> TensorParts:
-        return self
+    places: tuple[Mapping[str, Shard], ...]  # For each rank of the engine: the rank's part of each parameter, by name.
 
     @property
     def shards(self) -> Mapping[str, Shard]:
@@ -131,11 +128,6 @@ class TensorParts:
         this rank). The numbers count from 0 in each engine."""
         own = self.places[self.engine.place if place is None else place][name]
         return tuple(place for place, shards in enumerate(self.places) if shards[name] == own)
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of the whole policy."""
-        return sum(torch.Size(shard.shape).numel() for shard in self.shards.values())
 
 
 def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> TensorParts:
@@ -155,27 +147,27 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
             part = VocabularyPart(start, stop, shards[name].shape[0], engine)
             _become(module, _Head if module is head else _Embedding, vocabulary=part)
             padding = getattr(module, "padding_idx", None)
-            if padding is not None:  # The embedding of the padding token gets no gradient, on the rank that has it.
+            if padding is not None:  # The padding token's embedding gets no gradient. Other ranks lack it.
                 module.padding_idx = padding - start if start <= padding < stop else None
         elif all(shard.is_whole for shard in own.values()):
             continue
-        elif ".lora_A." in path:  # A LoRA's A is cut by inputs. A hook adds the sum, as `lora` may replace the forward.
+        elif ".lora_A." in path:  # LoRA's A, cut by inputs. A hook sums, as `lora` may replace the forward.
             module.in_features = module.weight.shape[1]
             module.register_forward_hook(lambda layer, args, output: leave(output, engine))
         elif isinstance(module, nn.Linear) and own["weight"].local_shape[0] == own["weight"].shape[0]:
             _become(module, _RowParallel, cut_group=engine, in_features=module.weight.shape[1])
         elif isinstance(module, nn.Linear):
             module.out_features = module.weight.shape[0]
-            # The path around the adapted layer, if this is its base layer or a LoRA matrix; else around the layer.
+            # Path of the module around the layer. A base layer and LoRA matrices belong to their adapted layer.
             parent = path.partition(".lora_")[0].removesuffix(".base_layer").rpartition(".")[0]
             regions[parent] = model.get_submodule(parent)
         elif isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels:
             module.groups = module.in_channels = module.out_channels = module.weight.shape[0]
         elif path.endswith(".experts"):
-            regions[path] = module  # Each rank has some of every expert's intermediate features.
+            regions[path] = module  # Each rank has some intermediate features of every expert.
             module.register_forward_hook(lambda layer, args, output: leave(output, engine))
         else:
-            raise RuntimeError(f"An engine's ranks divide a layer in an unknown way: {path} ({type(module).__name__}).")
+            raise RuntimeError(f"Ranks divide {path} ({type(module).__name__}) in an unknown way: set sharding: fsdp.")
     for region in regions.values():
         region.register_forward_pre_hook(functools.partial(_enter_region, engine), with_kwargs=True)
         if hasattr(region, "num_key_value_groups"):
@@ -201,8 +193,8 @@ def adapter_shards(adapted: Iterable[AdaptedLayer], shards: Mapping[str, Shard])
 
 
 def _sum_partial_gradients(model: nn.Module, regions: Mapping[str, nn.Module], parts: TensorParts) -> None:
-    """Add hooks that sum gradients over the ranks with the same part of a parameter of an attention or MLP. Without the
-    sum each rank would have the gradient of its own heads or columns only."""
+    """Add hooks that sum gradients of a region's parameters over the ranks with the same part of the parameter. Without
+    the sum each rank would have the gradient of its own heads or columns only."""
     among: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
     inside = ((f"{path}.{own}", p) for path, region in regions.items() for own, p in region.named_parameters())
     partial = {name: parameter for name, parameter in inside if parameter.requires_grad}
@@ -214,7 +206,7 @@ def _sum_partial_gradients(model: nn.Module, regions: Mapping[str, nn.Module], p
             is_whole = last == "bias" and isinstance(model.get_submodule(module), _RowParallel)
         if is_whole:  # The parameter is applied to the ranks' summed output, so its gradient needs no sum.
             continue
-        # Making a group is a collective: every rank makes all groups in this order, even groups that it isn't in.
+        # Making a group is a collective: every rank makes all groups in this order, also groups without the rank.
         sets = tuple(parts.holders(name, place) for place in range(parts.engine.size))
         if all(len(one) == 1 for one in sets):
             continue

@@ -1,47 +1,155 @@
-"""Sharding strategies of a policy in the engine's tensor-parallel layout (`sharding: tensor`, `tensor+optimizer`,
-`tensor+gradients`). `layers.split` has divided the policy's layers before.
+"""Checks of models, weight sync and sharding strategies of a policy in the engine's tensor-parallel layout (`sharding:
+tensor`, `tensor+optimizer`, `tensor+gradients`). The weight sync divides the policy's layers (`layers.split`).
 
 The ranks of one engine train each row together. The ranks with the same part of the policy, one per engine, sum the
 part's gradients. `tensor+optimizer` and `tensor+gradients` divide optimizer state or gradients among these ranks. Every
-parameter shares the memory of a vLLM tensor. So an optimizer step, with ZeRO's all-gather, updates the engine, too.
+parameter outside adapters shares the memory of a vLLM tensor. So an optimizer step (and all-gather) updates vLLM.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from ...config import GRPOConfig
 from ...parallel import watchdog
 from ...parallel.faults import telling
-from ...parallel.ranks import gather
-from ...parallel.shards import RankGroup
-from ...policy.lora import is_adapted
+from ...parallel.ranks import gather, on_all_ranks
+from ...parallel.shards import RankGroup, Shard, parts_of
+from ...policy.lora import Adapter, adapted_layers, base_name, is_adapted
+from ...policy.supported import ModelFeature, Wanted
+from ...runtime.registry import hooks
 from ...sharding import optimizer_state
 from ...sharding.strategy import Owned, Write, squared_norm
 from ...sharding.weight_files import WeightFiles, all_names, completed
 from ...sharding.zero import SharedGradients, SharedOptimizer, SharedRows, WholeCopies
-from .layers import TensorParts
+from ...weights import WeightSync, proof
+from ...weights.mapping import Slice
+from ...weights.selection import Pairing, move
+from ...weights.sync import SharedWeights, Unserved, obstacle
+from .layers import TensorParts, adapter_shards, split
+
+if TYPE_CHECKING:
+    from ...policy.loading import Policy
+
+# Models that support a policy in the engine's tensor-parallel layout.
+CUT = ("gemma3_text", "lfm2", "llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+class InEngineLayout(ModelFeature):
+    def check(self, wanted: Wanted) -> None:
+        model_config, config = wanted.model_config, wanted.config
+        if model_config is None or not config.tensor_parallel:
+            return
+        if model_config.model_type not in CUT:
+            raise ValueError(
+                f"sharding is {config.sharding!r}, but {model_config.model_type} isn't among the models whose policy "
+                f"can have the engine's layout in this version ({', '.join(CUT)}): set sharding: gradients, or fsdp "
+                "for a policy that no rank has room for."
+            )
+        dropout = {name: value for name, value in vars(model_config).items() if "dropout" in name and value}
+        if dropout and not config.disable_dropout:
+            name, value = dropout.popitem()
+            raise ValueError(
+                f"sharding is {config.sharding!r} and the model's {name} is {value}, but the ranks of an engine would "
+                "drop different parts of one row: set disable_dropout: true."
+            )
+
+    def can_be_cut(self, model_config: Any) -> bool:
+        return model_config.model_type in CUT
+
+    def on_load(self, model: Any, path: str, config: GRPOConfig) -> None:
+        if parts_of(model) is not None:
+            raise ValueError("The model was cut by an earlier trainer (sharding: tensor): load it again.")
+
+
+def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
+    if config.tensor_parallel and not samples:
+        raise ValueError(
+            f"sharding is {config.sharding!r}, which divides the policy as the engine does, but recorded steps are "
+            "trained without an engine: set sharding: gradients or fsdp."
+        )
+    if config.tensor_parallel and policy.adapter is not None and policy.adapter.why_merged:
+        raise ValueError(
+            f"sharding is {config.sharding!r}, but {policy.adapter.why_merged}, and the adapter can't be merged into "
+            "weights that policy and engine share: set sharding: gradients, or train an adapter that vLLM serves."
+        )
+    return policy
+
+
+def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
+    """Make the parameters of a whole policy share memory with this rank's engine, and return the weight sync. First,
+    while the policy is whole, the map to engine tensors is checked. An adapter doesn't share memory. The adapter is cut
+    like its base layers, because vLLM's LoRA slots are cut in this way."""
+    policy, engine = pairing.policy, pairing.engine
+    with on_all_ranks("the plan of the policy's parts"):
+        parts = _parts(pairing.slices)
+    proof.check_read(pairing.slices, policy, engine, tower_prompt=pairing.tower_prompt)
+    with torch.no_grad():  # Copy this rank's parts into the engine. This frees the whole parameters.
+        for part, own in parts:
+            part.destination.copy_(own.of(part.source.detach()))
+            part.source.data = part.destination
+    shards, lora_shards = {part.name: shard for part, shard in parts}, dict[int, Shard]()
+    if adapter is not None:
+        lora_shards = adapter_shards(adapted_layers(policy), {str(base_name(name)): s for name, s in shards.items()})
+        for name, parameter in policy.named_parameters():
+            if (shard := lora_shards.get(id(parameter))) is not None:
+                parameter.data, shards[name] = shard.of(parameter.detach()).clone(), shard
+    move(policy, pairing.device)  # The base is in place, so only the adapter and buffers move.
+    split(policy, shards, engine.layout)
+    sync: WeightSync = (base := SharedWeights(policy, engine, [part for part, _ in parts]))
+    if adapter is not None:
+        try:
+            (map_adapter,), (adapter_weights,) = hooks("map_adapter"), hooks("adapter_weights")
+            sync = adapter_weights(policy, engine, map_adapter(policy, engine, lora_shards), base)
+        except Unserved as unserved:
+            raise ValueError(f"sharding is 'tensor', but {unserved}: set sharding: gradients.") from None
+    if not pairing.equal:
+        proof.check_same(policy, engine)
+    return sync
+
+
+def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
+    """Return for each parameter a slice with its tensor in this rank's engine, and the part that this tensor holds.
+    Raise a ValueError if a parameter can't share the engine's memory."""
+    placed = []
+    for name, group in itertools.groupby(slices, key=lambda part: part.name):
+        same_name = list(group)
+        source = same_name[0].source
+        shard = Shard.of_cuts(source.shape, [part.cut for part in same_name])
+        first, *others = places = [part.destination for part in same_name]
+        for one, other in itertools.pairwise(places):
+            end = one.storage_offset() + one.shape[shard.axis] * one.stride(shard.axis)
+            assert other.storage_offset() == end and other.stride() == first.stride(), "the parts aren't adjacent"
+        place = first.as_strided(shard.local_shape, first.stride()) if others else first
+        part = dataclasses.replace(same_name[0], destination=place, cut=())
+        local = dataclasses.replace(part, source=torch.empty(shard.local_shape, dtype=source.dtype, device="meta"))
+        if reason := next((obstacle(one) for one in same_name if one.again), "") or obstacle(local):
+            raise ValueError(
+                f"Parameter {name} can't share the engine's memory ({reason}), as sharding: tensor requires. Set "
+                "sharding: gradients or fsdp."
+            )
+        placed.append((part, shard))
+    return placed
 
 
 class TensorStrategy(SharedRows):
     """Base class of the three tensor-parallel strategies. A ZeRO class, as a further base class of each strategy, works
     among the ranks that have the same part of the policy (one rank per engine)."""
 
-    state_of = ""  # Name of the state that the ranks with the same part of the policy divide. Empty: none.
+    shared_out: str  # Name of the state that ranks with the same part of the policy divide. Empty without such state.
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
+        self.cut: TensorParts = model.tensor_parts
         super().__init__(model)
-        # Names of parameters that this rank adds to the gradient's norm. If ranks have the same part, one rank adds it.
+        # Names of parameters that this rank adds to the gradient's norm. Of ranks with equal parts, the first adds it.
         self._counted = {name for name in self.cut.shards if self.cut.holders(name)[0] == self.cut.engine.place}
-
-    @property
-    def cut(self) -> TensorParts:
-        parts: TensorParts = self.model.tensor_parts
-        return parts
 
     @property
     def among(self) -> RankGroup:
@@ -53,21 +161,20 @@ class TensorStrategy(SharedRows):
 
     def describe(self) -> str:
         local = sum(parameter.numel() for parameter in self.model.parameters())
-        size, data = self.cut.engine.size, self.cut.data.size
-        parallel = "tensor parallel" if self.row.size == size else f"tensor parallel among {size} of them"
-        shared = f"; {self.state_of} in {data} parts" if self.state_of and data > 1 else ""
-        whole = self.cut.elements
+        data = self.cut.data.size
+        shared = f"; {self.shared_out} in {data} parts" if self.shared_out and data > 1 else ""
+        whole = sum(torch.Size(shard.shape).numel() for shard in self.cut.shards.values())
         return (
             f"sharding: the policy is in the engine's layout, {local / 1e6:,.1f} M of its {whole / 1e6:,.1f} M "
-            f"parameters on this rank; {self.row.size} ranks train each row together ({parallel}), gradients are "
-            f"summed over {data}{shared}"
+            f"parameters on this rank; {self.row.size} ranks train each row together, gradients are summed over {data}"
+            f"{shared}"
         )
 
     def sum_of_squares(self) -> float:
         """Return the sum of squares of the whole gradient. A part that several ranks have counts once."""
         pieces = [piece for piece in self.owned() if piece.part.grad is not None and piece.name in self._counted]
         local = squared_norm(piece.part.grad for piece in pieces)
-        if self.state_of:  # With ZeRO all ranks together hold the gradient. Otherwise an engine's ranks hold it.
+        if self.shared_out:  # With ZeRO all ranks together hold the gradient. Otherwise the ranks of each engine do.
             return self.sum_over_parts(local)
         return float(self.cut.engine.sum_(torch.tensor(local, dtype=torch.float64, device=self.device)))
 
@@ -130,9 +237,9 @@ class TensorStrategy(SharedRows):
 
 
 class TensorParallel(TensorStrategy, WholeCopies):
-    """Strategy `sharding: tensor`: each rank has the gradient and optimizer state of its whole part of the policy."""
+    """Strategy `sharding: tensor`: each rank has the gradients and optimizer state of its whole policy part."""
 
-    name = "tensor"
+    name, shared_out = "tensor", ""
 
     def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
         return True
@@ -159,13 +266,10 @@ class TensorOptimizer(TensorStrategy, SharedOptimizer):
     """Strategy `sharding: tensor+optimizer`: ranks with the same policy part divide its optimizer state (ZeRO-1)."""
 
     name = "tensor+optimizer"
-    state_of = "optimizer state"
 
 
 class TensorGradients(TensorStrategy, SharedGradients):
-    """Strategy `sharding: tensor+gradients`: ranks with the same policy part divide its optimizer state and
-    gradients."""
+    """Strategy `sharding: tensor+gradients`: ranks with the same policy part also divide its gradients (ZeRO-2)."""
 
     name = "tensor+gradients"
-    state_of = "optimizer state and gradients"
     backward = SharedGradients.backward

@@ -452,7 +452,7 @@ def test_page_has_the_plan_s_one_gpu_figures(tmp_path: Path, capsys: pytest.Capt
         ),
         (
             ["--sequence-parallel", "2", "--offload-gradients"],
-            "sequence_parallel_size is 2 and offload_gradients is true, but that isn't available where ranks share out",
+            "sequence_parallel_size is 2 and offload_gradients is true, but this version doesn't support both",
         ),
         (["--tensor-parallel", "3"], "--tensor-parallel is 3, but must divide --gpus (8): choose one of 1, 2, 4, 8."),
         (

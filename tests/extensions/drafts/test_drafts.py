@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from colograd import GRPOTrainer
 from colograd.batch import Prompt
 from colograd.engine.arguments import graph_sizes
-from colograd.engine.load import after_each_step
-from colograd.engine.protocol import EngineUse
+from colograd.engine.protocol import EngineUse, after_each_step
 from colograd.engine.sampling import Sampling
 from colograd.engine.vllm_engine import VLLMEngine
 

@@ -34,7 +34,8 @@ def test_a_picture_that_another_prompt_shows_is_not_cut(tmp_path: Path) -> None:
 
     process.prepare_ranks()
     model, tokenizer = tiny_images.random_model("gemma3_vl")
-    reader = ImageReader(tiny_images.gemma3_processor(tokenizer), model.config.image_token_id)
+    processor = tiny_images.gemma3_processor(tokenizer)
+    reader = ImageReader(processor, model.config.image_token_id)
     folder = tiny_images.make_model(tmp_path / "model", "gemma3_vl")
     config = tiny.config(tmp_path, vllm_engine_kwargs={"max_num_batched_tokens": 40, "max_num_seqs": 4})
 
@@ -44,9 +45,8 @@ def test_a_picture_that_another_prompt_shows_is_not_cut(tmp_path: Path) -> None:
         return reader.read(row, {"add_generation_prompt": True}, "row")
 
     first, cut = asked("a", "b"), 0
-    built = VLLMEngine(
-        str(folder), config, torch.float32, 128, 2**22, features=[ImagePrompts(1, on_cpu=True, whole=True)]
-    )
+    pictures = ImagePrompts(1, on_cpu=True, whole=True, processor=processor)
+    built = VLLMEngine(str(folder), config, torch.float32, 128, 2**22, features=[pictures])
     with contextlib.closing(built) as engine:
         for length in range(1, 8):
             second = asked("z" * length, "what is it then")

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, LossOutput, MicroBatch, RolloutId, ScoredGroup
 from colograd.batch import Rollout as Completion
-from colograd.engine.load import Load, after_each_step, load_of, watched
+from colograd.engine.protocol import Load, after_each_step
 from colograd.extensions.recording import timeline as lanes_module
 from colograd.extensions.recording.event_log import (
     EVENTS,
@@ -159,14 +159,6 @@ def slow(completions: list[Any], **kwargs: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
-def test_an_engine_that_cannot_be_read_is_left_alone() -> None:
-    assert load_of(SimpleNamespace()) is None
-    engine = SimpleNamespace(core=SimpleNamespace(engine_core=object()), after_step=[])
-    with watched(engine, pytest.fail) as counts:
-        engine.after_step[0]()
-    assert not counts and engine.after_step == []
-
-
 def test_listeners_leave_in_any_order() -> None:
     engine, calls = SimpleNamespace(after_step=[]), list[str]()
     first, second = (after_each_step(engine, functools.partial(calls.append, name)) for name in ("first", "second"))
@@ -177,23 +169,6 @@ def test_listeners_leave_in_any_order() -> None:
         listener()
     second.__exit__(None, None, None)
     assert calls == ["second"] and engine.after_step == []
-
-
-def test_preemptions_are_counted_and_the_scheduler_is_left_as_it_was() -> None:
-    class Scheduler:
-        running, waiting, kv_cache_manager = [1, 2], [3], SimpleNamespace(usage=0.5)
-
-        def _preempt_request(self, request: int, timestamp: float) -> str:
-            return f"{request} at {timestamp}"
-
-    inner = Scheduler()
-    core = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=inner)))
-    engine, seen = SimpleNamespace(core=core, after_step=[]), list[Load]()
-    with watched(engine, seen.append) as counts:
-        assert counts["preemptions"] == 0
-        assert inner._preempt_request(1, timestamp=2.0) == "1 at 2.0"
-        engine.after_step[0]()
-    assert counts["preemptions"] == 1 and seen == [Load(2, 1, 0.5)] and not vars(inner)
 
 
 # -- samples
@@ -408,7 +383,7 @@ def test_the_cost_of_a_record(recorded: Any) -> None:
     assert (time.process_time() - started) / 10_000 < 50e-6
     started = time.process_time()
     for _ in range(100):
-        load_of(recorded.trainer.engine.core)
+        recorded.trainer.engine.load()
     assert (time.process_time() - started) / 100 < 500e-6
 
 

@@ -26,7 +26,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from colograd.config.conflicts import check_conflicts
-from colograd.extensions.tensor_parallel.model import check_policy
+from colograd.extensions.tensor_parallel.strategy import check_policy
 from colograd.parallel.balance import plan, share_out
 from colograd.parallel.shards import Shard
 from colograd.policy.lora import Adapter, wrap
@@ -207,10 +207,10 @@ def test_merged_adapter_is_named_at_start() -> None:
     [
         (
             {"weights": "copied"},
-            "weights is 'copied', but .* is the engine's weights: set weights: auto",
+            "weights is 'copied', but .* shares the engine's weights: set weights: auto",
         ),
-        ({"torch_compile": True}, "torch_compile is true, but that isn't available .* remove torch_compile"),
-        ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model is true, but that isn't available"),
+        ({"torch_compile": True}, "torch_compile is true, but this version .* remove torch_compile"),
+        ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model is true, but this version doesn't support both"),
         ({"vllm_engine_kwargs": {"dtype": "float16"}}, "vllm_engine_kwargs has dtype: 'float16', .* remove it"),
         (
             {"vllm_model_impl": "transformers"},

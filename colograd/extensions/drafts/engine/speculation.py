@@ -101,7 +101,7 @@ class Drafts(EngineFeature):
     _sampler: SeededSpeculation | None = None
 
     def built(self, engine: Any) -> None:
-        runner = engine.core.model_executor.driver_worker.worker.model_runner
+        runner = engine.runner
         theirs = getattr(runner, "rejection_sampler", None)
         if theirs is None:  # the engine runs without drafts
             return

@@ -59,16 +59,15 @@ class RouterLog(EngineFeature):
         """Start the recording of experts. Only the engine's first rank records."""
         from vllm.model_executor.layers.fused_moe import layer as fused
 
-        core = engine.core
         if engine.layout.engine_place > 0:
             if self.itself:  # vLLM's worker returns experts on the first rank only. The other schedulers would fail.
-                core.engine_core.engine_core.scheduler.aux_output_connector = None
+                engine.scheduler.aux_output_connector = None
             return
-        runner = core.model_executor.driver_worker.worker.model_runner
+        runner = engine.runner
         kind = getattr(fused, "MoERunner", ())  # Some versions of vLLM have no `MoERunner` in that module.
         layers = [module for module in runner.model.modules() if isinstance(module, kind)]
         self._layers = sorted(layers, key=lambda layer: int(layer.layer_id))
-        experts = int(core.vllm_config.model_config.get_num_experts())
+        experts = int(engine.vllm_config.model_config.get_num_experts())
         self.dtype = torch.int8 if experts <= 128 else torch.int16
         self._step: list[torch.Tensor | None] = [None] * len(self._layers)
         routers = [getattr(layer, "router", None) for layer in self._layers]

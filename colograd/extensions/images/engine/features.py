@@ -30,8 +30,8 @@ class ImagePrompts(EngineFeature):
     of tokens in the context, because each image needs a token. ``whole``: whether no engine step may split an image,
     because the image's tokens attend to each other bidirectionally."""
 
-    def __init__(self, most: int, on_cpu: bool, whole: bool) -> None:
-        self.most, self.on_cpu, self.whole = most, on_cpu, whole
+    def __init__(self, most: int, on_cpu: bool, whole: bool, processor: Any) -> None:
+        self.most, self.on_cpu, self.whole, self.processor = most, on_cpu, whole, processor
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         find_gemma3()  # Register Gemma 3 here, because vLLM loads a model's class before it builds an engine.
@@ -48,11 +48,9 @@ class ImagePrompts(EngineFeature):
         return both_ways()
 
     def built(self, engine: Any) -> None:
+        """Raise an error if vLLM processes images unlike the trainer's processor, or if vLLM on a CPU is too old for
+        the model's bidirectional attention among an image's tokens."""
         self.core = engine.core
-
-    def check_processor(self, processor: Any) -> None:
-        """Raise an error if vLLM processes images unlike the trainer's ``processor``, or if vLLM on a CPU is too old
-        for the model's bidirectional attention among an image's tokens."""
         model_config = self.core.vllm_config.model_config
         if self.on_cpu and getattr(model_config, "is_mm_prefix_lm", False):
             from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -64,7 +62,7 @@ class ImagePrompts(EngineFeature):
                     f"This model's image tokens see each other both ways, but vLLM {__version__} on a CPU doesn't pass "
                     "the positions of image tokens to its attention: install vLLM 0.31, or train the model on a GPU."
                 )
-        _check_same_processor(model_config, processor)
+        _check_same_processor(model_config, self.processor)
 
     def request(self, prompt: ModelInput) -> Any:
         return None if prompt.images is None else prompt_with_images(self.core, prompt)
@@ -98,7 +96,8 @@ def towers_of(config: GRPOConfig, use: EngineUse) -> EngineFeature | None:
     if use.policy.processor is None:
         return TextAlone() if reads_text_alone(unwrap(use.policy.model)) else None
     most = 0 if use.has_tools else max(1, *(getattr(part, "most_images", 0) for part in use.prompts))
-    return ImagePrompts(most, config.on_cpu, bool(see_both_ways(unwrap(use.policy.model).config)))
+    whole = bool(see_both_ways(unwrap(use.policy.model).config))
+    return ImagePrompts(most, config.on_cpu, whole, use.policy.processor)
 
 
 def find_gemma3() -> None:

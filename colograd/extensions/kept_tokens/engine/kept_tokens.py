@@ -49,8 +49,8 @@ class KeptTokensRecord(EngineFeature):
             # If the flag stayed set, vLLM would refuse requests without a top_k, such as greedy evaluations.
             engine.core.input_processor.model_config.return_sampling_mask = False
             return
-        engine.core.engine_core.engine_core.scheduler.return_sampling_mask = True
-        runner = engine.core.model_executor.driver_worker.worker.model_runner
+        engine.scheduler.return_sampling_mask = True
+        runner = engine.runner
         self._sample, self._step = runner.sampler.sample, runner.sample_tokens
         runner.sampler.sample, runner.sample_tokens = self._watched_sample, self._watched_step
 

@@ -15,7 +15,7 @@ import torch
 
 from ....config import GRPOConfig
 from ....engine.building import replaced
-from ....engine.protocol import EngineFeature, EngineUse, ServedWeights
+from ....engine.protocol import EngineFeature, EngineUse
 from ....engine.tensors import VLLMTensors
 from ....policy.lora import PackedWeight, base_name, packed_weights
 from ....weights.mapping import TOWER
@@ -43,8 +43,8 @@ def _(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
 
 
 class ServedLayers(ServedWeights, EngineFeature):
-    """Engine feature: the layers of one engine that read the policy's packed weights. ``parts_of`` is a function from
-    the tensor names and fused layers of vLLM's model class to the packed weights of each layer."""
+    """Engine feature: the layers of one engine that read the policy's packed weights. ``parts_of`` returns the weights
+    of each layer. Its argument has the tensor names and fused layers of vLLM's model class."""
 
     blank = True
 
@@ -61,6 +61,7 @@ class ServedLayers(ServedWeights, EngineFeature):
         return [part for parts in self.numbers.values() for part in parts]
 
     def unused(self, but: Collection[PackedWeight] = ()) -> int:
+        """Count layers that have computed nothing since the engine was built, except layers of weights in ``but``."""
         return sum(1 for number, parts in self.numbers.items() if number not in _used and not {*parts} & {*but})
 
     def reserve(self, names: Iterable[str]) -> None:
