@@ -1,5 +1,5 @@
-"""Check the return values of a user's `generate`, `score` and `compute_advantages`. A wrong value raises a
-ValueError."""
+"""Check the values that a trainer subclass's `generate`, `score` and `compute_advantages` return, and the groups of a
+rollout source other than the engine. A wrong value raises a ValueError."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..batch import Group, Prompt, Rollout
 
 
 def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int | None = None) -> Generator[Group]:
-    """Yield the groups of a user's ``generate``. A ValueError is raised if a group is wrong, or if the number of groups
-    isn't ``wanted`` (default: one group per prompt)."""
+    """Yield ``groups``, which a function or method ``generate`` made for ``prompts``. Raise a ValueError if a group is
+    wrong, or if the number of groups isn't ``wanted`` (None: one group per prompt)."""
     waiting = {prompt.position for prompt in prompts}
     left_out = 0 if wanted is None else len(waiting) - wanted
     try:
@@ -39,8 +39,7 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int
                 length = len(rollout.completion_ids)
                 if not length or not rollout.input.ids:
                     raise ValueError(
-                        f"{where}: rollout {index} has no tokens. A rollout needs a prompt and a completion of at "
-                        "least one token."
+                        f"{where}: rollout {index} has an empty prompt or completion. Both need at least one token."
                     )
                 for name in ("sampler_logprobs", "sampled"):
                     value = getattr(rollout, name)
@@ -61,8 +60,8 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int
 
 
 def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
-    """Check that a user's rewards have the shape [completions, reward functions] and aren't infinite. Return
-    float32."""
+    """Check that the rewards of a user's ``score`` have the shape [completions, reward functions] and aren't infinite.
+    Return the rewards as float32."""
     wanted = (len(group.rollouts), functions)
     if not isinstance(rewards, torch.Tensor) or tuple(rewards.shape) != wanted:
         raise ValueError(
@@ -75,7 +74,7 @@ def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
 
 
 def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
-    """Check that a user's advantages are finite, one per completion or one per completion token. Return float32."""
+    """Return advantages as float32. Raise a ValueError unless they are finite, with one per completion or per token."""
     completions = len(group.rollouts)
     tokens = sum(len(rollout.completion_ids) for rollout in group.rollouts)
     if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in ((completions,), (tokens,)):

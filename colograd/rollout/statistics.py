@@ -1,4 +1,4 @@
-"""Compute TRL's completion metrics of a step or an evaluation: count on each rank, then join all ranks' counts."""
+"""Compute metrics of a step's or an evaluation's completions: count on each rank, then join all ranks' counts."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ..runtime.registry import hooks
 ADDED = (
     "lengths", "ended", "rewards", "totals", "flat_groups", "prompt_tokens", "loss_tokens", "distinct", "notes",
 )  # fmt: skip
-DIVIDED = ("tools/", "agent/", "carry_over/ages")  # counts with these prefixes are divided among a round's steps
+DIVIDED = ("tools/", "agent/", "carry_over/ages")  # Prefixes of counts that are divided among a round's steps.
 
 Combine = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True)
 class RolloutStatistics:
-    """Counts and per-completion values of one rank's groups. `join` adds the statistics of all ranks exactly."""
+    """Counts and per-completion values of one rank's groups, or after `join` of all ranks' groups."""
 
     lengths: list[int] = field(default_factory=list)  # Number of sampled tokens of each completion.
-    ended: list[bool] = field(default_factory=list)  # Per completion: True if it ended by itself, False if truncated.
+    ended: list[bool] = field(default_factory=list)  # Per completion: whether the model ended it (finish reason STOP).
     rewards: list[list[float]] = field(default_factory=list)  # Rewards, indexed [completion][reward function].
     totals: list[float] = field(default_factory=list)  # Weighted sum of each completion's rewards. NaN: no rewards.
-    flat_groups: list[bool] = field(default_factory=list)  # Per group: whether all its completions have equal rewards.
+    flat_groups: list[bool] = field(default_factory=list)  # Per group: whether its `totals` are equal.
     prompt_tokens: int = 0
     loss_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)  # Metrics to sum over ranks, by name.
@@ -79,7 +79,7 @@ class RolloutStatistics:
             self.logged[name] = (before[0] + total, before[1] + number)
 
     def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
-        """Return TRL's completion and reward metrics, and the mean of each metric that reward functions log."""
+        """Return TRL's metrics of completions and rewards, all counts, and means of logged metrics."""
         lengths = torch.tensor(self.lengths, dtype=torch.float32)
         ended = torch.tensor(self.ended, dtype=torch.bool)
         result = {name: total / number for name, (total, number) in self.logged.items()}
@@ -101,9 +101,9 @@ class RolloutStatistics:
             result["reward_std"] = float(group_std(totals))
         result |= {name: float(value) for name, value in self.counts.items()}
         seconds, idle = (result.pop(f"rollout/{name}", 0.0) for name in ("seconds", "idle_seconds"))
-        if seconds:  # sums over ranks
+        if seconds:  # Both numbers are sums over ranks.
             result["rollout/idle_share"] = idle / seconds
-        for derive in hooks("derived_metrics"):  # Functions (statistics, metrics) that add shares and means of counts.
+        for derive in hooks("derived_metrics"):  # Adds metrics to `result`, e.g. shares of counts.
             derive(self, result)
         if self.flat_groups and reward_names:
             result["frac_reward_zero_std"] = sum(self.flat_groups) / len(self.flat_groups)

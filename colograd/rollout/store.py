@@ -1,10 +1,10 @@
-"""`RolloutStore`: the rollout log ("journal"). It writes a scored group to a file before the group is trained on.
+"""`RolloutStore`: the rollout log ("journal"). It writes each scored group to a file before the group is trained on.
 
-The file is flushed to the disk soon after. A group is trained on even if it can't be written.
+A thread flushes the file to the disk soon after. A group is trained on even if it can't be written.
 
 A killed run resumes from its last checkpoint and reads the groups sampled after the checkpoint from the rollout log.
-These groups are neither sampled nor scored again. A round is all groups sampled with one set of weights. Each rank
-appends to one file per round or evaluation:
+These groups aren't sampled again, and scored again only with `rescore: true`. A round is all groups sampled with one
+set of weights. The first rank of each vLLM engine appends to one file per round or evaluation:
 
     RUN/_journal/step-00000012/rank-00000.records     an `About`, the groups, notes of extensions
     RUN/_journal/step-00000012/rank-00000.unscored    with `rescore: true`: groups that are scored again
@@ -38,14 +38,14 @@ from ..runtime.registry import hooks
 from .group_records import NONSENSE, JournalError, RewardedGroup, digest_of_example, group_bytes, group_of
 from .record_file import Record, RecordFile, read_records
 
-FOLDER = "_journal"  # Folder of the rollout log. Transformers doesn't push names with an underscore to the Hub.
+FOLDER = "_journal"  # Folder of the rollout log. Transformers pushes no name that begins with "_" to the Hub.
 UNSCORED = ".unscored"  # Suffix of a file with recorded groups that will be scored again.
 RECIPE = "recipe.yaml"
 # Names of two recorded settings: the reward functions' names, and digests of the reward functions' source code.
 REWARD_FUNCS, REWARD_CODE = "reward_funcs", "reward_code"
 F = TypeVar("F")
 ABOUT = -1  # Position of a record file's first record, an `About` (weights and settings of the run).
-SAMPLED = 1024  # Approximate number of entries of each parameter that a digest of the weights reads.
+SAMPLED = 1024  # A digest of the weights reads up to twice as many entries of each parameter.
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class RolloutStore:
         run_dir: the run's output folder.
         rank: index of this rank.
         settings: the run's settings, JSON-serializable.
-        of_samples: names of the settings that sampled completions depend on. All other settings affect training only.
-        reader: reader of prompts with images or audio (`PromptRules.reader`), to read recorded media.
+        of_samples: names of the settings that sampled completions depend on. Other settings affect rewards or training.
+        reader: reader of prompts with images (`PromptRules.reader`), to read recorded images. None: a text model.
     """
 
     def __init__(
@@ -91,15 +91,16 @@ class RolloutStore:
         self._digests: dict[tuple[str, int], str] = {}  # (File's name, group's position) -> digest of its dataset row.
         self._beside: dict[Any, Any] = {}  # Open files that extensions write, by class.
         self._place: tuple[Path, int, dict[str, Any]] | None = None  # Folder, rank and `About` of the newest open file.
-        self._pruned = 0  # Optimizer step. Groups recorded before this step are deleted.
+        self._pruned = 0  # Optimizer step before which `prune` has deleted the groups.
         self._flusher: ThreadPoolExecutor | None = None  # Thread that flushes written records to the disk.
         self._will_flush = False  # Whether a flush of the written records is waiting for the thread.
 
     def start(self, step: int, is_writer: bool, rescore: bool = False) -> list[str]:
         """Prepare the rollout log for a run that resumes at ``step``. Return messages for the console.
 
-        Rounds from ``step`` on that were recorded with other settings are moved to another folder, because this run's
-        weights will differ. The round at ``step`` stays if its completions don't depend on the changed settings."""
+        Rounds and evaluations from ``step`` on that other settings recorded are moved to another folder, because this
+        run's weights will differ. The round at ``step`` stays if its completions don't depend on the changed settings.
+        If reward functions have changed, raise JournalError unless ``rescore``."""
         self._weights_are_read = True
         if not is_writer:
             return []
@@ -135,7 +136,7 @@ class RolloutStore:
             aside = move_aside(self.folder.parent, others)
             settings = ", ".join(f"{name} {was!r:.60}, now {now!r:.60}" for name, (was, now) in changed.items())
             lines.append(
-                f"journal: {len(others)} round(s) or evaluations after step {step} were recorded with other settings "
+                f"journal: {len(others)} round(s) or evaluations from step {step} on were recorded with other settings "
                 f"({settings}): they are in {aside} now, and are sampled anew"
             )
         rounds = [recorded for recorded in self.rounds() if recorded >= step and self.has_groups(recorded)]
@@ -170,11 +171,9 @@ class RolloutStore:
 
     def begin(self, step: int, weights: str, evaluation: str = "") -> str:
         """Open the file for the groups of a round or an evaluation, sampled with the weights of ``step``, and read the
-        groups that are recorded there.
-
-        Returns:
-            A message about problems with the recorded groups or with the last written groups, or "".
-        """
+        groups that any rank has recorded there. Raise JournalError if settings of sampling differ, or weights at the
+        first call after `start`. Return a message about weights that differ later, or about groups that weren't
+        written, or ""."""
         self._end(self.open_files.keys() - ({""} if evaluation else set()))
         self._found, self._unscored = {}, {}
         problem, self.problem, self.warning = self.problem, "", ""
@@ -204,8 +203,8 @@ class RolloutStore:
             self.problem = _problem(folder, error)
 
     def add(self, recorded: RewardedGroup) -> None:
-        """Append a scored group to the open file. A thread flushes the file to the disk soon after. Serializing takes
-        0.1 microseconds per token. An error isn't raised, but sets `problem`."""
+        """Append a scored group to the newest open file, if there is one. A thread flushes the file to the disk soon
+        after. Serializing takes 0.1 microseconds per token. An error isn't raised, but sets `problem`."""
         started = time.perf_counter()
         self.append(self._newest, recorded)
         self.seconds += time.perf_counter() - started
@@ -233,8 +232,8 @@ class RolloutStore:
                 self.problem = _problem(file.path, error)
 
     def note_beside(self, write: Callable[[Path], None]) -> None:
-        """Call ``write`` with the folder of the groups that are being recorded. An error isn't raised, but sets
-        `problem`."""
+        """Call ``write`` with the folder of the present round's training groups, if there is one. An error isn't
+        raised, but sets `problem`."""
         if self._round is not None:
             try:
                 write(self._round)
@@ -254,7 +253,7 @@ class RolloutStore:
         return file
 
     def lacks(self, problem: str) -> None:
-        """Handle records that are missing. Here: do nothing, because a run samples anew. A replay raises an error."""
+        """Do nothing about missing records, because a run samples anew. The class of a replay raises ``problem``."""
 
     def take_seconds(self) -> float:
         taken, self.seconds = self.seconds, 0.0
@@ -286,7 +285,7 @@ class RolloutStore:
         return self._recalled(prompts, self._found)
 
     def recall_samples(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """Return these prompts' recorded groups to score again (`rescore: true`), without data of their old scores."""
+        """Return these prompts' recorded groups to score again, without riders that reward functions have logged."""
         groups = []
         for recorded in self._recalled(prompts, self._unscored).values():
             rollouts = (
@@ -324,8 +323,8 @@ class RolloutStore:
         return next((found.settings for found in files), {})
 
     def prune(self, before: int) -> None:
-        """Delete the groups sampled before step ``before``, except files that an extension's hook ``kept_records``
-        returns for the folder of a round."""
+        """Delete the folders of groups sampled before step ``before``, except files that functions at the hook
+        ``kept_records`` return for a folder."""
         for step, folder in self._folders():
             if self._pruned <= step < before:
                 keeps = {path for hook in hooks("kept_records") for path in hook(folder)}
@@ -368,7 +367,7 @@ class RolloutStore:
 
 
 def digest_of(model: torch.nn.Module) -> str:
-    """Return a digest of the weights, from about 1,024 entries of each parameter. Return "" if the model is sharded."""
+    """Return a digest of the weights, from at most 2,047 entries of each parameter. Return "" if there is a DTensor."""
     found = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "to_local"):
@@ -391,7 +390,7 @@ def files_of(folder: Path, suffix: str = ".records") -> Iterator[tuple[Path, Abo
     """Yield (path, `About`, other records) for each rank's file in a folder. Skip files without a complete `About`."""
     for path in sorted(folder.glob(f"rank-*{suffix}")):
         records, head = read_records(path, lambda position: position >= ABOUT), None
-        with contextlib.suppress(FileNotFoundError):  # a different rank deleted the file
+        with contextlib.suppress(FileNotFoundError):  # Another rank has deleted the file.
             head = next(records, None)
         if head is None:
             continue
@@ -400,6 +399,6 @@ def files_of(folder: Path, suffix: str = ".records") -> Iterator[tuple[Path, Abo
             found = json.loads(head.content)
             about = About(int(found["step"]), str(found["weights"]), dict(found["settings"]))
         except NONSENSE as error:
-            foreign = f"{path} is foreign: {error!r}. Only files of the journal may lie in this folder."
+            foreign = f"{path} is foreign: {error!r}. Only files of the journal may lie in this folder: move it away."
             raise JournalError(foreign) from None
         yield path, about, records

@@ -31,7 +31,7 @@ def with_prompt_text(group: Group, tokenizer: Any) -> Group:
 def with_messages(group: Group, tokenizer: Any) -> Group:
     """Parse a group's completions to chat messages, if the tokenizer can parse responses and the prompt is a list of
     messages. As in TRL, reward functions then get parsed messages, e.g. with the reasoning apart from the answer.
-    Rollouts that already have messages (multi-turn conversations) stay unchanged."""
+    Rollouts that have messages (of a conversation with tools), or that can't be parsed, stay unchanged."""
     if not has_parser(tokenizer) or not isinstance(group.example.get("prompt"), list):
         return group
     rollouts = []
@@ -51,7 +51,7 @@ def has_parser(tokenizer: Any) -> bool:
 def parsed_turn(
     tokenizer: Any, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
 ) -> tuple[dict[str, Any], list[ToolCall]] | None:
-    """Parse a completion with the tokenizer's parser. Return (message, tool calls), or None if parsing fails."""
+    """Parse a completion with the tokenizer's parser. Return (message, tool calls), or None for a malformed one."""
     kwargs: dict[str, Any] = {}
     if getattr(tokenizer, "response_template", None) is not None:
         kwargs = {"prefix": list(prompt_ids), "tools": list(tools or ()) or None}

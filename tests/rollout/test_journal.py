@@ -134,7 +134,7 @@ def test_a_recipe_s_other_settings_hold_from_the_checkpoint_on(whole, tiny_model
     assert len(again["sampled"]) == 12, "the first round's samples don't depend on the rate, the others' weights do"
     assert not same(again["weights"], whole[1]["weights"])
     assert (
-        "3 round(s) or evaluations after step 0 were recorded with other settings (learning_rate"
+        "3 round(s) or evaluations from step 0 on were recorded with other settings (learning_rate"
         in capfd.readouterr().out
     )
     assert len(train(tiny_model, tmp_path, resume="auto", learning_rate=2e-3, seed=8)["sampled"]) == 16
