@@ -1,5 +1,5 @@
 """Checks of a dataset before tokenisation: its type and columns, and data that would be lost without notice. Checks of
-the tokenizer: it may have more tokens than the model's embedding has rows, or fewer."""
+token ids: the tokenizer may have more or fewer tokens than the model's embedding has rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 IMAGES = ("images", "image")  # Names of columns with images.
-EMPTY = [{"role": "user", "content": ""}]  # Placeholder for prompts that are written only during the rollout.
+EMPTY = [{"role": "user", "content": ""}]  # Prompt of a row without one, if an environment or agent writes it later.
 
 
 def check_dataset(dataset: Any, name: str) -> None:
@@ -34,7 +34,7 @@ def check_prompt_column(columns: Iterable[str], name: str) -> None:
 
 
 def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = False) -> None:
-    """Raise ValueError for data that would be ignored: images with a text model, or a transform at each read."""
+    """Raise ValueError for a transform at each read, or for columns of images if ``images`` is false (a text model)."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
             f"{name} has a transform (with_transform or set_transform), which runs whenever a row is read, but prompts "
@@ -78,7 +78,7 @@ def check_rows(ids: Iterable[int], rows: int, tokenizer: Any, where: str) -> Non
 
 
 def surplus_rows(tokenizer: Any, rows: int) -> Iterator[str]:
-    """Yield a log line if the embedding has rows without a token. The engine may sample such ids."""
+    """Yield a log line if the embedding has more rows than the tokenizer needs. The engine may sample their ids."""
     if (tokens := size_of(tokenizer)) < rows:
         yield (
             f"tokenizer: {rows - tokens:,} of the model's {rows:,} rows have no token; sampled ones "

@@ -25,8 +25,9 @@ FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "
 
 
 def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
-    """Return (rows to train on, rows to evaluate on), both with a column ``prompt``. Without a test split the latter
-    are None. With streaming, or if a dataset function returns iterable datasets, the rows are iterable datasets."""
+    """Return (rows to train on, rows to evaluate on), with a column ``prompt`` unless an agent or environment writes
+    the prompts. Without a test split the latter are None. Rows are iterable with streaming, or if a function returns
+    them."""
     if bool(script.dataset_name) == bool(script.datasets):
         given = "both were given" if script.dataset_name else "neither was given"
         raise ValueError(
@@ -55,7 +56,7 @@ def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
 
 
 def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
-    """Concatenate the parts of a mixture, and split off ``test_split_size`` rows by a fixed seed."""
+    """Concatenate the parts of a mixture. Split off ``test_split_size`` rows, if it is set, by a fixed seed."""
     entries = _from_json(script.datasets, list, "datasets", '[{"path": "org/name", "split": "train"}]')
     if script.streaming and script.test_split_size is not None:
         raise ValueError(
@@ -65,7 +66,7 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     parts = [_load_part(entry, index, script.streaming) for index, entry in enumerate(entries)]
     fractions = [entry.get("fraction") for entry in entries]
     if any(fraction is not None for fraction in fractions):
-        # As in TRL, each part gives its first rows: the mixture has the given fractions and repeats no row.
+        # As in TRL, the mixture has first rows of each part, as many as have these fractions without repetition.
         if any(fraction is None or fraction < 0 for fraction in fractions) or not sum(fractions):
             raise ValueError(f"`fraction` is {fractions} in `datasets`: give every part a fraction, or no part.")
         if not all(isinstance(part, Dataset) for part in parts):
@@ -171,7 +172,7 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
 
 
 def load_source(name: str, config: str | None, kwargs: dict[str, Any], splits: Sequence[str], streaming: bool) -> Any:
-    """Load a dataset by its name, or a dict of its splits. With ``streaming`` return IterableDatasets."""
+    """Load a dataset, or a dict of its splits, by name. With ``streaming`` return IterableDatasets."""
     if (function := _function(name)) is not None:
         loaded = _call(function, name, kwargs if config is None else {"name": config, **kwargs}, splits)
     else:
@@ -212,7 +213,7 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
 
 
 def _problem_of_file(path: Path, error: Exception) -> str:
-    """Return the fault of a file that `datasets` can't load, with its line number; an empty text if unknown."""
+    """Return the fault in a file that `datasets` can't load, in JSON lines with the line's number, or "" if unknown."""
     if not path.stat().st_size or "corresponds to no data" in str(error):
         return "the file has no rows: write some into it"
     rule = 'write one JSON object per line, such as {"prompt": "2 + 2 =", "answer": "4"}'
@@ -235,7 +236,7 @@ def _function(name: str) -> Callable[..., Any] | None:
     try:
         found = find_object(name, "The dataset", callable)
     except ValueError as error:
-        why = error.__cause__  # If the error has no cause, the module exists but lacks the attribute.
+        why = error.__cause__  # Without a cause, the module exists but lacks the function.
         absent = why is None or (isinstance(why, ModuleNotFoundError) and name.startswith(f"{why.name}."))
         if explicit or not absent:
             raise

@@ -15,7 +15,7 @@ from ..batch import Prompt
 from ..config import GRPOConfig
 from .prompts import PromptDataset
 
-EXTRA = 2**40  # Positions from 2**40 on belong to prompts that dynamic sampling draws in addition.
+EXTRA = 2**40  # First position of prompts that dynamic sampling draws in addition.
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Tokenised prompts: rows go through the chat template, and too long prompts are dropped or refused."""
+"""Tokenise the prompts of a dataset's rows, with the chat template for conversations. Drop or refuse long prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLUMNS = ("prompt", "chat_template_kwargs", "environment")  # Columns that the 
 
 
 class PromptDataset(torch.utils.data.Dataset):
-    """Rows with their tokenised prompts, made by `tokenize_prompts`.
+    """A dataset's rows with their prompts as the model's inputs. `tokenize_prompts` makes it.
 
     ``dataset`` has the rows without too long prompts. ``dropped`` maps a too long prompt's row number in the original
     dataset to its number of tokens. An index (row, position) returns a `Prompt`; any other index returns rows.
@@ -108,7 +108,8 @@ class PromptRules:
         return f"{self.name}, row {row}"
 
     def encode(self, columns: dict[str, list[Any]], first: int) -> list[tuple[int, ...]]:
-        """Tokenise a batch of rows without dropping long prompts. ``first`` is the first row's number, for errors."""
+        """Tokenise a batch of rows. Long prompts are kept, or raise ValueError (`overlong`). ``first`` is the first
+        row's number, for errors."""
         prompts = columns["prompt"]
         # Prompts with equal template arguments are tokenised in one call. Plain texts (arguments None) are tokenised in
         # one call without template. Each value is (the arguments, indices of the prompts).
@@ -149,7 +150,7 @@ class PromptRules:
         return [encoded[index] for index in range(len(prompts))]
 
     def changed(self, example: dict[str, Any], where: str) -> ModelInput | None:
-        """Convert a row that isn't in the dataset, such as a changed prompt. Return None if it has too many tokens."""
+        """Convert a row that isn't in the dataset, such as a changed prompt. A too long prompt gives None or an error."""
         if self.reader is not None:
             prompt = self.reader.prompt(example, 0, dataclasses.replace(self, name=where))
         else:
@@ -158,7 +159,8 @@ class PromptRules:
         return prompt if len(prompt) <= self.max_prompt_tokens else None
 
     def fits(self, tokens: int, prompt: Any, row: int) -> bool:
-        """Return whether a prompt of ``tokens`` tokens is within the limit. May raise ValueError, see ``overlong``."""
+        """Return whether a prompt of ``tokens`` tokens is within the limit. Raise ValueError if it is empty, or if it
+        is over the limit and ``overlong`` is "error"."""
         if not tokens:
             raise ValueError(f"{self.where(row)}: the prompt {prompt!r} has no tokens: remove the row.")
         if tokens > self.max_prompt_tokens and self.overlong == "error":
@@ -170,7 +172,7 @@ class PromptRules:
 
 
 def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
-    """Tokenise the column ``prompt`` of a dataset. An iterable dataset, possible in evaluation, is read to its end."""
+    """Tokenise the column ``prompt`` of a dataset. An iterable dataset (for an evaluation) is read to its end."""
     name = rules.name
     check_dataset(dataset, name)
     if isinstance(dataset, IterableDataset):

@@ -1,4 +1,4 @@
-"""Make the keyword arguments of one call of a reward function, check its rewards and logged values, and sum rewards."""
+"""Make the keyword arguments of one call of a reward function, and check the rewards that the call returned."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def keywords_for(
 
     Args:
         groups: one group, or all groups of a rank. If ``group.example["prompt"]`` is a list of messages, the function
-            gets each completion as ``[{"role": "assistant", "content": text}]``, or as all messages of a conversation
-            with tools. Otherwise it gets texts. ``Rollout.columns`` override columns of ``group.example``.
+            gets each completion as ``[{"role": "assistant", "content": text}]``, or as `Rollout.messages` if there are
+            some. Otherwise it gets texts. ``Rollout.columns`` override columns of ``group.example``.
         trainer_state: transformers' `TrainerState`, for rewards that depend on the training's progress.
-        log: the log that ``log_extra`` and ``log_metric`` write to. None: a worker process will add its own log.
+        log: the log that ``log_extra`` and ``log_metric`` write to. None: a worker process will call the function.
     """
     columns = dict.fromkeys(name for group in groups for name in group.example if name not in RESERVED)
     own = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.columns)
@@ -94,7 +94,7 @@ def _lacking(reward: RewardFunction, given: Container[str], columns: Iterable[st
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return a function's parameters. A callable in C without a signature counts as one that takes ``**kwargs``."""
+    """Return a function's parameters. A callable without a readable signature counts as one with ``**kwargs``."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -103,7 +103,7 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
 
 def value_error(reward: RewardFunction, groups: Sequence[Group], completion: int | None, problem: str) -> RewardError:
     if place := place_of(reward.function):
-        problem += f" It begins at {place}."
+        problem += f" The function begins at {place}."
     return RewardError(reward.name, groups[0].position, completion, problem)
 
 

@@ -31,8 +31,8 @@ from ..usercode.calls import Outcome, place_in, unwrapped
 from .answers import builtin_rewards
 
 TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")
-ROUNDING = 4 * torch.finfo(torch.float32).eps  # Largest relative difference of two equal sums of float32 rewards.
-# Names of the trainer's metrics (`OWN_METRICS`), and their prefixes before a slash (`OWN_FAMILIES`).
+ROUNDING = 4 * torch.finfo(torch.float32).eps  # Relative difference up to which sums of rewards count as equal.
+# Names of the trainer's metrics, and their prefixes before a slash. Reward functions may not log such metrics.
 OWN_METRICS = (
     "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "entropy", "kl", "reward",
     "reward_std", "frac_reward_zero_std",
@@ -57,7 +57,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def is_of_module(function: Callable[..., Any]) -> bool:
-    """Return whether a worker process can import ``function``: a plain function that is an attribute of its module."""
+    """Return whether a worker can import ``function``: a plain function that isn't nested or defined in a script."""
     module = sys.modules.get(getattr(function, "__module__", ""))
     return (
         inspect.isfunction(function)
@@ -67,7 +67,7 @@ def is_of_module(function: Callable[..., Any]) -> bool:
 
 
 class ModelReward(ABC):
-    """Base class of reward models. They run in the trainer's process, on all completions after the generation."""
+    """Base class of reward models. One call in the trainer's process scores the completions of all waiting groups."""
 
     tokenizer: Any
 
@@ -77,12 +77,12 @@ class ModelReward(ABC):
 
 
 class RewardError(RuntimeError):
-    """The error of a reward function that raised an exception, or returned a value that can't be a reward.
+    """A reward function has raised an exception, crashed, taken too long, or returned or logged a wrong value.
 
     Attributes:
         function: the reward function's name.
-        position: the prompt's position in the stream of prompts.
-        completion: the completion's index in its group, 0 ... G-1. None means that the error concerns the whole group.
+        position: position of the (first) group's prompt in the stream of prompts.
+        completion: the completion's index in its group, 0 ... G-1. None means that the error concerns the whole call.
         problem: the wrong value, the rule and the remedy. If the function raised, also the function's traceback.
     """
 
@@ -114,7 +114,7 @@ def resolve_rewards(
         weights: one weight per function. None means 1 for each function.
 
     Raises:
-        ValueError: there is no function, a function can't be found or called, or the number of weights is wrong.
+        ValueError: there is no function, a function can't be imported or called, or the number of weights is wrong.
     """
     given = as_list(reward_funcs)
     if not given:
@@ -146,7 +146,7 @@ def resolve_rewards(
             )
         if problem:
             raise ValueError(f"reward function {shown!r} is {problem}.")
-        if check := getattr(function, "check_settings", None):  # LLM judges have `check_settings`.
+        if check := getattr(function, "check_settings", None):  # The reward `judge` has `check_settings`.
             check()
         name = function_name(function)
         names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
@@ -171,16 +171,16 @@ def _found(spec: str) -> Any:
 
 
 def function_name(function: Any) -> str:
-    """Return the name of a reward function: of a partial the name of the wrapped function, of a callable object the
-    name of its class."""
+    """Return the name of a reward function: of a partial the name of the wrapped function, of an object without
+    ``__name__`` the name of its class."""
     function = unwrapped(function)
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def code_digest(function: Any) -> str:
     """Return a digest of a function's source and of the statements of its module that define the names it uses.
-    Comments, formatting, and values that a module computes at run time don't change the digest. A function without
-    source has the digest of an empty module."""
+    Comments, formatting, imported code, and values at run time don't change the digest. A function without source has
+    the digest of an empty module."""
     function = unwrapped(function)
     function = function if inspect.isroutine(function) else type(function)
     found, defined = hashlib.blake2b(digest_size=8), dict[str, list[ast.stmt]]()
@@ -261,8 +261,8 @@ def with_logged_riders(group: Group, logged: Logged) -> Group:
 def weighted_sum(rewards: torch.Tensor, weights: Sequence[float] | torch.Tensor) -> torch.Tensor:
     """Sum a group's rewards [G, R], weighted by R weights, over the functions that didn't abstain (NaN).
 
-    If the sums of a group differ only by float32 rounding (0.6 + 0.1 and 0.7), all become equal. Otherwise a group of
-    equal rewards would train on rounding errors, because advantages are divided by the standard deviation.
+    If the sums of several functions differ only by float32 rounding (0.6 + 0.1 and 0.7), all become equal. Otherwise
+    equal rewards would train on rounding errors, because a division by the standard deviation enlarges them.
 
     Returns:
         Sums [G] float32, NaN for a completion where all functions abstained.

@@ -4,8 +4,8 @@
     async functions    on one event loop in a thread, all groups concurrently
     reward models      in this process, all waiting groups together, when the first result is needed
 
-If a call takes longer than `reward_timeout`, the function abstains. But with `reward_on_error: raise` a late sync call
-in this process ends the run, because nothing can reliably interrupt the call.
+If a call takes longer than `reward_timeout`, the function abstains; reward models have no limit. But with
+`reward_on_error: raise` a late sync call in this process ends the run, because nothing interrupts the call reliably.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ class Scoring:
 
     scorer: Scorer
     groups: Sequence[Group]
-    calls: Sequence[Future[Outcome]]  # Calls of the R reward functions.
+    calls: Sequence[Future[Outcome]]  # Calls, one per reward function, [R].
 
     def done(self) -> bool:
         """Return whether all calls have finished, so that `result` returns without waiting."""
         return all(call.done() for call in self.calls)
 
     def cancel(self) -> None:
-        """Cancel the calls, because nobody needs the rewards. Queued calls never begin. Running calls aren't stopped,
-        but their results are dropped."""
+        """Cancel the calls. Queued calls never begin. The results of running calls are dropped, and their workers are
+        killed if other calls wait for a worker."""
         for call in self.calls:
             call.cancel()
 
     def result(self) -> torch.Tensor:
         """Wait for the rewards, and return them as [completions, R] float32, NaN where a function abstained. Afterwards
-        `Scorer.take_logged` returns logged values."""
+        `Scorer.take_logged` returns the values that the functions logged."""
         scorer, log, position = self.scorer, CallLog(), self.groups[0].position
         scorer.score_with_models()
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
@@ -122,8 +122,8 @@ class Scorer:
     Args:
         rewards: R reward functions.
         workers: number of worker processes for functions that can be pickled. 0 runs all functions in this process.
-            None means `usual_workers` processes, and only for functions that a worker can import.
-        timeout: maximum duration of a call in seconds. None means no limit.
+            None means `usual_workers` processes, only for functions that a worker can import.
+        timeout: maximum seconds of a call, except of reward models. None means no limit.
         on_error: ``raise`` ends the run with the function's error. ``abstain`` makes the function abstain.
         on_gpu: whether the policy trains and samples on a GPU.
     """
@@ -175,8 +175,8 @@ class Scorer:
         return scoring
 
     def outcome_of(self, name: str, call: Future[Outcome], position: int, completions: int) -> Outcome:
-        """Wait for the outcome of a reward function's call, and count its seconds. Warn of a function's first late
-        call. Raise `RewardError` if the worker process died, or if the function blocks the event loop."""
+        """Wait for the outcome of a reward function's call, and count the call's seconds. Warn of a function's first
+        late call. Raise `RewardError` if the worker process died, or if the function blocks the event loop."""
         # An async call ends in time by its own timeout, unless the call blocks the event loop.
         limit = None if isinstance(call, WorkerCall) or self.timeout is None else self.timeout + GRACE
         fail = functools.partial(RewardError, name, position, None)

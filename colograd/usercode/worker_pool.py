@@ -1,8 +1,8 @@
 """Worker processes that call reward functions and tools while vLLM decodes, and that can be killed.
 
 cloudpickle sends importable functions by name, and functions of a script or notebook by value. A call that exceeds its
-time limit is killed with its process and all programs started there. A killed or dead process is replaced. Workers end
-with the trainer, but ignore Ctrl-C and `stop_signals`, because terminals and schedulers signal all processes of a job.
+time limit is killed with its process and the programs in its process group. The next call starts a new process. Workers
+end with the trainer, but ignore Ctrl-C and `STOPS`, because terminals and schedulers signal all processes of a job.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from .worker_process import STOPS
 WORKER = Path(__file__).with_name("worker_process.py")
 START_SECONDS = 600.0  # Maximum seconds for a worker to load its functions. A busy machine is slow.
 STOP_SECONDS = 5.0  # Maximum seconds to wait for the end of each thread of a pool.
-LOOK_SECONDS = 0.1  # Seconds between two checks whether a running call is still needed.
-DROP_SECONDS = 1.0  # Seconds that an unneeded call has to end. A new process takes as long.
+LOOK_SECONDS = 0.1  # Maximum seconds between two checks of whether a running call is still needed.
+DROP_SECONDS = 1.0  # Seconds for a cancelled call to end. Starting a new process takes as long.
 
 
 class WorkerCall(Future[Outcome]):
@@ -50,7 +50,8 @@ class WorkerCall(Future[Outcome]):
         self.unneeded_since: float | None = None  # Time of the call of `cancel`, by `time.monotonic`.
 
     def cancel(self) -> bool:
-        """Remove the call from the queue. A running call's worker is killed once a second call waits for the worker."""
+        """Cancel the call, and return whether it hadn't begun. If it runs for `DROP_SECONDS` more while another call is
+        queued, its worker is killed."""
         cancelled = super().cancel()
         if not cancelled:
             self.unneeded_since = time.monotonic()
@@ -62,7 +63,7 @@ class CannotTravel(ValueError):
 
 
 class Worker:
-    """One worker process. The first call starts the process. The next call after its end starts it again."""
+    """One worker process. A call of `run` starts the process if none is running."""
 
     def __init__(self, functions: Sequence[bytes]) -> None:
         self._functions = list(functions)
@@ -123,8 +124,8 @@ class Worker:
         return outcome
 
     def stop(self, patience: float = 0.0) -> int | None:
-        """Kill the process and the programs that it started. Return the status of a process that ends by itself within
-        ``patience`` seconds. Does nothing if no process runs."""
+        """Wait up to ``patience`` seconds for the process to end, then kill it and the programs in its process group.
+        Return its exit status, or None if no process runs."""
         process, connection = self._process, self._connection
         self._process = self._connection = None
         if connection is not None:
@@ -191,7 +192,7 @@ class WorkerPool:
                 continue
 
             def unneeded(call: WorkerCall = call) -> bool:
-                """Return whether nobody waits for the call's outcome, but a second call waits for the worker."""
+                """Return whether the call was cancelled `DROP_SECONDS` ago, and another call is queued."""
                 since = call.unneeded_since
                 return since is not None and time.monotonic() - since >= DROP_SECONDS and not self._queue.empty()
 
@@ -204,7 +205,7 @@ class WorkerPool:
         worker.stop()  # `close` may have run while this worker was starting.
 
     def close(self) -> None:
-        """Drop queued calls and kill the workers. Afterwards no function runs in this pool."""
+        """Cancel queued calls and kill the workers. Afterwards the pool contains no function."""
         self._indices = {}
         with contextlib.suppress(queue.Empty):
             while (call := self._queue.get_nowait()) is not None:
