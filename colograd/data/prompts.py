@@ -108,8 +108,7 @@ class PromptRules:
         return f"{self.name}, row {row}"
 
     def encode(self, columns: dict[str, list[Any]], first: int) -> list[tuple[int, ...]]:
-        """Tokenise a batch of rows. Long prompts are kept, or raise ValueError (`overlong`). ``first`` is the first
-        row's number, for errors."""
+        """Tokenise rows. Too long prompts aren't dropped, but may raise ValueError. ``first``: first row's number."""
         prompts = columns["prompt"]
         # Prompts with equal template arguments are tokenised in one call. Plain texts (arguments None) are tokenised in
         # one call without template. Each value is (the arguments, indices of the prompts).
@@ -150,7 +149,7 @@ class PromptRules:
         return [encoded[index] for index in range(len(prompts))]
 
     def changed(self, example: dict[str, Any], where: str) -> ModelInput | None:
-        """Convert a row that isn't in the dataset, such as a changed prompt. A too long prompt gives None or an error."""
+        """Convert a row that isn't in the dataset, such as a changed prompt. A too long one gives None or an error."""
         if self.reader is not None:
             prompt = self.reader.prompt(example, 0, dataclasses.replace(self, name=where))
         else:
@@ -159,8 +158,7 @@ class PromptRules:
         return prompt if len(prompt) <= self.max_prompt_tokens else None
 
     def fits(self, tokens: int, prompt: Any, row: int) -> bool:
-        """Return whether a prompt of ``tokens`` tokens is within the limit. Raise ValueError if it is empty, or if it
-        is over the limit and ``overlong`` is "error"."""
+        """Return whether a prompt isn't too long. Raise ValueError if not and ``overlong`` is "error", or if it's empty."""
         if not tokens:
             raise ValueError(f"{self.where(row)}: the prompt {prompt!r} has no tokens: remove the row.")
         if tokens > self.max_prompt_tokens and self.overlong == "error":
