@@ -158,7 +158,7 @@ class PromptRules:
         return prompt if len(prompt) <= self.max_prompt_tokens else None
 
     def fits(self, tokens: int, prompt: Any, row: int) -> bool:
-        """Return whether a prompt isn't too long. Raise ValueError if not and ``overlong`` is "error", or if it's empty."""
+        """Return whether a prompt is short enough. Raise ValueError if not and ``overlong`` is "error", or if empty."""
         if not tokens:
             raise ValueError(f"{self.where(row)}: the prompt {prompt!r} has no tokens: remove the row.")
         if tokens > self.max_prompt_tokens and self.overlong == "error":

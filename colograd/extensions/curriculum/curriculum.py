@@ -1,10 +1,9 @@
 """The curriculum: chooses the prompts of each round (one generation) by their pass rates in earlier rounds.
 
-The choice is a pure function of the seed, the round's number and a record. The record holds three values per prompt:
-the number of draws, the round of the last draw, and the pass rate in the last judged draw. All ranks have the same
-record, because they exchange a round's pass rates (`pass_rates`). A checkpoint holds the record (`prompts.json`), so
-that a resumed run, a replay and any number of ranks draw the same prompts.
-"""
+The choice depends only on the dataset, the settings, the round's number and a record. The record holds three values per
+prompt: the number of draws, the round of the last draw, and the pass rate in the last judged draw. All ranks have the
+same record, because they exchange a round's pass rates (`pass_rates`). A checkpoint holds the record (`prompts.json`),
+so that a resumed run, a replay and any number of ranks draw the same prompts."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ HARD, EASY = 0.25, 0.75  # A prompt is hard up to the pass rate HARD, and easy f
 
 
 def add_curriculum(prompts: Any, config: GRPOConfig) -> None:
-    """Let the curriculum choose among the dataset's prompts if the setting `curriculum` is set. Changes ``prompts``."""
+    """Set ``prompts.choice`` to a curriculum if the setting `curriculum` is set and ``prompts`` isn't a stream."""
     if (curriculum := read_curriculum(config)) is not None and isinstance(prompts, PromptDataset):
         prompts.choice = CurriculumState(curriculum, prompts.dataset, config)
 
@@ -39,7 +38,7 @@ def add_curriculum(prompts: Any, config: GRPOConfig) -> None:
 class CurriculumState:
     """Chooses each round's prompts among a dataset's rows, and records the rows' draws and pass rates."""
 
-    missing = "had no curriculum"  # end of an error text about a checkpoint without a record
+    missing = "had no curriculum"  # Why a checkpoint has no record. End of an error text.
 
     def __init__(self, curriculum: Curriculum, dataset: Any, config: GRPOConfig) -> None:
         self.settings, self.rows = curriculum, len(dataset)
@@ -53,7 +52,7 @@ class CurriculumState:
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from the record in a checkpoint's ``state``. An empty ``state`` begins a new record."""
-        self.rounds = int(state.get("rounds", 0))  # Number of rounds before the present round.
+        self.rounds = int(state.get("rounds", 0))  # Number of recorded rounds.
         if state and state.get("rows") != self.rows:
             raise ValueError(
                 f"The checkpoint's curriculum has {state.get('rows', 'an unknown number of')} prompts, but the "
@@ -75,7 +74,7 @@ class CurriculumState:
         return {"rounds": self.rounds, "rows": self.rows, **packed}
 
     def record(self, passes: Iterable[tuple[int, float]]) -> None:
-        """Record (position, pass rate) pairs of the sampled round. NaN (not judged) keeps a prompt's old pass rate."""
+        """Record the (position, pass rate) pairs of the sampled round. NaN (not judged) keeps a prompt's old rate."""
         for position, rate in sorted(dict(passes).items()):
             row = self._present[position - self.rounds * self.round_size]
             self.drawn[row] += 1
@@ -85,7 +84,7 @@ class CurriculumState:
         self.rounds += 1
 
     def counts(self) -> dict[str, float]:
-        """Return metrics: the number of resting prompts (solved and not yet due), and of never drawn prompts."""
+        """Return metrics: the numbers of resting prompts (solved, and drawn lately) and of never drawn prompts."""
         return {
             "curriculum/resting": float(self._resting(self.rounds).sum()),
             "curriculum/never_drawn": float((self.drawn == 0).sum()),
@@ -135,7 +134,7 @@ class CurriculumState:
         if self.settings.solved_at is None:
             return np.zeros(self.rows, dtype=bool)
         due = self.last + self.settings.revisit_after * self.rounds_per_epoch
-        with np.errstate(invalid="ignore"):  # comparisons with NaN (a prompt that was never judged) would warn
+        with np.errstate(invalid="ignore"):  # Comparisons with NaN (a prompt without a pass rate) would warn.
             return (self.rate >= np.float32(self.settings.solved_at)) & (number < due)
 
     def _quotas(self, able: np.ndarray, step: int, count: int, number: int) -> Iterator[tuple[np.ndarray, int]]:

@@ -65,11 +65,11 @@ class Curriculum:
 
     pass_threshold: float = 1.0  # Lowest weighted reward of a completion that counts as passed.
     solved_at: float | None = 1.0  # Lowest pass rate of a solved prompt. None means that no prompt counts as solved.
-    revisit_after: float = 1.0  # Epochs after a solved prompt's last draw in which the prompt isn't drawn.
+    revisit_after: float = 1.0  # Epochs after its last draw in which a solved prompt rests.
     column: str | None = None  # Dataset column with each prompt's pool. None means pools by pass rate (`LEVELS`).
-    shares: Mapping[str, Schedule] | None = None  # For each pool: its share of a round's prompts.
+    shares: Mapping[str, Schedule] | None = None  # For each pool its weight among a round's prompts.
     difficulty: str | None = None  # Dataset column with each prompt's difficulty, a number.
-    difficulty_until: Schedule | None = None  # Highest difficulty that is drawn, by optimizer step.
+    difficulty_until: Schedule | None = None  # Highest difficulty to draw, by optimizer step, if enough rows are left.
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Curriculum:

@@ -46,7 +46,7 @@ class UserFeature(SourceFeature):
         if others["tools"] or others["environment_factory"] is not None:
             raise ValueError(
                 "rollout_func writes completions by itself, so that tools and environment_factory would never be "
-                "used: give either rollout_func or these."
+                "used: give either rollout_func or the other two."
             )
         if isinstance(write, str):
             write = find_object(write, "rollout_func", callable)
@@ -93,9 +93,9 @@ class CustomRollouts:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """See `Engine.generate`. Ignores the argument ``seed``, because the function makes its own random numbers."""
+        """Yield a group per prompt, see `RolloutSource.generate`. Of the sampling settings only ``n`` is used."""
         self.engine.require(version)
-        if not prompts:  # in an evaluation a rank may have no prompts
+        if not prompts:  # In an evaluation a rank may have no prompts.
             return
         if any(prompt.input.media is not None for prompt in prompts):
             raise ValueError(

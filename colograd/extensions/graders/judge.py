@@ -1,7 +1,7 @@
 """`Judge`: a reward function that asks a language model behind an OpenAI-compatible address for a score.
 
-All questions of a step are sent concurrently while the engine samples. Replies are cached on disk. The judge abstains
-(returns None) if all requests failed, if the reply has no number in the scale, or if the budget is spent.
+Questions are sent while the engine samples, several at a time. Replies are cached on disk. The judge abstains (returns
+None) if all tries fail, if the reply's last number isn't in the scale, or if the budget is spent.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ LONGEST_WAIT = 60.0  # Maximum seconds between two tries of a request.
 class Judge:
     """Scores completions from 0 to 1: the last number in the judge's reply, scaled from `scale`.
 
-    Each process counts its requests and tokens since its start. The ranks of a run share the budgets equally.
+    Each process counts its requests and tokens since its start. The ranks of a run share `max_calls` and `max_tokens`.
     """
 
     address: str = ""  # URL such as http://localhost:8000/v1. Default: the environment variable COLOGRAD_JUDGE_ADDRESS.
     model: str = ""  # Model's name in requests. Default: the environment variable COLOGRAD_JUDGE_MODEL.
     question: str = QUESTION  # Template with {prompt}, {completion}, {low}, {high} and columns of the dataset.
-    scale: tuple[float, float] = (0.0, 10.0)  # Lowest and highest valid number. The judge abstains outside.
+    scale: tuple[float, float] = (0.0, 10.0)  # Lowest and highest valid number in a reply.
     settings: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})  # Request fields.
     cache: str | None = field(  # Folder of cached replies. None disables the cache.
         default_factory=lambda: os.path.join(
@@ -49,15 +49,15 @@ class Judge:
     )
     tries: int = 4  # Maximum number of requests for one score.
     backoff: float = 1.0  # Seconds before the second try, doubled before each later try.
-    timeout: float = 120.0  # Maximum seconds of one request.
-    parallel: int = 32  # Maximum number of concurrent requests.
+    timeout: float = 120.0  # Maximum seconds to connect, and to wait for data of a reply.
+    parallel: int = 32  # Maximum number of concurrent requests of a process.
     max_calls: int | None = None  # Maximum number of requests. None: unlimited.
     max_tokens: int | None = None  # Maximum number of tokens, as counted in the replies. None: unlimited.
 
-    __name__ = "judge"  # name of this reward function in metrics
+    __name__ = "judge"  # Name of this reward function in metrics.
 
     def __post_init__(self) -> None:
-        self.calls = self.tokens = 0  # requests and tokens that this process has spent
+        self.calls = self.tokens = 0  # Numbers of requests and tokens that this process has spent.
         self._free = asyncio.Semaphore(self.parallel)
 
     def check_settings(self) -> None:
@@ -104,7 +104,7 @@ class Judge:
         ]
 
     async def _reply(self, client: Any, question: str, counts: Counter[str]) -> str | None:
-        """Return the judge's reply from the cache or the address. None if requests failed or the budget is spent."""
+        """Return the judge's reply, from the cache or the address, or None if all tries fail or the budget is spent."""
         request = {
             "model": self.model or os.environ[MODEL],
             "messages": [{"role": "user", "content": question}],

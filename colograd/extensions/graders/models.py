@@ -21,7 +21,7 @@ from ...rewards.answers import builtin_rewards
 from ...rewards.functions import ModelReward, as_list
 from ...runtime.hub import check_model_name
 
-BATCH_TOKENS = {"cpu": 512}  # maximum tokens in one forward of a reward model, including padding
+BATCH_TOKENS = {"cpu": 512}  # Maximum tokens in one forward of a reward model, including padding, by device.
 GPU_BATCH_TOKENS = 16384
 # Entries of `model_init_kwargs` that apply to the policy only. All other entries apply also to reward models.
 POLICY_KWARGS = ("revision", "device_map")
@@ -55,8 +55,9 @@ def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) 
 class RewardModel(ModelReward):
     """A reward function that runs a model. The reward is the model's logit for prompt and completion.
 
-    The logit is read at the last token. If the checkpoint names a padding token, the logit is read at the last token
-    that isn't padding, as in the checkpoint's training. So a text that ends in the padding token has an earlier logit.
+    Models of transformers give the logit at the last token. If the checkpoint names a padding token, they give the
+    logit at the last token that isn't padding, as in training. So a text that ends in the padding token has an earlier
+    logit.
 
     The tokenizer's chat template writes conversations, with the run's ``chat_template_kwargs``. Prompts and completions
     that are plain texts are concatenated. As in TRL 1.16, no special tokens are added. Rows are padded on the right.
@@ -90,7 +91,7 @@ class RewardModel(ModelReward):
         self._template: dict[str, Any] = dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        """Return one reward per completion. Any number of completions is computed in batches of similar lengths."""
+        """Return one reward per completion. Completions of similar lengths share a forward."""
 
         def write(messages: list[dict[str, Any]]) -> str:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template))
@@ -161,7 +162,7 @@ def _load_classifier(path: str, config: GRPOConfig) -> torch.nn.Module:
         ) from error
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
-            f"reward model {path!r} has no weights for {', '.join(missing[:3])}, so that it wasn't trained to give "
+            f"reward model {path!r} has no weights for {', '.join(missing[:3])}, so it wasn't trained to give "
             "rewards: give a checkpoint of a model for sequence classification."
         )
     return model
