@@ -25,9 +25,8 @@ FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "
 
 
 def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
-    """Return (rows to train on, rows to evaluate on), with a column ``prompt`` unless an agent or environment writes
-    the prompts. Without a test split the latter are None. Rows are iterable with streaming, or if a function returns
-    them."""
+    """Return (rows to train on, rows to evaluate on or None), with a column ``prompt`` unless an agent or environment
+    writes prompts. They are IterableDatasets with streaming, or if a dataset function returns IterableDatasets."""
     if bool(script.dataset_name) == bool(script.datasets):
         given = "both were given" if script.dataset_name else "neither was given"
         raise ValueError(
@@ -66,7 +65,7 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     parts = [_load_part(entry, index, script.streaming) for index, entry in enumerate(entries)]
     fractions = [entry.get("fraction") for entry in entries]
     if any(fraction is not None for fraction in fractions):
-        # As in TRL, the mixture has first rows of each part, as many as have these fractions without repetition.
+        # As in TRL, the mixture takes the first rows of each part: the most in these fractions without a repeated row.
         if any(fraction is None or fraction < 0 for fraction in fractions) or not sum(fractions):
             raise ValueError(f"`fraction` is {fractions} in `datasets`: give every part a fraction, or no part.")
         if not all(isinstance(part, Dataset) for part in parts):

@@ -96,8 +96,8 @@ def seed_of(config: GRPOConfig) -> int:
 
 def extra_prompts(dataset: PromptDataset, config: GRPOConfig, step: int, drawn: int, count: int) -> list[Prompt]:
     """Return ``count`` additional prompts of this rank for an optimizer step, for dynamic sampling. The first ``drawn``
-    ones are skipped. The result depends only on seed and step, so a resumed run draws the same prompts without saved
-    state. Ranks take turns in one random order of all rows, which is repeated from its start when it ends."""
+    ones are skipped. Ranks take turns in one random order of all rows, which is repeated from its start when it ends.
+    The order depends only on seed and step, so a resumed run draws the same prompts without saved state."""
     layout, rows = config.layout, _extra_rows(dataset, config, step)
     places = [index * layout.data_size + layout.data_rank for index in range(drawn, drawn + count)]
     return [dataset[rows[place % len(rows)], EXTRA * (step + 1) + place] for place in places]

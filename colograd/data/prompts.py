@@ -108,7 +108,7 @@ class PromptRules:
         return f"{self.name}, row {row}"
 
     def encode(self, columns: dict[str, list[Any]], first: int) -> list[tuple[int, ...]]:
-        """Tokenise rows. Too long prompts aren't dropped, but may raise ValueError. ``first``: first row's number."""
+        """Tokenise rows, also too long ones (which may raise ValueError). ``first``: first row's number, for errors."""
         prompts = columns["prompt"]
         # Prompts with equal template arguments are tokenised in one call. Plain texts (arguments None) are tokenised in
         # one call without template. Each value is (the arguments, indices of the prompts).
@@ -149,7 +149,7 @@ class PromptRules:
         return [encoded[index] for index in range(len(prompts))]
 
     def changed(self, example: dict[str, Any], where: str) -> ModelInput | None:
-        """Convert a row that isn't in the dataset, such as a changed prompt. A too long one gives None or an error."""
+        """Convert a row that isn't in the dataset. For a too long prompt return None, or raise ValueError as `fits`."""
         if self.reader is not None:
             prompt = self.reader.prompt(example, 0, dataclasses.replace(self, name=where))
         else:

@@ -31,7 +31,7 @@ from ..usercode.calls import Outcome, place_in, unwrapped
 from .answers import builtin_rewards
 
 TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")
-ROUNDING = 4 * torch.finfo(torch.float32).eps  # Relative difference up to which sums of rewards count as equal.
+ROUNDING = 4 * torch.finfo(torch.float32).eps  # Relative difference of sums of rewards that count as equal.
 # Names of the trainer's metrics, and their prefixes before a slash. Reward functions may not log such metrics.
 OWN_METRICS = (
     "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "entropy", "kl", "reward",
@@ -194,7 +194,7 @@ def code_digest(function: Any) -> str:
         for name in names:
             defined.setdefault(name, []).append(statement)
     todo: list[ast.AST] = [_parsed(function)]
-    for node in todo:  # The loop's body appends to `todo`.
+    for node in todo:  # The loop also visits nodes that its body appends.
         found.update(ast.dump(node).encode())
         for name in sorted({each.id for each in ast.walk(node) if isinstance(each, ast.Name)}):
             todo += defined.pop(name, [])

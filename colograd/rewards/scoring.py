@@ -1,6 +1,6 @@
 """Score groups: call reward functions while the engine is still generating.
 
-    sync functions     in a worker process, if there are workers and the function can be pickled; else in this process
+    sync functions     in a worker process if `Scorer` has one for the function, else in this process
     async functions    on one event loop in a thread, all groups concurrently
     reward models      in this process, all waiting groups together, when the first result is needed
 

@@ -37,7 +37,7 @@ class RolloutSource(Protocol):
 
 
 class PendingRewards(Protocol):
-    """Rewards that are still being computed, like a `concurrent.futures.Future`."""
+    """Rewards that may still be being computed, like a `concurrent.futures.Future`."""
 
     def done(self) -> bool:
         """Return whether the rewards are ready, so that `result` returns without waiting."""
@@ -49,7 +49,7 @@ class PendingRewards(Protocol):
         """Wait for the rewards. Return float32 [completions, reward functions], NaN where a function abstained."""
 
 
-BeginScore = Callable[[Sequence[Group]], PendingRewards]  # function that starts to score several groups in one call
+BeginScore = Callable[[Sequence[Group]], PendingRewards]  # Function that starts to score several groups in one call.
 
 
 @dataclass(eq=False)
@@ -128,7 +128,7 @@ class InScoring:
 class Stages:
     """The functions that generate, score and record groups, in training or in an evaluation."""
 
-    generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # function that yields one group per prompt, in any order
+    generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # Function that yields one group per prompt.
     begin_score: BeginScore
     compute_advantages: Callable[[Group, torch.Tensor], torch.Tensor]  # (group, rewards [G, R]) -> advantages.
     # Function from a scored group's position to the values that reward functions logged for the group.

@@ -41,10 +41,10 @@ class RolloutStatistics:
 
     @classmethod
     def of(cls, groups: Iterable[ScoredGroup], combine: Combine, mask_truncated: bool) -> RolloutStatistics:
-        """Count a rank's scored groups. ``combine`` sums reward functions: [G, R] -> [G], NaN where all are NaN."""
+        """Count a rank's scored groups. ``combine`` converts rewards [G, R] to total rewards [G]."""
         found = cls()
         for group in groups:
-            totals = combine(group.rewards.clone())  # copied, because a user's `combine` may change the rewards
+            totals = combine(group.rewards.clone())  # Copied, because a user's `combine` may change the tensor.
             for rollout in group.group.rollouts:
                 found.lengths.append(int(rollout.sampled.sum()))
                 found.ended.append(rollout.finish_reason is FinishReason.STOP)
@@ -103,7 +103,7 @@ class RolloutStatistics:
         seconds, idle = (result.pop(f"rollout/{name}", 0.0) for name in ("seconds", "idle_seconds"))
         if seconds:  # Both numbers are sums over ranks.
             result["rollout/idle_share"] = idle / seconds
-        for derive in hooks("derived_metrics"):  # Adds metrics to `result`, e.g. shares of counts.
+        for derive in hooks("derived_metrics"):  # Each function adds metrics to `result`, e.g. shares.
             derive(self, result)
         if self.flat_groups and reward_names:
             result["frac_reward_zero_std"] = sum(self.flat_groups) / len(self.flat_groups)

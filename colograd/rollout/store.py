@@ -45,7 +45,7 @@ RECIPE = "recipe.yaml"
 REWARD_FUNCS, REWARD_CODE = "reward_funcs", "reward_code"
 F = TypeVar("F")
 ABOUT = -1  # Position of a record file's first record, an `About` (weights and settings of the run).
-SAMPLED = 1024  # A digest of the weights reads up to twice as many entries of each parameter.
+SAMPLED = 1024  # Least number of entries of a large parameter that a digest of the weights reads.
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class RolloutStore:
             for path, about, records in files_of(folder) if number >= step else ():
                 differences = self._differences(about)
                 if differences and next(records, None) is None:
-                    path.unlink(missing_ok=True)  # A failed start left no groups.
+                    path.unlink(missing_ok=True)  # The file has no groups, because a run failed at its start.
                 elif differences:
                     found |= differences
             if not found:
@@ -149,7 +149,7 @@ class RolloutStore:
 
     def _differences(self, found: About) -> dict[str, tuple[Any, Any]]:
         names = sorted(found.settings.keys() | self.settings.keys())
-        if REWARD_CODE not in found.settings:  # an older version of Colograd recorded the groups
+        if REWARD_CODE not in found.settings:  # An older version of Colograd recorded the groups.
             names = [name for name in names if name != REWARD_CODE]
         pairs = {name: (found.settings.get(name), self.settings.get(name)) for name in names}
         return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
@@ -215,7 +215,7 @@ class RolloutStore:
         try:
             position = recorded.group.position
             file.append(Record(position, group_bytes(recorded, self._digests.get((name, position), ""))))
-        except Exception as error:  # a group that can't be recorded is still trained on
+        except Exception as error:  # A group that can't be recorded is still trained on.
             self.problem = _problem(file.path, error)
             return
         if not self._will_flush:
@@ -269,7 +269,7 @@ class RolloutStore:
 
     def _end(self, names: Collection[str]) -> None:
         if self._flusher is not None:
-            self._flusher.submit(self._flush).result()  # No flush is waiting or running afterwards.
+            self._flusher.submit(self._flush).result()  # Now no flush of the files is waiting or running.
         for name in [*names]:
             self.open_files.pop(name).close()
             self._digests = {key: digest for key, digest in self._digests.items() if key[0] != name}
@@ -318,7 +318,7 @@ class RolloutStore:
         }
 
     def recorded_settings(self) -> Mapping[str, Any]:
-        """Return the settings that the oldest file of the rollout log recorded, or an empty mapping without files."""
+        """Return the settings in the file of the earliest recorded step, or an empty mapping without files."""
         files = (found for _, folder in self._folders() for _, found, _ in files_of(folder))
         return next((found.settings for found in files), {})
 
@@ -328,7 +328,7 @@ class RolloutStore:
         for step, folder in self._folders():
             if self._pruned <= step < before:
                 keeps = {path for hook in hooks("kept_records") for path in hook(folder)}
-                with contextlib.suppress(OSError):  # the folder isn't empty if a file is kept
+                with contextlib.suppress(OSError):  # The folder isn't empty if a file is kept.
                     for path in {*folder.iterdir()} - keeps:
                         path.unlink(missing_ok=True)
                     folder.rmdir()

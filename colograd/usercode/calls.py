@@ -24,7 +24,7 @@ C = TypeVar("C", bound=Any)  # Type of a call with the methods `done` and `cance
 
 STDLIB = sysconfig.get_path("stdlib")
 LIBRARIES = (f"{os.sep}site-packages{os.sep}", os.path.join(STDLIB, ""), os.path.join(COLOGRAD, ""))
-GRACE = 10.0  # Seconds after a call's time limit until a process whose call goes on is ended.
+GRACE = 10.0  # Seconds that a call may go on after its time limit, before the run ends.
 
 
 @dataclass(frozen=True, slots=True)

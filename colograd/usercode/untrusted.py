@@ -12,7 +12,7 @@ from typing import Any
 DEEPEST = 64  # Maximum nesting of JSON values. Templates, copies and pickles of deeper values exceed Python's stack.
 TOO_DEEP = f"lists and objects are nested more than {DEEPEST} deep"
 # Maximum characters per token. A text with more characters than this number times the tokens left in the context isn't
-# tokenised, because tokenising takes 4 s per megabyte. In all languages tokens are shorter, except of runs of spaces.
+# tokenised, because tokenising takes 4 s per megabyte. Average tokens of all languages are shorter.
 CHARACTERS = 16
 UNCHANGING = frozenset((str, int, float, bool, bytes, type(None)))
 # `own_copy` copies objects of classes in these modules and in PIL. Others, such as environments, belong to the user.

@@ -2,7 +2,7 @@
 
 cloudpickle sends importable functions by name, and functions of a script or notebook by value. A call that exceeds its
 time limit is killed with its process and the programs in its process group. The next call starts a new process. Workers
-end with the trainer, but ignore Ctrl-C and `STOPS`, because terminals and schedulers signal all processes of a job.
+end with the trainer, but ignore Ctrl-C and schedulers' signals (`STOPS`), which all processes of a job get.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORKER = Path(__file__).with_name("worker_process.py")
 START_SECONDS = 600.0  # Maximum seconds for a worker to load its functions. A busy machine is slow.
 STOP_SECONDS = 5.0  # Maximum seconds to wait for the end of each thread of a pool.
 LOOK_SECONDS = 0.1  # Maximum seconds between two checks of whether a running call is still needed.
-DROP_SECONDS = 1.0  # Seconds for a cancelled call to end. Starting a new process takes as long.
+DROP_SECONDS = 1.0  # Seconds that a cancelled call has to end, because a new process takes as long to start.
 
 
 class WorkerCall(Future[Outcome]):

@@ -34,7 +34,7 @@ from typing import Any
 # Colograd's folder. Users' tracebacks begin after their last frame in a file of `PLUMBING`.
 COLOGRAD = os.path.dirname(os.path.dirname(__file__))
 STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Signals of schedulers, see the setting `stop_signals`.
-PER_TOKEN = ("completion_ids", "completion_mask")  # Keywords of reward functions that are sent as arrays or bytes.
+PER_TOKEN = ("completion_ids", "completion_mask")  # Keywords of reward functions that a worker gets as arrays or bytes.
 PLUMBING = (os.path.join(COLOGRAD, "usercode", ""), os.path.join(COLOGRAD, "rewards", ""))
 
 

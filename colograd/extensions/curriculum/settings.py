@@ -65,9 +65,9 @@ class Curriculum:
 
     pass_threshold: float = 1.0  # Lowest weighted reward of a completion that counts as passed.
     solved_at: float | None = 1.0  # Lowest pass rate of a solved prompt. None means that no prompt counts as solved.
-    revisit_after: float = 1.0  # Epochs after its last draw in which a solved prompt rests.
+    revisit_after: float = 1.0  # Number of epochs that a solved prompt rests after its last draw.
     column: str | None = None  # Dataset column with each prompt's pool. None means pools by pass rate (`LEVELS`).
-    shares: Mapping[str, Schedule] | None = None  # For each pool its weight among a round's prompts.
+    shares: Mapping[str, Schedule] | None = None  # Weight of each pool in a round's prompts.
     difficulty: str | None = None  # Dataset column with each prompt's difficulty, a number.
     difficulty_until: Schedule | None = None  # Highest difficulty to draw, by optimizer step, if enough rows are left.
 

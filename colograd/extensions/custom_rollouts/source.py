@@ -93,7 +93,7 @@ class CustomRollouts:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Yield a group per prompt, see `RolloutSource.generate`. Of the sampling settings only ``n`` is used."""
+        """Yield a group per prompt, see `RolloutSource.generate`. Only ``n`` of ``sampling`` is used."""
         self.engine.require(version)
         if not prompts:  # In an evaluation a rank may have no prompts.
             return

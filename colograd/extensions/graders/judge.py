@@ -34,14 +34,14 @@ LONGEST_WAIT = 60.0  # Maximum seconds between two tries of a request.
 class Judge:
     """Scores completions from 0 to 1: the last number in the judge's reply, scaled from `scale`.
 
-    Each process counts its requests and tokens since its start. The ranks of a run share `max_calls` and `max_tokens`.
+    Each process counts its requests and tokens since its start. Each of N ranks may spend 1/N of the maxima.
     """
 
     address: str = ""  # URL such as http://localhost:8000/v1. Default: the environment variable COLOGRAD_JUDGE_ADDRESS.
     model: str = ""  # Model's name in requests. Default: the environment variable COLOGRAD_JUDGE_MODEL.
     question: str = QUESTION  # Template with {prompt}, {completion}, {low}, {high} and columns of the dataset.
     scale: tuple[float, float] = (0.0, 10.0)  # Lowest and highest valid number in a reply.
-    settings: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})  # Request fields.
+    settings: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})  # Further fields.
     cache: str | None = field(  # Folder of cached replies. None disables the cache.
         default_factory=lambda: os.path.join(
             os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "colograd", "judge"
