@@ -3,7 +3,7 @@ token ids: the tokenizer may have more or fewer tokens than the model's embeddin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -53,10 +53,19 @@ def check_no_images(columns: Iterable[str], name: str) -> None:
         )
 
 
-def by_column(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Convert rows into columns. A key that a row lacks becomes None, because rows of a stream may differ."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names}
+def whole(dataset: Any, name: str) -> Dataset:
+    """Return a dataset that is in memory. An IterableDataset is read to its end; its rows may differ in their keys."""
+    check_dataset(dataset, name)
+    if isinstance(dataset, Dataset):
+        return dataset
+    rows = list(dataset.with_format(None))
+    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    features = dataset.features if rows else None  # Features don't fit an empty dataset.
+    return Dataset.from_dict(columns, features=features, on_mixed_types="use_json")
+
+
+def by_row(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def listed(names: Iterable[str]) -> str:

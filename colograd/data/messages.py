@@ -58,13 +58,8 @@ def content_problem(message: dict[str, Any], images: bool = False) -> str:
     return ""
 
 
-def check_prompt(prompt: Any, where: str, tools: bool, images: bool = False) -> None:
+def check_prompt(prompt: Any, where: str, images: bool = False) -> None:
     if isinstance(prompt, str):
-        if tools:
-            raise ValueError(
-                f"{where}: the prompt is plain text, but tools need a conversation: give a list of messages, such as "
-                '[{"role": "user", "content": "..."}].'
-            )
         return
     messages = prompt if isinstance(prompt, list) else []
     if not messages or not all(

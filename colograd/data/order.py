@@ -49,14 +49,13 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
     def __post_init__(self) -> None:
         assert self.prompts_per_step % self.data_size == 0, (self.prompts_per_step, self.data_size)
         assert 0 <= self.data_rank < self.data_size, (self.data_rank, self.data_size)
-        round_size = self.prompts_per_step * self.steps_per_generation
-        self.num_rounds = self.num_rows // round_size
-        self.epoch_size = self.num_rounds * round_size  # Number of prompts of an epoch over all ranks.
+        self.round_size = self.prompts_per_step * self.steps_per_generation  # Number of prompts over all ranks.
+        self.num_rounds = self.num_rows // self.round_size  # Number of rounds of an epoch.
         if self.num_rounds == 0:
             raise ValueError(
-                f"The dataset has {self.num_rows} prompts, but one generation takes {round_size} (prompts_per_step="
-                f"{self.prompts_per_step} times steps_per_generation={self.steps_per_generation}). Lower one of the "
-                "two settings, or add prompts."
+                f"The dataset has {self.num_rows} prompts, but one generation takes {self.round_size} "
+                f"(prompts_per_step={self.prompts_per_step} times steps_per_generation={self.steps_per_generation}). "
+                "Lower one of the two settings, or add prompts."
             )
 
     def set_epoch(self, epoch: int) -> None:
@@ -66,18 +65,18 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
         return self.num_rounds * self.steps_per_generation * self.num_iterations
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        rows, per_rank = self._rows_in_order(), self.prompts_per_step // self.data_size
-        start = self.epoch * self.epoch_size
-        for round_index in range(self.num_rounds):
+        per_rank = self.prompts_per_step // self.data_size
+        for number in range(self.epoch * self.num_rounds, (self.epoch + 1) * self.num_rounds):
+            rows, start = self.rows_of(number), number * self.round_size
             for step in [*range(self.steps_per_generation)] * self.num_iterations:
-                step_of_epoch = round_index * self.steps_per_generation + step
-                first = step_of_epoch * self.prompts_per_step + self.data_rank * per_rank
-                yield [(rows[index], start + index) for index in range(first, first + per_rank)]
+                first = step * self.prompts_per_step + self.data_rank * per_rank
+                yield [(rows[place], start + place) for place in range(first, first + per_rank) if rows]
 
-    def _rows_in_order(self) -> Sequence[int]:
-        if not self.shuffle:
-            return range(self.num_rows)
-        return _permutation(self.num_rows, self.seed, self.epoch)
+    def rows_of(self, number: int) -> Sequence[int]:
+        """Return the rows of a round, which ``number`` counts over all epochs, in the order of their positions."""
+        epoch, index = divmod(number, self.num_rounds)
+        rows = _permutation(self.num_rows, self.seed, epoch) if self.shuffle else range(self.num_rows)
+        return rows[index * self.round_size : (index + 1) * self.round_size]
 
 
 @functools.lru_cache(maxsize=1)
@@ -107,9 +106,8 @@ def prompt_at(dataset: PromptDataset, config: GRPOConfig, position: int) -> Prom
     """Return the prompt at a position of a run without curriculum. Dynamic sampling's prompts begin at `EXTRA`."""
     if position < EXTRA:
         order = StepOrder.of(config, len(dataset))
-        epoch, place = divmod(position, order.epoch_size)
-        order.set_epoch(epoch)
-        return dataset[order._rows_in_order()[place], position]
+        number, place = divmod(position, order.round_size)
+        return dataset[order.rows_of(number)[place], position]
     step, place = divmod(position, EXTRA)
     rows = _extra_rows(dataset, config, step - 1)
     return dataset[rows[place % len(rows)], position]

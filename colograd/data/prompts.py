@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 
 from ..batch import ModelInput, Prompt
 from ..parallel import watchdog
-from .columns import IMAGES, by_column, check_columns, check_dataset, check_prompt_column, check_rows
+from .columns import by_row, check_columns, check_prompt_column, check_rows, whole
 from .messages import check_prompt, template_messages, without_nones
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 1000  # Number of rows per call of the tokenizer.
 NAMED = 5  # Maximum number of too long prompts that a message lists.
-COLUMNS = ("prompt", "chat_template_kwargs", "environment")  # Columns that the tokens of a prompt depend on.
+COLUMNS = ("prompt", "chat_template_kwargs")  # Columns that the tokens of a prompt depend on.
 
 
 class PromptDataset(torch.utils.data.Dataset):
@@ -39,15 +39,15 @@ class PromptDataset(torch.utils.data.Dataset):
         """token_ids: [sum P] int32, all prompts in sequence; ends: [rows + 1] int64, the prompts' borders in
         ``token_ids``, from 0. If ``rules`` has a reader, token_ids is None: the reader converts a row on request."""
         assert len(ends) == len(dataset) + 1, (len(ends), len(dataset))
-        self.dataset, self.dropped = dataset, dropped
-        self._token_ids, self._ends, self._rules = token_ids, ends, rules
-        # An extension's curriculum, which chooses each step's prompts in place of `StepOrder`: `order(config)` makes
-        # the batch sampler; `saved` and `load(state)` hold its state; `missing` is why a checkpoint may lack the state.
+        self.dataset, self.dropped, self.rules = dataset, dropped, rules
+        self._token_ids, self._ends = token_ids, ends
+        # An extension's object that chooses each step's prompts: `order(config)` makes the `StepOrder`; `saved` and
+        # `load(state)` hold its state; `missing` is why a checkpoint may lack the state.
         self.choice: Any = None
 
     def dropped_line(self) -> str:
         """Return a log line with the number of dropped prompts, and the rows of the first dropped prompts."""
-        rules, total = self._rules, len(self.dropped) + len(self)
+        rules, total = self.rules, len(self.dropped) + len(self)
         first = ", ".join(f"row {row} ({tokens} tokens)" for row, tokens in [*self.dropped.items()][:NAMED])
         return (
             f"data: {len(self.dropped)} of {total} prompts are too long and were dropped: of {rules.name}, with a "
@@ -66,14 +66,10 @@ class PromptDataset(torch.utils.data.Dataset):
             return self.dataset[key]
         row, position = key
         example = self.dataset[row]
-        if self._rules.reader is not None:
-            return Prompt(example, self._rules.reader.of_row(example, row, self._rules), position)
+        if self.rules.reader is not None:
+            return Prompt(example, self.rules.reader.of_row(example, row, self.rules), position)
         ids = self._token_ids[self._ends[row] : self._ends[row + 1]]
         return Prompt(example, ModelInput(tuple(ids.tolist())), position)
-
-    @property
-    def most_images(self) -> int:
-        return 0 if self._rules.reader is None else self._rules.reader.most
 
     def first(self, count: int) -> list[Prompt]:
         return [self[row, row] for row in range(min(count, len(self)))]
@@ -96,10 +92,12 @@ class PromptRules:
     overlong: str  # `overlong`: treatment of prompts over the limit, `drop` or `error`.
     chat_template_kwargs: dict[str, Any]
     name: str  # Name of the dataset, for log lines and errors.
-    tools: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # Function: row -> tools for the template.
-    # An extension's reader of rows with media such as images; None for text rows. `prompt(example, row, rules)` makes a
+    columns: Sequence[str] = ()  # Further columns that the tokens of a prompt depend on, in addition to `COLUMNS`.
+    # An extension's function: (row, the row's name in errors) -> further arguments of the chat template.
+    arguments: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None
+    # An extension's reader of rows that aren't only text; None for text rows. `prompt(example, row, rules)` makes a
     # row's `ModelInput`, and `of_row` does so with a small cache, because successive steps may take the same row.
-    # `lengths(rows, rules)` counts the tokens of each row. `most` is the largest number of images of a prompt so far.
+    # `lengths(rows, rules)` counts the tokens of each row.
     reader: Any = None
     tell: Callable[[str], None] = lambda line: None  # Function that logs a progress line.
     rows: int = 0  # Number of rows of the model's embedding, or 0 if unknown.
@@ -107,21 +105,25 @@ class PromptRules:
     def where(self, row: int) -> str:
         return f"{self.name}, row {row}"
 
-    def encode(self, columns: dict[str, list[Any]], first: int) -> list[tuple[int, ...]]:
+    def read_columns(self, present: Sequence[str]) -> list[str]:
+        """Return those of the columns ``present`` that the tokens of a prompt depend on."""
+        return [name for name in (*COLUMNS, *self.columns) if name in present]
+
+    def encode(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[tuple[int, ...]]:
         """Tokenise rows, also too long ones (which may raise ValueError). ``first``: first row's number, for errors."""
-        prompts = columns["prompt"]
         # Prompts with equal template arguments are tokenised in one call. Plain texts (arguments None) are tokenised in
         # one call without template. Each value is (the arguments, indices of the prompts).
         alike: dict[str, tuple[dict[str, Any] | None, list[int]]] = {}
-        for index, prompt in enumerate(prompts):
-            check_prompt(prompt, self.where(first + index), self.tools is not None)
-            arguments = None if isinstance(prompt, str) else template_arguments(columns, index, self)
+        for index, row in enumerate(rows):
+            where = self.where(first + index)
+            check_prompt(row.get("prompt"), where)
+            arguments = self.template_arguments(row, where)
             alike.setdefault(repr(sorted((arguments or {}).items())), (arguments, []))[1].append(index)
         encoded: dict[int, tuple[int, ...]] = {}
         for arguments, places in alike.values():
-            texts = [prompts[index] for index in places]
+            prompts = [rows[index]["prompt"] for index in places]
             if arguments is None:
-                ids = text_ids(self.tokenizer, texts)
+                ids = text_ids(self.tokenizer, prompts)
             else:
                 where, apply = self.where(first + places[0]), self.tokenizer.apply_chat_template
                 if not getattr(self.tokenizer, "chat_template", "its own") and "chat_template" not in arguments:
@@ -131,7 +133,7 @@ class PromptRules:
                         "prompts."
                     )
                 write = functools.partial(apply, tokenize=False, **arguments)
-                cleaned = [template_messages(messages, write) for messages in texts]
+                cleaned = [template_messages(messages, write) for messages in prompts]
                 try:
                     ids = apply(cleaned, tokenize=True, return_dict=False, **arguments)
                 except (jinja2.TemplateError, ValueError, TypeError) as error:
@@ -139,22 +141,31 @@ class PromptRules:
                         refusal = f"the chat template refuses the prompt {cleaned[0]!r}: {error}"
                         raise ValueError(f"{where}: {refusal}") from error
                     # Tokenise the rows one by one to find the bad row.
-                    rows = ({name: [values[at]] for name, values in columns.items()} for at in places)
-                    ids = [[*self.encode(row, first + at)[0]] for at, row in zip(places, rows, strict=True)]
+                    ids = [[*self.encode([rows[at]], first + at)[0]] for at in places]
             encoded |= {index: tuple(own) for index, own in zip(places, ids, strict=True)}
-        for index, prompt in enumerate(prompts):
+        for index, row in enumerate(rows):
             if self.rows:
                 check_rows(encoded[index], self.rows, self.tokenizer, f"{self.where(first + index)}: the prompt")
-            self.fits(len(encoded[index]), prompt, first + index)
-        return [encoded[index] for index in range(len(prompts))]
+            self.fits(len(encoded[index]), row["prompt"], first + index)
+        return [encoded[index] for index in range(len(rows))]
 
-    def changed(self, example: dict[str, Any], where: str) -> ModelInput | None:
+    def template_arguments(self, row: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+        """Return the keyword arguments of `apply_chat_template` for a row, or None if its prompt is plain text."""
+        further = {} if self.arguments is None else self.arguments(row, where)
+        if isinstance(row["prompt"], str):
+            return None
+        continues = row["prompt"][-1]["role"] == "assistant"
+        arguments = {"add_generation_prompt": not continues, "continue_final_message": continues}
+        own = without_nones(row.get("chat_template_kwargs") or {})
+        return {**arguments, **self.chat_template_kwargs, **own, **further}
+
+    def changed(self, example: Mapping[str, Any], where: str) -> ModelInput | None:
         """Convert a row that isn't in the dataset. For a too long prompt return None, or raise ValueError as `fits`."""
+        row = {name: example[name] for name in self.read_columns([*example])}
         if self.reader is not None:
-            prompt = self.reader.prompt(example, 0, dataclasses.replace(self, name=where))
+            prompt = self.reader.prompt(row, 0, dataclasses.replace(self, name=where))
         else:
-            (ids,) = self.encode({name: [value] for name, value in example.items()}, 0)
-            prompt = ModelInput(ids)
+            prompt = ModelInput(*self.encode([row], 0))
         return prompt if len(prompt) <= self.max_prompt_tokens else None
 
     def fits(self, tokens: int, prompt: Any, row: int) -> bool:
@@ -170,41 +181,32 @@ class PromptRules:
 
 
 def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
-    """Tokenise the column ``prompt`` of a dataset. An iterable dataset (for an evaluation) is read to its end."""
-    name = rules.name
-    check_dataset(dataset, name)
-    if isinstance(dataset, IterableDataset):
-        rows = list(dataset.with_format(None))
-        features = dataset.features if rows else None  # Features don't fit an empty dataset.
-        dataset = Dataset.from_dict(by_column(rows), features=features, on_mixed_types="use_json")
+    """Tokenise the column ``prompt`` of a dataset. A stream (in an evaluation) is read to its end."""
+    name, dataset = rules.name, whole(dataset, rules.name)
     check_columns(dataset, name, rules.reader is not None)
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows, so there are no prompts to sample from: add rows.")
     check_prompt_column(dataset.column_names, name)
     dataset = dataset.with_format(None)
-    wanted = dataset.select_columns([c for c in (*COLUMNS, *IMAGES) if c in dataset.column_names])
     if rules.reader is None:
-        every, chunks = list[int](), [np.empty(0, dtype=np.int32)]
-        for first in range(0, len(wanted), ROWS_AT_ONCE):
+        read, encoded = dataset.select_columns(rules.read_columns(dataset.column_names)), list[np.ndarray]()
+        for first in range(0, len(read), ROWS_AT_ONCE):
             watchdog.progress("the prompts' tokens")
-            for ids in rules.encode(wanted[first : first + ROWS_AT_ONCE], first):
-                every.append(len(ids))
-                if len(ids) <= rules.max_prompt_tokens:
-                    chunks.append(np.asarray(ids, dtype=np.int32))
-        token_ids = np.concatenate(chunks)
-        kept = [row for row, tokens in enumerate(every) if tokens <= rules.max_prompt_tokens]
+            rows = by_row(read[first : first + ROWS_AT_ONCE])
+            encoded += [np.asarray(ids, dtype=np.int32) for ids in rules.encode(rows, first)]
+        lengths = [*map(len, encoded)]
     else:
-        every, token_ids = rules.reader.lengths(wanted, rules), None
-        kept = [row for row, tokens in enumerate(every) if rules.fits(tokens, "", row)]
+        lengths = rules.reader.lengths(dataset, rules)
+    kept = [row for row, tokens in enumerate(lengths) if rules.fits(tokens, "", row)]
     if not kept:
         raise ValueError(
             f"{name}: all {len(dataset)} prompts are over the limit of {rules.max_prompt_tokens} tokens. Raise "
             "max_prompt_tokens or vllm_max_model_length."
         )
-    rows = dataset.select(kept) if len(kept) < len(dataset) else dataset
-    ends = np.cumsum([0, *(every[row] for row in kept)], dtype=np.int64)
-    dropped = {row: tokens for row, tokens in enumerate(every) if tokens > rules.max_prompt_tokens}
-    return PromptDataset(rows, token_ids, ends, dropped, rules)
+    token_ids = np.concatenate([encoded[row] for row in kept]) if rules.reader is None else None
+    dropped = {row: tokens for row, tokens in enumerate(lengths) if tokens > rules.max_prompt_tokens}
+    ends = np.cumsum([0, *(lengths[row] for row in kept)], dtype=np.int64)
+    return PromptDataset(dataset.select(kept) if dropped else dataset, token_ids, ends, dropped, rules)
 
 
 def text_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
@@ -214,16 +216,3 @@ def text_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
         list(ids[1:] if start and text.startswith(start) and list(ids[:2]) == [token, token] else ids)
         for text, ids in zip(texts, tokenizer(texts).input_ids, strict=True)
     ]
-
-
-def template_arguments(batch: dict[str, list[Any]], index: int, rules: PromptRules) -> dict[str, Any]:
-    """Return the keyword arguments of `apply_chat_template` for one row of a batch."""
-    continues = batch["prompt"][index][-1]["role"] == "assistant"
-    arguments = {"add_generation_prompt": not continues, "continue_final_message": continues}
-    arguments |= rules.chat_template_kwargs
-    own = batch["chat_template_kwargs"][index] if "chat_template_kwargs" in batch else None
-    arguments |= without_nones(own or {})
-    if rules.tools is not None:
-        row = {"environment": batch["environment"][index]} if "environment" in batch else {}
-        arguments["tools"] = rules.tools(row) or None
-    return arguments

@@ -63,7 +63,8 @@ class SourceFeature:
     reserved_tokens = 0  # Tokens of each sequence reserved for texts that arrive during the rollout.
     writes_prompts = False  # Whether a dataset's rows may lack a prompt.
     columns: Sequence[str] = ()  # Dataset columns, besides the prompt, that the tokenised prompt depends on.
-    schemas: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # Dataset row -> tools in the prompt.
+    # Function: (dataset row, the row's name in errors) -> further arguments of the chat template.
+    template_arguments: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None
     may_add_images = False  # Whether completions can contain images that aren't in the dataset.
     adds_columns = False  # Whether reward functions get columns that aren't in the dataset.
     adds_metrics = False  # Whether the rollout source's `take_counts` may return metrics of any name.

@@ -169,16 +169,9 @@ class CurriculumOrder(StepOrder):
 
     state: CurriculumState
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        per_rank = self.prompts_per_step // self.data_size
-        for round_index in range(self.num_rounds):
-            number = self.epoch * self.num_rounds + round_index
-            rows = None if number < self.state.begun else self.state.choose(number)
-            start = number * self.state.round_size
-            for step in [*range(self.steps_per_generation)] * self.num_iterations:
-                first = step * self.prompts_per_step + self.data_rank * per_rank
-                places = range(first, first + per_rank)
-                yield [] if rows is None else [(rows[place], start + place) for place in places]
+    def rows_of(self, number: int) -> list[int]:
+        """Return the chosen rows of a round, or no rows for a round before a resumed checkpoint."""
+        return [] if number < self.state.begun else self.state.choose(number)
 
 
 def pass_rates(trainer: Any) -> Tally | None:
