@@ -44,7 +44,6 @@ def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
             )
         kwargs = _from_json(script.dataset_kwargs, dict, "dataset_kwargs", '{"size": 100}') or {}
         loaded = load_source(name, script.dataset_config, kwargs, wanted, script.dataset_streaming)
-        loaded = loaded if isinstance(loaded, dict) else {wanted[0]: loaded}
         if loaded.get(wanted[0]) is None:
             raise ValueError(
                 f"{name} has no split {wanted[0]!r}; it has {listed(loaded)}. Set dataset_train_split to one of them."
@@ -102,18 +101,16 @@ def _load_part(entry: Any, index: int, streaming: bool) -> Any:
     path, split = str(entry["path"]), entry.get("split") or "train"
     kwargs = {key: entry[key] for key in ("data_dir", "data_files") if entry.get(key) is not None}
     loaded = load_source(path, entry.get("name"), kwargs, (split,), streaming)
-    if isinstance(loaded, dict):
-        if split not in loaded:
-            raise ValueError(
-                f"{where}: {path} has no split {split!r}; it has {listed(loaded)}. Set `split` to one of them."
-            )
-        loaded = loaded[split]
-    check_dataset(loaded, where)
-    present = columns_of(loaded)
+    if split not in loaded:
+        raise ValueError(
+            f"{where}: {path} has no split {split!r}; it has {listed(loaded)}. Set `split` to one of them."
+        )
+    check_dataset(loaded[split], where)
+    present = columns_of(loaded[split])
     wanted = entry.get("columns") or present
     if missing := [column for column in wanted if column not in present]:
         raise ValueError(f"{where}: {path} has no column {listed(missing)}: choose from {listed(present)}.")
-    kept = loaded.select_columns(list(wanted))
+    kept = loaded[split].select_columns(list(wanted))
     if (source := entry.get("source")) is None:
         return kept
     if "source" in wanted:
@@ -170,19 +167,19 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
     return dataset.map(put_system_first, **({} if isinstance(dataset, IterableDataset) else uncached))
 
 
-def load_source(name: str, config: str | None, kwargs: dict[str, Any], splits: Sequence[str], streaming: bool) -> Any:
-    """Load a dataset, or a dict of its splits, by name. With ``streaming`` return IterableDatasets."""
+def load_source(
+    name: str, config: str | None, kwargs: dict[str, Any], splits: Sequence[str], streaming: bool
+) -> dict[str, Any]:
+    """Load a dataset's splits by its name, as IterableDatasets with ``streaming``. A dataset without splits counts as
+    the first of ``splits``."""
     if (function := _function(name)) is not None:
         loaded = _call(function, name, kwargs if config is None else {"name": config, **kwargs}, splits)
     else:
         loaded = _load_stored(name, config, kwargs | ({"streaming": True} if streaming else {}))
-
-    def converted(part: Any) -> Any:
-        return part.to_iterable_dataset() if streaming and isinstance(part, Dataset) else part
-
-    if isinstance(loaded, dict):
-        return {name: converted(part) for name, part in loaded.items()}
-    return converted(loaded)
+    parts = loaded if isinstance(loaded, dict) else {splits[0]: loaded}
+    if not streaming:
+        return parts
+    return {key: each.to_iterable_dataset() if isinstance(each, Dataset) else each for key, each in parts.items()}
 
 
 def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
@@ -247,7 +244,7 @@ def _function(name: str) -> Callable[..., Any] | None:
     )
 
 
-def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], splits: Sequence[str]) -> Any:
+def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], splits: Sequence[str]) -> dict[str, Any]:
     signature = inspect.signature(function)
     takes_split = "split" in signature.parameters and "split" not in kwargs
     results: dict[str, Any] = {}
@@ -266,4 +263,4 @@ def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], split
             continue
         check_dataset(result, f"The result of the dataset function {name}")
         results[split] = result
-    return results if takes_split else results[splits[0]]
+    return results

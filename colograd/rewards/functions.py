@@ -17,9 +17,7 @@ import re
 import reprlib
 import sys
 import textwrap
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +40,7 @@ OWN_FAMILIES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RewardFunction:
     """A reward function, with its name in metrics and its weight in the sum over all reward functions."""
 
@@ -66,14 +64,14 @@ def is_of_module(function: Callable[..., Any]) -> bool:
     )
 
 
-class ModelReward(ABC):
+class ModelReward:
     """Base class of reward models. One call in the trainer's process scores the completions of all waiting groups."""
 
     tokenizer: Any
 
-    @abstractmethod
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
         """Return one reward per completion. Prompts and completions may come from several groups."""
+        raise NotImplementedError
 
 
 class RewardError(RuntimeError):
@@ -131,13 +129,9 @@ def resolve_rewards(
     for item, weight in zip(given, weights or [1.0] * len(given), strict=True):
         function = _found(item) if isinstance(item, str) else item
         problem, shown = "", item if isinstance(item, str) else reprlib.repr(item)
-        is_class = inspect.isclass(function)
-        if isinstance(function, torch.nn.Module) or (is_class and issubclass(function, torch.nn.Module)):
-            problem = (
-                "a model, but an import path must lead to a function: give the model's folder or Hub id, or the model "
-                "itself"
-            )
-        elif is_class:
+        if issubclass(function if inspect.isclass(function) else type(function), torch.nn.Module):
+            problem = "a model, but an import path must lead to a function: give the model, or its folder or Hub id"
+        elif inspect.isclass(function):
             problem = "a class, but must be a function: give an instance of it"
         elif not callable(function):
             problem = (
@@ -230,11 +224,9 @@ def check_log(
     fail = functools.partial(RewardError, reward.name, position)
     for name, values in columns.items():
         if len(values) != len(rollouts):
-            raise fail(
-                None,
-                f"the function logged {len(values)} values in the column {name!r} for {len(rollouts)} completions. "
-                "Pass exactly one value per completion to log_extra, with None for a completion without a value.",
-            )
+            problem = f"the function logged {len(values)} values in the column {name!r} for {len(rollouts)} completions"
+            rule = "Pass exactly one value per completion to log_extra, with None for a completion without a value."
+            raise fail(None, f"{problem}. {rule}")
     for name in metrics:
         if name in OWN_METRICS or name.partition("/")[0] in OWN_FAMILIES:
             raise fail(None, f"the function logged the metric {name!r}, a name of the trainer's metrics: rename it.")

@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import pickle
 import time
@@ -24,7 +25,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,6 +39,7 @@ from ..usercode.worker_process import CallLog
 from .calling import Texts, checked_values, keywords_for, parameters_of
 from .functions import ModelReward, RewardError, RewardFunction, check_log, is_async, is_of_module, raised_error
 
+T = TypeVar("T")
 MOST_WORKERS = 4  # Maximum of the default number of reward worker processes.
 
 
@@ -50,7 +52,6 @@ class Scoring:
     calls: Sequence[Future[Outcome]]  # Calls, one per reward function, [R].
 
     def done(self) -> bool:
-        """Return whether all calls have finished, so that `result` returns without waiting."""
         return all(call.done() for call in self.calls)
 
     def cancel(self) -> None:
@@ -78,10 +79,8 @@ class Scoring:
                 columns, metrics = outcome.logged
                 if columns or metrics:
                     check_log(reward, position, rollouts, columns, metrics)
-                for name in columns.keys() & log.columns.keys():
-                    problem = (
-                        f"the function logged the column {name!r}, as another function did: rename one of the two."
-                    )
+                if both := columns.keys() & log.columns.keys():
+                    problem = f"the function logged the column {min(both)!r}, as another function did: rename one."
                     raise RewardError(reward.name, position, None, problem)
                 rewards[-1] = scorer.check(reward, self.groups, outcome.value)
             except RewardError:
@@ -102,12 +101,12 @@ class Scoring:
         return torch.tensor(rewards, dtype=torch.float32).reshape(len(rewards), len(rollouts)).T.contiguous()
 
 
-class Ready(Future[torch.Tensor]):
-    """A finished future with rewards that are already computed. It implements `PendingRewards`."""
+class Ready(Future[T]):
+    """A finished future. With rewards it implements `PendingRewards`."""
 
-    def __init__(self, rewards: torch.Tensor) -> None:
+    def __init__(self, result: T) -> None:
         super().__init__()
-        self.set_result(rewards)
+        self.set_result(result)
 
 
 def usual_workers(on_gpu: bool) -> int:
@@ -230,12 +229,10 @@ class Scorer:
                 for _, call in calls:
                     call.set_result(raised_outcome(error))
                 continue
-            each = (time.perf_counter() - started) / max(len(values), 1)
-            start = 0
+            each, of_calls = (time.perf_counter() - started) / max(len(values), 1), iter(values)
             for keywords, call in calls:
-                size = len(keywords["prompts"])
-                call.set_result(Outcome("value", values[start : start + size], each * size))
-                start += size
+                own = [*itertools.islice(of_calls, len(keywords["prompts"]))]
+                call.set_result(Outcome("value", own, each * len(own)))
 
     def close(self) -> None:
         self._pool.close()
@@ -259,12 +256,11 @@ class Scorer:
             keywords = keywords_for(reward, groups, texts, None)
             keywords.pop("environments", None)
             return self._pool.submit(reward.name, keywords, self._pickled)
-        done: Future[Outcome] = Future()
         log = CallLog()
         keywords = keywords_for(reward, groups, texts, state, log)
         if isinstance(reward.function, ModelReward):
-            self._for_models.append((reward.function, keywords, done))
-            return done
+            self._for_models.append((reward.function, keywords, Future()))
+            return self._for_models[-1][2]
         started = time.perf_counter()
         watchdog.progress(f"reward function {reward.name!r}")
         problem = (
@@ -279,18 +275,15 @@ class Scorer:
         except Late:
             if self.on_error == "raise":
                 raise late from None
-            done.set_result(Outcome("late", None, self.timeout or 0.0))
-            return done
+            return Ready(Outcome("late", None, self.timeout or 0.0))
         except (Exception, SystemExit) as error:  # Uncaught, SystemExit would end this rank silently.
-            done.set_result(raised_outcome(error))
             if self.on_error == "raise":
-                raise raised_error(reward, groups[0], done.result()) from None
-            return done
+                raise raised_error(reward, groups[0], raised_outcome(error)) from None
+            return Ready(raised_outcome(error))
         elapsed = time.perf_counter() - started
         if inspect.isawaitable(value):
             return asyncio.run_coroutine_threadsafe(_logged_outcome(value, elapsed, self.timeout, log), event_loop())
-        done.set_result(Outcome("value", value, elapsed, (log.columns, log.metrics)))
-        return done
+        return Ready(Outcome("value", value, elapsed, (log.columns, log.metrics)))
 
 
 async def _logged_outcome(awaitable: Awaitable[Any], elapsed: float, timeout: float | None, log: CallLog) -> Outcome:
