@@ -28,26 +28,8 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int
                     "of its prompts. Copy the prompt's position, and merge the groups of one prompt."
                 )
             waiting.remove(group.position)
-            where = f"generate, prompt {group.position}"
-            if not group.rollouts:
-                raise ValueError(f"{where}: the group has no rollouts. A group needs at least one rollout.")
-            for index, rollout in enumerate(group.rollouts):
-                if not isinstance(rollout, Rollout):
-                    raise ValueError(
-                        f"{where}: rollout {index} is {shown(rollout)}. A rollout must be a colograd.batch.Rollout."
-                    )
-                length = len(rollout.completion_ids)
-                if not length or not rollout.input.ids:
-                    raise ValueError(
-                        f"{where}: rollout {index} has an empty prompt or completion. Both need at least one token."
-                    )
-                for name in ("sampler_logprobs", "sampled"):
-                    value = getattr(rollout, name)
-                    if not isinstance(value, torch.Tensor) or value.shape != (length,):
-                        raise ValueError(
-                            f"{where}: {name} of rollout {index} is {shown(value)}, but a rollout's `sampler_logprobs` "
-                            f"and `sampled` must be tensors with one entry per completion token: {length}."
-                        )
+            if problem := _problem_of(group.rollouts):
+                raise ValueError(f"generate, prompt {group.position}: {problem}")
             yield group
     finally:
         if hasattr(groups, "close"):
@@ -57,6 +39,20 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int
             f"generate yielded no group for {len(waiting) - left_out} of {len(prompts)} prompts (first position: "
             f"{min(waiting)}). `generate` must yield one group, with at least one completion, for each prompt."
         )
+
+
+def _problem_of(rollouts: Sequence[Any]) -> str:
+    for index, rollout in enumerate(rollouts):
+        if not isinstance(rollout, Rollout):
+            return f"rollout {index} is {shown(rollout)}. A rollout must be a colograd.batch.Rollout."
+        length = len(rollout.completion_ids)
+        if not length or not rollout.input.ids:
+            return f"rollout {index} has an empty prompt or completion. Both need at least one token."
+        for name, value in (("sampler_logprobs", rollout.sampler_logprobs), ("sampled", rollout.sampled)):
+            if not isinstance(value, torch.Tensor) or value.shape != (length,):
+                rule = f"must be tensors with one entry per completion token: {length}."
+                return f"{name} of rollout {index} is {shown(value)}, but `sampler_logprobs` and `sampled` {rule}"
+    return "" if rollouts else "the group has no rollouts. A group needs at least one rollout."
 
 
 def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:

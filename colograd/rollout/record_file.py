@@ -63,6 +63,7 @@ class RecordFile:
             self.positions.add(position)
             end += HEAD.size + length
         self.is_new = not self.positions
+        self.digests: dict[int, str] = {}  # Prompt's position -> digest of its dataset row before user code ran.
         self._file.truncate(end)
         self._file.seek(0)
         self._file.write(MAGIC)

@@ -88,11 +88,10 @@ class RolloutStore:
         self._round: Path | None = None  # Folder of the groups sampled with the current weights.
         self.open_files: dict[str, RecordFile] = {}  # Open files by the evaluation's name; "" is the training's file.
         self._newest = ""  # Name (key in `open_files`) of the file that `add` writes.
-        self._digests: dict[tuple[str, int], str] = {}  # (File's name, group's position) -> digest of its dataset row.
         self._beside: dict[Any, Any] = {}  # Open files that extensions write, by class.
         self._place: tuple[Path, int, dict[str, Any]] | None = None  # Folder, rank and `About` of the newest open file.
         self._pruned = 0  # Optimizer step before which `prune` has deleted the groups.
-        self._flusher: ThreadPoolExecutor | None = None  # Thread that flushes written records to the disk.
+        self._flusher = ThreadPoolExecutor(1, "journal")  # Thread that flushes written records to the disk.
         self._will_flush = False  # Whether a flush of the written records is waiting for the thread.
 
     def start(self, step: int, is_writer: bool, rescore: bool = False) -> list[str]:
@@ -214,12 +213,11 @@ class RolloutStore:
             return
         try:
             position = recorded.group.position
-            file.append(Record(position, group_bytes(recorded, self._digests.get((name, position), ""))))
+            file.append(Record(position, group_bytes(recorded, file.digests.get(position, ""))))
         except Exception as error:  # A group that can't be recorded is still trained on.
             self.problem = _problem(file.path, error)
             return
         if not self._will_flush:
-            self._flusher = self._flusher or ThreadPoolExecutor(1, "journal")
             self._will_flush = True
             self._flusher.submit(self._flush)
 
@@ -261,18 +259,15 @@ class RolloutStore:
 
     def close(self) -> str:
         self._end(self.open_files.keys())
-        if self._flusher is not None:
-            self._flusher.shutdown()
-            self._flusher = None
+        self._flusher.shutdown()
+        self._flusher = ThreadPoolExecutor(1, "journal")
         problem, self.problem = self.problem, ""
         return problem
 
     def _end(self, names: Collection[str]) -> None:
-        if self._flusher is not None:
-            self._flusher.submit(self._flush).result()  # Now no flush of the files is waiting or running.
+        self._flusher.submit(self._flush).result()  # Now no flush of the files is waiting or running.
         for name in [*names]:
             self.open_files.pop(name).close()
-            self._digests = {key: digest for key, digest in self._digests.items() if key[0] != name}
         for beside in self._beside.values():
             beside.close()
         self._beside.clear()
@@ -280,8 +275,8 @@ class RolloutStore:
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
         """Return the recorded groups of these prompts, by `Prompt.position`. Call this method before user code can
         change the prompts' dataset rows, because it computes the rows' digests."""
-        for prompt in prompts if self._newest in self.open_files else ():
-            self._digests[self._newest, prompt.position] = digest_of_example(prompt.example)
+        if (file := self.open_files.get(self._newest)) is not None:
+            file.digests |= {prompt.position: digest_of_example(prompt.example) for prompt in prompts}
         return self._recalled(prompts, self._found)
 
     def recall_samples(self, prompts: Sequence[Prompt]) -> list[Group]:
