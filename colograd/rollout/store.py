@@ -107,13 +107,10 @@ class RolloutStore:
         for number, folder in self._folders():
             found: dict[str, tuple[Any, Any]] = {}
             for path, about, records in files_of(folder) if number >= step else ():
-                differences = self._differences(about)
-                if differences and next(records, None) is None:
+                if (differences := self._differences(about)) and next(records, None) is None:
                     path.unlink(missing_ok=True)  # The file has no groups, because a run failed at its start.
-                elif differences:
+                else:
                     found |= differences
-            if not found:
-                continue
             rewards_changed = bool(found.keys() & {REWARD_CODE, REWARD_FUNCS})
             if rewards_changed and not rescore:
                 was, now = found.get(REWARD_CODE, ({}, {}))
@@ -124,12 +121,12 @@ class RolloutStore:
                     "restore the reward functions' old code."
                 )
             changed |= found
-            if number == step and folder == self.round_folder(step) and not found.keys() & set(self.of_samples):
+            if folder == self.round_folder(step) and not found.keys() & set(self.of_samples):
                 if rewards_changed:
                     for path in folder.glob("rank-*.records"):
                         path.rename(path.with_suffix(UNSCORED))
                     lines.append(f"journal: the samples of {folder.name} are kept, and scored again (rescore)")
-            else:
+            elif found:
                 others.append(folder)
         if others:
             aside = move_aside(self.folder.parent, others)
@@ -156,12 +153,11 @@ class RolloutStore:
     def keep_recipe(self, recipe: str | None) -> str:
         """Write the run's recipe (YAML text) to the rollout log, or delete the file if ``recipe`` is None. Return an
         error message, or ""."""
-        path = self.folder / RECIPE
+        path, aside = self.folder / RECIPE, self.folder / f"{RECIPE}.partial"
         try:
             path.unlink(missing_ok=True)  # the file may be from an earlier run
             if recipe is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                aside = path.with_suffix(".partial")
+                self.folder.mkdir(parents=True, exist_ok=True)
                 aside.write_text(recipe, encoding="utf-8")
                 os.replace(aside, path)
         except OSError as error:
@@ -320,13 +316,12 @@ class RolloutStore:
     def prune(self, before: int) -> None:
         """Delete the folders of groups sampled before step ``before``, except files that functions at the hook
         ``kept_records`` return for a folder."""
-        for step, folder in self._folders():
-            if self._pruned <= step < before:
-                keeps = {path for hook in hooks("kept_records") for path in hook(folder)}
-                with contextlib.suppress(OSError):  # The folder isn't empty if a file is kept.
-                    for path in {*folder.iterdir()} - keeps:
-                        path.unlink(missing_ok=True)
-                    folder.rmdir()
+        for folder in [folder for step, folder in self._folders() if self._pruned <= step < before]:
+            keeps = {path for hook in hooks("kept_records") for path in hook(folder)}
+            with contextlib.suppress(OSError):  # The folder isn't empty if a file is kept.
+                for path in {*folder.iterdir()} - keeps:
+                    path.unlink(missing_ok=True)
+                folder.rmdir()
         self._pruned = max(self._pruned, before)
 
     def _folders(self) -> list[tuple[int, Path]]:
