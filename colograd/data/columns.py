@@ -25,10 +25,10 @@ def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
     return list(dataset.column_names or next(iter(dataset), {}))
 
 
-def check_prompt_column(columns: Iterable[str], name: str) -> None:
-    if "prompt" not in columns:
+def check_prompt_column(columns: Iterable[str], name: str, column: str = "prompt") -> None:
+    if column not in columns:
         raise ValueError(
-            f"{name} has no column 'prompt'; it has {listed(columns)}. Rename the column that holds the prompts "
+            f"{name} has no column {column!r}; it has {listed(columns)}. Rename the column that holds the prompts "
             "(in a recipe: set dataset_prompt_column)."
         )
 

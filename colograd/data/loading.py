@@ -18,7 +18,7 @@ from datasets.exceptions import DatasetsError
 from ..config import ScriptArguments
 from ..runtime.hub import check_dataset_name
 from ..runtime.importing import find_object
-from .columns import check_dataset, columns_of, listed
+from .columns import check_dataset, check_prompt_column, columns_of, listed
 
 MIXTURE_KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction", "source")
 FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -135,13 +135,10 @@ def _from_json(value: Any, kind: type, name: str, example: str) -> Any:
 def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
     check_dataset(dataset, name)
     column, present = script.dataset_prompt_column, columns_of(dataset)
-    if column not in present:
-        if (script.agent or script.environment_factory) and column == "prompt" and script.system_prompt is None:
-            return dataset  # An agent or environment makes the prompts.
-        raise ValueError(
-            f"{name} has no column {column!r}; it has {listed(present)}. Set dataset_prompt_column to the column "
-            "that holds the prompts."
-        )
+    makes_prompts = bool(script.agent or script.environment_factory) and script.system_prompt is None
+    if makes_prompts and column == "prompt" and column not in present:
+        return dataset
+    check_prompt_column(present, name, column)
     if column != "prompt" and "prompt" not in present:
         dataset = dataset.rename_column(column, "prompt")
     elif column != "prompt" and (

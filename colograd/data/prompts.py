@@ -26,24 +26,20 @@ NAMED = 5  # Maximum number of too long prompts that a message lists.
 COLUMNS = ("prompt", "chat_template_kwargs")  # Columns that the tokens of a prompt depend on.
 
 
+@dataclass(eq=False)
 class PromptDataset(torch.utils.data.Dataset):
     """A dataset's rows with their prompts as the model's inputs. `tokenize_prompts` makes it.
 
-    ``dataset`` has the rows without too long prompts. ``dropped`` maps a too long prompt's row number in the original
-    dataset to its number of tokens. An index (row, position) returns a `Prompt`; any other index returns rows.
-    """
+    An index (row, position) returns a `Prompt`. Any other index returns rows."""
 
-    def __init__(
-        self, dataset: Dataset, token_ids: Any, ends: np.ndarray, dropped: dict[int, int], rules: PromptRules
-    ) -> None:
-        """token_ids: [sum P] int32, all prompts in sequence; ends: [rows + 1] int64, the prompts' borders in
-        ``token_ids``, from 0. If ``rules`` has a reader, token_ids is None: the reader converts a row on request."""
-        assert len(ends) == len(dataset) + 1, (len(ends), len(dataset))
-        self.dataset, self.dropped, self.rules = dataset, dropped, rules
-        self._token_ids, self._ends = token_ids, ends
-        # An extension's object that chooses each step's prompts: `order(config)` makes the `StepOrder`; `saved` and
-        # `load(state)` hold its state; `missing` is why a checkpoint may lack the state.
-        self.choice: Any = None
+    dataset: Dataset  # The rows without too long prompts.
+    token_ids: Any  # All prompts in sequence, [sum P] int32. None: the reader of ``rules`` converts a row on request.
+    ends: np.ndarray  # The prompts' borders in ``token_ids``, from 0, [rows + 1] int64.
+    dropped: dict[int, int]  # Row number of a too long prompt in the original dataset -> its number of tokens.
+    rules: PromptRules
+    # An extension's object that chooses each step's prompts: `order(config)` makes the `StepOrder`; `saved` and
+    # `load(state)` hold its state; `missing` is why a checkpoint may lack the state.
+    choice: Any = None
 
     def dropped_line(self) -> str:
         """Return a log line with the number of dropped prompts, and the rows of the first dropped prompts."""
@@ -56,7 +52,7 @@ class PromptDataset(torch.utils.data.Dataset):
 
     @property
     def longest(self) -> int:
-        return int(np.diff(self._ends).max())
+        return int(np.diff(self.ends).max())
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -68,7 +64,7 @@ class PromptDataset(torch.utils.data.Dataset):
         example = self.dataset[row]
         if self.rules.reader is not None:
             return Prompt(example, self.rules.reader.of_row(example, row, self.rules), position)
-        ids = self._token_ids[self._ends[row] : self._ends[row + 1]]
+        ids = self.token_ids[self.ends[row] : self.ends[row + 1]]
         return Prompt(example, ModelInput(tuple(ids.tolist())), position)
 
     def first(self, count: int) -> list[Prompt]:

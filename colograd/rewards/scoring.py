@@ -115,27 +115,19 @@ def usual_workers(on_gpu: bool) -> int:
     return min(MOST_WORKERS, max(1, process.cpu_threads() - 1)) if on_gpu else 0
 
 
+@dataclass(eq=False)
 class Scorer:
-    """Calls reward functions on groups, and keeps logged values until a caller takes them.
+    """Calls reward functions on groups, and keeps logged values until a caller takes them."""
 
-    Args:
-        rewards: R reward functions.
-        workers: number of worker processes for functions that can be pickled. 0 runs all functions in this process.
-            None means `usual_workers` processes, only for functions that a worker can import.
-        timeout: maximum seconds of a call, except of reward models. None means no limit.
-        on_error: ``raise`` ends the run with the function's error. ``abstain`` makes the function abstain.
-        on_gpu: whether the policy trains and samples on a GPU.
-    """
+    rewards: Sequence[RewardFunction]  # Reward functions, [R].
+    # Number of worker processes for functions that can be pickled. 0 runs all functions in this process. None means
+    # `usual_workers` processes, only for functions that a worker can import.
+    workers: int | None = 0
+    timeout: float | None = None  # Maximum seconds of a call, except of reward models. None means no limit.
+    on_error: str = "raise"  # `raise` ends the run with a function's error. `abstain` makes the function abstain.
+    on_gpu: bool = False  # Whether the policy trains and samples on a GPU.
 
-    def __init__(
-        self,
-        rewards: Sequence[RewardFunction],
-        workers: int | None = 0,
-        timeout: float | None = None,
-        on_error: str = "raise",
-        on_gpu: bool = False,
-    ) -> None:
-        self.rewards, self.timeout, self.on_error = list(rewards), timeout, on_error
+    def __post_init__(self) -> None:
         self.reads_prompt_texts = any("prompt_texts" in parameters_of(reward.function) for reward in self.rewards)
         self.counts: dict[str, float] = defaultdict(float)  # Metric -> sum since the last `take_counts`.
         self.logged: dict[int, Logged] = {}  # Prompt position -> logged values, removed by `take_logged`.
@@ -149,10 +141,10 @@ class Scorer:
         sync = [r for r in self.rewards if not (isinstance(r.function, ModelReward) or is_async(r.function))]
         here = [reward for reward in sync if "environments" in parameters_of(reward.function)]
         able = {reward.name: reward.function for reward in sync if reward not in here}
-        if workers is None:
+        if (workers := self.workers) is None:
             able = {name: function for name, function in able.items() if is_of_module(function)}
-            workers = usual_workers(on_gpu)
-        self._pool = WorkerPool("rewards", able, workers, timeout)
+            workers = usual_workers(self.on_gpu)
+        self._pool = WorkerPool("rewards", able, workers, self.timeout)
         self.notes = self._pool.notes  # Lines to print for the user at the start.
         if workers:
             why = "it takes environments, which live here"

@@ -110,9 +110,8 @@ def read_records(
             if _head(position, packed, size) != raw:
                 return
             try:
-                content = packed
-                if size != len(packed):
-                    content = bytes(packing.decompress(packed, decompressed_size=size, asbytes=True))
+                unpack = size != len(packed)
+                content = bytes(packing.decompress(packed, decompressed_size=size, asbytes=True)) if unpack else packed
             except (pa.ArrowException, OSError, ValueError):  # content that no `RecordFile` has written
                 return
             yield Record(position, content)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -14,9 +14,6 @@ from ..losses.advantages import group_std
 from ..policy.packing import loss_tokens
 from ..runtime.registry import hooks
 
-ADDED = (
-    "lengths", "ended", "rewards", "totals", "flat_groups", "prompt_tokens", "loss_tokens", "distinct", "notes",
-)  # fmt: skip
 DIVIDED = ("tools/", "agent/", "carry_over/ages")  # Prefixes of counts that are divided among a round's steps.
 
 Combine = Callable[[torch.Tensor], torch.Tensor]
@@ -66,7 +63,7 @@ class RolloutStatistics:
         """Join the statistics of all ranks into one object: sums, lists and maxima over the ranks."""
         whole = cls()
         for part in parts:
-            for name in ADDED:
+            for name in {each.name for each in fields(cls)} - {"counts", "maxima", "logged"}:
                 setattr(whole, name, getattr(whole, name) + getattr(part, name))
             whole._add(part.counts, part.maxima, part.logged)
         return whole

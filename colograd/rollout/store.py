@@ -57,28 +57,19 @@ class About:
     settings: Mapping[str, Any]
 
 
+@dataclass(eq=False)
 class RolloutStore:
-    """The rollout log of one rank: writes this rank's scored groups to the disk and reads the groups of all ranks.
+    """The rollout log of one rank: writes this rank's scored groups to the disk and reads the groups of all ranks."""
 
-    Args:
-        run_dir: the run's output folder.
-        rank: index of this rank.
-        settings: the run's settings, JSON-serializable.
-        of_samples: names of the settings that sampled completions depend on. Other settings affect rewards or training.
-        reader: reader of prompts with images (`PromptRules.reader`), to read recorded images. None: a text model.
-    """
+    run_dir: str | Path
+    rank: int
+    settings: Mapping[str, Any]  # The run's settings, JSON-serializable.
+    reader: Any = None  # Reader of recorded prompts that aren't only text (`PromptRules.reader`), or None.
+    of_samples: Collection[str] = ()  # Settings that completions depend on. Others affect rewards or training.
 
-    def __init__(
-        self,
-        run_dir: str | Path,
-        rank: int,
-        settings: Mapping[str, Any],
-        reader: Any = None,
-        of_samples: Collection[str] = (),
-    ) -> None:
-        self.folder, self.rank, self.reader, self.of_samples = Path(run_dir) / FOLDER, rank, reader, of_samples
-        self.file_name = f"rank-{rank:05d}.records"
-        self.settings = json.loads(json.dumps(settings, default=str))
+    def __post_init__(self) -> None:
+        self.folder, self.file_name = Path(self.run_dir) / FOLDER, f"rank-{self.rank:05d}.records"
+        self.settings = json.loads(json.dumps(self.settings, default=str))
         self.problem = ""  # Error message: why the last groups couldn't be written.
         self.warning = ""  # Warning about the recorded groups, e.g. that the weights differ.
         self.seconds = 0.0  # Seconds spent on writing.
@@ -197,25 +188,21 @@ class RolloutStore:
             self.open_files.pop(evaluation, None)
             self.problem = _problem(folder, error)
 
-    def add(self, recorded: RewardedGroup) -> None:
-        """Append a scored group to the newest open file, if there is one. A thread flushes the file to the disk soon
-        after. Serializing takes 0.1 microseconds per token. An error isn't raised, but sets `problem`."""
-        started = time.perf_counter()
-        self.append(self._newest, recorded)
-        self.seconds += time.perf_counter() - started
-
-    def append(self, name: str, recorded: RewardedGroup) -> None:
-        if (file := self.open_files.get(name)) is None:
+    def add(self, recorded: RewardedGroup, name: str | None = None) -> None:
+        """Append a scored group to the newest open file, or to the file ``name``, if there is one. A thread flushes the
+        file to the disk soon after. Serializing takes 0.1 microseconds per token. An error isn't raised, but sets
+        `problem`."""
+        if (file := self.open_files.get(self._newest if name is None else name)) is None:
             return
+        started, position = time.perf_counter(), recorded.group.position
         try:
-            position = recorded.group.position
             file.append(Record(position, group_bytes(recorded, file.digests.get(position, ""))))
+            if not self._will_flush:
+                self._will_flush = True
+                self._flusher.submit(self._flush)
         except Exception as error:  # A group that can't be recorded is still trained on.
             self.problem = _problem(file.path, error)
-            return
-        if not self._will_flush:
-            self._will_flush = True
-            self._flusher.submit(self._flush)
+        self.seconds += time.perf_counter() - started
 
     def _flush(self) -> None:
         self._will_flush = False

@@ -21,11 +21,10 @@ def with_prompt_text(group: Group, tokenizer: Any) -> Group:
     """Add the column ``prompt_texts`` for reward functions to a group's rollouts: each rollout's prompt as the model
     reads it, with special tokens and the chat template's beginning of the answer. Environments may give the rollouts of
     a group different prompts."""
-    prompts, rollouts = {each.prompt_ids for each in group.rollouts}, []
-    texts = {ids: tokenizer.decode(list(ids), skip_special_tokens=False) for ids in prompts}
-    for each in group.rollouts:
-        rollouts.append(dataclasses.replace(each, columns={**each.columns, "prompt_texts": texts[each.prompt_ids]}))
-    return dataclasses.replace(group, rollouts=tuple(rollouts))
+    prompts = {each.prompt_ids for each in group.rollouts}
+    texts = {ids: {"prompt_texts": tokenizer.decode(list(ids), skip_special_tokens=False)} for ids in prompts}
+    own = (dataclasses.replace(each, columns={**each.columns, **texts[each.prompt_ids]}) for each in group.rollouts)
+    return dataclasses.replace(group, rollouts=tuple(own))
 
 
 def with_messages(group: Group, tokenizer: Any) -> Group:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -139,21 +140,18 @@ class Worker:
         return process.wait()
 
 
+@dataclass(eq=False)
 class WorkerPool:
-    """Worker processes with a common queue of calls. One daemon thread of this process serves each worker.
+    """Worker processes with a common queue of calls. One daemon thread of this process serves each worker."""
 
-    Args:
-        what: kind of the functions for log lines, such as ``rewards``.
-        size: number of processes. With 0 no function runs in a worker.
-        timeout: maximum seconds of one call; None means no limit.
-    """
+    what: str  # Kind of the functions for log lines, such as ``rewards``.
+    functions: Mapping[str, Callable[..., Any]]
+    size: int  # Number of processes. With 0 no function runs in a worker.
+    timeout: float | None  # Maximum seconds of one call. None means no limit.
 
-    def __init__(
-        self, what: str, functions: Mapping[str, Callable[..., Any]], size: int, timeout: float | None
-    ) -> None:
-        able: dict[str, bytes] = {}
-        reasons: dict[str, str] = {}
-        for name, function in functions.items() if size else ():
+    def __post_init__(self) -> None:
+        able, reasons = dict[str, bytes](), dict[str, str]()
+        for name, function in self.functions.items() if self.size else ():
             try:
                 able[name] = cloudpickle.dumps(function)
             except Exception as error:  # Pickling a function may raise any exception.
@@ -167,12 +165,11 @@ class WorkerPool:
             able = {name: pickled for name, pickled in able.items() if name not in reasons}
         finally:
             trial.stop()
-        self.notes = [f"{what}: {', '.join(able)} in {size} worker process(es)"] if able else []
-        self.notes += [f"{what}: {name} runs in the trainer's process ({why})" for name, why in reasons.items()]
+        self.notes = [f"{self.what}: {', '.join(able)} in {self.size} worker process(es)"] if able else []
+        self.notes += [f"{self.what}: {name} runs in the trainer's process ({why})" for name, why in reasons.items()]
         self._indices = {name: index for index, name in enumerate(able)}
-        self._timeout = timeout
         self._queue: queue.SimpleQueue[WorkerCall | None] = queue.SimpleQueue()
-        self._workers = [Worker(list(able.values())) for _ in range(size if able else 0)]
+        self._workers = [Worker(list(able.values())) for _ in range(self.size if able else 0)]
         self._threads = [threading.Thread(target=self._serve, args=[w], daemon=True) for w in self._workers]
         for thread in self._threads:
             thread.start()
@@ -197,7 +194,7 @@ class WorkerPool:
                 return since is not None and time.monotonic() - since >= DROP_SECONDS and not self._queue.empty()
 
             try:
-                outcome = worker.run(call, self._timeout, unneeded)
+                outcome = worker.run(call, self.timeout, unneeded)
             except BaseException as error:
                 outcome = raised_outcome(error)
             call.keywords = {}  # Free the arguments, because completions are large.
