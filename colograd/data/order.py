@@ -114,9 +114,13 @@ def prompt_at(dataset: PromptDataset, config: GRPOConfig, position: int) -> Prom
 
 
 def _extra_rows(dataset: PromptDataset, config: GRPOConfig, step: int) -> list[int]:
-    digest = hashlib.sha256(f"{seed_of(config)} extra {step}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    return torch.randperm(len(dataset), generator=generator).tolist()
+    return permutation(len(dataset), f"{seed_of(config)} extra {step}").tolist()
+
+
+def permutation(rows: int, text: str) -> torch.Tensor:
+    """Return a random permutation of 0 ... rows-1, int64, that depends only on ``text``."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1))
 
 
 class PromptLoader(DataLoader):

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -17,9 +17,6 @@ from ..batch import ModelInput, Prompt
 from ..parallel import watchdog
 from .columns import by_row, check_columns, check_prompt_column, check_rows, whole
 from .messages import check_prompt, template_messages, without_nones
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ROWS_AT_ONCE = 1000  # Number of rows per call of the tokenizer.
 NAMED = 5  # Maximum number of too long prompts that a message lists.
@@ -67,9 +64,6 @@ class PromptDataset(torch.utils.data.Dataset):
         ids = self.token_ids[self.ends[row] : self.ends[row + 1]]
         return Prompt(example, ModelInput(tuple(ids.tolist())), position)
 
-    def first(self, count: int) -> list[Prompt]:
-        return [self[row, row] for row in range(min(count, len(self)))]
-
     def prompts(self, first: int = 0, step: int = 1) -> list[Prompt]:
         """Return the prompts of every ``step``-th row from row ``first`` on, for an evaluation; position is the row."""
         return [self[row, row] for row in range(first, len(self), step)]
@@ -83,7 +77,7 @@ class PromptRules:
     assistant's message, the model continues the message. A row's ``chat_template_kwargs`` override the run's.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any  # The policy's tokenizer, of transformers.
     max_prompt_tokens: int
     overlong: str  # `overlong`: treatment of prompts over the limit, `drop` or `error`.
     chat_template_kwargs: dict[str, Any]

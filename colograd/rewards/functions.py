@@ -179,12 +179,10 @@ def code_digest(function: Any) -> str:
     function = function if inspect.isroutine(function) else type(function)
     found, defined = hashlib.blake2b(digest_size=8), dict[str, list[ast.stmt]]()
     for statement in _parsed(sys.modules.get(function.__module__)).body:
-        names: set[str] = set()
+        assigned = ast.walk(statement) if isinstance(statement, ast.Assign | ast.AnnAssign) else ()
+        names = {node.id for node in assigned if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names = {statement.name}
-        elif isinstance(statement, ast.Assign | ast.AnnAssign):
-            nodes = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
-            names = {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
         for name in names:
             defined.setdefault(name, []).append(statement)
     todo: list[ast.AST] = [_parsed(function)]

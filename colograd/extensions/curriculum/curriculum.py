@@ -15,13 +15,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from ...batch import SampledStep
 from ...config import GRPOConfig
 from ...data import PromptDataset
 from ...data.columns import listed
-from ...data.order import StepOrder, seed_of
+from ...data.order import StepOrder, permutation, seed_of
 from ...parallel.ranks import gather, on_all_ranks
 from ...rollout.rounds import Tally
 from .settings import LEVELS, Curriculum, read_curriculum
@@ -101,9 +100,7 @@ class CurriculumState:
         step, count = number * self._round_length, self.round_size
         ties = np.arange(self.rows)  # Tie-breakers, int64 [rows]: row numbers, or a random permutation for this round.
         if self._shuffle:
-            digest = hashlib.sha256(f"{self._seed} curriculum {number}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-            ties = torch.randperm(self.rows, generator=generator).numpy()
+            ties = permutation(self.rows, f"{self._seed} curriculum {number}").numpy()
         turn = np.lexsort((ties, self.drawn))  # All rows. The rows with the fewest draws come first.
         until, shut = self.settings.difficulty_until, np.zeros(self.rows, dtype=bool)
         if self._difficulty is not None and until is not None:
