@@ -97,9 +97,9 @@ def extra_prompts(dataset: PromptDataset, config: GRPOConfig, step: int, drawn: 
     """Return ``count`` additional prompts of this rank for an optimizer step, for dynamic sampling. The first ``drawn``
     ones are skipped. Ranks take turns in one random order of all rows, which is repeated from its start when it ends.
     The order depends only on seed and step, so a resumed run draws the same prompts without saved state."""
-    layout, rows = config.layout, _extra_rows(dataset, config, step)
-    places = [index * layout.data_size + layout.data_rank for index in range(drawn, drawn + count)]
-    return [dataset[rows[place % len(rows)], EXTRA * (step + 1) + place] for place in places]
+    layout = config.layout
+    places = (index * layout.data_size + layout.data_rank for index in range(drawn, drawn + count))
+    return [prompt_at(dataset, config, EXTRA * (step + 1) + place) for place in places]
 
 
 def prompt_at(dataset: PromptDataset, config: GRPOConfig, position: int) -> Prompt:
@@ -109,14 +109,11 @@ def prompt_at(dataset: PromptDataset, config: GRPOConfig, position: int) -> Prom
         number, place = divmod(position, order.round_size)
         return dataset[order.rows_of(number)[place], position]
     step, place = divmod(position, EXTRA)
-    rows = _extra_rows(dataset, config, step - 1)
-    return dataset[rows[place % len(rows)], position]
+    rows = permutation(len(dataset), f"{seed_of(config)} extra {step - 1}")
+    return dataset[int(rows[place % len(rows)]), position]
 
 
-def _extra_rows(dataset: PromptDataset, config: GRPOConfig, step: int) -> list[int]:
-    return permutation(len(dataset), f"{seed_of(config)} extra {step}").tolist()
-
-
+@functools.lru_cache(maxsize=1)
 def permutation(rows: int, text: str) -> torch.Tensor:
     """Return a random permutation of 0 ... rows-1, int64, that depends only on ``text``."""
     digest = hashlib.sha256(text.encode()).digest()

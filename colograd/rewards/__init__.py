@@ -39,8 +39,6 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "BUILTIN_REWARDS":
-        return builtin_rewards()
     for module, names in _MODULES.items():
         if name in names:
             return getattr(importlib.import_module(f".{module}", __name__), name)

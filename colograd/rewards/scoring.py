@@ -139,16 +139,13 @@ class Scorer:
         self._pickled: tuple[Any, bytes] = ((), b"")  # Key and pickle of the trainer state for workers.
         self._for_models: list[tuple[ModelReward, dict[str, Any], Future[Outcome]]] = []
         sync = [r for r in self.rewards if not (isinstance(r.function, ModelReward) or is_async(r.function))]
-        here = [reward for reward in sync if "environments" in parameters_of(reward.function)]
-        able = {reward.name: reward.function for reward in sync if reward not in here}
+        # Environments, which an extension passes to functions, are in this process.
+        able = {r.name: r.function for r in sync if "environments" not in parameters_of(r.function)}
         if (workers := self.workers) is None:
             able = {name: function for name, function in able.items() if is_of_module(function)}
             workers = usual_workers(self.on_gpu)
         self._pool = WorkerPool("rewards", able, workers, self.timeout)
         self.notes = self._pool.notes  # Lines to print for the user at the start.
-        if workers:
-            why = "it takes environments, which live here"
-            self.notes += [f"rewards: {reward.name} runs in the trainer's process ({why})" for reward in here]
 
     def submit(self, groups: Sequence[Group], texts: Texts, trainer_state: Any = None) -> Scoring:
         """Start one call of each reward function for all ``groups``; for the arguments see `keywords_for`. Return

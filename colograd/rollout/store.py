@@ -126,7 +126,7 @@ class RolloutStore:
                 f"journal: {len(others)} round(s) or evaluations from step {step} on were recorded with other settings "
                 f"({settings}): they are in {aside} now, and are sampled anew"
             )
-        rounds = [recorded for recorded in self.rounds() if recorded >= step and self.has_groups(recorded)]
+        rounds = [recorded for recorded in self.rounds() if recorded >= step and self.positions(recorded)]
         if rounds:
             lines.append(
                 f"journal: {len(rounds)} round(s) are recorded, from step {rounds[0]} to {rounds[-1]}: their groups "
@@ -282,10 +282,6 @@ class RolloutStore:
 
     def positions(self, step: int) -> set[int]:
         return {record.position for _, _, records in files_of(self.round_folder(step)) for record in records}
-
-    def has_groups(self, step: int) -> bool:
-        """Return whether groups sampled with the weights of ``step`` are recorded. Files of failed starts have none."""
-        return any(next(records, None) is not None for _, _, records in files_of(self.round_folder(step)))
 
     def rounds(self) -> dict[int, Path]:
         """Return the folders of recorded training groups (not evaluations): step of the sampling weights -> folder."""

@@ -48,7 +48,7 @@ class WorkerCall(Future[Outcome]):
     def __init__(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> None:
         super().__init__()
         self.index, self.keywords, self.state = index, keywords, state
-        self.unneeded_since: float | None = None  # Time of the call of `cancel`, by `time.monotonic`.
+        self.unneeded_since = math.inf  # Time of the call of `cancel`, by `time.monotonic`.
 
     def cancel(self) -> bool:
         """Cancel the call, and return whether it hadn't begun. If it runs for `DROP_SECONDS` more while another call is
@@ -101,8 +101,9 @@ class Worker:
             self.stop()
             raise CannotTravel(problems)
 
-    def run(self, call: WorkerCall, timeout: float | None, unneeded: Callable[[], bool]) -> Outcome:
-        """Run a call and wait for its outcome: value, raised, late, died, or dropped if ``unneeded()`` is true."""
+    def run(self, call: WorkerCall, timeout: float | None, is_idle: Callable[[], bool]) -> Outcome:
+        """Run a call and wait for its outcome: value, raised, late, died, or dropped. A call is dropped `DROP_SECONDS`
+        after it was cancelled, if ``is_idle()`` is false, because another call is queued."""
         if self._connection is None:
             self.start()
         assert self._connection is not None and self._process is not None
@@ -115,7 +116,8 @@ class Worker:
             self._connection.send_bytes(message)
             while not self._connection.poll(max(min(started + limit - time.monotonic(), LOOK_SECONDS), 0.0)):
                 seconds = time.monotonic() - started
-                if seconds >= limit or unneeded():
+                is_unneeded = time.monotonic() - call.unneeded_since >= DROP_SECONDS and not is_idle()
+                if seconds >= limit or is_unneeded:
                     self.stop()
                     return Outcome("late", None, limit) if seconds >= limit else Outcome("dropped", None, seconds)
             outcome = Outcome(*pickle.loads(self._connection.recv_bytes()))
@@ -187,14 +189,8 @@ class WorkerPool:
         while (call := self._queue.get()) is not None:
             if not call.set_running_or_notify_cancel():
                 continue
-
-            def unneeded(call: WorkerCall = call) -> bool:
-                """Return whether the call was cancelled `DROP_SECONDS` ago, and another call is queued."""
-                since = call.unneeded_since
-                return since is not None and time.monotonic() - since >= DROP_SECONDS and not self._queue.empty()
-
             try:
-                outcome = worker.run(call, self.timeout, unneeded)
+                outcome = worker.run(call, self.timeout, self._queue.empty)
             except BaseException as error:
                 outcome = raised_outcome(error)
             call.keywords = {}  # Free the arguments, because completions are large.

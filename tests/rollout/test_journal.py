@@ -163,7 +163,7 @@ def test_a_start_that_failed_before_its_first_group_binds_nobody(tmp_path) -> No
     again = RolloutStore(tmp_path, 0, {"num_generations": 4})
     assert again.start(0, is_writer=True) == []
     again.begin(0, "weights")
-    assert not again.has_groups(0)
+    assert not again.positions(0)
     again.close()
     assert again.recorded_settings() == {"num_generations": 4} and not again.problem
 

@@ -97,7 +97,7 @@ def compare(text: str, gold: Any, bare_numbers: bool) -> Verdict:
         return Verdict(None, "[unparseable]", "[skipped]")
     call = WorkerCall(0, {"text": text, "gold": str(gold), "bare_numbers": bare_numbers}, None)
     worker, thread = _process_of(os.getpid())
-    pending = thread.submit(worker.run, call, LIMIT, lambda: False)
+    pending = thread.submit(worker.run, call, LIMIT, lambda: True)
     while not pending.done():  # An interrupt is raised between two waits.
         with contextlib.suppress(TimeoutError):
             pending.result(LOOK_SECONDS)
