@@ -132,11 +132,11 @@ class PromptRules:
                         raise ValueError(f"{where}: {refusal}") from error
                     # Tokenise the rows one by one to find the bad row.
                     ids = [[*self.encode([rows[at]], first + at)[0]] for at in places]
-            encoded |= {index: tuple(own) for index, own in zip(places, ids, strict=True)}
-        for index, row in enumerate(rows):
-            if self.rows:
-                check_rows(encoded[index], self.rows, self.tokenizer, f"{self.where(first + index)}: the prompt")
-            self.fits(len(encoded[index]), row["prompt"], first + index)
+            for index, own in zip(places, ids, strict=True):
+                encoded[index] = tuple(own)
+                if self.rows:
+                    check_rows(own, self.rows, self.tokenizer, f"{self.where(first + index)}: the prompt")
+                self.fits(len(own), rows[index]["prompt"], first + index)
         return [encoded[index] for index in range(len(rows))]
 
     def template_arguments(self, row: Mapping[str, Any], where: str) -> dict[str, Any] | None:

@@ -22,15 +22,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .answers import builtin_rewards, get_soft_overlong_punishment, gsm8k_reward, last_number, number_in, text_of
+from .answers import get_soft_overlong_punishment, gsm8k_reward, last_number, number_in, text_of, think_format_reward
 
 if TYPE_CHECKING:
-    from .answers import think_format_reward
     from .functions import RewardError, RewardFunction, resolve_rewards, weighted_sum
     from .scoring import Ready, Scorer, Scoring
 
 _MODULES = {
-    "answers": ("think_format_reward",),
     "functions": ("RewardError", "RewardFunction", "resolve_rewards", "weighted_sum"),
     "mathematics": ("accuracy_reward", "math_answer_reward", "reasoning_accuracy_reward"),
     "models": ("RewardModel", "with_models"),  # `mathematics` and `models` are modules of the extension `graders`.

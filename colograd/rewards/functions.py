@@ -65,13 +65,11 @@ def is_of_module(function: Callable[..., Any]) -> bool:
 
 
 class ModelReward:
-    """Base class of reward models. One call in the trainer's process scores the completions of all waiting groups."""
+    """Base class of reward models. One call in the trainer's process scores the completions of all waiting groups:
+    ``model(prompts, completions)`` returns one reward per completion."""
 
     tokenizer: Any
-
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        """Return one reward per completion. Prompts and completions may come from several groups."""
-        raise NotImplementedError
+    __call__: Callable[..., list[float]]
 
 
 class RewardError(RuntimeError):

@@ -274,22 +274,16 @@ class RolloutStore:
         return groups
 
     def _recalled(self, prompts: Sequence[Prompt], contents: Mapping[int, bytes]) -> dict[int, RewardedGroup]:
-        return {
-            prompt.position: group_of(contents[prompt.position], prompt, self.reader)
-            for prompt in prompts
-            if prompt.position in contents
-        }
+        own = (prompt for prompt in prompts if prompt.position in contents)
+        return {prompt.position: group_of(contents[prompt.position], prompt, self.reader) for prompt in own}
 
     def positions(self, step: int) -> set[int]:
         return {record.position for _, _, records in files_of(self.round_folder(step)) for record in records}
 
     def rounds(self) -> dict[int, Path]:
         """Return the folders of recorded training groups (not evaluations): step of the sampling weights -> folder."""
-        return {
-            step: folder
-            for step, folder in self._folders()
-            if folder.name == f"step-{step:08d}" and any(folder.glob("rank-*.records"))
-        }
+        pairs = ((step, folder) for step, folder in self._folders() if folder == self.round_folder(step))
+        return {step: folder for step, folder in pairs if any(folder.glob("rank-*.records"))}
 
     def recorded_settings(self) -> Mapping[str, Any]:
         """Return the settings in the file of the earliest recorded step, or an empty mapping without files."""

@@ -16,11 +16,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from .worker_process import COLOGRAD, line_and_traceback
-
-C = TypeVar("C", bound=Any)  # Type of a call with the methods `done` and `cancel`.
 
 STDLIB = sysconfig.get_path("stdlib")
 LIBRARIES = (f"{os.sep}site-packages{os.sep}", os.path.join(STDLIB, ""), os.path.join(COLOGRAD, ""))

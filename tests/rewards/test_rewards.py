@@ -27,13 +27,13 @@ from colograd.rewards import (
     RewardFunction,
     Scorer,
     accuracy_reward,
-    builtin_rewards,
     get_soft_overlong_punishment,
     last_number,
     resolve_rewards,
     think_format_reward,
     weighted_sum,
 )
+from colograd.rewards.answers import builtin_rewards
 from colograd.rewards.calling import check_columns_for
 from colograd.rewards.functions import code_digest, is_async
 from colograd.rollout.rounds import SampledStep, unscored
