@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping
@@ -38,17 +39,12 @@ class Schedule:
     def of(cls, value: Any, name: str) -> Schedule:
         """Parse a constant such as ``0.5``, or numbers by optimizer step such as ``{0: 1.0, 200: 0.2}``."""
         given = value.items() if isinstance(value, Mapping) and value else [(0, value)]
-        try:
+        with contextlib.suppress(TypeError, ValueError):
             points = sorted((int(step), float(number)) for step, number in given)
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"{name} is {value!r}, but must be a number, or numbers by optimizer step: {{0: 1.0, 200: 0.2}}."
-            ) from None
-        if any(step < 0 or math.isnan(number) for step, number in points):
-            raise ValueError(
-                f"{name} is {value!r}, but its steps must be at least 0 and its values must not be NaN: correct them."
-            )
-        return cls(tuple(points))
+            if all(step >= 0 and not math.isnan(number) for step, number in points):
+                return cls(tuple(points))
+        rule = "a number, or numbers by optimizer step from 0 on: {0: 1.0, 200: 0.2}"
+        raise ValueError(f"{name} is {value!r}, but must be {rule}.")
 
     def at(self, step: int) -> float:
         before, low = self.points[0]
