@@ -175,9 +175,9 @@ def test_what_the_data_lacks_is_refused() -> None:
     with pytest.raises(ValueError, match="no column 'source'; it has 'prompt'"):
         state(column="source", shares={"a": 1})
     with pytest.raises(ValueError, match="has the value 'c', which has no share"):
-        state(2, columns={"source": ["a", "c"]}, column="source", shares={"a": 1})
+        state(4, columns={"source": ["a", "c"] * 2}, column="source", shares={"a": 1})
     with pytest.raises(ValueError, match="must have a number in each row"):
-        state(2, columns={"level": ["low", "high"]}, difficulty="level", difficulty_until=1)
+        state(4, columns={"level": ["low", "high"] * 2}, difficulty="level", difficulty_until=1)
 
 
 def test_dynamic_sampling_beside_it_is_refused(tmp_path: Path) -> None:
