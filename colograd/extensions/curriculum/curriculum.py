@@ -192,15 +192,12 @@ def _pools(curriculum: Curriculum, dataset: Any) -> np.ndarray:
     """Return each row's pool as an index into ``shares``, int [rows]. Raise if a row's value has no share."""
     values, names = [str(value) for value in _column(dataset, curriculum.column)], list(curriculum.shares or ())
     if other := sorted({*values} - {*names}):
-        raise ValueError(
-            f"curriculum: the column {curriculum.column!r} has the value {other[0]!r}, which has no share (shares "
-            f"has {listed(names)}): give the value a share. 0 keeps its prompts out while others are left."
-        )
+        problem = f"the column {curriculum.column!r} has the value {other[0]!r}, which has no share"
+        remedy = "give the value a share. 0 keeps its prompts out while others are left"
+        raise ValueError(f"curriculum: {problem} (shares has {listed(names)}): {remedy}.")
     if absent := [name for name in names if name not in set(values)]:
-        raise ValueError(
-            f"curriculum: shares has {absent[0]!r}, but the column {curriculum.column!r} has only "
-            f"{listed(sorted({*values}))}: remove the share."
-        )
+        present = f"the column {curriculum.column!r} has only {listed(sorted({*values}))}"
+        raise ValueError(f"curriculum: shares has {absent[0]!r}, but {present}: remove the share.")
     return np.array([names.index(value) for value in values])
 
 
@@ -213,8 +210,7 @@ def _numbers(dataset: Any, column: str) -> np.ndarray:
 
 
 def _column(dataset: Any, column: str | None) -> list[Any]:
-    if column not in dataset.column_names:
-        raise ValueError(
-            f"curriculum: the dataset has no column {column!r}; it has {listed(dataset.column_names)}: name one."
-        )
-    return list(dataset[column])
+    if column in dataset.column_names:
+        return list(dataset[column])
+    present = listed(dataset.column_names)
+    raise ValueError(f"curriculum: the dataset has no column {column!r}; it has {present}: name one.")

@@ -28,6 +28,7 @@ QUESTION = (
 )
 PASSING = (408, 409, 429)  # HTTP statuses, in addition to 5xx, after which a request is repeated.
 LONGEST_WAIT = 60.0  # Maximum seconds between two tries of a request.
+CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "colograd", "judge")
 
 
 @dataclass(eq=False)
@@ -42,11 +43,7 @@ class Judge:
     question: str = QUESTION  # Template with {prompt}, {completion}, {low}, {high} and columns of the dataset.
     scale: tuple[float, float] = (0.0, 10.0)  # Lowest and highest valid number in a reply.
     settings: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})  # Further fields.
-    cache: str | None = field(  # Folder of cached replies. None disables the cache.
-        default_factory=lambda: os.path.join(
-            os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "colograd", "judge"
-        )
-    )
+    cache: str | None = CACHE  # Folder of cached replies. None disables the cache.
     tries: int = 4  # Maximum number of requests for one score.
     backoff: float = 1.0  # Seconds before the second try, doubled before each later try.
     timeout: float = 120.0  # Maximum seconds to connect, and to wait for data of a reply.
@@ -62,10 +59,9 @@ class Judge:
 
     def check_settings(self) -> None:
         if not (self.address or os.environ.get(ADDRESS)) or not (self.model or os.environ.get(MODEL)):
-            raise ValueError(
-                f"the reward judge needs an address and a model: set {ADDRESS} (such as http://localhost:8000/v1) and "
-                f"{MODEL}, or name your own colograd.rewards.judge.Judge(address=..., model=...) by its import path."
-            )
+            own = "name your own colograd.rewards.judge.Judge(address=..., model=...) by its import path"
+            needs = f"the reward judge needs an address and a model: set {ADDRESS} (such as http://localhost:8000/v1)"
+            raise ValueError(f"{needs} and {MODEL}, or {own}.")
         if not self.scale[0] < self.scale[1]:
             raise ValueError(f"the judge's scale is {self.scale}, but the first number must be below the second.")
 
@@ -105,12 +101,8 @@ class Judge:
 
     async def _reply(self, client: Any, question: str, counts: Counter[str]) -> str | None:
         """Return the judge's reply, from the cache or the address, or None if all tries fail or the budget is spent."""
-        request = {
-            "model": self.model or os.environ[MODEL],
-            "messages": [{"role": "user", "content": question}],
-            **self.settings,
-        }
-        address = self.address or os.environ[ADDRESS]
+        address, messages = self.address or os.environ[ADDRESS], [{"role": "user", "content": question}]
+        request = {"model": self.model or os.environ[MODEL], "messages": messages, **self.settings}
         digest = hashlib.sha256(json.dumps([address, request], sort_keys=True).encode()).hexdigest()
         file = Path(self.cache, digest[:2], f"{digest}.json") if self.cache is not None else None
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -128,13 +120,13 @@ class Judge:
                 self.calls += 1
                 counts["calls"] += 1
                 found, wait = await self._request(client, address, request)
-            if found is not None:
+            if found is not None and file is not None:
                 with contextlib.suppress(OSError):  # A reply that a full disk doesn't take isn't cached.
-                    if file is not None:  # The file is written atomically.
-                        file.parent.mkdir(parents=True, exist_ok=True)
-                        part = file.with_name(f"{file.name}.{os.getpid()}")
-                        part.write_text(json.dumps({"reply": found}))
-                        os.replace(part, file)
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    part = file.with_name(f"{file.name}.{os.getpid()}")  # The file is written atomically.
+                    part.write_text(json.dumps({"reply": found}))
+                    os.replace(part, file)
+            if found is not None:
                 return found
             if wait is None or tried == self.tries - 1:
                 break
