@@ -138,22 +138,18 @@ class CurriculumOrder(StepOrder):
         if self.settings.solved_at is None:
             return np.zeros(self.num_rows, dtype=bool)
         due = self.last + self.settings.revisit_after * self.num_rounds
-        with np.errstate(invalid="ignore"):  # Comparisons with NaN (a prompt without a pass rate) would warn.
-            return (self.rate >= np.float32(self.settings.solved_at)) & (number < due)
+        return (self.rate >= np.float32(self.settings.solved_at)) & (number < due)
 
     def _quotas(self, able: np.ndarray, step: int, count: int, number: int) -> Iterator[tuple[np.ndarray, int]]:
         """Yield (mask of rows, number of rows to draw) per pool. Numbers are rounded so that shares hold on average."""
         shares = self.settings.shares
         if shares is None:
             return
-        labels = self.pools
-        if labels is None:  # A row's pool is the level of its pass rate, or -1 if the level has no share.
-            with np.errstate(invalid="ignore"):
-                conditions = [np.isnan(self.rate), self.rate <= HARD, self.rate < EASY]
-            level = np.select(conditions, [LEVELS.index(name) for name in LEVELS[:3]], 3)
-            names = list(shares)
-            labels = np.array([names.index(name) if name in names else -1 for name in LEVELS])[level]
-        pools = [labels == index for index in range(len(shares))]
+        names, labels = [*shares], self.pools
+        if labels is None:  # A row's pool is the level of its pass rate.
+            labels = np.select([np.isnan(self.rate), self.rate <= HARD, self.rate < EASY], [0, 1, 2], 3)
+            names = [*LEVELS]
+        pools = [labels == names.index(name) for name in shares]
         given = zip(shares.values(), pools, strict=True)
         weights = [share.at(step) if (able & pool).any() else 0.0 for share, pool in given]
         total = sum(weights)

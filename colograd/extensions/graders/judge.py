@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from ...rewards.answers import number_in, text_of
 
 ADDRESS, MODEL, KEYS = "COLOGRAD_JUDGE_ADDRESS", "COLOGRAD_JUDGE_MODEL", ("COLOGRAD_JUDGE_KEY", "OPENAI_API_KEY")
@@ -75,8 +77,6 @@ class Judge:
     ) -> list[float | None]:
         """Return a score from 0 to 1 for each completion, or None for a completion where the judge abstains."""
         self.check_settings()
-        import httpx
-
         rows = [name for name, values in columns.items() if isinstance(values, list) and len(values) == len(prompts)]
         (low, high), asked, counts = self.scale, list[str](), Counter[str]()
         for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -137,8 +137,6 @@ class Judge:
 
     async def _request(self, client: Any, address: str, request: dict[str, Any]) -> tuple[str | None, float | None]:
         """Send one request. Return (reply, None), (None, seconds until the next try), or (None, None) to give up."""
-        import httpx
-
         key = next((os.environ[name] for name in KEYS if os.environ.get(name)), None)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:

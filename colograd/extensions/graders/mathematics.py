@@ -37,11 +37,7 @@ def accuracy_reward(
     solution, and the parsed texts of the solution (``gold_parsed``) and of the answer (``answer_parsed``).
     """
     texts = [None if completion is None else text_of(completion) for completion in completions]
-    unfinished = Verdict(False, "[incomplete reasoning]", "[incomplete reasoning]")
-    verdicts = [
-        unfinished if text is None else compare(text, expected, bare_numbers=False)
-        for text, expected in zip(texts, solution, strict=True)
-    ]
+    verdicts = [*map(functools.partial(compare, bare_numbers=False), texts, solution)]
     if log_extra is not None:
         log_extra("solution", list(solution))
         log_extra("gold_parsed", [verdict.gold for verdict in verdicts])
@@ -86,13 +82,15 @@ def math_answer_reward(
     return [None if verdict.right is None else float(verdict.right) for verdict in verdicts]
 
 
-def compare(text: str, gold: Any, bare_numbers: bool) -> Verdict:
-    """Judge the answer in ``text`` in the separate process (see `math_judging.judge`).
+def compare(text: str | None, gold: Any, bare_numbers: bool) -> Verdict:
+    """Judge the answer in ``text`` (None: the reasoning doesn't end) in the separate process, as `math_judging.judge`.
 
     An answer is wrong if it exceeds the time limit or crashes the process. The verdict of ``gold`` None or NaN is None.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("rewards for mathematical answers need math-verify: pip install math-verify")
+    if text is None:
+        return Verdict(False, "[incomplete reasoning]", "[incomplete reasoning]")
     if gold is None or (isinstance(gold, float) and math.isnan(gold)):
         return Verdict(None, "[unparseable]", "[skipped]")
     call = WorkerCall(0, {"text": text, "gold": str(gold), "bare_numbers": bare_numbers}, None)
