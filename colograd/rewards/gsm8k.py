@@ -6,11 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .answers import behind_hashes
-from .answers import gsm8k_reward as reward
+from .answers import behind_hashes, gsm8k_reward
 
-__all__ = ["reward", "rows", "training_rows"]
-
+reward = gsm8k_reward
 PATH = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 

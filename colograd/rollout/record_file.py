@@ -72,14 +72,13 @@ class RecordFile:
 
     def append(self, record: Record) -> None:
         """Write a record, so that it survives a crash of this process."""
-        if len(record.content) > LARGEST:
-            raise ValueError(f"A recorded group is too large: {len(record.content):,} bytes (maximum: {LARGEST:,}).")
-        packed = bytes(self._packing.compress(record.content, asbytes=True))
-        if len(record.content) > GROWTH * len(packed) or len(packed) >= len(record.content):
+        if (size := len(record.content)) > LARGEST:
+            raise ValueError(f"A recorded group is too large: {size:,} bytes (maximum: {LARGEST:,}).")
+        packed, start = bytes(self._packing.compress(record.content, asbytes=True)), self._file.tell()
+        if size > GROWTH * len(packed) or len(packed) >= size:
             packed = record.content  # readers detect an uncompressed record by its equal lengths
-        start = self._file.tell()
         try:
-            self._file.write(_head(record.position, packed, len(record.content)) + packed)
+            self._file.write(_head(record.position, packed, size) + packed)
             self._file.flush()
         except OSError:
             self._file = open(self.path, "r+b")  # noqa: SIM115 (the old file object would write its buffer again)

@@ -57,8 +57,7 @@ class Sampler:
         self.evaluates = False  # Whether completions are sampled for an evaluation, with its settings.
         self.round = PlainRound(self.events.times)  # A default. The trainer replaces it by `round_of(trainer)`.
         self._scales_steps = self.estimator.step_scores is not None
-        offers = (offer(self) for offer in registry.hooks("stages"))
-        self._changes: list[Callable[[Stages], Stages]] = [change for change in offers if change is not None]
+        self._changes = [change for offer in registry.hooks("stages") if (change := offer(self)) is not None]
         if self.engine is not None:  # A replay of recorded groups has no engine.
             self.on_leader: Callable[[Callable[[], Any], Any], Any] = self.engine.on_engine_leader
 

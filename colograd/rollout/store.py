@@ -320,9 +320,8 @@ class RolloutStore:
             raise JournalError(f"{path} is of step {found.step}, but lies in the folder of step {now.step}: move it.")
         if found.weights and now.weights and found.weights != now.weights:
             if self._weights_are_read:
-                raise JournalError(
-                    f"{path} has groups that weights other than this run's sampled at step {now.step}: {self._remedy}."
-                )
+                problem = f"{path} has groups that weights other than this run's sampled at step {now.step}"
+                raise JournalError(f"{problem}: {self._remedy}.")
             self.warning = (
                 f"journal: the weights of step {now.step} differ in some bits from those that sampled the recorded "
                 "groups (a GPU's kernels may sum in another order); the groups are trained on all the same"

@@ -22,8 +22,7 @@ from ...rewards.answers import builtin_rewards
 from ...rewards.functions import ModelReward, as_list
 from ...runtime.hub import check_model_name
 
-BATCH_TOKENS = {"cpu": 512}  # Maximum tokens in one forward of a reward model, including padding, by device.
-GPU_BATCH_TOKENS = 16384
+BATCH_TOKENS = {"cpu": 512, "cuda": 16384}  # Maximum tokens in one forward of a reward model, including padding.
 # Entries of `model_init_kwargs` that apply to the policy only. All other entries apply also to reward models.
 POLICY_KWARGS = ("revision", "device_map")
 
@@ -84,7 +83,7 @@ class RewardModel(ModelReward):
         named = self.tokenizer.pad_token_id if settings is None else getattr(self._settings, "pad_token_id", None)
         self._padding: int | None = None if named is None or named < 0 else named
         self.model, self.device = loaded.to(config.device).eval(), config.device
-        self.batch_tokens = BATCH_TOKENS.get(config.device.type, GPU_BATCH_TOKENS)
+        self.batch_tokens = BATCH_TOKENS.get(config.device.type, BATCH_TOKENS["cuda"])
         self._template: dict[str, Any] = dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
