@@ -55,6 +55,7 @@ class CurriculumOrder(StepOrder):
         return made
 
     def order(self, config: GRPOConfig) -> StepOrder:
+        self.data_rank, self.data_size = config.layout.data_rank, config.layout.data_size
         return self
 
     def load(self, state: dict[str, Any]) -> None:
