@@ -114,8 +114,8 @@ class CustomRollouts:
                 answer[name] = [values] * size
             elif not hasattr(values, "__len__") or len(values) != size:
                 number = len(values) if hasattr(values, "__len__") else "a single"
-                rule = "each prompt is repeated once per completion): return one for each, in their order"
-                raise ValueError(f"rollout_func returned {number} {name} for {size} prompts ({rule}.")
+                rule = "(each prompt is repeated once per completion): return one for each, in their order"
+                raise ValueError(f"rollout_func returned {number} {name} for {size} prompts {rule}.")
         masks = answer.pop("env_mask", [[1] * len(ids) for ids in answer["completion_ids"]])
         needed, rollouts = [answer.pop(name) for name in NEEDED], []
         for index, (prompt, ids, logprobs, mask) in enumerate(zip(*needed, masks, strict=True)):
