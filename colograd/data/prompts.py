@@ -155,7 +155,8 @@ class PromptRules:
         if self.reader is not None:
             prompt = self.reader.prompt(row, 0, dataclasses.replace(self, name=where))
         else:
-            prompt = ModelInput(*self.encode([row], 0))
+            (ids,) = self.encode([row], 0)
+            prompt = ModelInput(ids)
         return prompt if len(prompt) <= self.max_prompt_tokens else None
 
     def fits(self, tokens: int, prompt: Any, row: int) -> bool:

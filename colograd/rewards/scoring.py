@@ -119,7 +119,7 @@ def usual_workers(on_gpu: bool) -> int:
 class Scorer:
     """Calls reward functions on groups, and keeps logged values until a caller takes them."""
 
-    rewards: Sequence[RewardFunction]  # Reward functions, [R].
+    rewards: list[RewardFunction]  # Reward functions, [R].
     # Number of worker processes for functions that can be pickled. 0 runs all functions in this process. None means
     # `usual_workers` processes, only for functions that a worker can import.
     workers: int | None = 0
