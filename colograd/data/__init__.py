@@ -7,10 +7,9 @@ curriculum.
                                                                            |
                    one item = this rank's prompts of one optimizer step <- PromptLoader <- StepOrder
 
-Prompts are tokenised once, before training. Their order depends only on the seed and the epoch; with a curriculum
-(prompts chosen by pass rate) on the seed, the generation and the recorded pass rates. So a resumed run takes the same
-prompts, and any number of ranks takes the same prompts in a step.
-"""
+Text prompts of a dataset are tokenised once, before training. Their order depends only on the seed and the epoch; with
+a curriculum (prompts chosen by pass rate) on the seed, the generation and the recorded pass rates. So a resumed run and
+any number of ranks take the same prompts in a step."""
 
 from .loading import load_datasets
 from .order import PromptLoader, StepOrder, extra_prompts, prompt_at

@@ -1,15 +1,15 @@
 """Checks of a dataset before tokenisation: its type and columns, and data that would be lost without notice. Checks of
-the tokenizer: it may have more tokens than the model's embedding has rows, or fewer."""
+token ids: the tokenizer may have more or fewer tokens than the model's embedding has rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
 
 IMAGES = ("images", "image")  # Names of columns with images.
-EMPTY = [{"role": "user", "content": ""}]  # Placeholder for prompts that are written only during the rollout.
+EMPTY = [{"role": "user", "content": ""}]  # Prompt of a row without one, if an environment or agent writes it later.
 
 
 def check_dataset(dataset: Any, name: str) -> None:
@@ -25,16 +25,16 @@ def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
     return list(dataset.column_names or next(iter(dataset), {}))
 
 
-def check_prompt_column(columns: Iterable[str], name: str) -> None:
-    if "prompt" not in columns:
+def check_prompt_column(columns: Iterable[str], name: str, column: str = "prompt") -> None:
+    if column not in columns:
         raise ValueError(
-            f"{name} has no column 'prompt'; it has {listed(columns)}. Rename the column that holds the prompts "
+            f"{name} has no column {column!r}; it has {listed(columns)}. Rename the column that holds the prompts "
             "(in a recipe: set dataset_prompt_column)."
         )
 
 
 def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = False) -> None:
-    """Raise ValueError for data that would be ignored: images with a text model, or a transform at each read."""
+    """Raise ValueError for a transform at each read, or for columns of images if ``images`` is false (a text model)."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
             f"{name} has a transform (with_transform or set_transform), which runs whenever a row is read, but prompts "
@@ -53,10 +53,19 @@ def check_no_images(columns: Iterable[str], name: str) -> None:
         )
 
 
-def by_column(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Convert rows into columns. A key that a row lacks becomes None, because rows of a stream may differ."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names}
+def whole(dataset: Any, name: str) -> Dataset:
+    """Return a dataset that is in memory. An IterableDataset is read to its end; its rows may differ in their keys."""
+    check_dataset(dataset, name)
+    if isinstance(dataset, Dataset):
+        return dataset
+    rows = list(dataset.with_format(None))
+    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    features = dataset.features if rows else None  # Features don't fit an empty dataset.
+    return Dataset.from_dict(columns, features=features, on_mixed_types="use_json")
+
+
+def by_row(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def listed(names: Iterable[str]) -> str:
@@ -78,7 +87,7 @@ def check_rows(ids: Iterable[int], rows: int, tokenizer: Any, where: str) -> Non
 
 
 def surplus_rows(tokenizer: Any, rows: int) -> Iterator[str]:
-    """Yield a log line if the embedding has rows without a token. The engine may sample such ids."""
+    """Yield a log line if the embedding has more rows than the tokenizer needs. The engine may sample their ids."""
     if (tokens := size_of(tokenizer)) < rows:
         yield (
             f"tokenizer: {rows - tokens:,} of the model's {rows:,} rows have no token; sampled ones "

@@ -18,15 +18,15 @@ from datasets.exceptions import DatasetsError
 from ..config import ScriptArguments
 from ..runtime.hub import check_dataset_name
 from ..runtime.importing import find_object
-from .columns import check_dataset, columns_of, listed
+from .columns import check_dataset, check_prompt_column, columns_of, listed
 
 MIXTURE_KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction", "source")
 FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
-    """Return (rows to train on, rows to evaluate on), both with a column ``prompt``. Without a test split the latter
-    are None. With streaming, or if a dataset function returns iterable datasets, the rows are iterable datasets."""
+    """Return (rows to train on, rows to evaluate on or None), with a column ``prompt`` unless an agent or environment
+    writes prompts. They are IterableDatasets with streaming, or if a dataset function returns IterableDatasets."""
     if bool(script.dataset_name) == bool(script.datasets):
         given = "both were given" if script.dataset_name else "neither was given"
         raise ValueError(
@@ -44,7 +44,6 @@ def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
             )
         kwargs = _from_json(script.dataset_kwargs, dict, "dataset_kwargs", '{"size": 100}') or {}
         loaded = load_source(name, script.dataset_config, kwargs, wanted, script.dataset_streaming)
-        loaded = loaded if isinstance(loaded, dict) else {wanted[0]: loaded}
         if loaded.get(wanted[0]) is None:
             raise ValueError(
                 f"{name} has no split {wanted[0]!r}; it has {listed(loaded)}. Set dataset_train_split to one of them."
@@ -55,7 +54,7 @@ def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
 
 
 def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
-    """Concatenate the parts of a mixture, and split off ``test_split_size`` rows by a fixed seed."""
+    """Concatenate the parts of a mixture. Split off ``test_split_size`` rows, if it is set, by a fixed seed."""
     entries = _from_json(script.datasets, list, "datasets", '[{"path": "org/name", "split": "train"}]')
     if script.streaming and script.test_split_size is not None:
         raise ValueError(
@@ -65,7 +64,7 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     parts = [_load_part(entry, index, script.streaming) for index, entry in enumerate(entries)]
     fractions = [entry.get("fraction") for entry in entries]
     if any(fraction is not None for fraction in fractions):
-        # As in TRL, each part gives its first rows: the mixture has the given fractions and repeats no row.
+        # As in TRL, the mixture takes the first rows of each part: the most in these fractions without a repeated row.
         if any(fraction is None or fraction < 0 for fraction in fractions) or not sum(fractions):
             raise ValueError(f"`fraction` is {fractions} in `datasets`: give every part a fraction, or no part.")
         if not all(isinstance(part, Dataset) for part in parts):
@@ -102,18 +101,16 @@ def _load_part(entry: Any, index: int, streaming: bool) -> Any:
     path, split = str(entry["path"]), entry.get("split") or "train"
     kwargs = {key: entry[key] for key in ("data_dir", "data_files") if entry.get(key) is not None}
     loaded = load_source(path, entry.get("name"), kwargs, (split,), streaming)
-    if isinstance(loaded, dict):
-        if split not in loaded:
-            raise ValueError(
-                f"{where}: {path} has no split {split!r}; it has {listed(loaded)}. Set `split` to one of them."
-            )
-        loaded = loaded[split]
-    check_dataset(loaded, where)
-    present = columns_of(loaded)
+    if split not in loaded:
+        raise ValueError(
+            f"{where}: {path} has no split {split!r}; it has {listed(loaded)}. Set `split` to one of them."
+        )
+    check_dataset(loaded[split], where)
+    present = columns_of(loaded[split])
     wanted = entry.get("columns") or present
     if missing := [column for column in wanted if column not in present]:
         raise ValueError(f"{where}: {path} has no column {listed(missing)}: choose from {listed(present)}.")
-    kept = loaded.select_columns(list(wanted))
+    kept = loaded[split].select_columns(list(wanted))
     if (source := entry.get("source")) is None:
         return kept
     if "source" in wanted:
@@ -138,13 +135,10 @@ def _from_json(value: Any, kind: type, name: str, example: str) -> Any:
 def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
     check_dataset(dataset, name)
     column, present = script.dataset_prompt_column, columns_of(dataset)
-    if column not in present:
-        if (script.agent or script.environment_factory) and column == "prompt" and script.system_prompt is None:
-            return dataset  # An agent or environment makes the prompts.
-        raise ValueError(
-            f"{name} has no column {column!r}; it has {listed(present)}. Set dataset_prompt_column to the column "
-            "that holds the prompts."
-        )
+    makes_prompts = bool(script.agent or script.environment_factory) and script.system_prompt is None
+    if makes_prompts and column == "prompt" and column not in present:
+        return dataset
+    check_prompt_column(present, name, column)
     if column != "prompt" and "prompt" not in present:
         dataset = dataset.rename_column(column, "prompt")
     elif column != "prompt" and (
@@ -170,19 +164,19 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
     return dataset.map(put_system_first, **({} if isinstance(dataset, IterableDataset) else uncached))
 
 
-def load_source(name: str, config: str | None, kwargs: dict[str, Any], splits: Sequence[str], streaming: bool) -> Any:
-    """Load a dataset by its name, or a dict of its splits. With ``streaming`` return IterableDatasets."""
+def load_source(
+    name: str, config: str | None, kwargs: dict[str, Any], splits: Sequence[str], streaming: bool
+) -> dict[str, Any]:
+    """Load a dataset's splits by its name, as IterableDatasets with ``streaming``. A dataset without splits counts as
+    the first of ``splits``."""
     if (function := _function(name)) is not None:
         loaded = _call(function, name, kwargs if config is None else {"name": config, **kwargs}, splits)
     else:
         loaded = _load_stored(name, config, kwargs | ({"streaming": True} if streaming else {}))
-
-    def converted(part: Any) -> Any:
-        return part.to_iterable_dataset() if streaming and isinstance(part, Dataset) else part
-
-    if isinstance(loaded, dict):
-        return {name: converted(part) for name, part in loaded.items()}
-    return converted(loaded)
+    parts = loaded if isinstance(loaded, dict) else {splits[0]: loaded}
+    if not streaming:
+        return parts
+    return {key: each.to_iterable_dataset() if isinstance(each, Dataset) else each for key, each in parts.items()}
 
 
 def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
@@ -212,7 +206,7 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
 
 
 def _problem_of_file(path: Path, error: Exception) -> str:
-    """Return the fault of a file that `datasets` can't load, with its line number; an empty text if unknown."""
+    """Return the fault in a file that `datasets` can't load, in JSON lines with the line's number, or "" if unknown."""
     if not path.stat().st_size or "corresponds to no data" in str(error):
         return "the file has no rows: write some into it"
     rule = 'write one JSON object per line, such as {"prompt": "2 + 2 =", "answer": "4"}'
@@ -235,7 +229,7 @@ def _function(name: str) -> Callable[..., Any] | None:
     try:
         found = find_object(name, "The dataset", callable)
     except ValueError as error:
-        why = error.__cause__  # If the error has no cause, the module exists but lacks the attribute.
+        why = error.__cause__  # Without a cause, the module exists but lacks the function.
         absent = why is None or (isinstance(why, ModuleNotFoundError) and name.startswith(f"{why.name}."))
         if explicit or not absent:
             raise
@@ -247,7 +241,7 @@ def _function(name: str) -> Callable[..., Any] | None:
     )
 
 
-def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], splits: Sequence[str]) -> Any:
+def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], splits: Sequence[str]) -> dict[str, Any]:
     signature = inspect.signature(function)
     takes_split = "split" in signature.parameters and "split" not in kwargs
     results: dict[str, Any] = {}
@@ -266,4 +260,4 @@ def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], split
             continue
         check_dataset(result, f"The result of the dataset function {name}")
         results[split] = result
-    return results if takes_split else results[splits[0]]
+    return results

@@ -31,7 +31,7 @@ def content_parts(content: Any) -> list[dict[str, Any]]:
 
 
 def text_of(prompt: Any) -> Any:
-    """Return a prompt without its images, for display and logs."""
+    """Return a prompt with its messages' images left out, for display and logs."""
     if not isinstance(prompt, list):
         return prompt
     return [
@@ -58,13 +58,8 @@ def content_problem(message: dict[str, Any], images: bool = False) -> str:
     return ""
 
 
-def check_prompt(prompt: Any, where: str, tools: bool, images: bool = False) -> None:
+def check_prompt(prompt: Any, where: str, images: bool = False) -> None:
     if isinstance(prompt, str):
-        if tools:
-            raise ValueError(
-                f"{where}: the prompt is plain text, but tools need a conversation: give a list of messages, such as "
-                '[{"role": "user", "content": "..."}].'
-            )
         return
     messages = prompt if isinstance(prompt, list) else []
     if not messages or not all(
@@ -84,7 +79,7 @@ def template_messages(
     messages: Sequence[dict[str, Any]], write: Callable[[list[dict[str, Any]]], str]
 ) -> list[dict[str, Any]]:
     """Return a conversation in the form that a chat template can write. Templates that handle lists of parts and
-    missing contents get the messages unchanged. Other templates would drop a list, or write Python's or JSON's text of
+    missing contents get the messages with these. Other templates would drop a list, or write Python's or JSON's text of
     a list or of `None`. For such templates each content is replaced by the joined texts of its parts."""
     original = [{"content": None} | without_nones(message) for message in messages]
     joined = [{**message, "content": _joined(message["content"])} for message in original]

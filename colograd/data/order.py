@@ -15,7 +15,7 @@ from ..batch import Prompt
 from ..config import GRPOConfig
 from .prompts import PromptDataset
 
-EXTRA = 2**40  # Positions from 2**40 on belong to prompts that dynamic sampling draws in addition.
+EXTRA = 2**40  # First position of prompts that dynamic sampling draws in addition.
 
 
 @dataclass(eq=False)
@@ -49,14 +49,13 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
     def __post_init__(self) -> None:
         assert self.prompts_per_step % self.data_size == 0, (self.prompts_per_step, self.data_size)
         assert 0 <= self.data_rank < self.data_size, (self.data_rank, self.data_size)
-        round_size = self.prompts_per_step * self.steps_per_generation
-        self.num_rounds = self.num_rows // round_size
-        self.epoch_size = self.num_rounds * round_size  # Number of prompts of an epoch over all ranks.
+        self.round_size = self.prompts_per_step * self.steps_per_generation  # Number of prompts over all ranks.
+        self.num_rounds = self.num_rows // self.round_size  # Number of rounds of an epoch.
         if self.num_rounds == 0:
             raise ValueError(
-                f"The dataset has {self.num_rows} prompts, but one generation takes {round_size} (prompts_per_step="
-                f"{self.prompts_per_step} times steps_per_generation={self.steps_per_generation}). Lower one of the "
-                "two settings, or add prompts."
+                f"The dataset has {self.num_rows} prompts, but one generation takes {self.round_size} "
+                f"(prompts_per_step={self.prompts_per_step} times steps_per_generation={self.steps_per_generation}). "
+                "Lower one of the two settings, or add prompts."
             )
 
     def set_epoch(self, epoch: int) -> None:
@@ -66,18 +65,18 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
         return self.num_rounds * self.steps_per_generation * self.num_iterations
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        rows, per_rank = self._rows_in_order(), self.prompts_per_step // self.data_size
-        start = self.epoch * self.epoch_size
-        for round_index in range(self.num_rounds):
+        per_rank = self.prompts_per_step // self.data_size
+        for number in range(self.epoch * self.num_rounds, (self.epoch + 1) * self.num_rounds):
+            rows, start = self.rows_of(number), number * self.round_size
             for step in [*range(self.steps_per_generation)] * self.num_iterations:
-                step_of_epoch = round_index * self.steps_per_generation + step
-                first = step_of_epoch * self.prompts_per_step + self.data_rank * per_rank
-                yield [(rows[index], start + index) for index in range(first, first + per_rank)]
+                first = step * self.prompts_per_step + self.data_rank * per_rank
+                yield [(rows[place], start + place) for place in range(first, first + per_rank) if rows]
 
-    def _rows_in_order(self) -> Sequence[int]:
-        if not self.shuffle:
-            return range(self.num_rows)
-        return _permutation(self.num_rows, self.seed, self.epoch)
+    def rows_of(self, number: int) -> Sequence[int]:
+        """Return the rows of a round, which ``number`` counts over all epochs, in the order of their positions."""
+        epoch, index = divmod(number, self.num_rounds)
+        rows = _permutation(self.num_rows, self.seed, epoch) if self.shuffle else range(self.num_rows)
+        return rows[index * self.round_size : (index + 1) * self.round_size]
 
 
 @functools.lru_cache(maxsize=1)
@@ -96,29 +95,29 @@ def seed_of(config: GRPOConfig) -> int:
 
 def extra_prompts(dataset: PromptDataset, config: GRPOConfig, step: int, drawn: int, count: int) -> list[Prompt]:
     """Return ``count`` additional prompts of this rank for an optimizer step, for dynamic sampling. The first ``drawn``
-    ones are skipped. The result depends only on seed and step, so a resumed run draws the same prompts without saved
-    state. Ranks take turns in one random order of all rows, which is repeated from its start when it ends."""
-    layout, rows = config.layout, _extra_rows(dataset, config, step)
-    places = [index * layout.data_size + layout.data_rank for index in range(drawn, drawn + count)]
-    return [dataset[rows[place % len(rows)], EXTRA * (step + 1) + place] for place in places]
+    ones are skipped. Ranks take turns in one random order of all rows, which is repeated from its start when it ends.
+    The order depends only on seed and step, so a resumed run draws the same prompts without saved state."""
+    layout = config.layout
+    places = (index * layout.data_size + layout.data_rank for index in range(drawn, drawn + count))
+    return [prompt_at(dataset, config, EXTRA * (step + 1) + place) for place in places]
 
 
 def prompt_at(dataset: PromptDataset, config: GRPOConfig, position: int) -> Prompt:
     """Return the prompt at a position of a run without curriculum. Dynamic sampling's prompts begin at `EXTRA`."""
     if position < EXTRA:
         order = StepOrder.of(config, len(dataset))
-        epoch, place = divmod(position, order.epoch_size)
-        order.set_epoch(epoch)
-        return dataset[order._rows_in_order()[place], position]
+        number, place = divmod(position, order.round_size)
+        return dataset[order.rows_of(number)[place], position]
     step, place = divmod(position, EXTRA)
-    rows = _extra_rows(dataset, config, step - 1)
-    return dataset[rows[place % len(rows)], position]
+    rows = permutation(len(dataset), f"{seed_of(config)} extra {step - 1}")
+    return dataset[int(rows[place % len(rows)]), position]
 
 
-def _extra_rows(dataset: PromptDataset, config: GRPOConfig, step: int) -> list[int]:
-    digest = hashlib.sha256(f"{seed_of(config)} extra {step}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    return torch.randperm(len(dataset), generator=generator).tolist()
+@functools.lru_cache(maxsize=1)
+def permutation(rows: int, text: str) -> torch.Tensor:
+    """Return a random permutation of 0 ... rows-1, int64, that depends only on ``text``."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1))
 
 
 class PromptLoader(DataLoader):

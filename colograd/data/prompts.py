@@ -1,53 +1,46 @@
-"""Tokenised prompts: rows go through the chat template, and too long prompts are dropped or refused."""
+"""Tokenise the prompts of a dataset's rows, with the chat template for conversations. Drop or refuse long prompts."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 import numpy as np
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 
 from ..batch import ModelInput, Prompt
 from ..parallel import watchdog
-from .columns import IMAGES, by_column, check_columns, check_dataset, check_prompt_column, check_rows
+from .columns import by_row, check_columns, check_prompt_column, check_rows, whole
 from .messages import check_prompt, template_messages, without_nones
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ROWS_AT_ONCE = 1000  # Number of rows per call of the tokenizer.
 NAMED = 5  # Maximum number of too long prompts that a message lists.
-COLUMNS = ("prompt", "chat_template_kwargs", "environment")  # Columns that the tokens of a prompt depend on.
+COLUMNS = ("prompt", "chat_template_kwargs")  # Columns that the tokens of a prompt depend on.
 
 
+@dataclass(eq=False)
 class PromptDataset(torch.utils.data.Dataset):
-    """Rows with their tokenised prompts, made by `tokenize_prompts`.
+    """A dataset's rows with their prompts as the model's inputs. `tokenize_prompts` makes it.
 
-    ``dataset`` has the rows without too long prompts. ``dropped`` maps a too long prompt's row number in the original
-    dataset to its number of tokens. An index (row, position) returns a `Prompt`; any other index returns rows.
-    """
+    An index (row, position) returns a `Prompt`. Any other index returns rows."""
 
-    def __init__(
-        self, dataset: Dataset, token_ids: Any, ends: np.ndarray, dropped: dict[int, int], rules: PromptRules
-    ) -> None:
-        """token_ids: [sum P] int32, all prompts in sequence; ends: [rows + 1] int64, the prompts' borders in
-        ``token_ids``, from 0. If ``rules`` has a reader, token_ids is None: the reader converts a row on request."""
-        assert len(ends) == len(dataset) + 1, (len(ends), len(dataset))
-        self.dataset, self.dropped = dataset, dropped
-        self._token_ids, self._ends, self._rules = token_ids, ends, rules
-        # An extension's curriculum, which chooses each step's prompts in place of `StepOrder`: `order(config)` makes
-        # the batch sampler; `saved` and `load(state)` hold its state; `missing` is why a checkpoint may lack the state.
-        self.choice: Any = None
+    dataset: Dataset  # The rows without too long prompts.
+    token_ids: Any  # All prompts in sequence, [sum P] int32. None: the reader of ``rules`` converts a row on request.
+    ends: np.ndarray  # The prompts' borders in ``token_ids``, from 0, [rows + 1] int64.
+    dropped: dict[int, int]  # Row number of a too long prompt in the original dataset -> its number of tokens.
+    rules: PromptRules
+    # An extension's object that chooses each step's prompts: `order(config)` makes the `StepOrder`; `saved` and
+    # `load(state)` hold its state; `missing` is why a checkpoint may lack the state.
+    choice: Any = None
 
     def dropped_line(self) -> str:
         """Return a log line with the number of dropped prompts, and the rows of the first dropped prompts."""
-        rules, total = self._rules, len(self.dropped) + len(self)
+        rules, total = self.rules, len(self.dropped) + len(self)
         first = ", ".join(f"row {row} ({tokens} tokens)" for row, tokens in [*self.dropped.items()][:NAMED])
         return (
             f"data: {len(self.dropped)} of {total} prompts are too long and were dropped: of {rules.name}, with a "
@@ -56,7 +49,7 @@ class PromptDataset(torch.utils.data.Dataset):
 
     @property
     def longest(self) -> int:
-        return int(np.diff(self._ends).max())
+        return int(np.diff(self.ends).max())
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -66,17 +59,10 @@ class PromptDataset(torch.utils.data.Dataset):
             return self.dataset[key]
         row, position = key
         example = self.dataset[row]
-        if self._rules.reader is not None:
-            return Prompt(example, self._rules.reader.of_row(example, row, self._rules), position)
-        ids = self._token_ids[self._ends[row] : self._ends[row + 1]]
+        if self.rules.reader is not None:
+            return Prompt(example, self.rules.reader.of_row(example, row, self.rules), position)
+        ids = self.token_ids[self.ends[row] : self.ends[row + 1]]
         return Prompt(example, ModelInput(tuple(ids.tolist())), position)
-
-    @property
-    def most_images(self) -> int:
-        return 0 if self._rules.reader is None else self._rules.reader.most
-
-    def first(self, count: int) -> list[Prompt]:
-        return [self[row, row] for row in range(min(count, len(self)))]
 
     def prompts(self, first: int = 0, step: int = 1) -> list[Prompt]:
         """Return the prompts of every ``step``-th row from row ``first`` on, for an evaluation; position is the row."""
@@ -91,15 +77,17 @@ class PromptRules:
     assistant's message, the model continues the message. A row's ``chat_template_kwargs`` override the run's.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any  # The policy's tokenizer, of transformers.
     max_prompt_tokens: int
     overlong: str  # `overlong`: treatment of prompts over the limit, `drop` or `error`.
     chat_template_kwargs: dict[str, Any]
     name: str  # Name of the dataset, for log lines and errors.
-    tools: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # Function: row -> tools for the template.
-    # An extension's reader of rows with media such as images; None for text rows. `prompt(example, row, rules)` makes a
+    columns: Sequence[str] = ()  # Further columns that the tokens of a prompt depend on, in addition to `COLUMNS`.
+    # An extension's function: (row, the row's name in errors) -> further arguments of the chat template.
+    arguments: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None
+    # An extension's reader of rows that aren't only text; None for text rows. `prompt(example, row, rules)` makes a
     # row's `ModelInput`, and `of_row` does so with a small cache, because successive steps may take the same row.
-    # `lengths(rows, rules)` counts the tokens of each row. `most` is the largest number of images of a prompt so far.
+    # `lengths(rows, rules)` counts the tokens of each row.
     reader: Any = None
     tell: Callable[[str], None] = lambda line: None  # Function that logs a progress line.
     rows: int = 0  # Number of rows of the model's embedding, or 0 if unknown.
@@ -107,21 +95,25 @@ class PromptRules:
     def where(self, row: int) -> str:
         return f"{self.name}, row {row}"
 
-    def encode(self, columns: dict[str, list[Any]], first: int) -> list[tuple[int, ...]]:
-        """Tokenise a batch of rows without dropping long prompts. ``first`` is the first row's number, for errors."""
-        prompts = columns["prompt"]
+    def read_columns(self, present: Sequence[str]) -> list[str]:
+        """Return those of the columns ``present`` that the tokens of a prompt depend on."""
+        return [name for name in (*COLUMNS, *self.columns) if name in present]
+
+    def encode(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[tuple[int, ...]]:
+        """Tokenise rows, also too long ones (which may raise ValueError). ``first``: first row's number, for errors."""
         # Prompts with equal template arguments are tokenised in one call. Plain texts (arguments None) are tokenised in
         # one call without template. Each value is (the arguments, indices of the prompts).
         alike: dict[str, tuple[dict[str, Any] | None, list[int]]] = {}
-        for index, prompt in enumerate(prompts):
-            check_prompt(prompt, self.where(first + index), self.tools is not None)
-            arguments = None if isinstance(prompt, str) else template_arguments(columns, index, self)
+        for index, row in enumerate(rows):
+            where = self.where(first + index)
+            check_prompt(row.get("prompt"), where)
+            arguments = self.template_arguments(row, where)
             alike.setdefault(repr(sorted((arguments or {}).items())), (arguments, []))[1].append(index)
         encoded: dict[int, tuple[int, ...]] = {}
         for arguments, places in alike.values():
-            texts = [prompts[index] for index in places]
+            prompts = [rows[index]["prompt"] for index in places]
             if arguments is None:
-                ids = text_ids(self.tokenizer, texts)
+                ids = text_ids(self.tokenizer, prompts)
             else:
                 where, apply = self.where(first + places[0]), self.tokenizer.apply_chat_template
                 if not getattr(self.tokenizer, "chat_template", "its own") and "chat_template" not in arguments:
@@ -131,7 +123,7 @@ class PromptRules:
                         "prompts."
                     )
                 write = functools.partial(apply, tokenize=False, **arguments)
-                cleaned = [template_messages(messages, write) for messages in texts]
+                cleaned = [template_messages(messages, write) for messages in prompts]
                 try:
                     ids = apply(cleaned, tokenize=True, return_dict=False, **arguments)
                 except (jinja2.TemplateError, ValueError, TypeError) as error:
@@ -139,26 +131,36 @@ class PromptRules:
                         refusal = f"the chat template refuses the prompt {cleaned[0]!r}: {error}"
                         raise ValueError(f"{where}: {refusal}") from error
                     # Tokenise the rows one by one to find the bad row.
-                    rows = ({name: [values[at]] for name, values in columns.items()} for at in places)
-                    ids = [[*self.encode(row, first + at)[0]] for at, row in zip(places, rows, strict=True)]
-            encoded |= {index: tuple(own) for index, own in zip(places, ids, strict=True)}
-        for index, prompt in enumerate(prompts):
-            if self.rows:
-                check_rows(encoded[index], self.rows, self.tokenizer, f"{self.where(first + index)}: the prompt")
-            self.fits(len(encoded[index]), prompt, first + index)
-        return [encoded[index] for index in range(len(prompts))]
+                    ids = [[*self.encode([rows[at]], first + at)[0]] for at in places]
+            for index, own in zip(places, ids, strict=True):
+                encoded[index] = tuple(own)
+                if self.rows:
+                    check_rows(own, self.rows, self.tokenizer, f"{self.where(first + index)}: the prompt")
+                self.fits(len(own), rows[index]["prompt"], first + index)
+        return [encoded[index] for index in range(len(rows))]
 
-    def changed(self, example: dict[str, Any], where: str) -> ModelInput | None:
-        """Convert a row that isn't in the dataset, such as a changed prompt. Return None if it has too many tokens."""
+    def template_arguments(self, row: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+        """Return the keyword arguments of `apply_chat_template` for a row, or None if its prompt is plain text."""
+        further = {} if self.arguments is None else self.arguments(row, where)
+        if isinstance(row["prompt"], str):
+            return None
+        continues = row["prompt"][-1]["role"] == "assistant"
+        arguments = {"add_generation_prompt": not continues, "continue_final_message": continues}
+        own = without_nones(row.get("chat_template_kwargs") or {})
+        return {**arguments, **self.chat_template_kwargs, **own, **further}
+
+    def changed(self, example: Mapping[str, Any], where: str) -> ModelInput | None:
+        """Convert a row that isn't in the dataset. For a too long prompt return None, or raise ValueError as `fits`."""
+        row = {name: example[name] for name in self.read_columns([*example])}
         if self.reader is not None:
-            prompt = self.reader.prompt(example, 0, dataclasses.replace(self, name=where))
+            prompt = self.reader.prompt(row, 0, dataclasses.replace(self, name=where))
         else:
-            (ids,) = self.encode({name: [value] for name, value in example.items()}, 0)
+            (ids,) = self.encode([row], 0)
             prompt = ModelInput(ids)
         return prompt if len(prompt) <= self.max_prompt_tokens else None
 
     def fits(self, tokens: int, prompt: Any, row: int) -> bool:
-        """Return whether a prompt of ``tokens`` tokens is within the limit. May raise ValueError, see ``overlong``."""
+        """Return whether a prompt is short enough. Raise ValueError if not and ``overlong`` is "error", or if empty."""
         if not tokens:
             raise ValueError(f"{self.where(row)}: the prompt {prompt!r} has no tokens: remove the row.")
         if tokens > self.max_prompt_tokens and self.overlong == "error":
@@ -170,41 +172,32 @@ class PromptRules:
 
 
 def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
-    """Tokenise the column ``prompt`` of a dataset. An iterable dataset, possible in evaluation, is read to its end."""
-    name = rules.name
-    check_dataset(dataset, name)
-    if isinstance(dataset, IterableDataset):
-        rows = list(dataset.with_format(None))
-        features = dataset.features if rows else None  # Features don't fit an empty dataset.
-        dataset = Dataset.from_dict(by_column(rows), features=features, on_mixed_types="use_json")
+    """Tokenise the column ``prompt`` of a dataset. A stream (in an evaluation) is read to its end."""
+    name, dataset = rules.name, whole(dataset, rules.name)
     check_columns(dataset, name, rules.reader is not None)
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows, so there are no prompts to sample from: add rows.")
     check_prompt_column(dataset.column_names, name)
     dataset = dataset.with_format(None)
-    wanted = dataset.select_columns([c for c in (*COLUMNS, *IMAGES) if c in dataset.column_names])
     if rules.reader is None:
-        every, chunks = list[int](), [np.empty(0, dtype=np.int32)]
-        for first in range(0, len(wanted), ROWS_AT_ONCE):
+        read, encoded = dataset.select_columns(rules.read_columns(dataset.column_names)), list[np.ndarray]()
+        for first in range(0, len(read), ROWS_AT_ONCE):
             watchdog.progress("the prompts' tokens")
-            for ids in rules.encode(wanted[first : first + ROWS_AT_ONCE], first):
-                every.append(len(ids))
-                if len(ids) <= rules.max_prompt_tokens:
-                    chunks.append(np.asarray(ids, dtype=np.int32))
-        token_ids = np.concatenate(chunks)
-        kept = [row for row, tokens in enumerate(every) if tokens <= rules.max_prompt_tokens]
+            rows = by_row(read[first : first + ROWS_AT_ONCE])
+            encoded += [np.asarray(ids, dtype=np.int32) for ids in rules.encode(rows, first)]
+        lengths = [*map(len, encoded)]
     else:
-        every, token_ids = rules.reader.lengths(wanted, rules), None
-        kept = [row for row, tokens in enumerate(every) if rules.fits(tokens, "", row)]
+        lengths = rules.reader.lengths(dataset, rules)
+    kept = [row for row, tokens in enumerate(lengths) if rules.fits(tokens, "", row)]
     if not kept:
         raise ValueError(
             f"{name}: all {len(dataset)} prompts are over the limit of {rules.max_prompt_tokens} tokens. Raise "
             "max_prompt_tokens or vllm_max_model_length."
         )
-    rows = dataset.select(kept) if len(kept) < len(dataset) else dataset
-    ends = np.cumsum([0, *(every[row] for row in kept)], dtype=np.int64)
-    dropped = {row: tokens for row, tokens in enumerate(every) if tokens > rules.max_prompt_tokens}
-    return PromptDataset(rows, token_ids, ends, dropped, rules)
+    token_ids = np.concatenate([encoded[row] for row in kept]) if rules.reader is None else None
+    dropped = {row: tokens for row, tokens in enumerate(lengths) if tokens > rules.max_prompt_tokens}
+    ends = np.cumsum([0, *(lengths[row] for row in kept)], dtype=np.int64)
+    return PromptDataset(dataset.select(kept) if dropped else dataset, token_ids, ends, dropped, rules)
 
 
 def text_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
@@ -214,16 +207,3 @@ def text_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
         list(ids[1:] if start and text.startswith(start) and list(ids[:2]) == [token, token] else ids)
         for text, ids in zip(texts, tokenizer(texts).input_ids, strict=True)
     ]
-
-
-def template_arguments(batch: dict[str, list[Any]], index: int, rules: PromptRules) -> dict[str, Any]:
-    """Return the keyword arguments of `apply_chat_template` for one row of a batch."""
-    continues = batch["prompt"][index][-1]["role"] == "assistant"
-    arguments = {"add_generation_prompt": not continues, "continue_final_message": continues}
-    arguments |= rules.chat_template_kwargs
-    own = batch["chat_template_kwargs"][index] if "chat_template_kwargs" in batch else None
-    arguments |= without_nones(own or {})
-    if rules.tools is not None:
-        row = {"environment": batch["environment"][index]} if "environment" in batch else {}
-        arguments["tools"] = rules.tools(row) or None
-    return arguments

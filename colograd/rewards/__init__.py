@@ -4,16 +4,17 @@
 `calling` makes the keywords of one call and checks its rewards. `scoring` decides where and when each call runs.
 Extensions offer further reward functions (hook ``rewards``) and convert reward models to functions (``reward_models``).
 
-A reward function has TRL's signature, and is called with keywords only, for one group at a time:
+A reward function has TRL's signature, and is called with keywords only, for one group (or with `reward_call: all` for
+all groups that a rank has sampled):
 
     f(prompts, completions, completion_ids, completion_mask, trainer_state, log_extra, log_metric, **columns)
-        -> list[float | None]    # G rewards; for an agent's session a reward may be a list with a number per turn
+        -> list[float | None]    # G rewards; with an agent a reward may be a list with a number per turn
 
-``columns`` are all columns of the dataset except ``prompt``, each value repeated G times. ``None`` means that the
-function abstains. A function without ``**kwargs`` gets only the keywords that it names. ``async def`` functions of a
-group run concurrently.
+``columns`` are the dataset's columns except ``prompt``, with a value repeated G times, and columns that the rollouts
+add. ``None`` means that the function abstains. A function without ``**kwargs`` gets only the keywords that it names.
+All calls of ``async def`` functions run concurrently.
 
-Some names of this package are imported on first use, because reward workers import the package and need no torch.
+Some names are imported on first use, because worker processes import this package and shouldn't import torch.
 """
 
 from __future__ import annotations
@@ -21,15 +22,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .answers import builtin_rewards, get_soft_overlong_punishment, gsm8k_reward, last_number, number_in, text_of
+from .answers import get_soft_overlong_punishment, gsm8k_reward, last_number, number_in, text_of, think_format_reward
 
 if TYPE_CHECKING:
-    from .answers import think_format_reward
     from .functions import RewardError, RewardFunction, resolve_rewards, weighted_sum
     from .scoring import Ready, Scorer, Scoring
 
 _MODULES = {
-    "answers": ("think_format_reward",),
     "functions": ("RewardError", "RewardFunction", "resolve_rewards", "weighted_sum"),
     "mathematics": ("accuracy_reward", "math_answer_reward", "reasoning_accuracy_reward"),
     "models": ("RewardModel", "with_models"),  # `mathematics` and `models` are modules of the extension `graders`.
@@ -38,8 +37,6 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "BUILTIN_REWARDS":
-        return builtin_rewards()
     for module, names in _MODULES.items():
         if name in names:
             return getattr(importlib.import_module(f".{module}", __name__), name)

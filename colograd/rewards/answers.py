@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..runtime import registry
 
 _NUMBER = re.compile(
-    r"(?:(?<![\w.)\]])-\$?)?"  # Sign of a number. A minus after a digit or word is no sign, so 10-5 ends in 5.
+    r"(?:(?<![\w.)\]])-\$?)?"  # Sign. A minus after a letter, digit, point or bracket is no sign, so 10-5 ends in 5.
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"  # Number such as 1,234.5 or 1234.5.
     r"|(?<![0-9.])\.[0-9]+)"  # Number such as .5.
     r"(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?"  # Exponent, as in 1e-05.
@@ -47,7 +47,7 @@ def text_of(completion: Any) -> str:
 
 
 def thought_begun(prompt_texts: Sequence[str] | None, count: int) -> list[bool]:
-    """Return for each of ``count`` completions whether its prompt ends in ``<think>``, written by the chat template."""
+    """Return for each of ``count`` completions whether its prompt ends in ``<think>``. All False without the texts."""
     return [text.rstrip().endswith("<think>") for text in prompt_texts] if prompt_texts else [False] * count
 
 
@@ -81,19 +81,19 @@ def _right_number(number: Decimal | None, answer: Any) -> float | None:
 
 
 def last_number(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float | None]:
-    """Return 1.0 if the completion's last number equals the last number in the column ``answer``, else 0.0.
+    """Return for each completion 1.0 if its last number equals the last number in the column ``answer``, else 0.0.
 
     Numbers are integers or decimals, with or without commas or an exponent: ``#### 42`` (GSM8K), ``-5``, ``$1,234.50``,
-    ``42.``, ``1e-05``. Numbers are compared exactly, as decimals, or to 12 digits if ``answer`` is a float. The reward
+    ``42.``, ``1e-05``. Numbers are compared exactly, as decimals, or to 12 digits if the column has floats. The reward
     is None if ``answer`` has no number."""
     pairs = zip(completions, answer, strict=True)
     return [_right_number(number_in(text_of(completion)), expected) for completion, expected in pairs]
 
 
 def gsm8k_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float | None]:
-    """Return 1.0 if the number after the completion's last ``####`` equals the column ``answer``, else 0.0.
+    """Return for each completion 1.0 if the last number behind a ``####`` equals the column ``answer``, else 0.0.
 
-    As in verl, only the last 300 characters are read, and ``#### $5`` and ``#### 5.`` don't count as numbers. verl
+    As in verl, only the last 300 characters are read, and neither ``#### $5`` nor ``#### 5.`` counts as 5. verl
     compares texts, but this function compares numbers, so ``#### 5.00`` equals 5. ``answer`` is a number, or a text
     that ends in a number, such as GSM8K's answers. The reward is None if ``answer`` has no number."""
     pairs = zip(completions, answer, strict=True)
@@ -106,7 +106,7 @@ def gsm8k_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> li
 
 
 def behind_hashes(text: str) -> str | None:
-    """Return the number after a text's last ``####``: sign, digits and points, without commas. None: no such number."""
+    """Return the last number behind ``#### `` in a text, as sign, digits and points without commas, or None."""
     numbers = _BEHIND_HASHES.findall(text)
     return numbers[-1].replace(",", "") if numbers else None
 
@@ -118,10 +118,10 @@ def chance_of_pass(n: int, c: int, k: int) -> float:
 
 
 def think_format_reward(completions: list[Any], prompt_texts: list[str] | None = None, **kwargs: Any) -> list[float]:
-    """Return 1.0 if the completion starts with exactly one ``<think>...</think>`` block, else 0.0, as in TRL.
+    """Return for each completion 1.0 if it starts with ``<think>``, has no second one, and ends the thought, else 0.0.
 
-    The block may begin in the prompt, if the chat template ends with ``<think>``. A thought that the tokenizer's parser
-    has moved to a separate key of the message counts as such a block."""
+    As in TRL. The ``<think>`` may be the end of the prompt, written by the chat template. A thought that the
+    tokenizer's parser has moved to a separate key of the message counts, too."""
     begun = thought_begun(prompt_texts, len(completions))
     return [
         float(has_thought_apart(completion) or _THINK.match("<think>" * within + text_of(completion)) is not None)

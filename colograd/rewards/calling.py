@@ -1,4 +1,4 @@
-"""Make the keyword arguments of one call of a reward function, check its rewards and logged values, and sum rewards."""
+"""Make the keyword arguments of one call of a reward function, and check the rewards that the call returned."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def keywords_for(
 
     Args:
         groups: one group, or all groups of a rank. If ``group.example["prompt"]`` is a list of messages, the function
-            gets each completion as ``[{"role": "assistant", "content": text}]``, or as all messages of a conversation
-            with tools. Otherwise it gets texts. ``Rollout.columns`` override columns of ``group.example``.
+            gets each completion as ``[{"role": "assistant", "content": text}]``, or as `Rollout.messages` if there are
+            some. Otherwise it gets texts. ``Rollout.columns`` override columns of ``group.example``.
         trainer_state: transformers' `TrainerState`, for rewards that depend on the training's progress.
-        log: the log that ``log_extra`` and ``log_metric`` write to. None: a worker process will add its own log.
+        log: the log that ``log_extra`` and ``log_metric`` write to. None: a worker process will call the function.
     """
     columns = dict.fromkeys(name for group in groups for name in group.example if name not in RESERVED)
     own = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.columns)
@@ -48,7 +48,6 @@ def keywords_for(
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         names = {name: None for name in names if name in parameters}
     keywords: dict[str, Any] = {name: shared.get(name, []) for name in names}
-    own_names = [name for name in names if name not in shared and name not in PER_TOKEN]
     for group, of_group in zip(groups, texts, strict=True):
         prompt = group.example["prompt"]
         for rollout, text in zip(group.rollouts, of_group, strict=True):
@@ -57,12 +56,11 @@ def keywords_for(
             row = {**group.example, "prompts": prompt, "completions": completion, **rollout.columns}
             # For a worker process, ids and mask are an array and bytes, 5 bytes per token. The worker makes lists.
             if "completion_ids" in names:
-                ids = rollout.completion_ids
-                keywords["completion_ids"].append(list(ids) if log is not None else ids)
+                row["completion_ids"] = list(rollout.completion_ids) if log is not None else rollout.completion_ids
             if "completion_mask" in names:  # The mask is 1 for a token that the model wrote, else 0.
                 mask = rollout.sampled.to(torch.uint8)
-                keywords["completion_mask"].append(mask.tolist() if log is not None else mask.numpy().tobytes())
-            for name in own_names:
+                row["completion_mask"] = mask.tolist() if log is not None else mask.numpy().tobytes()
+            for name in names.keys() - shared:
                 keywords[name].append(own_copy(row.get(name)))
     if problem := _lacking(reward, keywords, groups[0].example):
         raise RewardError(reward.name, groups[0].position, None, problem)
@@ -94,16 +92,18 @@ def _lacking(reward: RewardFunction, given: Container[str], columns: Iterable[st
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return a function's parameters. A callable in C without a signature counts as one that takes ``**kwargs``."""
+    """Return a function's parameters. A callable without a readable signature counts as one with ``**kwargs``."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
         return inspect.signature(lambda **kwargs: None).parameters
 
 
-def value_error(reward: RewardFunction, groups: Sequence[Group], completion: int | None, problem: str) -> RewardError:
+def value_error(
+    reward: RewardFunction, groups: Sequence[Group], problem: str, completion: int | None = None
+) -> RewardError:
     if place := place_of(reward.function):
-        problem += f" It begins at {place}."
+        problem += f" The function begins at {place}."
     return RewardError(reward.name, groups[0].position, completion, problem)
 
 
@@ -112,20 +112,17 @@ def checked_values(reward: RewardFunction, groups: Sequence[Group], values: Any)
     wrong value raises `RewardError`."""
     size = sum(len(group.rollouts) for group in groups)
     fail = functools.partial(value_error, reward, groups)
-
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu().float().numpy()
     if not isinstance(values, (list, tuple, np.ndarray)) or (isinstance(values, np.ndarray) and values.ndim == 0):
         raise fail(
-            None,
             f"it returned {reprlib.repr(values)} ({type(values).__name__}), but a reward function must return a list "
-            f"of {size} numbers, one per completion.",
+            f"of {size} numbers, one per completion."
         )
     if len(values) != size:
         raise fail(
-            None,
             f"it returned {len(values)} rewards for {size} completions. A reward function must return exactly one "
-            "number per completion, or None to abstain from that completion.",
+            "number per completion, or None to abstain from that completion."
         )
     numbers_G = []
     for index, value in enumerate(values):
@@ -134,10 +131,7 @@ def checked_values(reward: RewardFunction, groups: Sequence[Group], values: Any)
         # For NaN the comparison with FLOAT32_MAX is false, so NaN isn't a valid reward.
         if value is not None and not (isinstance(number, numbers.Real) and abs(number) <= FLOAT32_MAX):
             is_nan = isinstance(number, numbers.Real) and bool(number != number)
-            raise fail(
-                index,
-                f"its reward is {reprlib.repr(value)} ({type(value).__name__}), but a reward must be a finite float32 "
-                f"number or None.{' To abstain, return None.' if is_nan else ''}",
-            )
+            problem = f"its reward is {reprlib.repr(value)} ({type(value).__name__}), but a reward must be a finite "
+            raise fail(f"{problem}float32 number or None.{' To abstain, return None.' if is_nan else ''}", index)
         numbers_G.append(float(number))
     return numbers_G

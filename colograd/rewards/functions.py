@@ -17,9 +17,7 @@ import re
 import reprlib
 import sys
 import textwrap
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,8 +29,8 @@ from ..usercode.calls import Outcome, place_in, unwrapped
 from .answers import builtin_rewards
 
 TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")
-ROUNDING = 4 * torch.finfo(torch.float32).eps  # Largest relative difference of two equal sums of float32 rewards.
-# Names of the trainer's metrics (`OWN_METRICS`), and their prefixes before a slash (`OWN_FAMILIES`).
+ROUNDING = 4 * torch.finfo(torch.float32).eps  # Relative difference of sums of rewards that count as equal.
+# Names of the trainer's metrics, and their prefixes before a slash. Reward functions may not log such metrics.
 OWN_METRICS = (
     "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "entropy", "kl", "reward",
     "reward_std", "frac_reward_zero_std",
@@ -42,7 +40,7 @@ OWN_FAMILIES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RewardFunction:
     """A reward function, with its name in metrics and its weight in the sum over all reward functions."""
 
@@ -57,7 +55,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def is_of_module(function: Callable[..., Any]) -> bool:
-    """Return whether a worker process can import ``function``: a plain function that is an attribute of its module."""
+    """Return whether a worker can import ``function``: a plain function that isn't nested or defined in a script."""
     module = sys.modules.get(getattr(function, "__module__", ""))
     return (
         inspect.isfunction(function)
@@ -66,23 +64,21 @@ def is_of_module(function: Callable[..., Any]) -> bool:
     )
 
 
-class ModelReward(ABC):
-    """Base class of reward models. They run in the trainer's process, on all completions after the generation."""
+class ModelReward:
+    """Base class of reward models. One call in the trainer's process scores the completions of all waiting groups:
+    ``model(prompts, completions)`` returns one reward per completion."""
 
     tokenizer: Any
-
-    @abstractmethod
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        """Return one reward per completion. Prompts and completions may come from several groups."""
+    __call__: Callable[..., list[float]]
 
 
 class RewardError(RuntimeError):
-    """The error of a reward function that raised an exception, or returned a value that can't be a reward.
+    """A reward function has raised an exception, crashed, taken too long, or returned or logged a wrong value.
 
     Attributes:
         function: the reward function's name.
-        position: the prompt's position in the stream of prompts.
-        completion: the completion's index in its group, 0 ... G-1. None means that the error concerns the whole group.
+        position: position of the (first) group's prompt in the stream of prompts.
+        completion: the completion's index in its group, 0 ... G-1. None means that the error concerns the whole call.
         problem: the wrong value, the rule and the remedy. If the function raised, also the function's traceback.
     """
 
@@ -114,7 +110,7 @@ def resolve_rewards(
         weights: one weight per function. None means 1 for each function.
 
     Raises:
-        ValueError: there is no function, a function can't be found or called, or the number of weights is wrong.
+        ValueError: there is no function, a function can't be imported or called, or the number of weights is wrong.
     """
     given = as_list(reward_funcs)
     if not given:
@@ -131,13 +127,9 @@ def resolve_rewards(
     for item, weight in zip(given, weights or [1.0] * len(given), strict=True):
         function = _found(item) if isinstance(item, str) else item
         problem, shown = "", item if isinstance(item, str) else reprlib.repr(item)
-        is_class = inspect.isclass(function)
-        if isinstance(function, torch.nn.Module) or (is_class and issubclass(function, torch.nn.Module)):
-            problem = (
-                "a model, but an import path must lead to a function: give the model's folder or Hub id, or the model "
-                "itself"
-            )
-        elif is_class:
+        if issubclass(function if inspect.isclass(function) else type(function), torch.nn.Module):
+            problem = "a model, but an import path must lead to a function: give the model, or its folder or Hub id"
+        elif inspect.isclass(function):
             problem = "a class, but must be a function: give an instance of it"
         elif not callable(function):
             problem = (
@@ -146,7 +138,7 @@ def resolve_rewards(
             )
         if problem:
             raise ValueError(f"reward function {shown!r} is {problem}.")
-        if check := getattr(function, "check_settings", None):  # LLM judges have `check_settings`.
+        if check := getattr(function, "check_settings", None):  # The reward `judge` has `check_settings`.
             check()
         name = function_name(function)
         names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
@@ -171,30 +163,28 @@ def _found(spec: str) -> Any:
 
 
 def function_name(function: Any) -> str:
-    """Return the name of a reward function: of a partial the name of the wrapped function, of a callable object the
-    name of its class."""
+    """Return the name of a reward function: of a partial the name of the wrapped function, of an object without
+    ``__name__`` the name of its class."""
     function = unwrapped(function)
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def code_digest(function: Any) -> str:
     """Return a digest of a function's source and of the statements of its module that define the names it uses.
-    Comments, formatting, and values that a module computes at run time don't change the digest. A function without
-    source has the digest of an empty module."""
+    Comments, formatting, imported code, and values at run time don't change the digest. A function without source has
+    the digest of an empty module."""
     function = unwrapped(function)
     function = function if inspect.isroutine(function) else type(function)
     found, defined = hashlib.blake2b(digest_size=8), dict[str, list[ast.stmt]]()
     for statement in _parsed(sys.modules.get(function.__module__)).body:
-        names: set[str] = set()
+        assigned = ast.walk(statement) if isinstance(statement, ast.Assign | ast.AnnAssign) else ()
+        names = {node.id for node in assigned if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names = {statement.name}
-        elif isinstance(statement, ast.Assign | ast.AnnAssign):
-            nodes = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
-            names = {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
         for name in names:
             defined.setdefault(name, []).append(statement)
     todo: list[ast.AST] = [_parsed(function)]
-    for node in todo:  # The loop's body appends to `todo`.
+    for node in todo:  # The loop also visits nodes that its body appends.
         found.update(ast.dump(node).encode())
         for name in sorted({each.id for each in ast.walk(node) if isinstance(each, ast.Name)}):
             todo += defined.pop(name, [])
@@ -230,11 +220,9 @@ def check_log(
     fail = functools.partial(RewardError, reward.name, position)
     for name, values in columns.items():
         if len(values) != len(rollouts):
-            raise fail(
-                None,
-                f"the function logged {len(values)} values in the column {name!r} for {len(rollouts)} completions. "
-                "Pass exactly one value per completion to log_extra, with None for a completion without a value.",
-            )
+            problem = f"the function logged {len(values)} values in the column {name!r} for {len(rollouts)} completions"
+            rule = "Pass exactly one value per completion to log_extra, with None for a completion without a value."
+            raise fail(None, f"{problem}. {rule}")
     for name in metrics:
         if name in OWN_METRICS or name.partition("/")[0] in OWN_FAMILIES:
             raise fail(None, f"the function logged the metric {name!r}, a name of the trainer's metrics: rename it.")
@@ -261,8 +249,8 @@ def with_logged_riders(group: Group, logged: Logged) -> Group:
 def weighted_sum(rewards: torch.Tensor, weights: Sequence[float] | torch.Tensor) -> torch.Tensor:
     """Sum a group's rewards [G, R], weighted by R weights, over the functions that didn't abstain (NaN).
 
-    If the sums of a group differ only by float32 rounding (0.6 + 0.1 and 0.7), all become equal. Otherwise a group of
-    equal rewards would train on rounding errors, because advantages are divided by the standard deviation.
+    If the sums of several functions differ only by float32 rounding (0.6 + 0.1 and 0.7), all become equal. Otherwise
+    equal rewards would train on rounding errors, because a division by the standard deviation enlarges them.
 
     Returns:
         Sums [G] float32, NaN for a completion where all functions abstained.

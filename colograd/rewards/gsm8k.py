@@ -6,11 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .answers import behind_hashes
-from .answers import gsm8k_reward as reward
+from .answers import behind_hashes, gsm8k_reward
 
-__all__ = ["reward", "rows", "training_rows"]
-
+reward = gsm8k_reward
 PATH = "openai/gsm8k"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
@@ -29,12 +27,11 @@ def rows(split: str = "train", path: str = PATH) -> Any:
 
     from ..data.loading import load_source
 
-    loaded = load_source(path, "main" if path == PATH else None, {}, (split,), streaming=False)
-    found = loaded.get(split) if isinstance(loaded, dict) else loaded if split == "train" else None
-    if found is None:
+    loaded = load_source(path, "main" if path == PATH else None, {}, ("train",), streaming=False)
+    if split not in loaded:
         return None
     converted = []
-    for number, row in enumerate(found):
+    for number, row in enumerate(loaded[split]):
         gold = behind_hashes(str(row["answer"]))
         if gold is None:
             raise ValueError(f"gsm8k, row {number}: the answer {row['answer']!r} doesn't end with `#### NUMBER`")

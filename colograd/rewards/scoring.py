@@ -1,11 +1,11 @@
 """Score groups: call reward functions while the engine is still generating.
 
-    sync functions     in a worker process, if there are workers and the function can be pickled; else in this process
+    sync functions     in a worker process if `Scorer` has one for the function, else in this process
     async functions    on one event loop in a thread, all groups concurrently
     reward models      in this process, all waiting groups together, when the first result is needed
 
-If a call takes longer than `reward_timeout`, the function abstains. But with `reward_on_error: raise` a late sync call
-in this process ends the run, because nothing can reliably interrupt the call.
+If a call takes longer than `reward_timeout`, the function abstains; reward models have no limit. But with
+`reward_on_error: raise` a late sync call in this process ends the run, because nothing interrupts the call reliably.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import pickle
 import time
@@ -24,7 +25,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,6 +39,7 @@ from ..usercode.worker_process import CallLog
 from .calling import Texts, checked_values, keywords_for, parameters_of
 from .functions import ModelReward, RewardError, RewardFunction, check_log, is_async, is_of_module, raised_error
 
+T = TypeVar("T")
 MOST_WORKERS = 4  # Maximum of the default number of reward worker processes.
 
 
@@ -47,21 +49,20 @@ class Scoring:
 
     scorer: Scorer
     groups: Sequence[Group]
-    calls: Sequence[Future[Outcome]]  # Calls of the R reward functions.
+    calls: Sequence[Future[Outcome]]  # Calls, one per reward function, [R].
 
     def done(self) -> bool:
-        """Return whether all calls have finished, so that `result` returns without waiting."""
         return all(call.done() for call in self.calls)
 
     def cancel(self) -> None:
-        """Cancel the calls, because nobody needs the rewards. Queued calls never begin. Running calls aren't stopped,
-        but their results are dropped."""
+        """Cancel the calls. Queued calls never begin. The results of running calls are dropped, and their workers are
+        killed if other calls wait for a worker."""
         for call in self.calls:
             call.cancel()
 
     def result(self) -> torch.Tensor:
         """Wait for the rewards, and return them as [completions, R] float32, NaN where a function abstained. Afterwards
-        `Scorer.take_logged` returns logged values."""
+        `Scorer.take_logged` returns the values that the functions logged."""
         scorer, log, position = self.scorer, CallLog(), self.groups[0].position
         scorer.score_with_models()
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
@@ -78,10 +79,8 @@ class Scoring:
                 columns, metrics = outcome.logged
                 if columns or metrics:
                     check_log(reward, position, rollouts, columns, metrics)
-                for name in columns.keys() & log.columns.keys():
-                    problem = (
-                        f"the function logged the column {name!r}, as another function did: rename one of the two."
-                    )
+                if both := columns.keys() & log.columns.keys():
+                    problem = f"the function logged the column {min(both)!r}, as another function did: rename one."
                     raise RewardError(reward.name, position, None, problem)
                 rewards[-1] = scorer.check(reward, self.groups, outcome.value)
             except RewardError:
@@ -102,12 +101,12 @@ class Scoring:
         return torch.tensor(rewards, dtype=torch.float32).reshape(len(rewards), len(rollouts)).T.contiguous()
 
 
-class Ready(Future[torch.Tensor]):
-    """A finished future with rewards that are already computed. It implements `PendingRewards`."""
+class Ready(Future[T]):
+    """A finished future. With rewards it implements `PendingRewards`."""
 
-    def __init__(self, rewards: torch.Tensor) -> None:
+    def __init__(self, result: T) -> None:
         super().__init__()
-        self.set_result(rewards)
+        self.set_result(result)
 
 
 def usual_workers(on_gpu: bool) -> int:
@@ -116,27 +115,19 @@ def usual_workers(on_gpu: bool) -> int:
     return min(MOST_WORKERS, max(1, process.cpu_threads() - 1)) if on_gpu else 0
 
 
+@dataclass(eq=False)
 class Scorer:
-    """Calls reward functions on groups, and keeps logged values until a caller takes them.
+    """Calls reward functions on groups, and keeps logged values until a caller takes them."""
 
-    Args:
-        rewards: R reward functions.
-        workers: number of worker processes for functions that can be pickled. 0 runs all functions in this process.
-            None means `usual_workers` processes, and only for functions that a worker can import.
-        timeout: maximum duration of a call in seconds. None means no limit.
-        on_error: ``raise`` ends the run with the function's error. ``abstain`` makes the function abstain.
-        on_gpu: whether the policy trains and samples on a GPU.
-    """
+    rewards: list[RewardFunction]  # Reward functions, [R].
+    # Number of worker processes for functions that can be pickled. 0 runs all functions in this process. None means
+    # `usual_workers` processes, only for functions that a worker can import.
+    workers: int | None = 0
+    timeout: float | None = None  # Maximum seconds of a call, except of reward models. None means no limit.
+    on_error: str = "raise"  # `raise` ends the run with a function's error. `abstain` makes the function abstain.
+    on_gpu: bool = False  # Whether the policy trains and samples on a GPU.
 
-    def __init__(
-        self,
-        rewards: Sequence[RewardFunction],
-        workers: int | None = 0,
-        timeout: float | None = None,
-        on_error: str = "raise",
-        on_gpu: bool = False,
-    ) -> None:
-        self.rewards, self.timeout, self.on_error = list(rewards), timeout, on_error
+    def __post_init__(self) -> None:
         self.reads_prompt_texts = any("prompt_texts" in parameters_of(reward.function) for reward in self.rewards)
         self.counts: dict[str, float] = defaultdict(float)  # Metric -> sum since the last `take_counts`.
         self.logged: dict[int, Logged] = {}  # Prompt position -> logged values, removed by `take_logged`.
@@ -148,16 +139,13 @@ class Scorer:
         self._pickled: tuple[Any, bytes] = ((), b"")  # Key and pickle of the trainer state for workers.
         self._for_models: list[tuple[ModelReward, dict[str, Any], Future[Outcome]]] = []
         sync = [r for r in self.rewards if not (isinstance(r.function, ModelReward) or is_async(r.function))]
-        here = [reward for reward in sync if "environments" in parameters_of(reward.function)]
-        able = {reward.name: reward.function for reward in sync if reward not in here}
-        if workers is None:
+        # Environments, which an extension passes to functions, are in this process.
+        able = {r.name: r.function for r in sync if "environments" not in parameters_of(r.function)}
+        if (workers := self.workers) is None:
             able = {name: function for name, function in able.items() if is_of_module(function)}
-            workers = usual_workers(on_gpu)
-        self._pool = WorkerPool("rewards", able, workers, timeout)
+            workers = usual_workers(self.on_gpu)
+        self._pool = WorkerPool("rewards", able, workers, self.timeout)
         self.notes = self._pool.notes  # Lines to print for the user at the start.
-        if workers:
-            why = "it takes environments, which live here"
-            self.notes += [f"rewards: {reward.name} runs in the trainer's process ({why})" for reward in here]
 
     def submit(self, groups: Sequence[Group], texts: Texts, trainer_state: Any = None) -> Scoring:
         """Start one call of each reward function for all ``groups``; for the arguments see `keywords_for`. Return
@@ -175,8 +163,8 @@ class Scorer:
         return scoring
 
     def outcome_of(self, name: str, call: Future[Outcome], position: int, completions: int) -> Outcome:
-        """Wait for the outcome of a reward function's call, and count its seconds. Warn of a function's first late
-        call. Raise `RewardError` if the worker process died, or if the function blocks the event loop."""
+        """Wait for the outcome of a reward function's call, and count the call's seconds. Warn of a function's first
+        late call. Raise `RewardError` if the worker process died, or if the function blocks the event loop."""
         # An async call ends in time by its own timeout, unless the call blocks the event loop.
         limit = None if isinstance(call, WorkerCall) or self.timeout is None else self.timeout + GRACE
         fail = functools.partial(RewardError, name, position, None)
@@ -230,12 +218,10 @@ class Scorer:
                 for _, call in calls:
                     call.set_result(raised_outcome(error))
                 continue
-            each = (time.perf_counter() - started) / max(len(values), 1)
-            start = 0
+            each, of_calls = (time.perf_counter() - started) / max(len(values), 1), iter(values)
             for keywords, call in calls:
-                size = len(keywords["prompts"])
-                call.set_result(Outcome("value", values[start : start + size], each * size))
-                start += size
+                own = [*itertools.islice(of_calls, len(keywords["prompts"]))]
+                call.set_result(Outcome("value", own, each * len(own)))
 
     def close(self) -> None:
         self._pool.close()
@@ -259,12 +245,11 @@ class Scorer:
             keywords = keywords_for(reward, groups, texts, None)
             keywords.pop("environments", None)
             return self._pool.submit(reward.name, keywords, self._pickled)
-        done: Future[Outcome] = Future()
         log = CallLog()
         keywords = keywords_for(reward, groups, texts, state, log)
         if isinstance(reward.function, ModelReward):
-            self._for_models.append((reward.function, keywords, done))
-            return done
+            self._for_models.append((reward.function, keywords, Future()))
+            return self._for_models[-1][2]
         started = time.perf_counter()
         watchdog.progress(f"reward function {reward.name!r}")
         problem = (
@@ -279,18 +264,15 @@ class Scorer:
         except Late:
             if self.on_error == "raise":
                 raise late from None
-            done.set_result(Outcome("late", None, self.timeout or 0.0))
-            return done
+            return Ready(Outcome("late", None, self.timeout or 0.0))
         except (Exception, SystemExit) as error:  # Uncaught, SystemExit would end this rank silently.
-            done.set_result(raised_outcome(error))
             if self.on_error == "raise":
-                raise raised_error(reward, groups[0], done.result()) from None
-            return done
+                raise raised_error(reward, groups[0], raised_outcome(error)) from None
+            return Ready(raised_outcome(error))
         elapsed = time.perf_counter() - started
         if inspect.isawaitable(value):
             return asyncio.run_coroutine_threadsafe(_logged_outcome(value, elapsed, self.timeout, log), event_loop())
-        done.set_result(Outcome("value", value, elapsed, (log.columns, log.metrics)))
-        return done
+        return Ready(Outcome("value", value, elapsed, (log.columns, log.metrics)))
 
 
 async def _logged_outcome(awaitable: Awaitable[Any], elapsed: float, timeout: float | None, log: CallLog) -> Outcome:

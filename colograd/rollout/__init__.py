@@ -1,4 +1,4 @@
-"""Turn prompts into scored groups of completions: `Sampler`, and the rollout sources that generate completions.
+"""Turn prompts into scored groups of completions: `Sampler`, and `RolloutSource`, the interface of generators.
 
 prompts -> a rollout source (vLLM, tools, an agent) generates groups -> reward functions score groups -> ScoredGroup
 """

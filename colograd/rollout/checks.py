@@ -1,5 +1,5 @@
-"""Check the return values of a user's `generate`, `score` and `compute_advantages`. A wrong value raises a
-ValueError."""
+"""Check the values that a trainer subclass's `generate`, `score` and `compute_advantages` return, and the groups of a
+rollout source other than the engine. A wrong value raises a ValueError."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..batch import Group, Prompt, Rollout
 
 
 def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int | None = None) -> Generator[Group]:
-    """Yield the groups of a user's ``generate``. A ValueError is raised if a group is wrong, or if the number of groups
-    isn't ``wanted`` (default: one group per prompt)."""
+    """Yield ``groups``, which a function or method ``generate`` made for ``prompts``. Raise a ValueError if a group is
+    wrong, or if the number of groups isn't ``wanted`` (None: one group per prompt)."""
     waiting = {prompt.position for prompt in prompts}
     left_out = 0 if wanted is None else len(waiting) - wanted
     try:
@@ -28,27 +28,8 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int
                     "of its prompts. Copy the prompt's position, and merge the groups of one prompt."
                 )
             waiting.remove(group.position)
-            where = f"generate, prompt {group.position}"
-            if not group.rollouts:
-                raise ValueError(f"{where}: the group has no rollouts. A group needs at least one rollout.")
-            for index, rollout in enumerate(group.rollouts):
-                if not isinstance(rollout, Rollout):
-                    raise ValueError(
-                        f"{where}: rollout {index} is {shown(rollout)}. A rollout must be a colograd.batch.Rollout."
-                    )
-                length = len(rollout.completion_ids)
-                if not length or not rollout.input.ids:
-                    raise ValueError(
-                        f"{where}: rollout {index} has no tokens. A rollout needs a prompt and a completion of at "
-                        "least one token."
-                    )
-                for name in ("sampler_logprobs", "sampled"):
-                    value = getattr(rollout, name)
-                    if not isinstance(value, torch.Tensor) or value.shape != (length,):
-                        raise ValueError(
-                            f"{where}: {name} of rollout {index} is {shown(value)}, but a rollout's `sampler_logprobs` "
-                            f"and `sampled` must be tensors with one entry per completion token: {length}."
-                        )
+            if problem := _problem_of(group.rollouts):
+                raise ValueError(f"generate, prompt {group.position}: {problem}")
             yield group
     finally:
         if hasattr(groups, "close"):
@@ -60,9 +41,23 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int
         )
 
 
+def _problem_of(rollouts: Sequence[Any]) -> str:
+    for index, rollout in enumerate(rollouts):
+        if not isinstance(rollout, Rollout):
+            return f"rollout {index} is {shown(rollout)}. A rollout must be a colograd.batch.Rollout."
+        length = len(rollout.completion_ids)
+        if not length or not rollout.input.ids:
+            return f"rollout {index} has an empty prompt or completion. Both need at least one token."
+        for name, value in (("sampler_logprobs", rollout.sampler_logprobs), ("sampled", rollout.sampled)):
+            if not isinstance(value, torch.Tensor) or value.shape != (length,):
+                rule = f"must be tensors with one entry per completion token: {length}."
+                return f"{name} of rollout {index} is {shown(value)}, but `sampler_logprobs` and `sampled` {rule}"
+    return "" if rollouts else "the group has no rollouts. A group needs at least one rollout."
+
+
 def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
-    """Check that a user's rewards have the shape [completions, reward functions] and aren't infinite. Return
-    float32."""
+    """Check that the rewards of a user's ``score`` have the shape [completions, reward functions] and aren't infinite.
+    Return the rewards as float32."""
     wanted = (len(group.rollouts), functions)
     if not isinstance(rewards, torch.Tensor) or tuple(rewards.shape) != wanted:
         raise ValueError(
@@ -75,7 +70,7 @@ def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
 
 
 def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
-    """Check that a user's advantages are finite, one per completion or one per completion token. Return float32."""
+    """Return advantages as float32. Raise a ValueError unless they are finite, with one per completion or per token."""
     completions = len(group.rollouts)
     tokens = sum(len(rollout.completion_ids) for rollout in group.rollouts)
     if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in ((completions,), (tokens,)):

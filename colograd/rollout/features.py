@@ -1,4 +1,4 @@
-"""`SourceFeature`: how a run generates completions: with vLLM, tools or an agent, as the trainer's arguments choose."""
+"""`SourceFeature`: a run generates completions by vLLM alone, with tools, by an agent, or by a user's function."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ AddAdvantages = Callable[[torch.Tensor, Group, AdvantageEstimator, Mapping[str, 
 # Maps each `GRPOTrainer` argument that changes how completions are generated to the extension that implements it.
 SOURCES = {"tools": "tools", "rollout_func": "custom_rollouts", "environment_factory": "tools", "agent": "agents"}
 
-# Parts of error texts for a rollout source that doesn't record the log-probabilities of a truncated distribution.
+# Parts of an error text for a rollout source that doesn't record the distribution which top_k has truncated.
 TRUNCATED = "top_k (with top_p or min_p) truncates the sampler's distribution, but"
-UNCORRECTED = "remove it, or set vllm_importance_sampling_correction: false."
+UNCORRECTED = "remove top_k, or set vllm_importance_sampling_correction: false."
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class TrainerArguments:
     quantization_config: Any
     peft_config: Any
     optimizer: Any
-    sources: Mapping[str, Any]  # Arguments that choose a rollout source. Keys: the names in SOURCES.
+    sources: Mapping[str, Any]  # Trainer arguments that choose a rollout source, by the names in SOURCES.
     samples: bool  # False means that recorded groups are read, and no vLLM engine is built.
     replaced: frozenset[str]  # Names of the trainer's methods that a subclass overrides (`generate`, `score`, ...).
     adds_metrics: bool  # Whether a subclass or a callback may add metrics to an evaluation.
@@ -57,13 +57,14 @@ class SourceFeature:
     """A rollout source (the object that generates completions), and the settings that it changes in a run.
 
     The base class generates completions with the vLLM engine. Extensions offer subclasses with other rollout sources at
-    the hook ``source``. `of` returns an object for at most one subclass, because their arguments exclude each other."""
+    the hook ``source``. At most one of these subclasses is used, because their trainer arguments exclude each other."""
 
     rewards: Sequence[Any] = ()  # Reward functions that the rollout source adds, with weight 1.
     reserved_tokens = 0  # Tokens of each sequence reserved for texts that arrive during the rollout.
     writes_prompts = False  # Whether a dataset's rows may lack a prompt.
     columns: Sequence[str] = ()  # Dataset columns, besides the prompt, that the tokenised prompt depends on.
-    schemas: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None  # Dataset row -> chat template's tools.
+    # Function: (dataset row, the row's name in errors) -> further arguments of the chat template.
+    template_arguments: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None
     may_add_images = False  # Whether completions can contain images that aren't in the dataset.
     adds_columns = False  # Whether reward functions get columns that aren't in the dataset.
     adds_metrics = False  # Whether the rollout source's `take_counts` may return metrics of any name.
@@ -75,7 +76,7 @@ class SourceFeature:
 
     @classmethod
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
-        """Return an object of this class if the trainer's arguments choose its rollout source, else None."""
+        """Return an object of this class if the trainer's arguments choose the class's rollout source, else None."""
         return cls()
 
     def check_policy(self, policy: Policy, config: GRPOConfig) -> None:
@@ -90,11 +91,11 @@ class SourceFeature:
         return engine
 
     def digests(self) -> dict[str, str]:
-        """Return a digest of each piece of user code. The digests are recorded with the rollouts to detect changes."""
+        """Return digests, by name, of user code that generates completions. They are recorded to detect changes."""
         return {}
 
     def watch(self, record: Callable[[str, float, float], None]) -> None:
-        """Make each call of user code report its duration: ``record(name, start, end)``."""
+        """Make each later call of a tool or environment call ``record(name, start, end)``. Here: do nothing."""
 
     def close(self) -> None:
         """End the processes and threads that the rollout source started."""
@@ -108,6 +109,6 @@ def source_feature(arguments: TrainerArguments, config: GRPOConfig) -> SourceFea
         registry.require("quantized", "quantization_config")
     chosen = [feature for kind in registry.hooks("source") if (feature := kind.of(arguments, config))]
     feature = chosen[0] if chosen else SourceFeature()
-    if not arguments.samples:  # the recorded groups may come from a user's rollout source
+    if not arguments.samples:  # A user's rollout source may have made the recorded groups.
         feature.add_advantages = next(iter(registry.hooks("add_advantages")), None)
     return feature

@@ -1,6 +1,6 @@
 """Serialize a scored group to bytes for the rollout log, and read the group back.
 
-The bytes are an Arrow table of the completions, then a table per kind of riders (per-token data of extensions).
+The bytes are an Arrow table of the completions, then Arrow tables of riders (data of extensions) that have one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NONSENSE = (
 
 
 class JournalError(ValueError):
-    says_all = True  # An uncaught error with this attribute is printed as one line, without a traceback.
+    says_all = True  # An uncaught error with this attribute is printed without a traceback.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class RewardedGroup:
 
 
 def digest_of_example(example: Mapping[str, Any]) -> str:
-    """Return a digest of a dataset row: JSON values, images' pixels, and the type names of values of other types."""
+    """Return a digest of a dataset row: JSON values, bytes of images and arrays, and the type names of other values."""
 
     def named(value: Any) -> str:
         name = type(value).__name__
@@ -86,7 +86,8 @@ def group_bytes(recorded: RewardedGroup, example: str = "") -> bytes:
 
 
 def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGroup:
-    """Read a scored group from the bytes that `group_bytes` returned. Raise JournalError if the bytes are damaged."""
+    """Read the scored group of ``prompt`` from bytes of `group_bytes`. Raise JournalError if the bytes are damaged, or
+    if the group's dataset row isn't the prompt's. ``encoder`` reads recorded media, see `PromptRules.reader`."""
     where = f"the journal's group at position {prompt.position}"
     try:
         reader = pa.BufferReader(content)

@@ -1,11 +1,11 @@
 """Append-only files of checksummed records.
 
-    magic | record | record | ...        a record: position, length, unpacked length, CRC-32 of all fields | bytes
+    magic | record | record | ...        a record: position, length, unpacked length, CRC-32 | bytes
 
 If a process is killed, the last record may be incomplete. Readers drop an incomplete record. In a damaged file, the
-records before the damage are readable. Records are compressed with zstd.
+records before the damage are readable. zstd compresses records that get smaller by it.
 
-`add_step` and `steps_in` write and read JSON lines files with a line per optimizer step, e.g. its exact loss.
+`add_step` and `steps_in` write and read JSON lines files with a line per optimizer step, e.g. the step's exact loss.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import pyarrow as pa
 
 MAGIC = b"colograd records 1\n"
 HEAD = struct.Struct("<qIII")  # A record's position, compressed size, uncompressed size, and CRC-32.
-LARGEST = 2**31 - 1  # Maximum bytes of an uncompressed record.
+LARGEST = 2**31 - 1  # Maximum size of a record in bytes, before compression.
 GROWTH = 4096  # Maximum compression ratio. Content that zstd would compress further is stored uncompressed.
-FIGURES = "steps.jsonl"  # Loss and gradient norm of each optimizer step.
+FIGURES = "steps.jsonl"  # Name of the file with the loss and gradient norm of each optimizer step.
 
 TABLE = pa.schema(
     [
@@ -50,7 +50,8 @@ class Record(NamedTuple):
 
 
 class RecordFile:
-    """Appends records to a file, after dropping an incomplete record at its end. A file may have only one writer."""
+    """Appends records to a file, after cutting the file off before its first incomplete or damaged record. A file may
+    have only one writer."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.positions, end = path, set[int](), len(MAGIC)  # `positions` has the positions of all records.
@@ -62,6 +63,7 @@ class RecordFile:
             self.positions.add(position)
             end += HEAD.size + length
         self.is_new = not self.positions
+        self.digests: dict[int, str] = {}  # Prompt's position -> digest of its dataset row before user code ran.
         self._file.truncate(end)
         self._file.seek(0)
         self._file.write(MAGIC)
@@ -70,17 +72,16 @@ class RecordFile:
 
     def append(self, record: Record) -> None:
         """Write a record, so that it survives a crash of this process."""
-        if len(record.content) > LARGEST:
-            raise ValueError(f"A recorded group is too large: {len(record.content):,} bytes (maximum: {LARGEST:,}).")
-        packed = bytes(self._packing.compress(record.content, asbytes=True))
-        if len(record.content) > GROWTH * len(packed) or len(packed) >= len(record.content):
+        if (size := len(record.content)) > LARGEST:
+            raise ValueError(f"A recorded group is too large: {size:,} bytes (maximum: {LARGEST:,}).")
+        packed, start = bytes(self._packing.compress(record.content, asbytes=True)), self._file.tell()
+        if size > GROWTH * len(packed) or len(packed) >= size:
             packed = record.content  # readers detect an uncompressed record by its equal lengths
-        start = self._file.tell()
         try:
-            self._file.write(_head(record.position, packed, len(record.content)) + packed)
+            self._file.write(_head(record.position, packed, size) + packed)
             self._file.flush()
         except OSError:
-            self._file = open(self.path, "r+b")  # noqa: SIM115 (the old one would write its buffer again)
+            self._file = open(self.path, "r+b")  # noqa: SIM115 (the old file object would write its buffer again)
             self._file.truncate(start)
             self._file.seek(start)
             raise
@@ -108,17 +109,17 @@ def read_records(
             if _head(position, packed, size) != raw:
                 return
             try:
-                content = packed
-                if size != len(packed):
-                    content = bytes(packing.decompress(packed, decompressed_size=size, asbytes=True))
+                unpack = size != len(packed)
+                content = bytes(packing.decompress(packed, decompressed_size=size, asbytes=True)) if unpack else packed
             except (pa.ArrowException, OSError, ValueError):  # content that no `RecordFile` has written
                 return
             yield Record(position, content)
 
 
 def heads(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, int, int, bytes]]:
-    """Yield (position, compressed bytes, uncompressed bytes, raw header) of each record, with the file positioned at
-    the record's content. A damaged length can't exhaust memory, because the file's size and GROWTH bound lengths."""
+    """Yield (position, compressed size, uncompressed size, raw header) of each record from the byte ``start`` on. The
+    file is positioned at the record's content then. The file's size and GROWTH bound the sizes, which may be
+    damaged."""
     end = file.seek(0, os.SEEK_END)
     file.seek(0)
     if file.read(len(MAGIC)) != MAGIC:
@@ -149,7 +150,7 @@ def add_step(path: Path, step: int, entry: Mapping[str, Any]) -> None:
 
 
 def steps_in(path: Path, largest: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (step, values) for each JSON line in the file's first ``largest`` bytes. Skip incomplete lines."""
+    """Yield (step, values) for each JSON line in the file's first ``largest`` characters. Skip all other lines."""
     if not path.is_file():
         return
     with open(path, encoding="utf-8", errors="replace") as file:

@@ -1,7 +1,7 @@
 """Sample and score the prompts of a round (all prompts sampled with one set of weights).
 
-A group is scored as soon as its last completion ends, while vLLM decodes other groups. With `reward_call: all` the
-groups are scored together after sampling. `round_of` chooses the run's round object at start: `PlainRound`, or an
+The scoring of a group begins when its last completion ends, while vLLM decodes other groups. With `reward_call: all`
+the groups are scored together after sampling. `round_of` chooses the run's round object at start: `PlainRound`, or an
 extension's class.
 """
 
@@ -22,30 +22,30 @@ from ..runtime import registry
 from .stages import Stages
 
 Steps = Sequence[Sequence[Prompt]]  # One list of prompts per optimizer step.
-Tally = Callable[[Sequence[SampledStep]], Mapping[str, float]]  # Counts metrics of this rank's sampled steps.
+Tally = Callable[[Sequence[SampledStep]], Mapping[str, float]]  # Returns metrics of the sampled steps.
 
 
 class PlainRound:
-    """Samples and scores the prompts of several optimizer steps, waits for all completions, and trains all groups.
+    """Samples and scores the prompts of several optimizer steps, and returns the groups when all are complete.
 
     Extensions derive classes that sample otherwise. An extension's hook ``round`` is a function that takes the trainer
     and returns such an object, or None if the extension isn't in use."""
 
-    longest_first = True  # Whether vLLM gets the prompts with the longest expected completions first.
+    longest_first = True  # Whether prompts with long expected completions go first, if vLLM must queue.
 
     def __init__(self, times: PhaseTimes, one_call: bool = False) -> None:
         self.times, self.one_call = times, one_call
         self.tallies: list[Tally] = []  # Functions that add metrics after each round of sampling.
         # Context manager around the sampling of a round. All ranks enter the context, but only the first rank of each
-        # vLLM engine samples inside.
+        # vLLM engine calls `draw` inside.
         self.around: Callable[[Steps], AbstractContextManager[Any]] = contextlib.nullcontext
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
         """Sample and score the prompts of all steps as one queue. Called on the first rank of each vLLM engine only.
 
-        A group's scoring begins when the group is complete, while vLLM generates other groups. Reward functions in this
-        process run between two engine steps. The phase ``reward`` has their time and the wait for pending rewards. With
-        `reward_call: all` the rollout log has all groups or none."""
+        A group's scoring begins when the group is complete, while vLLM generates other groups. Sync reward functions in
+        this process run between two engine steps. The phase ``reward`` has their time and the wait for pending rewards.
+        With `reward_call: all` recorded groups are used only if the rollout log has all groups of ``steps``."""
         prompts = [prompt for step in steps for prompt in step]
         scoring = stages.scoring(stages, prompts)
         waiting = list[Group]()  # Groups that will be scored in one call.
@@ -77,7 +77,7 @@ class PlainRound:
         return [SampledStep(groups, groups) for groups in of_steps]
 
     def forget(self) -> None:
-        """Drop all state that was carried over from earlier sampling. Here: nothing."""
+        """Drop all state of earlier sampling, e.g. unfinished completions. Here: nothing."""
 
     def save(self, checkpoint: str) -> None:
         """Write state that the next sampling needs, e.g. unfinished completions, to a checkpoint. Here: nothing."""
@@ -87,8 +87,8 @@ class PlainRound:
 
 
 def round_of(trainer: Any) -> PlainRound:
-    """Create the run's round object, which samples and scores prompts. A collective call: all ranks take part. An
-    extension's hook ``tally`` is a function (trainer) -> `Tally`, or None to count nothing."""
+    """Create the run's round object, which samples and scores prompts. A collective call: all ranks take part. A
+    function at the hook ``tally`` takes the trainer and returns a `Tally`, or None to count nothing."""
     chosen = next(filter(None, (offer(trainer) for offer in registry.hooks("round"))), None)
     chosen = chosen or PlainRound(trainer.times, trainer.args.reward_call == "all")
     chosen.tallies.extend(filter(None, (offer(trainer) for offer in registry.hooks("tally"))))
@@ -103,7 +103,7 @@ def unscored(steps: Sequence[SampledStep]) -> str:
             row = {name: value for name, value in scored.group.example.items() if name != "prompt"}
             return (
                 f"rewards: every reward function abstained for completion {int(nobody[0])} of the prompt "
-                f"{reprlib.repr(scored.group.example.get('prompt'))} with {reprlib.repr(row)}: it isn't trained on "
-                "(said once; `rewards/<name>/abstained` counts on)"
+                f"{reprlib.repr(scored.group.example.get('prompt'))} with {reprlib.repr(row)}: it isn't trained on. "
+                "This warning is printed once; the metrics `rewards/<name>/abstained` count all cases."
             )
     return ""

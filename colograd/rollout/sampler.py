@@ -39,9 +39,9 @@ class SampledRound:
 
 @dataclass(eq=False)
 class Sampler:
-    """Samples groups of completions, scores a group when its last completion ends, and computes advantages.
+    """Samples groups of completions, scores each group, and computes advantages.
 
-    All ranks of a vLLM engine must call `collect` together. Only the engine's first rank gets the groups."""
+    All ranks must call `collect` together. Only the first rank of each vLLM engine gets groups."""
 
     hooks: Any  # the `GRPOTrainer`: its state, and its methods that a subclass may override (`generate`, `score`, ...)
     config: GRPOConfig
@@ -53,12 +53,11 @@ class Sampler:
     events: Events
 
     def __post_init__(self) -> None:
-        self.evaluates = False  # Whether completions are sampled for an evaluation. Requests' seeds depend on it.
-        self.round = PlainRound(self.events.times)  # default, which the trainer replaces by `round_of(trainer)`
+        self.evaluates = False  # Whether completions are sampled for an evaluation, with its settings.
+        self.round = PlainRound(self.events.times)  # A default. The trainer replaces it by `round_of(trainer)`.
         self._scales_steps = self.estimator.step_scores is not None
-        offers = (offer(self) for offer in registry.hooks("stages"))
-        self._changes: list[Callable[[Stages], Stages]] = [change for change in offers if change is not None]
-        if self.engine is not None:  # a replay of recorded groups has no engine
+        self._changes = [change for offer in registry.hooks("stages") if (change := offer(self)) is not None]
+        if self.engine is not None:  # A replay of recorded groups has no engine.
             self.on_leader: Callable[[Callable[[], Any], Any], Any] = self.engine.on_engine_leader
 
     def collect(self, prompts: Steps) -> SampledRound:
@@ -92,11 +91,11 @@ class Sampler:
                     part.counts[name] += number / len(among)  # type: ignore[assignment]
             self.events.recorder.note(steps, statistics, combine)
         if any(math.isnan(total) for part in statistics for total in part.totals):
-            self.events.warn_once("unscored", unscored(steps))  # about rank 0's completions only
+            self.events.warn_once("unscored", unscored(steps))  # The warning is about rank 0's completions.
         return SampledRound(tuple(steps), tuple(statistics))
 
     def collect_evaluation(self, prompts: list[Prompt], name: str) -> list[ScoredGroup]:
-        """Sample and score this rank's prompts of the evaluation ``name``. The groups get advantages of zero."""
+        """Sample and score this rank's prompts of the evaluation ``name``. Advantages are zero. A collective call."""
         self.hooks.begin_records(name)
         round_ = PlainRound(self.events.times, self.config.reward_call == "all")
         self.evaluates = True
@@ -108,7 +107,7 @@ class Sampler:
             self.evaluates = False
 
     def take_counts(self) -> dict[str, float]:
-        """Return the counts of reward functions, vLLM and rollout source since the last call, as metric -> number."""
+        """Return counts of reward functions, vLLM and the rollout source as metric -> number, and reset the counts."""
         parts: Any = self.scorer, self.engine, None if self.source is self.engine else self.source
         return {name: n for part in parts if hasattr(part, "take_counts") for name, n in part.take_counts().items()}
 
@@ -116,12 +115,11 @@ class Sampler:
         return self.device_turns.sampling(self.hooks.optimizer)
 
     def stages(self) -> Stages:
-        """Return the functions that generate and score groups, including overrides in a trainer's subclass. An
-        extension's hook ``stages`` takes the sampler and returns a function that changes `Stages`, or None if the
-        extension isn't in use."""
+        """Return the functions that generate and score groups, including overrides in a trainer's subclass. A function
+        at the hook ``stages`` takes the sampler and returns a function that changes the `Stages`, or None."""
         hooks, replaced = self.hooks, self.hooks.replaced
         compute_advantages = self._checked_advantages if "compute_advantages" in replaced else hooks.compute_advantages
-        if self.evaluates:  # an evaluation computes advantages later, and only for the loss
+        if self.evaluates:  # `with_advantages` computes advantages later, for an evaluation's loss.
             compute_advantages = lambda group, rewards: torch.zeros(len(group.rollouts))  # noqa: E731
         generate = hooks.generate if "generate" in replaced else self.generate
         begin_score = self._begin_replaced if "score" in replaced else self.begin_scoring
@@ -133,7 +131,7 @@ class Sampler:
         return stages
 
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
-        """Generate one group per prompt with the sampling of training or evaluation. Yield each group when it ends."""
+        """Generate one group per prompt with the settings of training or evaluation. Yield each complete group."""
         config, step, evaluates = self.config, self.hooks.state.global_step, self.evaluates
         sampling = Sampling.for_evaluation(config) if evaluates else Sampling.for_training(config)
         bar = self.events.console.progress(len(prompts), "evaluate" if evaluates else "generate", "group")
@@ -150,10 +148,9 @@ class Sampler:
                 yield group
 
     def begin_scoring(self, groups: Sequence[Group]) -> Scoring:
-        """Start to score groups with one call of each reward function, without waiting for the rewards."""
-        read, tokenizer = groups, self.hooks.policy.tokenizer
-        if has_parser(tokenizer):
-            read = [with_messages(group, tokenizer) for group in read]
+        """Begin one call of each reward function for all ``groups``. Don't wait for workers or async functions."""
+        tokenizer = self.hooks.policy.tokenizer
+        read = [with_messages(group, tokenizer) for group in groups] if has_parser(tokenizer) else groups
         if self.scorer.reads_prompt_texts:
             read = [with_prompt_text(group, tokenizer) for group in read]
         texts = [self.hooks.decode(group) for group in groups]

@@ -1,4 +1,4 @@
-"""The functions between prompts and scored groups (`Stages`): generate, score, compute advantages, record."""
+"""`Stages`: the functions that make scored groups from prompts: generate, score, compute advantages, record."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class RolloutSource(Protocol):
 
         Args:
             version: optimizer step of the weights that generate. Every `Rollout` records it as `policy_version`.
-            seed: the run's seed. The seed of a prompt's requests depends on it, on ``purpose`` and on the position.
+            seed: the run's seed. The engine's seed for a prompt depends on this seed, ``purpose`` and the position.
             purpose: `train` or `eval`.
         """
 
 
 class PendingRewards(Protocol):
-    """Rewards that are still being computed, like a `concurrent.futures.Future`."""
+    """Rewards that may still be being computed, like a `concurrent.futures.Future`."""
 
     def done(self) -> bool:
         """Return whether the rewards are ready, so that `result` returns without waiting."""
@@ -49,26 +49,26 @@ class PendingRewards(Protocol):
         """Wait for the rewards. Return float32 [completions, reward functions], NaN where a function abstained."""
 
 
-BeginScore = Callable[[Sequence[Group]], PendingRewards]  # function that starts to score several groups in one call
+BeginScore = Callable[[Sequence[Group]], PendingRewards]  # Function that starts to score several groups in one call.
 
 
 @dataclass(eq=False)
 class InScoring:
-    """The groups of some prompts while they are scored: groups read from the rollout log, and groups in scoring."""
+    """The groups of a round or an evaluation while they are scored, with groups from the rollout log."""
 
     stages: Stages
-    prompts: Sequence[Prompt]  # All prompts of this phase of sampling.
+    prompts: Sequence[Prompt]  # All prompts of the round or evaluation.
 
     def __post_init__(self) -> None:
         journal = self.stages.journal
         # Groups that have rewards but no advantages yet, by position.
         self.rewarded: dict[int, RewardedGroup] = {} if journal is None else journal.recall(self.prompts)
         self._pending: dict[int, tuple[Group, PendingRewards]] = {}  # Groups that are being scored, by position.
-        self._scored: list[ScoredGroup] = []  # Groups of the first prompts, in the order of the prompts.
-        self._signals = 0  # Number of groups in `_scored` with a reward difference.
+        self._scored: list[ScoredGroup] = []  # Groups with advantages, in the order of the prompts.
+        self._signals = 0  # Number of groups in `_scored` with an advantage other than 0.
 
     def sample(self, prompts: Sequence[Prompt]) -> Generator[Group]:
-        """Yield groups to score, in any order: first recorded groups that are scored again, then generated groups."""
+        """Yield groups to score, in any order. Recorded groups that are scored again (`rescore: true`) come first."""
         stages = self.stages
         recorded = stages.journal.recall_samples(prompts) if stages.journal is not None else []
         yield from recorded
@@ -85,8 +85,8 @@ class InScoring:
         self.take()
 
     def take(self, group: Group | None = None, position: int | None = None) -> None:
-        """Start to score ``group``, if it isn't None. Then record all groups with ready rewards in the rollout log. If
-        ``position`` is set, wait for the rewards of the group at this position."""
+        """Start to score ``group``, if it isn't None. Then move all groups with ready rewards to ``rewarded`` and to
+        the rollout log. If ``position`` is set, wait for the rewards of the group at this position."""
         stages = self.stages
         if group is not None:
             self._pending[group.position] = (group, stages.begin_score([group]))
@@ -105,8 +105,8 @@ class InScoring:
         return self._signals >= self.stages.enough
 
     def scored(self, wait: bool = True) -> list[ScoredGroup]:
-        """Compute advantages in the order of the prompts, until `Stages.enough` groups have a reward difference. Return
-        the groups with advantages. If ``wait`` is false, end at the first prompt without ready rewards."""
+        """Compute advantages in the order of the prompts, until `Stages.enough` groups have an advantage other than 0.
+        If ``wait`` is false, end at the first prompt without rewards. Return all groups that have advantages."""
         for position in [prompt.position for prompt in self.prompts[len(self._scored) :]]:
             if self.has_enough or not (wait or position in self.rewarded):
                 break
@@ -128,7 +128,7 @@ class InScoring:
 class Stages:
     """The functions that generate, score and record groups, in training or in an evaluation."""
 
-    generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # function that yields one group per prompt, in any order
+    generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # Function that yields one group per prompt.
     begin_score: BeginScore
     compute_advantages: Callable[[Group, torch.Tensor], torch.Tensor]  # (group, rewards [G, R]) -> advantages.
     # Function from a scored group's position to the values that reward functions logged for the group.
@@ -136,6 +136,6 @@ class Stages:
     journal: RolloutStore | None = None
     checks: bool = True  # Whether to check the groups of ``generate``, because user code may have made them.
     scoring: Callable[[Stages, Sequence[Prompt]], InScoring] = InScoring  # Class that scores groups.
-    # Number of groups with a reward difference after which the later prompts aren't needed. Groups are counted in the
-    # prompts' order, not in the order of finishing.
+    # Number of groups with an advantage other than 0 after which the later prompts aren't needed. Groups are counted in
+    # the prompts' order, not in the order of finishing.
     enough: float = math.inf

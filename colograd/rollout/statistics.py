@@ -1,10 +1,10 @@
-"""Compute TRL's completion metrics of a step or an evaluation: count on each rank, then join all ranks' counts."""
+"""Compute metrics of a step's or an evaluation's completions: count on each rank, then join all ranks' counts."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -14,23 +14,20 @@ from ..losses.advantages import group_std
 from ..policy.packing import loss_tokens
 from ..runtime.registry import hooks
 
-ADDED = (
-    "lengths", "ended", "rewards", "totals", "flat_groups", "prompt_tokens", "loss_tokens", "distinct", "notes",
-)  # fmt: skip
-DIVIDED = ("tools/", "agent/", "carry_over/ages")  # counts with these prefixes are divided among a round's steps
+DIVIDED = ("tools/", "agent/", "carry_over/ages")  # Prefixes of counts that are divided among a round's steps.
 
 Combine = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True)
 class RolloutStatistics:
-    """Counts and per-completion values of one rank's groups. `join` adds the statistics of all ranks exactly."""
+    """Counts and per-completion values of one rank's groups, or after `join` of all ranks' groups."""
 
     lengths: list[int] = field(default_factory=list)  # Number of sampled tokens of each completion.
-    ended: list[bool] = field(default_factory=list)  # Per completion: True if it ended by itself, False if truncated.
+    ended: list[bool] = field(default_factory=list)  # Per completion: whether the model ended it (finish reason STOP).
     rewards: list[list[float]] = field(default_factory=list)  # Rewards, indexed [completion][reward function].
     totals: list[float] = field(default_factory=list)  # Weighted sum of each completion's rewards. NaN: no rewards.
-    flat_groups: list[bool] = field(default_factory=list)  # Per group: whether all its completions have equal rewards.
+    flat_groups: list[bool] = field(default_factory=list)  # Per group: whether its `totals` are equal.
     prompt_tokens: int = 0
     loss_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)  # Metrics to sum over ranks, by name.
@@ -41,10 +38,10 @@ class RolloutStatistics:
 
     @classmethod
     def of(cls, groups: Iterable[ScoredGroup], combine: Combine, mask_truncated: bool) -> RolloutStatistics:
-        """Count a rank's scored groups. ``combine`` sums reward functions: [G, R] -> [G], NaN where all are NaN."""
+        """Count a rank's scored groups. ``combine`` converts rewards [G, R] to total rewards [G]."""
         found = cls()
         for group in groups:
-            totals = combine(group.rewards.clone())  # copied, because a user's `combine` may change the rewards
+            totals = combine(group.rewards.clone())  # Copied, because a user's `combine` may change the tensor.
             for rollout in group.group.rollouts:
                 found.lengths.append(int(rollout.sampled.sum()))
                 found.ended.append(rollout.finish_reason is FinishReason.STOP)
@@ -66,7 +63,7 @@ class RolloutStatistics:
         """Join the statistics of all ranks into one object: sums, lists and maxima over the ranks."""
         whole = cls()
         for part in parts:
-            for name in ADDED:
+            for name in {each.name for each in fields(cls)} - {"counts", "maxima", "logged"}:
                 setattr(whole, name, getattr(whole, name) + getattr(part, name))
             whole._add(part.counts, part.maxima, part.logged)
         return whole
@@ -79,7 +76,7 @@ class RolloutStatistics:
             self.logged[name] = (before[0] + total, before[1] + number)
 
     def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
-        """Return TRL's completion and reward metrics, and the mean of each metric that reward functions log."""
+        """Return TRL's metrics of completions and rewards, all counts, and means of logged metrics."""
         lengths = torch.tensor(self.lengths, dtype=torch.float32)
         ended = torch.tensor(self.ended, dtype=torch.bool)
         result = {name: total / number for name, (total, number) in self.logged.items()}
@@ -101,9 +98,9 @@ class RolloutStatistics:
             result["reward_std"] = float(group_std(totals))
         result |= {name: float(value) for name, value in self.counts.items()}
         seconds, idle = (result.pop(f"rollout/{name}", 0.0) for name in ("seconds", "idle_seconds"))
-        if seconds:  # sums over ranks
+        if seconds:  # Both numbers are sums over ranks.
             result["rollout/idle_share"] = idle / seconds
-        for derive in hooks("derived_metrics"):  # Functions (statistics, metrics) that add shares and means of counts.
+        for derive in hooks("derived_metrics"):  # Each function adds metrics to `result`, e.g. shares.
             derive(self, result)
         if self.flat_groups and reward_names:
             result["frac_reward_zero_std"] = sum(self.flat_groups) / len(self.flat_groups)

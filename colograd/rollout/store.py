@@ -1,10 +1,10 @@
-"""`RolloutStore`: the rollout log ("journal"). It writes a scored group to a file before the group is trained on.
+"""`RolloutStore`: the rollout log ("journal"). It writes each scored group to a file before the group is trained on.
 
-The file is flushed to the disk soon after. A group is trained on even if it can't be written.
+A thread flushes the file to the disk soon after. A group is trained on even if it can't be written.
 
 A killed run resumes from its last checkpoint and reads the groups sampled after the checkpoint from the rollout log.
-These groups are neither sampled nor scored again. A round is all groups sampled with one set of weights. Each rank
-appends to one file per round or evaluation:
+These groups aren't sampled again, and scored again only with `rescore: true`. A round is all groups sampled with one
+set of weights. The first rank of each vLLM engine appends to one file per round or evaluation:
 
     RUN/_journal/step-00000012/rank-00000.records     an `About`, the groups, notes of extensions
     RUN/_journal/step-00000012/rank-00000.unscored    with `rescore: true`: groups that are scored again
@@ -38,14 +38,14 @@ from ..runtime.registry import hooks
 from .group_records import NONSENSE, JournalError, RewardedGroup, digest_of_example, group_bytes, group_of
 from .record_file import Record, RecordFile, read_records
 
-FOLDER = "_journal"  # Folder of the rollout log. Transformers doesn't push names with an underscore to the Hub.
+FOLDER = "_journal"  # Folder of the rollout log. Transformers pushes no name that begins with "_" to the Hub.
 UNSCORED = ".unscored"  # Suffix of a file with recorded groups that will be scored again.
 RECIPE = "recipe.yaml"
 # Names of two recorded settings: the reward functions' names, and digests of the reward functions' source code.
 REWARD_FUNCS, REWARD_CODE = "reward_funcs", "reward_code"
 F = TypeVar("F")
 ABOUT = -1  # Position of a record file's first record, an `About` (weights and settings of the run).
-SAMPLED = 1024  # Approximate number of entries of each parameter that a digest of the weights reads.
+SAMPLED = 1024  # Least number of entries of a large parameter that a digest of the weights reads.
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +57,19 @@ class About:
     settings: Mapping[str, Any]
 
 
+@dataclass(eq=False)
 class RolloutStore:
-    """The rollout log of one rank: writes this rank's scored groups to the disk and reads the groups of all ranks.
+    """The rollout log of one rank: writes this rank's scored groups to the disk and reads the groups of all ranks."""
 
-    Args:
-        run_dir: the run's output folder.
-        rank: index of this rank.
-        settings: the run's settings, JSON-serializable.
-        of_samples: names of the settings that sampled completions depend on. All other settings affect training only.
-        reader: reader of prompts with images or audio (`PromptRules.reader`), to read recorded media.
-    """
+    run_dir: str | Path
+    rank: int
+    settings: Mapping[str, Any]  # The run's settings, JSON-serializable.
+    reader: Any = None  # Reader of recorded prompts that aren't only text (`PromptRules.reader`), or None.
+    of_samples: Collection[str] = ()  # Settings that completions depend on. Others affect rewards or training.
 
-    def __init__(
-        self,
-        run_dir: str | Path,
-        rank: int,
-        settings: Mapping[str, Any],
-        reader: Any = None,
-        of_samples: Collection[str] = (),
-    ) -> None:
-        self.folder, self.rank, self.reader, self.of_samples = Path(run_dir) / FOLDER, rank, reader, of_samples
-        self.file_name = f"rank-{rank:05d}.records"
-        self.settings = json.loads(json.dumps(settings, default=str))
+    def __post_init__(self) -> None:
+        self.folder, self.file_name = Path(self.run_dir) / FOLDER, f"rank-{self.rank:05d}.records"
+        self.settings = json.loads(json.dumps(self.settings, default=str))
         self.problem = ""  # Error message: why the last groups couldn't be written.
         self.warning = ""  # Warning about the recorded groups, e.g. that the weights differ.
         self.seconds = 0.0  # Seconds spent on writing.
@@ -88,18 +79,18 @@ class RolloutStore:
         self._round: Path | None = None  # Folder of the groups sampled with the current weights.
         self.open_files: dict[str, RecordFile] = {}  # Open files by the evaluation's name; "" is the training's file.
         self._newest = ""  # Name (key in `open_files`) of the file that `add` writes.
-        self._digests: dict[tuple[str, int], str] = {}  # (File's name, group's position) -> digest of its dataset row.
         self._beside: dict[Any, Any] = {}  # Open files that extensions write, by class.
         self._place: tuple[Path, int, dict[str, Any]] | None = None  # Folder, rank and `About` of the newest open file.
-        self._pruned = 0  # Optimizer step. Groups recorded before this step are deleted.
-        self._flusher: ThreadPoolExecutor | None = None  # Thread that flushes written records to the disk.
+        self._pruned = 0  # Optimizer step before which `prune` has deleted the groups.
+        self._flusher = ThreadPoolExecutor(1, "journal")  # Thread that flushes written records to the disk.
         self._will_flush = False  # Whether a flush of the written records is waiting for the thread.
 
     def start(self, step: int, is_writer: bool, rescore: bool = False) -> list[str]:
         """Prepare the rollout log for a run that resumes at ``step``. Return messages for the console.
 
-        Rounds from ``step`` on that were recorded with other settings are moved to another folder, because this run's
-        weights will differ. The round at ``step`` stays if its completions don't depend on the changed settings."""
+        Rounds and evaluations from ``step`` on that other settings recorded are moved to another folder, because this
+        run's weights will differ. The round at ``step`` stays if its completions don't depend on the changed settings.
+        If reward functions have changed, raise JournalError unless ``rescore``."""
         self._weights_are_read = True
         if not is_writer:
             return []
@@ -107,13 +98,10 @@ class RolloutStore:
         for number, folder in self._folders():
             found: dict[str, tuple[Any, Any]] = {}
             for path, about, records in files_of(folder) if number >= step else ():
-                differences = self._differences(about)
-                if differences and next(records, None) is None:
-                    path.unlink(missing_ok=True)  # A failed start left no groups.
-                elif differences:
+                if (differences := self._differences(about)) and next(records, None) is None:
+                    path.unlink(missing_ok=True)  # The file has no groups, because a run failed at its start.
+                else:
                     found |= differences
-            if not found:
-                continue
             rewards_changed = bool(found.keys() & {REWARD_CODE, REWARD_FUNCS})
             if rewards_changed and not rescore:
                 was, now = found.get(REWARD_CODE, ({}, {}))
@@ -124,21 +112,21 @@ class RolloutStore:
                     "restore the reward functions' old code."
                 )
             changed |= found
-            if number == step and folder == self.round_folder(step) and not found.keys() & set(self.of_samples):
+            if folder == self.round_folder(step) and not found.keys() & set(self.of_samples):
                 if rewards_changed:
                     for path in folder.glob("rank-*.records"):
                         path.rename(path.with_suffix(UNSCORED))
                     lines.append(f"journal: the samples of {folder.name} are kept, and scored again (rescore)")
-            else:
+            elif found:
                 others.append(folder)
         if others:
             aside = move_aside(self.folder.parent, others)
             settings = ", ".join(f"{name} {was!r:.60}, now {now!r:.60}" for name, (was, now) in changed.items())
             lines.append(
-                f"journal: {len(others)} round(s) or evaluations after step {step} were recorded with other settings "
+                f"journal: {len(others)} round(s) or evaluations from step {step} on were recorded with other settings "
                 f"({settings}): they are in {aside} now, and are sampled anew"
             )
-        rounds = [recorded for recorded in self.rounds() if recorded >= step and self.has_groups(recorded)]
+        rounds = [recorded for recorded in self.rounds() if recorded >= step and self.positions(recorded)]
         if rounds:
             lines.append(
                 f"journal: {len(rounds)} round(s) are recorded, from step {rounds[0]} to {rounds[-1]}: their groups "
@@ -148,7 +136,7 @@ class RolloutStore:
 
     def _differences(self, found: About) -> dict[str, tuple[Any, Any]]:
         names = sorted(found.settings.keys() | self.settings.keys())
-        if REWARD_CODE not in found.settings:  # an older version of Colograd recorded the groups
+        if REWARD_CODE not in found.settings:  # An older version of Colograd recorded the groups.
             names = [name for name in names if name != REWARD_CODE]
         pairs = {name: (found.settings.get(name), self.settings.get(name)) for name in names}
         return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
@@ -156,12 +144,11 @@ class RolloutStore:
     def keep_recipe(self, recipe: str | None) -> str:
         """Write the run's recipe (YAML text) to the rollout log, or delete the file if ``recipe`` is None. Return an
         error message, or ""."""
-        path = self.folder / RECIPE
+        path, aside = self.folder / RECIPE, self.folder / f"{RECIPE}.partial"
         try:
             path.unlink(missing_ok=True)  # the file may be from an earlier run
             if recipe is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                aside = path.with_suffix(".partial")
+                self.folder.mkdir(parents=True, exist_ok=True)
                 aside.write_text(recipe, encoding="utf-8")
                 os.replace(aside, path)
         except OSError as error:
@@ -170,11 +157,9 @@ class RolloutStore:
 
     def begin(self, step: int, weights: str, evaluation: str = "") -> str:
         """Open the file for the groups of a round or an evaluation, sampled with the weights of ``step``, and read the
-        groups that are recorded there.
-
-        Returns:
-            A message about problems with the recorded groups or with the last written groups, or "".
-        """
+        groups that any rank has recorded there. Raise JournalError if settings of sampling differ, or weights at the
+        first call after `start`. Return a message about weights that differ later, or about groups that weren't
+        written, or ""."""
         self._end(self.open_files.keys() - ({""} if evaluation else set()))
         self._found, self._unscored = {}, {}
         problem, self.problem, self.warning = self.problem, "", ""
@@ -203,26 +188,21 @@ class RolloutStore:
             self.open_files.pop(evaluation, None)
             self.problem = _problem(folder, error)
 
-    def add(self, recorded: RewardedGroup) -> None:
-        """Append a scored group to the open file. A thread flushes the file to the disk soon after. Serializing takes
-        0.1 microseconds per token. An error isn't raised, but sets `problem`."""
-        started = time.perf_counter()
-        self.append(self._newest, recorded)
-        self.seconds += time.perf_counter() - started
-
-    def append(self, name: str, recorded: RewardedGroup) -> None:
-        if (file := self.open_files.get(name)) is None:
+    def add(self, recorded: RewardedGroup, name: str | None = None) -> None:
+        """Append a scored group to the newest open file, or to the file ``name``, if there is one. A thread flushes the
+        file to the disk soon after. Serializing takes 0.1 microseconds per token. An error isn't raised, but sets
+        `problem`."""
+        if (file := self.open_files.get(self._newest if name is None else name)) is None:
             return
+        started, position = time.perf_counter(), recorded.group.position
         try:
-            position = recorded.group.position
-            file.append(Record(position, group_bytes(recorded, self._digests.get((name, position), ""))))
-        except Exception as error:  # a group that can't be recorded is still trained on
+            file.append(Record(position, group_bytes(recorded, file.digests.get(position, ""))))
+            if not self._will_flush:
+                self._will_flush = True
+                self._flusher.submit(self._flush)
+        except Exception as error:  # A group that can't be recorded is still trained on.
             self.problem = _problem(file.path, error)
-            return
-        if not self._will_flush:
-            self._flusher = self._flusher or ThreadPoolExecutor(1, "journal")
-            self._will_flush = True
-            self._flusher.submit(self._flush)
+        self.seconds += time.perf_counter() - started
 
     def _flush(self) -> None:
         self._will_flush = False
@@ -233,8 +213,8 @@ class RolloutStore:
                 self.problem = _problem(file.path, error)
 
     def note_beside(self, write: Callable[[Path], None]) -> None:
-        """Call ``write`` with the folder of the groups that are being recorded. An error isn't raised, but sets
-        `problem`."""
+        """Call ``write`` with the folder of the present round's training groups, if there is one. An error isn't
+        raised, but sets `problem`."""
         if self._round is not None:
             try:
                 write(self._round)
@@ -254,7 +234,7 @@ class RolloutStore:
         return file
 
     def lacks(self, problem: str) -> None:
-        """Handle records that are missing. Here: do nothing, because a run samples anew. A replay raises an error."""
+        """Do nothing about missing records, because a run samples anew. The class of a replay raises ``problem``."""
 
     def take_seconds(self) -> float:
         taken, self.seconds = self.seconds, 0.0
@@ -262,18 +242,15 @@ class RolloutStore:
 
     def close(self) -> str:
         self._end(self.open_files.keys())
-        if self._flusher is not None:
-            self._flusher.shutdown()
-            self._flusher = None
+        self._flusher.shutdown()
+        self._flusher = ThreadPoolExecutor(1, "journal")
         problem, self.problem = self.problem, ""
         return problem
 
     def _end(self, names: Collection[str]) -> None:
-        if self._flusher is not None:
-            self._flusher.submit(self._flush).result()  # No flush is waiting or running afterwards.
+        self._flusher.submit(self._flush).result()  # Now no flush of the files is waiting or running.
         for name in [*names]:
             self.open_files.pop(name).close()
-            self._digests = {key: digest for key, digest in self._digests.items() if key[0] != name}
         for beside in self._beside.values():
             beside.close()
         self._beside.clear()
@@ -281,12 +258,12 @@ class RolloutStore:
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
         """Return the recorded groups of these prompts, by `Prompt.position`. Call this method before user code can
         change the prompts' dataset rows, because it computes the rows' digests."""
-        for prompt in prompts if self._newest in self.open_files else ():
-            self._digests[self._newest, prompt.position] = digest_of_example(prompt.example)
+        if (file := self.open_files.get(self._newest)) is not None:
+            file.digests |= {prompt.position: digest_of_example(prompt.example) for prompt in prompts}
         return self._recalled(prompts, self._found)
 
     def recall_samples(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """Return these prompts' recorded groups to score again (`rescore: true`), without data of their old scores."""
+        """Return these prompts' recorded groups to score again, without riders that reward functions have logged."""
         groups = []
         for recorded in self._recalled(prompts, self._unscored).values():
             rollouts = (
@@ -297,42 +274,31 @@ class RolloutStore:
         return groups
 
     def _recalled(self, prompts: Sequence[Prompt], contents: Mapping[int, bytes]) -> dict[int, RewardedGroup]:
-        return {
-            prompt.position: group_of(contents[prompt.position], prompt, self.reader)
-            for prompt in prompts
-            if prompt.position in contents
-        }
+        own = (prompt for prompt in prompts if prompt.position in contents)
+        return {prompt.position: group_of(contents[prompt.position], prompt, self.reader) for prompt in own}
 
     def positions(self, step: int) -> set[int]:
         return {record.position for _, _, records in files_of(self.round_folder(step)) for record in records}
 
-    def has_groups(self, step: int) -> bool:
-        """Return whether groups sampled with the weights of ``step`` are recorded. Files of failed starts have none."""
-        return any(next(records, None) is not None for _, _, records in files_of(self.round_folder(step)))
-
     def rounds(self) -> dict[int, Path]:
         """Return the folders of recorded training groups (not evaluations): step of the sampling weights -> folder."""
-        return {
-            step: folder
-            for step, folder in self._folders()
-            if folder.name == f"step-{step:08d}" and any(folder.glob("rank-*.records"))
-        }
+        pairs = ((step, folder) for step, folder in self._folders() if folder == self.round_folder(step))
+        return {step: folder for step, folder in pairs if any(folder.glob("rank-*.records"))}
 
     def recorded_settings(self) -> Mapping[str, Any]:
-        """Return the settings that the oldest file of the rollout log recorded, or an empty mapping without files."""
+        """Return the settings in the file of the earliest recorded step, or an empty mapping without files."""
         files = (found for _, folder in self._folders() for _, found, _ in files_of(folder))
         return next((found.settings for found in files), {})
 
     def prune(self, before: int) -> None:
-        """Delete the groups sampled before step ``before``, except files that an extension's hook ``kept_records``
-        returns for the folder of a round."""
-        for step, folder in self._folders():
-            if self._pruned <= step < before:
-                keeps = {path for hook in hooks("kept_records") for path in hook(folder)}
-                with contextlib.suppress(OSError):  # the folder isn't empty if a file is kept
-                    for path in {*folder.iterdir()} - keeps:
-                        path.unlink(missing_ok=True)
-                    folder.rmdir()
+        """Delete the folders of groups sampled before step ``before``, except files that functions at the hook
+        ``kept_records`` return for a folder."""
+        for folder in [folder for step, folder in self._folders() if self._pruned <= step < before]:
+            keeps = {path for hook in hooks("kept_records") for path in hook(folder)}
+            with contextlib.suppress(OSError):  # The folder isn't empty if a file is kept.
+                for path in {*folder.iterdir()} - keeps:
+                    path.unlink(missing_ok=True)
+                folder.rmdir()
         self._pruned = max(self._pruned, before)
 
     def _folders(self) -> list[tuple[int, Path]]:
@@ -354,9 +320,8 @@ class RolloutStore:
             raise JournalError(f"{path} is of step {found.step}, but lies in the folder of step {now.step}: move it.")
         if found.weights and now.weights and found.weights != now.weights:
             if self._weights_are_read:
-                raise JournalError(
-                    f"{path} has groups that weights other than this run's sampled at step {now.step}: {self._remedy}."
-                )
+                problem = f"{path} has groups that weights other than this run's sampled at step {now.step}"
+                raise JournalError(f"{problem}: {self._remedy}.")
             self.warning = (
                 f"journal: the weights of step {now.step} differ in some bits from those that sampled the recorded "
                 "groups (a GPU's kernels may sum in another order); the groups are trained on all the same"
@@ -368,7 +333,7 @@ class RolloutStore:
 
 
 def digest_of(model: torch.nn.Module) -> str:
-    """Return a digest of the weights, from about 1,024 entries of each parameter. Return "" if the model is sharded."""
+    """Return a digest of the weights, from at most 2,047 entries of each parameter. Return "" if there is a DTensor."""
     found = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "to_local"):
@@ -391,7 +356,7 @@ def files_of(folder: Path, suffix: str = ".records") -> Iterator[tuple[Path, Abo
     """Yield (path, `About`, other records) for each rank's file in a folder. Skip files without a complete `About`."""
     for path in sorted(folder.glob(f"rank-*{suffix}")):
         records, head = read_records(path, lambda position: position >= ABOUT), None
-        with contextlib.suppress(FileNotFoundError):  # a different rank deleted the file
+        with contextlib.suppress(FileNotFoundError):  # Another rank has deleted the file.
             head = next(records, None)
         if head is None:
             continue
@@ -400,6 +365,6 @@ def files_of(folder: Path, suffix: str = ".records") -> Iterator[tuple[Path, Abo
             found = json.loads(head.content)
             about = About(int(found["step"]), str(found["weights"]), dict(found["settings"]))
         except NONSENSE as error:
-            foreign = f"{path} is foreign: {error!r}. Only files of the journal may lie in this folder."
+            foreign = f"{path} is foreign: {error!r}. Only files of the journal may lie in this folder: move it away."
             raise JournalError(foreign) from None
         yield path, about, records

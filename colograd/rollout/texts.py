@@ -21,17 +21,16 @@ def with_prompt_text(group: Group, tokenizer: Any) -> Group:
     """Add the column ``prompt_texts`` for reward functions to a group's rollouts: each rollout's prompt as the model
     reads it, with special tokens and the chat template's beginning of the answer. Environments may give the rollouts of
     a group different prompts."""
-    prompts, rollouts = {each.prompt_ids for each in group.rollouts}, []
-    texts = {ids: tokenizer.decode(list(ids), skip_special_tokens=False) for ids in prompts}
-    for each in group.rollouts:
-        rollouts.append(dataclasses.replace(each, columns={**each.columns, "prompt_texts": texts[each.prompt_ids]}))
-    return dataclasses.replace(group, rollouts=tuple(rollouts))
+    prompts = {each.prompt_ids for each in group.rollouts}
+    texts = {ids: {"prompt_texts": tokenizer.decode(list(ids), skip_special_tokens=False)} for ids in prompts}
+    own = (dataclasses.replace(each, columns={**each.columns, **texts[each.prompt_ids]}) for each in group.rollouts)
+    return dataclasses.replace(group, rollouts=tuple(own))
 
 
 def with_messages(group: Group, tokenizer: Any) -> Group:
     """Parse a group's completions to chat messages, if the tokenizer can parse responses and the prompt is a list of
     messages. As in TRL, reward functions then get parsed messages, e.g. with the reasoning apart from the answer.
-    Rollouts that already have messages (multi-turn conversations) stay unchanged."""
+    Rollouts that have messages (of a conversation with tools), or that can't be parsed, stay unchanged."""
     if not has_parser(tokenizer) or not isinstance(group.example.get("prompt"), list):
         return group
     rollouts = []
@@ -51,7 +50,7 @@ def has_parser(tokenizer: Any) -> bool:
 def parsed_turn(
     tokenizer: Any, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
 ) -> tuple[dict[str, Any], list[ToolCall]] | None:
-    """Parse a completion with the tokenizer's parser. Return (message, tool calls), or None if parsing fails."""
+    """Parse a completion with the tokenizer's parser. Return (message, tool calls), or None for a malformed one."""
     kwargs: dict[str, Any] = {}
     if getattr(tokenizer, "response_template", None) is not None:
         kwargs = {"prefix": list(prompt_ids), "tools": list(tools or ()) or None}

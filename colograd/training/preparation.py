@@ -208,7 +208,8 @@ def prompt_rules(
         overlong=args.overlong_prompts,
         chat_template_kwargs=dict(args.chat_template_kwargs or {}),  # type: ignore[arg-type]
         name=name,
-        tools=feature.schemas,
+        columns=feature.columns,
+        arguments=feature.template_arguments,
         reader=reader_of(policy),
         tell=Console(args.layout.is_main, bars=False).say,
         rows=policy.rows,

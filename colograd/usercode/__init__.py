@@ -1,4 +1,4 @@
-"""Runs the user's code: reward functions, tools and environments, in this process or in worker processes.
+"""Calls of the user's code (reward functions, tools and environments) in this process or in worker processes.
 
 `untrusted` parses texts and JSON from models, tools and programs.
 """

@@ -16,22 +16,20 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from .worker_process import COLOGRAD, line_and_traceback
 
-C = TypeVar("C", bound=Any)  # Type of a call with the methods `done` and `cancel`.
-
 STDLIB = sysconfig.get_path("stdlib")
 LIBRARIES = (f"{os.sep}site-packages{os.sep}", os.path.join(STDLIB, ""), os.path.join(COLOGRAD, ""))
-GRACE = 10.0  # Seconds from an interrupt until a stuck process is ended.
+GRACE = 10.0  # Seconds that a call may go on after its time limit, before the run ends.
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     kind: str  # Kind of outcome: value, raised, late, died (the process) or dropped (no longer needed).
     value: Any  # Return value; or (line, traceback) of the exception; or exit status of the dead process.
-    seconds: float  # Seconds that the function ran.
+    seconds: float  # Seconds that the function ran, or 0 if unknown.
     logged: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})  # Logged columns and metrics, see `CallLog`.
 
 
@@ -66,8 +64,8 @@ def _place(file: str, line: int | str) -> str:
 
 
 def when_done(call: Future[Outcome], tell: Callable[..., None], *further: Any) -> None:
-    """Call ``tell(started, ended, *further)`` when ``call`` ends or is cancelled, in the thread that ends it. The times
-    are of `time.perf_counter`. If the function's start is unknown, ``started`` is the time of calling `when_done`."""
+    """Call ``tell(started, ended, *further)`` when ``call`` has ended or is cancelled. The times are of
+    `time.perf_counter`. If the function's start is unknown, ``started`` is the time of calling `when_done`."""
     submitted = time.perf_counter()
 
     def done(call: Future[Outcome]) -> None:
@@ -79,8 +77,8 @@ def when_done(call: Future[Outcome], tell: Callable[..., None], *further: Any) -
 
 
 async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> Outcome:
-    """Await a user's awaitable and return its outcome: ``late`` after ``timeout`` seconds. SystemExit doesn't end the
-    event loop. Unlike in `asyncio.wait_for`, an awaitable that ignores its cancellation doesn't delay the outcome."""
+    """Await a user's awaitable and return its outcome, of kind ``late`` after ``timeout`` seconds (None: no limit).
+    SystemExit doesn't end the event loop. An awaitable that ignores its cancellation doesn't delay the outcome."""
 
     async def guarded() -> Any:
         try:
@@ -93,7 +91,7 @@ async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> O
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout)
     finally:
-        task.cancel()  # The awaitable is late, or nobody waits for the outcome any more.
+        task.cancel()  # This ends an awaitable that is late, or that the caller has cancelled.
     if not done:
         return Outcome("late", None, timeout or 0.0)
     try:
@@ -104,20 +102,20 @@ async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> O
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the run's one event loop for async user code. HTTP clients are bound to a loop, so it is kept."""
+    """Return the process's event loop for async user code. Users' HTTP clients need the same loop in all calls."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="colograd-async", daemon=True).start()
     return loop
 
 
 class Late(BaseException):
-    """Raised in a call that exceeded its time limit. Not an Exception, because user code may catch every Exception."""
+    """Raised in a call that exceeds its time limit. It isn't an Exception, because user code may catch all of those."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
-    """Context manager that interrupts a block in the calling thread by `Late` after ``seconds`` (None: never). If the
-    block doesn't end within `GRACE` further seconds, print ``problem`` and end the process."""
+    """Raise `Late` in the body of this context manager after ``seconds`` (None: never). If the body doesn't end within
+    `GRACE` further seconds, print ``problem`` and end the process."""
     if seconds is None:
         yield
         return
@@ -140,7 +138,7 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with running:  # From here on the timer can't interrupt the thread. A pending interrupt is cancelled.
+        with running:  # Now the timer can't interrupt the thread any more. A pending interrupt is cancelled.
             ended = True
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
         for timer in timers:

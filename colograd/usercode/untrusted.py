@@ -11,11 +11,11 @@ from typing import Any
 
 DEEPEST = 64  # Maximum nesting of JSON values. Templates, copies and pickles of deeper values exceed Python's stack.
 TOO_DEEP = f"lists and objects are nested more than {DEEPEST} deep"
-# Maximum characters per token. A text with more characters than this number times the free tokens isn't tokenised,
-# because tokenising takes 4 s per megabyte. Texts of all languages average fewer; only long runs of spaces don't.
+# Maximum characters per token. A text with more characters than this number times the tokens left in the context isn't
+# tokenised, because tokenising takes 4 s per megabyte. Average tokens of all languages are shorter.
 CHARACTERS = 16
 UNCHANGING = frozenset((str, int, float, bool, bytes, type(None)))
-# Modules with classes that `own_copy` copies. Objects of other classes, such as environments, belong to the user.
+# `own_copy` copies objects of classes in these modules and in PIL. Others, such as environments, belong to the user.
 OF_DATA = frozenset(("builtins", "collections", "array", "numpy", "torch"))
 
 
@@ -28,7 +28,8 @@ def parse_json(text: str | bytes, finite: bool = False) -> Any:
 
 
 def clean(value: Any, finite: bool = False, depth: int = DEEPEST) -> Any:
-    """Replace lone surrogates in a text, or in all texts of nested lists, tuples and dicts. Keep other objects."""
+    """Replace lone surrogates in a text, or in all texts of nested lists, tuples and dicts. Keep other objects. Raise a
+    ValueError for a nesting of more than ``depth``, and with ``finite`` for NaN and infinity."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, float) and finite and not math.isfinite(value):
@@ -43,7 +44,7 @@ def clean(value: Any, finite: bool = False, depth: int = DEEPEST) -> Any:
 
 
 def storable(value: Any) -> Any:
-    """Return ``value`` with texts that JSON can store. If it is nested too deep, return a text with the error."""
+    """Return ``value`` with lone surrogates replaced. If ``value`` is nested too deep, return a text with the error."""
     try:
         return clean(value)
     except ValueError as error:

@@ -1,8 +1,8 @@
 """Worker processes that call reward functions and tools while vLLM decodes, and that can be killed.
 
 cloudpickle sends importable functions by name, and functions of a script or notebook by value. A call that exceeds its
-time limit is killed with its process and all programs started there. A killed or dead process is replaced. Workers end
-with the trainer, but ignore Ctrl-C and `stop_signals`, because terminals and schedulers signal all processes of a job.
+time limit is killed with its process and the programs in its process group. The next call starts a new process. Workers
+end with the trainer, but ignore Ctrl-C and schedulers' signals (`STOPS`), which all processes of a job get.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ from .worker_process import STOPS
 WORKER = Path(__file__).with_name("worker_process.py")
 START_SECONDS = 600.0  # Maximum seconds for a worker to load its functions. A busy machine is slow.
 STOP_SECONDS = 5.0  # Maximum seconds to wait for the end of each thread of a pool.
-LOOK_SECONDS = 0.1  # Seconds between two checks whether a running call is still needed.
-DROP_SECONDS = 1.0  # Seconds that an unneeded call has to end. A new process takes as long.
+LOOK_SECONDS = 0.1  # Maximum seconds between two checks of whether a running call is still needed.
+DROP_SECONDS = 1.0  # Seconds that a cancelled call has to end, because a new process takes as long to start.
 
 
 class WorkerCall(Future[Outcome]):
@@ -47,10 +48,11 @@ class WorkerCall(Future[Outcome]):
     def __init__(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> None:
         super().__init__()
         self.index, self.keywords, self.state = index, keywords, state
-        self.unneeded_since: float | None = None  # Time of the call of `cancel`, by `time.monotonic`.
+        self.unneeded_since = math.inf  # Time of the call of `cancel`, by `time.monotonic`.
 
     def cancel(self) -> bool:
-        """Remove the call from the queue. A running call's worker is killed once a second call waits for the worker."""
+        """Cancel the call, and return whether it hadn't begun. If it runs for `DROP_SECONDS` more while another call is
+        queued, its worker is killed."""
         cancelled = super().cancel()
         if not cancelled:
             self.unneeded_since = time.monotonic()
@@ -62,7 +64,7 @@ class CannotTravel(ValueError):
 
 
 class Worker:
-    """One worker process. The first call starts the process. The next call after its end starts it again."""
+    """One worker process. A call of `run` starts the process if none is running."""
 
     def __init__(self, functions: Sequence[bytes]) -> None:
         self._functions = list(functions)
@@ -99,8 +101,9 @@ class Worker:
             self.stop()
             raise CannotTravel(problems)
 
-    def run(self, call: WorkerCall, timeout: float | None, unneeded: Callable[[], bool]) -> Outcome:
-        """Run a call and wait for its outcome: value, raised, late, died, or dropped if ``unneeded()`` is true."""
+    def run(self, call: WorkerCall, timeout: float | None, is_idle: Callable[[], bool]) -> Outcome:
+        """Run a call and wait for its outcome: value, raised, late, died, or dropped. A call is dropped `DROP_SECONDS`
+        after it was cancelled, if ``is_idle()`` is false, because another call is queued."""
         if self._connection is None:
             self.start()
         assert self._connection is not None and self._process is not None
@@ -113,7 +116,8 @@ class Worker:
             self._connection.send_bytes(message)
             while not self._connection.poll(max(min(started + limit - time.monotonic(), LOOK_SECONDS), 0.0)):
                 seconds = time.monotonic() - started
-                if seconds >= limit or unneeded():
+                is_unneeded = time.monotonic() - call.unneeded_since >= DROP_SECONDS and not is_idle()
+                if seconds >= limit or is_unneeded:
                     self.stop()
                     return Outcome("late", None, limit) if seconds >= limit else Outcome("dropped", None, seconds)
             outcome = Outcome(*pickle.loads(self._connection.recv_bytes()))
@@ -123,8 +127,8 @@ class Worker:
         return outcome
 
     def stop(self, patience: float = 0.0) -> int | None:
-        """Kill the process and the programs that it started. Return the status of a process that ends by itself within
-        ``patience`` seconds. Does nothing if no process runs."""
+        """Wait up to ``patience`` seconds for the process to end, then kill it and the programs in its process group.
+        Return its exit status, or None if no process runs."""
         process, connection = self._process, self._connection
         self._process = self._connection = None
         if connection is not None:
@@ -138,21 +142,18 @@ class Worker:
         return process.wait()
 
 
+@dataclass(eq=False)
 class WorkerPool:
-    """Worker processes with a common queue of calls. One daemon thread of this process serves each worker.
+    """Worker processes with a common queue of calls. One daemon thread of this process serves each worker."""
 
-    Args:
-        what: kind of the functions for log lines, such as ``rewards``.
-        size: number of processes. With 0 no function runs in a worker.
-        timeout: maximum seconds of one call; None means no limit.
-    """
+    what: str  # Kind of the functions for log lines, such as ``rewards``.
+    functions: Mapping[str, Callable[..., Any]]
+    size: int  # Number of processes. With 0 no function runs in a worker.
+    timeout: float | None  # Maximum seconds of one call. None means no limit.
 
-    def __init__(
-        self, what: str, functions: Mapping[str, Callable[..., Any]], size: int, timeout: float | None
-    ) -> None:
-        able: dict[str, bytes] = {}
-        reasons: dict[str, str] = {}
-        for name, function in functions.items() if size else ():
+    def __post_init__(self) -> None:
+        able, reasons = dict[str, bytes](), dict[str, str]()
+        for name, function in self.functions.items() if self.size else ():
             try:
                 able[name] = cloudpickle.dumps(function)
             except Exception as error:  # Pickling a function may raise any exception.
@@ -166,12 +167,11 @@ class WorkerPool:
             able = {name: pickled for name, pickled in able.items() if name not in reasons}
         finally:
             trial.stop()
-        self.notes = [f"{what}: {', '.join(able)} in {size} worker process(es)"] if able else []
-        self.notes += [f"{what}: {name} runs in the trainer's process ({why})" for name, why in reasons.items()]
+        self.notes = [f"{self.what}: {', '.join(able)} in {self.size} worker process(es)"] if able else []
+        self.notes += [f"{self.what}: {name} runs in the trainer's process ({why})" for name, why in reasons.items()]
         self._indices = {name: index for index, name in enumerate(able)}
-        self._timeout = timeout
         self._queue: queue.SimpleQueue[WorkerCall | None] = queue.SimpleQueue()
-        self._workers = [Worker(list(able.values())) for _ in range(size if able else 0)]
+        self._workers = [Worker(list(able.values())) for _ in range(self.size if able else 0)]
         self._threads = [threading.Thread(target=self._serve, args=[w], daemon=True) for w in self._workers]
         for thread in self._threads:
             thread.start()
@@ -189,14 +189,8 @@ class WorkerPool:
         while (call := self._queue.get()) is not None:
             if not call.set_running_or_notify_cancel():
                 continue
-
-            def unneeded(call: WorkerCall = call) -> bool:
-                """Return whether nobody waits for the call's outcome, but a second call waits for the worker."""
-                since = call.unneeded_since
-                return since is not None and time.monotonic() - since >= DROP_SECONDS and not self._queue.empty()
-
             try:
-                outcome = worker.run(call, self._timeout, unneeded)
+                outcome = worker.run(call, self.timeout, self._queue.empty)
             except BaseException as error:
                 outcome = raised_outcome(error)
             call.keywords = {}  # Free the arguments, because completions are large.
@@ -204,7 +198,7 @@ class WorkerPool:
         worker.stop()  # `close` may have run while this worker was starting.
 
     def close(self) -> None:
-        """Drop queued calls and kill the workers. Afterwards no function runs in this pool."""
+        """Cancel queued calls and kill the workers. Afterwards the pool contains no function."""
         self._indices = {}
         with contextlib.suppress(queue.Empty):
             while (call := self._queue.get_nowait()) is not None:

@@ -31,10 +31,10 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-# Colograd's folder. Frames of files in the folders of `PLUMBING` are cut from users' tracebacks.
+# Colograd's folder. Users' tracebacks begin after their last frame in a file of `PLUMBING`.
 COLOGRAD = os.path.dirname(os.path.dirname(__file__))
 STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Signals of schedulers, see the setting `stop_signals`.
-PER_TOKEN = ("completion_ids", "completion_mask")  # Keywords of reward functions that are sent as arrays or bytes.
+PER_TOKEN = ("completion_ids", "completion_mask")  # Keywords of reward functions that a worker gets as arrays or bytes.
 PLUMBING = (os.path.join(COLOGRAD, "usercode", ""), os.path.join(COLOGRAD, "rewards", ""))
 
 
@@ -83,7 +83,7 @@ def main(descriptor: int) -> None:
     """Load the functions, then serve calls until the parent closes the socket."""
     set_parent_death_signal = 1  # The constant PR_SET_PDEATHSIG of sys/prctl.h.
     with contextlib.suppress(OSError, AttributeError):  # The function prctl exists only on Linux.
-        # Linux kills this process when the trainer dies, even if user code is in an endless loop.
+        # Linux kills this process when the thread that started it ends, even if user code is in an endless loop.
         ctypes.CDLL("libc.so.6").prctl(set_parent_death_signal, signal.SIGKILL)
     _leave_signals_to_parent()
     connection = Connection(descriptor)
@@ -129,7 +129,7 @@ def _answer(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool
 
 
 def line_and_traceback(error: BaseException) -> tuple[str, str]:
-    """Return an exception as one line, and its traceback without the leading frames of Colograd."""
+    """Return an exception as "type: message", and its traceback without the leading frames of Colograd."""
     frames = step = error.__traceback__
     while step is not None:
         if step.tb_frame.f_code.co_filename.startswith(PLUMBING):
@@ -143,10 +143,9 @@ def _leave_signals_to_parent() -> None:
     """Ignore Ctrl-C and a scheduler's signals, which reach all processes of a job. The trainer needs its workers until
     the round (the prompts sampled with one set of weights) is complete.
 
-    The signals get an empty handler rather than SIG_IGN, because programs that user code starts would inherit SIG_IGN
-    and couldn't be terminated. The signals are blocked during a fork, because the child would lose a signal that
-    arrives before the child resets its handlers.
-    """
+    The signals in `STOPS` get an empty handler rather than SIG_IGN, because programs that user code starts would
+    inherit SIG_IGN and couldn't be terminated. These signals are blocked during a fork, because the child would lose a
+    signal that arrives before the child resets its handlers."""
 
     def ignore(number: int, frame: Any) -> None:
         pass

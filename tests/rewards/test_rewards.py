@@ -23,7 +23,6 @@ from scoring_cases import score_group
 
 from colograd.batch import FinishReason, Group, ModelInput, Rollout, ScoredGroup
 from colograd.rewards import (
-    BUILTIN_REWARDS,
     RewardError,
     RewardFunction,
     Scorer,
@@ -34,6 +33,7 @@ from colograd.rewards import (
     think_format_reward,
     weighted_sum,
 )
+from colograd.rewards.answers import builtin_rewards
 from colograd.rewards.calling import check_columns_for
 from colograd.rewards.functions import code_digest, is_async
 from colograd.rollout.rounds import SampledStep, unscored
@@ -545,7 +545,7 @@ def test_built_ins_agree_with_trl(name: str) -> None:
         "completion_ids": [[0] * n for n in (1, 1024, 1100, 1280, 1281)],
         "solution": [*SOLUTIONS, "$1$"],
     }
-    assert BUILTIN_REWARDS[name](**keywords) == function(**keywords)
+    assert builtin_rewards()[name](**keywords) == function(**keywords)
 
 
 def test_a_digest_follows_the_code_that_a_function_uses(tmp_path, monkeypatch) -> None:

@@ -134,7 +134,7 @@ def test_a_recipe_s_other_settings_hold_from_the_checkpoint_on(whole, tiny_model
     assert len(again["sampled"]) == 12, "the first round's samples don't depend on the rate, the others' weights do"
     assert not same(again["weights"], whole[1]["weights"])
     assert (
-        "3 round(s) or evaluations after step 0 were recorded with other settings (learning_rate"
+        "3 round(s) or evaluations from step 0 on were recorded with other settings (learning_rate"
         in capfd.readouterr().out
     )
     assert len(train(tiny_model, tmp_path, resume="auto", learning_rate=2e-3, seed=8)["sampled"]) == 16
@@ -163,7 +163,7 @@ def test_a_start_that_failed_before_its_first_group_binds_nobody(tmp_path) -> No
     again = RolloutStore(tmp_path, 0, {"num_generations": 4})
     assert again.start(0, is_writer=True) == []
     again.begin(0, "weights")
-    assert not again.has_groups(0)
+    assert not again.positions(0)
     again.close()
     assert again.recorded_settings() == {"num_generations": 4} and not again.problem
 

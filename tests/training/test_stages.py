@@ -49,10 +49,10 @@ def test_whole_groups_go_through_in_the_order_in_which_they_come() -> None:
         ([group(3)], r"no group for 1 of 2 prompts \(first position: 4\)"),
         ([dataclasses.replace(group(), rollouts=())], "prompt 3: the group has no rollouts"),
         ([dataclasses.replace(group(), rollouts=("a",))], "rollout 0 is a str. A rollout must be"),
-        ([group(completion_ids=())], "rollout 1 has no tokens"),
+        ([group(completion_ids=())], "rollout 1 has an empty prompt or completion"),
         ([group(sampler_logprobs=torch.zeros(2))], r"sampler_logprobs of rollout 1 is a tensor of shape \[2\]"),
-        ([group(sampled=[True] * 3)], "sampled of rollout 1 is a list, but a rollout's `sampler_logprobs` and"),
-        ([group(input=())], "rollout 1 has no tokens"),
+        ([group(sampled=[True] * 3)], "sampled of rollout 1 is a list, but `sampler_logprobs` and"),
+        ([group(input=())], "rollout 1 has an empty prompt or completion"),
     ],
 )
 def test_what_generate_must_not_yield_is_named(yielded: list[Any], message: str) -> None:

@@ -79,9 +79,9 @@ class TurnRewards:
                     f"its reward is {reprlib.repr(value)} ({kind}), but only an agent's session can have one reward "
                     "per answer: return one number per completion."
                 )
-                raise value_error(reward, groups, index, problem)
+                raise value_error(reward, groups, problem, index)
             if broken := _rule_broken(value, len(answers)):
-                raise value_error(reward, groups, index, f"its turn rewards are {broken}")
+                raise value_error(reward, groups, f"its turn rewards are {broken}", index)
             own = [float(each) for each in value]
             turns.append(own)
             whole.append(sum(own) / len(own) if own else None)

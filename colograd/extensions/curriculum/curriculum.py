@@ -1,28 +1,27 @@
 """The curriculum: chooses the prompts of each round (one generation) by their pass rates in earlier rounds.
 
-The choice is a pure function of the seed, the round's number and a record. The record holds three values per prompt:
-the number of draws, the round of the last draw, and the pass rate in the last judged draw. All ranks have the same
-record, because they exchange a round's pass rates (`pass_rates`). A checkpoint holds the record (`prompts.json`), so
-that a resumed run, a replay and any number of ranks draw the same prompts.
-"""
+The choice depends only on the dataset, the settings, the round's number and a record. The record holds three values per
+prompt: the number of draws, the round of the last draw, and the pass rate in the last judged draw. All ranks have the
+same record, because they exchange a round's pass rates (`pass_rates`). A checkpoint holds the record (`prompts.json`),
+so that a resumed run, a replay and any number of ranks draw the same prompts."""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-import torch
 
 from ...batch import SampledStep
 from ...config import GRPOConfig
 from ...data import PromptDataset
 from ...data.columns import listed
-from ...data.order import StepOrder, seed_of
+from ...data.order import StepOrder, permutation
 from ...parallel.ranks import gather, on_all_ranks
 from ...rollout.rounds import Tally
 from .settings import LEVELS, Curriculum, read_curriculum
@@ -31,37 +30,45 @@ HARD, EASY = 0.25, 0.75  # A prompt is hard up to the pass rate HARD, and easy f
 
 
 def add_curriculum(prompts: Any, config: GRPOConfig) -> None:
-    """Let the curriculum choose among the dataset's prompts if the setting `curriculum` is set. Changes ``prompts``."""
+    """Set ``prompts.choice`` to a curriculum if the setting `curriculum` is set and ``prompts`` isn't a stream."""
     if (curriculum := read_curriculum(config)) is not None and isinstance(prompts, PromptDataset):
-        prompts.choice = CurriculumState(curriculum, prompts.dataset, config)
+        prompts.choice = CurriculumOrder.by(curriculum, prompts.dataset, config)
 
 
-class CurriculumState:
-    """Chooses each round's prompts among a dataset's rows, and records the rows' draws and pass rates."""
+class CurriculumOrder(StepOrder):
+    """A `StepOrder` (order of prompts) that chooses a round's rows just before the round's first step, and records the
+    rows' draws and pass rates."""
 
-    missing = "had no curriculum"  # end of an error text about a checkpoint without a record
+    missing = "had no curriculum"  # Why a checkpoint has no record. End of an error text.
+    settings: Curriculum
+    round_steps: int  # Number of optimizer steps of a round.
+    pools: np.ndarray | None  # Each row's pool as an index into ``shares``, int [rows]. None: pools by pass rate.
+    difficulties: np.ndarray | None  # Each row's difficulty, float [rows], if the setting ``difficulty`` is set.
 
-    def __init__(self, curriculum: Curriculum, dataset: Any, config: GRPOConfig) -> None:
-        self.settings, self.rows = curriculum, len(dataset)
-        self.round_size = (config.prompts_per_step or 1) * (config.steps_per_generation or 1)
-        self.rounds_per_epoch = max(1, self.rows // self.round_size)
-        self._seed, self._shuffle = seed_of(config), bool(config.shuffle_dataset)
-        self._round_length = config.round_length
-        self._pools = None if curriculum.column is None else _pools(curriculum, dataset)
-        self._difficulty = None if curriculum.difficulty is None else _numbers(dataset, curriculum.difficulty)
-        self.load({})
+    @classmethod
+    def by(cls, curriculum: Curriculum, dataset: Any, config: GRPOConfig) -> Self:
+        made = cls.of(config, len(dataset))
+        made.settings, made.round_steps = curriculum, config.round_length
+        made.pools = None if curriculum.column is None else _pools(curriculum, dataset)
+        made.difficulties = None if curriculum.difficulty is None else _numbers(dataset, curriculum.difficulty)
+        made.load({})
+        return made
+
+    def order(self, config: GRPOConfig) -> StepOrder:
+        self.data_rank, self.data_size = config.layout.data_rank, config.layout.data_size
+        return self
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from the record in a checkpoint's ``state``. An empty ``state`` begins a new record."""
-        self.rounds = int(state.get("rounds", 0))  # Number of rounds before the present round.
-        if state and state.get("rows") != self.rows:
+        self.rounds = int(state.get("rounds", 0))  # Number of recorded rounds.
+        if state and state.get("rows") != self.num_rows:
             raise ValueError(
                 f"The checkpoint's curriculum has {state.get('rows', 'an unknown number of')} prompts, but the "
-                f"dataset has {self.rows}: give the same dataset, or set ignore_data_skip: true for a new record."
+                f"dataset has {self.num_rows}: give the same dataset, or set ignore_data_skip: true for a new record."
             )
-        self.drawn = np.zeros(self.rows, dtype=np.int32)  # Number of draws, int32 [rows].
-        self.last = np.full(self.rows, -1, dtype=np.int32)  # Round of the last draw, int32 [rows].
-        self.rate = np.full(self.rows, np.nan, dtype=np.float32)  # Pass rate of the last judged draw, float32 [rows].
+        self.drawn = np.zeros(self.num_rows, dtype=np.int32)  # Number of draws, int32 [rows].
+        self.last = np.full(self.num_rows, -1, dtype=np.int32)  # Round of the last draw, int32 [rows].
+        self.rate = np.full(self.num_rows, np.nan, dtype=np.float32)  # Pass rate when last judged, float32 [rows].
         for name, array in (("drawn", self.drawn), ("last", self.last), ("rate", self.rate)) if state else ():
             array[:] = np.frombuffer(zlib.decompress(base64.b64decode(state[name])), dtype=array.dtype)
         self.begun = self.rounds  # First round that isn't skipped after a resume.
@@ -72,10 +79,10 @@ class CurriculumState:
         """The record as JSON for a checkpoint: the numbers of rounds and rows, and the three arrays in base64."""
         arrays = {"drawn": self.drawn, "last": self.last, "rate": self.rate}
         packed = {name: base64.b64encode(zlib.compress(a.tobytes(), 1)).decode() for name, a in arrays.items()}
-        return {"rounds": self.rounds, "rows": self.rows, **packed}
+        return {"rounds": self.rounds, "rows": self.num_rows, **packed}
 
     def record(self, passes: Iterable[tuple[int, float]]) -> None:
-        """Record (position, pass rate) pairs of the sampled round. NaN (not judged) keeps a prompt's old pass rate."""
+        """Record the (position, pass rate) pairs of the sampled round. NaN (not judged) keeps a prompt's old rate."""
         for position, rate in sorted(dict(passes).items()):
             row = self._present[position - self.rounds * self.round_size]
             self.drawn[row] += 1
@@ -85,33 +92,30 @@ class CurriculumState:
         self.rounds += 1
 
     def counts(self) -> dict[str, float]:
-        """Return metrics: the number of resting prompts (solved and not yet due), and of never drawn prompts."""
+        """Return metrics: the numbers of resting prompts (solved, and drawn lately) and of never drawn prompts."""
         return {
             "curriculum/resting": float(self._resting(self.rounds).sum()),
             "curriculum/never_drawn": float((self.drawn == 0).sum()),
         }
 
-    def order(self, config: GRPOConfig) -> CurriculumOrder:
-        order = CurriculumOrder.of(config, self.rows)
-        order.state = self
-        return order
+    def rows_of(self, number: int) -> list[int]:
+        """Return the chosen rows of a round, or no rows for a round before a resumed checkpoint."""
+        return [] if number < self.begun else self.choose(number)
 
     def choose(self, number: int) -> list[int]:
         """Return the rows of round ``number`` in training order, chosen by the record of the earlier rounds."""
         self.rounds = number
-        step, count = number * self._round_length, self.round_size
-        ties = np.arange(self.rows)  # Tie-breakers, int64 [rows]: row numbers, or a random permutation for this round.
-        if self._shuffle:
-            digest = hashlib.sha256(f"{self._seed} curriculum {number}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-            ties = torch.randperm(self.rows, generator=generator).numpy()
+        step, count = number * self.round_steps, self.round_size
+        ties = np.arange(self.num_rows)  # Tie-breakers, int64 [rows]: row numbers, or a random permutation.
+        if self.shuffle:
+            ties = permutation(self.num_rows, f"{self.seed} curriculum {number}").numpy()
         turn = np.lexsort((ties, self.drawn))  # All rows. The rows with the fewest draws come first.
-        until, shut = self.settings.difficulty_until, np.zeros(self.rows, dtype=bool)
-        if self._difficulty is not None and until is not None:
-            shut = self._difficulty > until.at(step)
+        until, shut = self.settings.difficulty_until, np.zeros(self.num_rows, dtype=bool)
+        if self.difficulties is not None and until is not None:
+            shut = self.difficulties > until.at(step)
         able = ~self._resting(number) & ~shut
         chosen: list[int] = []
-        taken = np.zeros(self.rows, dtype=bool)
+        taken = np.zeros(self.num_rows, dtype=bool)
 
         def take(rows: np.ndarray, most: int) -> None:
             found = rows[~taken[rows]][: max(most, 0)]
@@ -123,9 +127,9 @@ class CurriculumState:
         take(turn[able[turn]], count - len(chosen))  # Fill the round up if a pool had too few rows.
         by_rest = np.lexsort((ties, self.last))
         take(by_rest[~shut[by_rest]], count - len(chosen))  # Fill up with the rows drawn longest ago.
-        if self._difficulty is not None:
-            take(np.lexsort((ties, self._difficulty)), count - len(chosen))
-        if self._shuffle:
+        if self.difficulties is not None:
+            take(np.lexsort((ties, self.difficulties)), count - len(chosen))
+        if self.shuffle:
             chosen.sort(key=lambda row: ties[row])
         self._present = chosen
         return chosen
@@ -133,53 +137,32 @@ class CurriculumState:
     def _resting(self, number: int) -> np.ndarray:
         """Return a mask of the resting rows, bool [rows]: solved rows that may not yet be drawn again."""
         if self.settings.solved_at is None:
-            return np.zeros(self.rows, dtype=bool)
-        due = self.last + self.settings.revisit_after * self.rounds_per_epoch
-        with np.errstate(invalid="ignore"):  # comparisons with NaN (a prompt that was never judged) would warn
-            return (self.rate >= np.float32(self.settings.solved_at)) & (number < due)
+            return np.zeros(self.num_rows, dtype=bool)
+        due = self.last + self.settings.revisit_after * self.num_rounds
+        return (self.rate >= np.float32(self.settings.solved_at)) & (number < due)
 
     def _quotas(self, able: np.ndarray, step: int, count: int, number: int) -> Iterator[tuple[np.ndarray, int]]:
         """Yield (mask of rows, number of rows to draw) per pool. Numbers are rounded so that shares hold on average."""
         shares = self.settings.shares
         if shares is None:
             return
-        labels = self._pools
-        if labels is None:  # A row's pool is the level of its pass rate, or -1 if the level has no share.
-            with np.errstate(invalid="ignore"):
-                conditions = [np.isnan(self.rate), self.rate <= HARD, self.rate < EASY]
-            level = np.select(conditions, [LEVELS.index(name) for name in LEVELS[:3]], 3)
-            names = list(shares)
-            labels = np.array([names.index(name) if name in names else -1 for name in LEVELS])[level]
-        pools = [labels == index for index in range(len(shares))]
+        names, labels = [*shares], self.pools
+        if labels is None:  # A row's pool is the level of its pass rate.
+            labels = np.select([np.isnan(self.rate), self.rate <= HARD, self.rate < EASY], [0, 1, 2], 3)
+            names = [*LEVELS]
+        pools = [labels == names.index(name) for name in shares]
         given = zip(shares.values(), pools, strict=True)
         weights = [share.at(step) if (able & pool).any() else 0.0 for share, pool in given]
         total = sum(weights)
         if total <= 0:
             return
-        digest = hashlib.sha256(f"{self._seed} shares {number}".encode()).digest()
+        digest = hashlib.sha256(f"{self.seed} shares {number}".encode()).digest()
         offset, before, end = int.from_bytes(digest[:4], "big") / 2**32, 0, 0.0
         for pool, weight in zip(pools, weights, strict=True):
             end += weight / total * count
             upto = min(count, int(end + offset))
             yield pool, upto - before
             before = upto
-
-
-class CurriculumOrder(StepOrder):
-    """A `StepOrder` (order of prompts) that lets the curriculum choose a round's rows just before its first step."""
-
-    state: CurriculumState
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        per_rank = self.prompts_per_step // self.data_size
-        for round_index in range(self.num_rounds):
-            number = self.epoch * self.num_rounds + round_index
-            rows = None if number < self.state.begun else self.state.choose(number)
-            start = number * self.state.round_size
-            for step in [*range(self.steps_per_generation)] * self.num_iterations:
-                first = step * self.prompts_per_step + self.data_rank * per_rank
-                places = range(first, first + per_rank)
-                yield [] if rows is None else [(rows[place], start + place) for place in places]
 
 
 def pass_rates(trainer: Any) -> Tally | None:
@@ -206,31 +189,25 @@ def _pools(curriculum: Curriculum, dataset: Any) -> np.ndarray:
     """Return each row's pool as an index into ``shares``, int [rows]. Raise if a row's value has no share."""
     values, names = [str(value) for value in _column(dataset, curriculum.column)], list(curriculum.shares or ())
     if other := sorted({*values} - {*names}):
-        raise ValueError(
-            f"curriculum: the column {curriculum.column!r} has the value {other[0]!r}, which has no share (shares "
-            f"has {listed(names)}): give the value a share. 0 keeps its prompts out while others are left."
-        )
+        problem = f"the column {curriculum.column!r} has the value {other[0]!r}, which has no share"
+        remedy = "give the value a share. 0 keeps its prompts out while others are left"
+        raise ValueError(f"curriculum: {problem} (shares has {listed(names)}): {remedy}.")
     if absent := [name for name in names if name not in set(values)]:
-        raise ValueError(
-            f"curriculum: shares has {absent[0]!r}, but the column {curriculum.column!r} has only "
-            f"{listed(sorted({*values}))}: remove the share."
-        )
+        present = f"the column {curriculum.column!r} has only {listed(sorted({*values}))}"
+        raise ValueError(f"curriculum: shares has {absent[0]!r}, but {present}: remove the share.")
     return np.array([names.index(value) for value in values])
 
 
 def _numbers(dataset: Any, column: str) -> np.ndarray:
-    try:
-        found = np.array([float(value) for value in _column(dataset, column)])
-    except (TypeError, ValueError):
-        raise ValueError(f"curriculum: the column {column!r} must have a number in each row: convert it.") from None
-    if np.isnan(found).any():
-        raise ValueError(f"curriculum: the column {column!r} has a row without a number: give each row a difficulty.")
-    return found
+    values = _column(dataset, column)
+    with contextlib.suppress(TypeError, ValueError):
+        if not np.isnan(found := np.array([float(value) for value in values])).any():
+            return found
+    raise ValueError(f"curriculum: the column {column!r} must have a number in each row: convert it.")
 
 
 def _column(dataset: Any, column: str | None) -> list[Any]:
-    if column not in dataset.column_names:
-        raise ValueError(
-            f"curriculum: the dataset has no column {column!r}; it has {listed(dataset.column_names)}: name one."
-        )
-    return list(dataset[column])
+    if column in dataset.column_names:
+        return list(dataset[column])
+    present = listed(dataset.column_names)
+    raise ValueError(f"curriculum: the dataset has no column {column!r}; it has {present}: name one.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -22,8 +22,7 @@ CONFLICTS = (
     ),
     Conflict(
         "curriculum", ANY, "the dataset", equal("a stream"),
-        "it chooses among all prompts, and a stream is read one after the other",
-        "load it whole, or remove curriculum",
+        "it chooses among all prompts, and a stream is read one after the other", "load it whole, or remove curriculum",
     ),
 )  # fmt: skip
 
@@ -38,17 +37,12 @@ class Schedule:
     def of(cls, value: Any, name: str) -> Schedule:
         """Parse a constant such as ``0.5``, or numbers by optimizer step such as ``{0: 1.0, 200: 0.2}``."""
         given = value.items() if isinstance(value, Mapping) and value else [(0, value)]
-        try:
+        with contextlib.suppress(TypeError, ValueError):
             points = sorted((int(step), float(number)) for step, number in given)
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"{name} is {value!r}, but must be a number, or numbers by optimizer step: {{0: 1.0, 200: 0.2}}."
-            ) from None
-        if any(step < 0 or math.isnan(number) for step, number in points):
-            raise ValueError(
-                f"{name} is {value!r}, but its steps must be at least 0 and its values must not be NaN: correct them."
-            )
-        return cls(tuple(points))
+            if all(step >= 0 and not math.isnan(number) for step, number in points):
+                return cls(tuple(points))
+        rule = "a number, or numbers by optimizer step from 0 on: {0: 1.0, 200: 0.2}"
+        raise ValueError(f"{name} is {value!r}, but must be {rule}.")
 
     def at(self, step: int) -> float:
         before, low = self.points[0]
@@ -65,21 +59,18 @@ class Curriculum:
 
     pass_threshold: float = 1.0  # Lowest weighted reward of a completion that counts as passed.
     solved_at: float | None = 1.0  # Lowest pass rate of a solved prompt. None means that no prompt counts as solved.
-    revisit_after: float = 1.0  # Epochs after a solved prompt's last draw in which the prompt isn't drawn.
+    revisit_after: float = 1.0  # Number of epochs that a solved prompt rests after its last draw.
     column: str | None = None  # Dataset column with each prompt's pool. None means pools by pass rate (`LEVELS`).
-    shares: Mapping[str, Schedule] | None = None  # For each pool: its share of a round's prompts.
+    shares: Mapping[str, Schedule] | None = None  # Weight of each pool in a round's prompts.
     difficulty: str | None = None  # Dataset column with each prompt's difficulty, a number.
-    difficulty_until: Schedule | None = None  # Highest difficulty that is drawn, by optimizer step.
+    difficulty_until: Schedule | None = None  # Highest difficulty to draw, by optimizer step, if enough rows are left.
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Curriculum:
         """Parse the mapping of the setting. Raise for unknown keys and wrong values."""
-        known = [field.name for field in fields(cls)]
+        known, found = [field.name for field in fields(cls)], dict(given)
         if unknown := [key for key in given if key not in known]:
-            raise ValueError(
-                f"curriculum has the key {unknown[0]!r}, but the keys are {', '.join(known)}: use e.g. {EXAMPLE}."
-            )
-        found: dict[str, Any] = dict(given)
+            raise ValueError(f"curriculum has the key {unknown[0]!r}, but the keys are {', '.join(known)}: {EXAMPLE}.")
         for name in ("pass_threshold", "solved_at", "revisit_after"):
             value = found.get(name, 0.0)
             is_number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
@@ -96,33 +87,25 @@ class Curriculum:
 
     def __post_init__(self) -> None:
         if self.solved_at is not None and not 0 < self.solved_at <= 1:
-            raise ValueError(
-                f"curriculum: solved_at is {self.solved_at}, but must be a pass rate in (0, 1]: with 1.0 a prompt "
-                "rests if all completions of its last draw passed, with null no prompt rests."
-            )
+            rule = "a pass rate in (0, 1]: with 1.0 a prompt rests if all its last completions passed, with null none"
+            raise ValueError(f"curriculum: solved_at is {self.solved_at}, but must be {rule}.")
         if self.revisit_after < 0:
             raise ValueError(f"curriculum: revisit_after is {self.revisit_after}, but must be at least 0: raise it.")
         if self.column is not None and self.shares is None:
             raise ValueError(f"curriculum: column is {self.column!r}, but shares is missing: set its values' shares.")
         if self.shares is not None:
             if any(not 0 <= value < math.inf for share in self.shares.values() for _, value in share.points):
-                raise ValueError(
-                    "curriculum: a share is negative or infinite, but shares must be finite and at least 0: correct it."
-                )
+                raise ValueError("curriculum: a share is negative or infinite: give finite shares of at least 0.")
             if self.column is None and (other := [pool for pool in self.shares if pool not in LEVELS]):
-                raise ValueError(
-                    f"curriculum: shares has the pool {other[0]!r}, but `column` isn't set, so the pools "
-                    f"are {', '.join(LEVELS)} (by the last pass rate): name one of these pools, or set `column`."
-                )
+                problem = f"shares has the pool {other[0]!r}, but `column` isn't set, so the pools are"
+                remedy = "(by the last pass rate): name one of these pools, or set `column`"
+                raise ValueError(f"curriculum: {problem} {', '.join(LEVELS)} {remedy}.")
         if (self.difficulty is None) != (self.difficulty_until is None):
             raise ValueError("curriculum: difficulty (a column) and difficulty_until (its limit) must both be set.")
 
 
 def read_curriculum(config: GRPOConfig) -> Curriculum | None:
-    text = config.curriculum
-    settings = json.loads(text) if isinstance(text, str) else text
-    if settings is None:
-        return None
-    if not isinstance(settings, dict):
-        raise ValueError(f"curriculum is {text!r}, but must be a mapping: write it as {EXAMPLE}.")
-    return Curriculum.of(settings)
+    settings = config.curriculum
+    if isinstance(settings, dict | None):
+        return None if settings is None else Curriculum.of(settings)
+    raise ValueError(f"curriculum is {settings!r}, but must be a mapping: write it as {EXAMPLE}.")

@@ -6,6 +6,7 @@ import itertools
 import math
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -44,10 +45,8 @@ class UserFeature(SourceFeature):
         if write is None:
             return None
         if others["tools"] or others["environment_factory"] is not None:
-            raise ValueError(
-                "rollout_func writes completions by itself, so that tools and environment_factory would never be "
-                "used: give either rollout_func or these."
-            )
+            why = "rollout_func writes completions by itself, so that tools and environment_factory would never be used"
+            raise ValueError(f"{why}: give either rollout_func or the other two.")
         if isinstance(write, str):
             write = find_object(write, "rollout_func", callable)
         if hasattr(write, "generate"):
@@ -73,35 +72,30 @@ class UserFeature(SourceFeature):
         return CustomRollouts(engine, lambda prompts: write(prompts, trainer), policy.end_tokens)
 
 
+@dataclass(eq=False)
 class CustomRollouts:
     """A rollout source that calls a user's function in place of the engine. The function may use the engine.
 
-    Args:
-        function: ``f(prompts) -> dict``. ``prompts`` repeats each prompt once per completion, one after the other.
-            The dict holds ``prompt_ids``, ``completion_ids`` and ``logprobs`` (of the sampled tokens, in nats), one
-            list per completion. ``env_mask`` is optional (1: the model wrote the token, 0: the environment did). All
-            other entries are passed to the reward functions. A sequence holds one value per completion. Any other
-            value is passed for all completions.
-        end_tokens: a completion counts as truncated unless its last token is one of these.
-    """
+    The function is ``f(prompts) -> dict``. ``prompts`` repeats each prompt once per completion, one after the other.
+    The dict holds ``prompt_ids``, ``completion_ids`` and ``logprobs`` (of the sampled tokens, in nats), one list per
+    completion. ``env_mask`` is optional (1: the model wrote the token, 0: the environment did). All other entries are
+    passed to the reward functions. A sequence holds one value per completion. Any other value is passed for all
+    completions."""
 
-    def __init__(
-        self, engine: Engine, function: Callable[[list[Any]], dict[str, Any]], end_tokens: Collection[int | None]
-    ) -> None:
-        self.engine, self.function, self.end_tokens = engine, function, set(end_tokens)
+    engine: Engine
+    function: Callable[[list[Any]], dict[str, Any]]
+    end_tokens: Collection[int | None]  # A completion counts as truncated unless its last token is one of these.
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """See `Engine.generate`. Ignores the argument ``seed``, because the function makes its own random numbers."""
+        """Yield a group per prompt, see `RolloutSource.generate`. Only ``n`` of ``sampling`` is used."""
         self.engine.require(version)
-        if not prompts:  # in an evaluation a rank may have no prompts
+        if not prompts:  # In an evaluation a rank may have no prompts.
             return
         if any(prompt.input.media is not None for prompt in prompts):
-            raise ValueError(
-                "rollout_func is a function, which gets prompts without their images: give a class with `generate` "
-                "(docs/architecture.md, Add a rollout source), or remove rollout_func."
-            )
+            why = "rollout_func is a function, which gets prompts without their images: give a class with `generate`"
+            raise ValueError(f"{why} (docs/architecture.md, Add a rollout source), or remove rollout_func.")
         asked = [own_copy(prompt.example["prompt"]) for prompt in prompts for _ in range(sampling.n)]
         rollouts = iter(self._rollouts(self.function(asked), len(asked), version))
         for prompt in prompts:
@@ -113,39 +107,32 @@ class CustomRollouts:
             raise ValueError(f"rollout_func returned {held}, but must return a dict with {', '.join(NEEDED)}.")
         answer = {name: values for name, values in answer.items() if values is not None}
         if reserved := {*answer} & {*RESERVED, "environments"} - {*NEEDED}:
-            raise ValueError(
-                f"rollout_func returned {', '.join(sorted(reserved))}, but the trainer passes a value of this name to "
-                "reward functions: rename it."
-            )
+            rule = "but the trainer passes a value of this name to reward functions: rename it"
+            raise ValueError(f"rollout_func returned {', '.join(sorted(reserved))}, {rule}.")
         for name, values in answer.items():
             if name not in (*NEEDED, "env_mask") and not isinstance(values, SEQUENCES):
                 answer[name] = [values] * size
             elif not hasattr(values, "__len__") or len(values) != size:
+                number = len(values) if hasattr(values, "__len__") else "a single"
+                rule = "(each prompt is repeated once per completion): return one for each, in their order"
+                raise ValueError(f"rollout_func returned {number} {name} for {size} prompts {rule}.")
+        masks = answer.pop("env_mask", [[1] * len(ids) for ids in answer["completion_ids"]])
+        needed, rollouts = [answer.pop(name) for name in NEEDED], []
+        for index, (prompt, ids, logprobs, mask) in enumerate(zip(*needed, masks, strict=True)):
+            where = f"rollout_func, completion {index}"
+            if not len(ids) == len(logprobs) == len(mask) or not len(ids):
+                found = f"{len(ids)} completion_ids, {len(logprobs)} logprobs and a mask of {len(mask)}"
+                raise ValueError(f"{where}: {found}: the three lengths must be equal, and at least 1.")
+            prompt_ids, tokens = tuple(map(int, prompt)), [*map(int, ids)]
+            if (highest := max((*prompt_ids, *tokens))) >= self.engine.vocab_size:
                 raise ValueError(
-                    f"rollout_func returned {getattr(values, '__len__', lambda: 'a single')()} {name} for {size} "
-                    "prompts (each prompt is repeated once per completion): return one for each, in their order."
-                )
-        further = [name for name in answer if name not in (*NEEDED, "env_mask")]
-        masks = answer.get("env_mask", [[1] * len(ids) for ids in answer["completion_ids"]])
-        rollouts = []
-        for index, (prompt, ids, logprobs) in enumerate(zip(*(answer[name] for name in NEEDED), strict=True)):
-            if not len(ids) == len(logprobs) == len(masks[index]) or not len(ids):
-                raise ValueError(
-                    f"rollout_func, completion {index}: {len(ids)} completion_ids, {len(logprobs)} logprobs and a "
-                    f"mask of {len(masks[index])}: the three lengths must be equal, and at least 1."
-                )
-            if (highest := max(map(int, (*prompt, *ids)))) >= self.engine.vocab_size:
-                raise ValueError(
-                    f"rollout_func, completion {index}: the token id {highest} is too high, as the model's embedding "
-                    f"has {self.engine.vocab_size:,} rows, numbered from 0: use the tokenizer of the model."
+                    f"{where}: the token id {highest} is too high, as the model's embedding has "
+                    f"{self.engine.vocab_size:,} rows, numbered from 0: use the tokenizer of the model."
                 )
             first = [value[0] if isinstance(value, (list, tuple)) else value for value in logprobs]
             flat = torch.tensor([math.nan if value is None else float(value) for value in first], dtype=torch.float32)
-            sampled, columns = (
-                torch.tensor(list(map(bool, masks[index]))),
-                {name: answer[name][index] for name in further},
-            )
-            end = FinishReason.STOP if int(ids[-1]) in self.end_tokens else FinishReason.LENGTH
-            input_, tokens = ModelInput(tuple(map(int, prompt))), array("i", map(int, ids))
-            rollouts.append(Rollout(input_, tokens, flat, sampled, end, version, columns=columns))
+            end = FinishReason.STOP if tokens[-1] in self.end_tokens else FinishReason.LENGTH
+            sampled, columns = torch.tensor([*map(bool, mask)]), {name: of[index] for name, of in answer.items()}
+            read, written = ModelInput(prompt_ids), array("i", tokens)
+            rollouts.append(Rollout(read, written, flat, sampled, end, version, columns=columns))
         return rollouts

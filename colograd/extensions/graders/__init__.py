@@ -1,4 +1,4 @@
-"""Rewards that need more than a text comparison: mathematics, a judge model behind an address, reward models."""
+"""Rewards that need more than a text comparison: mathematical answers, an LLM judge over HTTP, reward models."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "reward_models": "models:with_models",

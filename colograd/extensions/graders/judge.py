@@ -1,7 +1,7 @@
 """`Judge`: a reward function that asks a language model behind an OpenAI-compatible address for a score.
 
-All questions of a step are sent concurrently while the engine samples. Replies are cached on disk. The judge abstains
-(returns None) if all requests failed, if the reply has no number in the scale, or if the budget is spent.
+Questions are sent while the engine samples, several at a time. Replies are cached on disk. The judge abstains (returns
+None) if all tries fail, if the reply's last number isn't in the scale, or if the budget is spent.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from ...rewards.answers import number_in, text_of
 
 ADDRESS, MODEL, KEYS = "COLOGRAD_JUDGE_ADDRESS", "COLOGRAD_JUDGE_MODEL", ("COLOGRAD_JUDGE_KEY", "OPENAI_API_KEY")
@@ -28,44 +30,40 @@ QUESTION = (
 )
 PASSING = (408, 409, 429)  # HTTP statuses, in addition to 5xx, after which a request is repeated.
 LONGEST_WAIT = 60.0  # Maximum seconds between two tries of a request.
+CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "colograd", "judge")
 
 
 @dataclass(eq=False)
 class Judge:
     """Scores completions from 0 to 1: the last number in the judge's reply, scaled from `scale`.
 
-    Each process counts its requests and tokens since its start. The ranks of a run share the budgets equally.
+    Each process counts its requests and tokens since its start. Each of N ranks may spend 1/N of the maxima.
     """
 
     address: str = ""  # URL such as http://localhost:8000/v1. Default: the environment variable COLOGRAD_JUDGE_ADDRESS.
     model: str = ""  # Model's name in requests. Default: the environment variable COLOGRAD_JUDGE_MODEL.
     question: str = QUESTION  # Template with {prompt}, {completion}, {low}, {high} and columns of the dataset.
-    scale: tuple[float, float] = (0.0, 10.0)  # Lowest and highest valid number. The judge abstains outside.
-    settings: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})  # Request fields.
-    cache: str | None = field(  # Folder of cached replies. None disables the cache.
-        default_factory=lambda: os.path.join(
-            os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "colograd", "judge"
-        )
-    )
+    scale: tuple[float, float] = (0.0, 10.0)  # Lowest and highest valid number in a reply.
+    settings: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 512})  # Further fields.
+    cache: str | None = CACHE  # Folder of cached replies. None disables the cache.
     tries: int = 4  # Maximum number of requests for one score.
     backoff: float = 1.0  # Seconds before the second try, doubled before each later try.
-    timeout: float = 120.0  # Maximum seconds of one request.
-    parallel: int = 32  # Maximum number of concurrent requests.
+    timeout: float = 120.0  # Maximum seconds to connect, and to wait for data of a reply.
+    parallel: int = 32  # Maximum number of concurrent requests of a process.
     max_calls: int | None = None  # Maximum number of requests. None: unlimited.
     max_tokens: int | None = None  # Maximum number of tokens, as counted in the replies. None: unlimited.
 
-    __name__ = "judge"  # name of this reward function in metrics
+    __name__ = "judge"  # Name of this reward function in metrics.
 
     def __post_init__(self) -> None:
-        self.calls = self.tokens = 0  # requests and tokens that this process has spent
+        self.calls = self.tokens = 0  # Numbers of requests and tokens that this process has spent.
         self._free = asyncio.Semaphore(self.parallel)
 
     def check_settings(self) -> None:
         if not (self.address or os.environ.get(ADDRESS)) or not (self.model or os.environ.get(MODEL)):
-            raise ValueError(
-                f"the reward judge needs an address and a model: set {ADDRESS} (such as http://localhost:8000/v1) and "
-                f"{MODEL}, or name your own colograd.rewards.judge.Judge(address=..., model=...) by its import path."
-            )
+            own = "name your own colograd.rewards.judge.Judge(address=..., model=...) by its import path"
+            needs = f"the reward judge needs an address and a model: set {ADDRESS} (such as http://localhost:8000/v1)"
+            raise ValueError(f"{needs} and {MODEL}, or {own}.")
         if not self.scale[0] < self.scale[1]:
             raise ValueError(f"the judge's scale is {self.scale}, but the first number must be below the second.")
 
@@ -79,8 +77,6 @@ class Judge:
     ) -> list[float | None]:
         """Return a score from 0 to 1 for each completion, or None for a completion where the judge abstains."""
         self.check_settings()
-        import httpx
-
         rows = [name for name, values in columns.items() if isinstance(values, list) and len(values) == len(prompts)]
         (low, high), asked, counts = self.scale, list[str](), Counter[str]()
         for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -104,13 +100,9 @@ class Judge:
         ]
 
     async def _reply(self, client: Any, question: str, counts: Counter[str]) -> str | None:
-        """Return the judge's reply from the cache or the address. None if requests failed or the budget is spent."""
-        request = {
-            "model": self.model or os.environ[MODEL],
-            "messages": [{"role": "user", "content": question}],
-            **self.settings,
-        }
-        address = self.address or os.environ[ADDRESS]
+        """Return the judge's reply, from the cache or the address, or None if all tries fail or the budget is spent."""
+        address, messages = self.address or os.environ[ADDRESS], [{"role": "user", "content": question}]
+        request = {"model": self.model or os.environ[MODEL], "messages": messages, **self.settings}
         digest = hashlib.sha256(json.dumps([address, request], sort_keys=True).encode()).hexdigest()
         file = Path(self.cache, digest[:2], f"{digest}.json") if self.cache is not None else None
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -128,13 +120,13 @@ class Judge:
                 self.calls += 1
                 counts["calls"] += 1
                 found, wait = await self._request(client, address, request)
-            if found is not None:
+            if found is not None and file is not None:
                 with contextlib.suppress(OSError):  # A reply that a full disk doesn't take isn't cached.
-                    if file is not None:  # The file is written atomically.
-                        file.parent.mkdir(parents=True, exist_ok=True)
-                        part = file.with_name(f"{file.name}.{os.getpid()}")
-                        part.write_text(json.dumps({"reply": found}))
-                        os.replace(part, file)
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    part = file.with_name(f"{file.name}.{os.getpid()}")  # The file is written atomically.
+                    part.write_text(json.dumps({"reply": found}))
+                    os.replace(part, file)
+            if found is not None:
                 return found
             if wait is None or tried == self.tries - 1:
                 break
@@ -145,8 +137,6 @@ class Judge:
 
     async def _request(self, client: Any, address: str, request: dict[str, Any]) -> tuple[str | None, float | None]:
         """Send one request. Return (reply, None), (None, seconds until the next try), or (None, None) to give up."""
-        import httpx
-
         key = next((os.environ[name] for name in KEYS if os.environ.get(name)), None)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:

@@ -19,9 +19,9 @@ SECONDS = 5  # Seconds for math-verify to parse one expression, or to compare tw
 LATEX = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),)
 # lighteval's rule for MATH-500 and AIME: the answer is the last \boxed{}, or else other LaTeX, or else a bare number.
 LATEX_OR_NUMBER = (ExprExtractionConfig(), LatexExtractionConfig(boxed_match_priority=0))
-ROUNDING = {LATEX: 6, LATEX_OR_NUMBER: 5}  # number of decimals that are compared, as in math-verify and in lighteval
+ROUNDING = {LATEX: 6, LATEX_OR_NUMBER: 5}  # Number of decimals to compare, as in math-verify and lighteval.
 GOLD = (LatexExtractionConfig(), ExprExtractionConfig())
-MOST_DIGITS = 30  # numbers with an exponent are written out up to this number of digits
+MOST_DIGITS = 30  # Maximum digits of a number with an exponent that is written out.
 
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\{|\}")
 _JOINT = re.compile(r"(?:\s|\$|\\[()\[\]]|\\quad\b|,|;|and\b|or\b|\\text\s*\{\s*(?:and|or)\s*\})+")
@@ -29,17 +29,17 @@ _EXPONENT = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,4})(
 _ANCHOR = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
 _WORD = re.compile(r"\b(?!(?:and|or)\b)[A-Za-z]{2,}")
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # hides math-verify's message for each reached time limit
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # Hides a message at each time limit.
 
 
 def judge(text: str, gold: str, bare_numbers: bool) -> Verdict:
-    """Compare the answer in a completion with the correct answer. Return the verdict and both parsed answers.
+    """Compare the answer in ``text`` with the correct answer. Return the verdict and the texts of both answers.
 
     Args:
         gold: the correct answer: a number, LaTeX with or without ``$``, or a text with a box or a final answer.
         bare_numbers: whether a number outside LaTeX counts as an answer.
     """
-    # A correct answer without ``$`` is LaTeX unless it contains words, as in "the answer is 42".
+    # A correct answer without ``$`` is first read as LaTeX, or if it has words ("the answer is 42") as it is.
     final = _answer_in(gold.rpartition("####")[2].strip())
     ways = [final]
     if not _ANCHOR.search(final):
@@ -50,7 +50,7 @@ def judge(text: str, gold: str, bare_numbers: bool) -> Verdict:
     extraction = LATEX_OR_NUMBER if bare_numbers else LATEX
     answer = _read(_answer_in(text), extraction, first=not bare_numbers)
     shown, rounding = _shown(expected), ROUNDING[extraction]
-    if re.fullmatch(r"-?[0-9]*\.?[0-9]+", shown):  # small numbers need more decimals: 0.0001 needs 3 more
+    if re.fullmatch(r"-?[0-9]*\.?[0-9]+", shown):  # Small numbers need more decimals: 0.0001 needs 3 more.
         number = Decimal(shown)
         rounding += max(0, -number.adjusted() - 1) if number else MOST_DIGITS
     right = verify(expected, answer, float_rounding=rounding, timeout_seconds=SECONDS)
@@ -69,7 +69,7 @@ def _shown(parsed: list[Any]) -> str:
 
 
 def _answer_in(text: str) -> str:
-    """Return the last ``\\boxed{}`` of a text, in a form that math-verify reads. Without boxes return the whole text.
+    """Return the last ``\\boxed{}`` of a text, or the whole text if it has none, in a form that math-verify reads.
 
     math-verify joins neighbouring boxes, even if the later box corrects the earlier box. Here several boxes form one
     answer only if nothing but commas, "and" or "or" stands between them.
@@ -81,7 +81,7 @@ def _answer_in(text: str) -> str:
             opened.append(brace)
         elif opened and (start := opened.pop())[0] != "{":
             while boxes and boxes[-1][0] > start.start():
-                boxes.pop()  # drop a box that lies inside the new box
+                boxes.pop()  # Drop a box inside the new box.
             boxes.append((start.start(), brace.end(), text[start.end() : brace.start()]))
     if not boxes:
         return _readable(text)

@@ -1,7 +1,7 @@
 """Rewards for mathematical answers. math-verify compares answers in a separate process, which can be killed.
 
-The evaluation of a model's answer may never end, and math-verify's time limits work only on a main thread. So each
-thread sends its answers to the separate process, and waits at most `LIMIT` seconds for one answer.
+The evaluation of a model's answer may never end, and math-verify's time limits work only on a main thread. So all
+threads send their answers to the separate process, which is killed if one answer takes longer than `LIMIT` seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import cloudpickle
 from ...rewards.answers import Verdict, after_thinking, has_thought_apart, text_of, thought_begun
 from ...usercode.worker_pool import Worker, WorkerCall
 
-LIMIT = 25.0  # Maximum seconds for one answer. math-verify's limits of 5 s almost always end earlier.
+LIMIT = 25.0  # Maximum seconds for one answer. math-verify's own limits of 5 s almost always end it earlier.
 LOOK_SECONDS = 0.1  # Seconds of one wait, so that the caller can be interrupted.
 
 
@@ -30,18 +30,14 @@ def accuracy_reward(
     log_extra: Callable[[str, list[Any]], None] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """Return 1.0 if math-verify finds the completion's LaTeX answer equal to the column ``solution``, else 0.0.
+    """Return for each completion 1.0 if math-verify finds its LaTeX answer equal to the ``solution``, else 0.0.
 
     The rule is TRL's. A completion's answer is its last box, or else LaTeX behind words such as "the answer is". Text
     outside LaTeX isn't an answer. The reward is None if the solution can't be parsed. The completions table gets the
-    parsed texts of the solution (``gold_parsed``) and of the answer (``answer_parsed``).
+    solution, and the parsed texts of the solution (``gold_parsed``) and of the answer (``answer_parsed``).
     """
     texts = [None if completion is None else text_of(completion) for completion in completions]
-    unfinished = Verdict(False, "[incomplete reasoning]", "[incomplete reasoning]")
-    verdicts = [
-        unfinished if text is None else compare(text, expected, bare_numbers=False)
-        for text, expected in zip(texts, solution, strict=True)
-    ]
+    verdicts = [*map(functools.partial(compare, bare_numbers=False), texts, solution)]
     if log_extra is not None:
         log_extra("solution", list(solution))
         log_extra("gold_parsed", [verdict.gold for verdict in verdicts])
@@ -72,7 +68,7 @@ def reasoning_accuracy_reward(
 def math_answer_reward(
     completions: list[Any], expected_answer: list[Any], prompt_texts: list[str] | None = None, **kwargs: Any
 ) -> list[float | None]:
-    """Return 1.0 if the answer behind the completion's reasoning equals the column ``expected_answer``, else 0.0.
+    """Return for each completion 1.0 if the answer behind its reasoning equals ``expected_answer``, else 0.0.
 
     The answer is the last box, or else other LaTeX, or else a bare number (lighteval's rule for MATH-500 and AIME).
     The reward is None if the expected answer can't be parsed.
@@ -86,19 +82,21 @@ def math_answer_reward(
     return [None if verdict.right is None else float(verdict.right) for verdict in verdicts]
 
 
-def compare(text: str, gold: Any, bare_numbers: bool) -> Verdict:
-    """Judge the answer in ``text`` in the separate process (see `math_judging.judge`).
+def compare(text: str | None, gold: Any, bare_numbers: bool) -> Verdict:
+    """Judge the answer in ``text`` (None: the reasoning doesn't end) in the separate process, as `math_judging.judge`.
 
-    An answer that exceeds the time limit is wrong. If ``gold`` is None or NaN, the verdict has no judgement (None).
+    An answer is wrong if it exceeds the time limit or crashes the process. The verdict of ``gold`` None or NaN is None.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("rewards for mathematical answers need math-verify: pip install math-verify")
+    if text is None:
+        return Verdict(False, "[incomplete reasoning]", "[incomplete reasoning]")
     if gold is None or (isinstance(gold, float) and math.isnan(gold)):
         return Verdict(None, "[unparseable]", "[skipped]")
     call = WorkerCall(0, {"text": text, "gold": str(gold), "bare_numbers": bare_numbers}, None)
     worker, thread = _process_of(os.getpid())
-    pending = thread.submit(worker.run, call, LIMIT, lambda: False)
-    while not pending.done():  # an interrupt of the calling thread is raised between two waits
+    pending = thread.submit(worker.run, call, LIMIT, lambda: True)
+    while not pending.done():  # An interrupt is raised between two waits.
         with contextlib.suppress(TimeoutError):
             pending.result(LOOK_SECONDS)
     outcome = pending.result()

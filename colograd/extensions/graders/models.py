@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ...config import GRPOConfig
@@ -21,8 +22,7 @@ from ...rewards.answers import builtin_rewards
 from ...rewards.functions import ModelReward, as_list
 from ...runtime.hub import check_model_name
 
-BATCH_TOKENS = {"cpu": 512}  # maximum tokens in one forward of a reward model, including padding
-GPU_BATCH_TOKENS = 16384
+BATCH_TOKENS = {"cpu": 512, "cuda": 16384}  # Maximum tokens in one forward of a reward model, including padding.
 # Entries of `model_init_kwargs` that apply to the policy only. All other entries apply also to reward models.
 POLICY_KWARGS = ("revision", "device_map")
 
@@ -36,8 +36,8 @@ def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) 
             with one entry per function. None means the model's tokenizer. Entries for functions are ignored.
     """
     given = as_list(reward_funcs)
-    classes = processing_classes if isinstance(processing_classes, (list, tuple)) else [processing_classes]
-    classes = [None] * len(given) if processing_classes is None else list(classes)
+    classes = [None] * len(given) if processing_classes is None else processing_classes
+    classes = classes if isinstance(classes, (list, tuple)) else [classes]
     if len(classes) != len(given):
         raise ValueError(
             f"reward_processing_classes has {len(classes)} entries for {len(given)} reward functions: give one entry "
@@ -55,8 +55,9 @@ def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) 
 class RewardModel(ModelReward):
     """A reward function that runs a model. The reward is the model's logit for prompt and completion.
 
-    The logit is read at the last token. If the checkpoint names a padding token, the logit is read at the last token
-    that isn't padding, as in the checkpoint's training. So a text that ends in the padding token has an earlier logit.
+    Models of transformers give the logit at the last token. If the checkpoint names a padding token, they give the
+    logit at the last token that isn't padding, as in training. So a text that ends in the padding token has an earlier
+    logit.
 
     The tokenizer's chat template writes conversations, with the run's ``chat_template_kwargs``. Prompts and completions
     that are plain texts are concatenated. As in TRL 1.16, no special tokens are added. Rows are padded on the right.
@@ -75,22 +76,18 @@ class RewardModel(ModelReward):
         path = model if isinstance(model, str) else getattr(settings, "_name_or_path", "")
         self.__name__ = path.rstrip("/").split("/")[-1] or shown
         if (labels := getattr(settings, "num_labels", 1)) != 1:
-            raise ValueError(
-                f"reward model {shown!r} has num_labels {labels}, but a reward is one number: give a model for "
-                "sequence classification with num_labels 1, or a function that turns the model's outputs into one "
-                "number."
-            )
+            remedy = "give a model for sequence classification with num_labels 1, or a function that returns one number"
+            raise ValueError(f"reward model {shown!r} has num_labels {labels}, but a reward is one number: {remedy}.")
         self.tokenizer = tokenizer if tokenizer is not None else _load_tokenizer(shown, path, config)
         self._settings: Any = None if settings is None else settings.get_text_config()
         named = self.tokenizer.pad_token_id if settings is None else getattr(self._settings, "pad_token_id", None)
         self._padding: int | None = None if named is None or named < 0 else named
-        self.model = loaded.to(config.device).eval()
-        self.device = config.device
-        self.batch_tokens = BATCH_TOKENS.get(config.device.type, GPU_BATCH_TOKENS)
+        self.model, self.device = loaded.to(config.device).eval(), config.device
+        self.batch_tokens = BATCH_TOKENS.get(config.device.type, BATCH_TOKENS["cuda"])
         self._template: dict[str, Any] = dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        """Return one reward per completion. Any number of completions is computed in batches of similar lengths."""
+        """Return one reward per completion. Completions of similar lengths share a forward."""
 
         def write(messages: list[dict[str, Any]]) -> str:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template))
@@ -100,20 +97,17 @@ class RewardModel(ModelReward):
             for prompt, own in zip(prompts, completions, strict=True)
         ]
         rows = self.tokenizer(text=texts, add_special_tokens=False)
-        lengths = [len(ids) for ids in rows["input_ids"]]
-        rewards = [0.0] * len(texts)
-        for batch in batches(lengths, self.batch_tokens):
+        rewards = torch.zeros(len(texts))
+        for batch in batches([*map(len, rows["input_ids"])], self.batch_tokens):
             padded = self._padded({name: [values[row] for row in batch] for name, values in rows.items()})
             with torch.inference_mode():
                 logits = self.model(**padded).logits
             if logits.shape != (len(batch), 1):
-                raise ValueError(
-                    f"reward model {self.__name__!r} gives logits of shape {tuple(logits.shape)} for {len(batch)} "
-                    "texts, but must give one number per text: use a sequence classifier with num_labels 1."
-                )
-            for row, reward in zip(batch, logits[:, 0].float().tolist(), strict=True):
-                rewards[row] = reward
-        return rewards
+                found = f"gives logits of shape {tuple(logits.shape)} for {len(batch)} texts"
+                rule = "must give one number per text: use a sequence classifier with num_labels 1"
+                raise ValueError(f"reward model {self.__name__!r} {found}, but {rule}.")
+            rewards[batch] = logits[:, 0].float().cpu()
+        return rewards.tolist()
 
     def _padded(self, rows: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
         """Return rows of tokens as tensors [rows, longest row], padded on the right with the model's padding token.
@@ -127,11 +121,11 @@ class RewardModel(ModelReward):
             padding = next(token for token in itertools.count() if token not in used)
         if self._settings is not None:
             self._settings.pad_token_id = padding
-        padded, pad = {}, torch.nn.utils.rnn.pad_sequence
+        padded = {}
         for name, values in rows.items():
-            fill = padding if name == "input_ids" else 0
             tensors = [torch.tensor(row, dtype=torch.long) for row in values]
-            padded[name] = pad(tensors, batch_first=True, padding_value=fill).to(self.device)
+            fill = padding if name == "input_ids" else 0
+            padded[name] = pad_sequence(tensors, batch_first=True, padding_value=fill).to(self.device)
         return padded
 
 
@@ -155,15 +149,11 @@ def _load_classifier(path: str, config: GRPOConfig) -> torch.nn.Module:
         check_model_name(path)
         model, found = AutoModelForSequenceClassification.from_pretrained(path, output_loading_info=True, **kwargs)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"reward model {path!r} can't be loaded ({str(error).splitlines()[0]}): give a folder, a Hub id, or the "
-            "import path of a function (package.module:function)."
-        ) from error
+        remedy = "give a folder, a Hub id, or the import path of a function (package.module:function)"
+        raise ValueError(f"reward model {path!r} can't be loaded ({str(error).splitlines()[0]}): {remedy}.") from error
     if missing := sorted(found["missing_keys"]):
-        raise ValueError(
-            f"reward model {path!r} has no weights for {', '.join(missing[:3])}, so that it wasn't trained to give "
-            "rewards: give a checkpoint of a model for sequence classification."
-        )
+        remedy = "so it wasn't trained to give rewards: give a checkpoint of a model for sequence classification"
+        raise ValueError(f"reward model {path!r} has no weights for {', '.join(missing[:3])}, {remedy}.")
     return model
 
 

@@ -28,7 +28,7 @@ from ...data import PromptDataset
 from ...data.columns import IMAGES as COLUMNS
 from ...data.columns import check_rows
 from ...data.messages import check_prompt, content_parts, text_of, without_nones
-from ...data.prompts import PromptRules, template_arguments, text_ids
+from ...data.prompts import PromptRules, text_ids
 from ...parallel import watchdog
 from ...policy.loading import Policy
 from ...rollout.features import SourceFeature
@@ -169,6 +169,8 @@ class ImageReader:
         def processed(row: int) -> int:
             return len(self.prompt(rows[row], row, rules).ids)
 
+        names = rows.column_names
+        rows = rows.select_columns([*rules.read_columns(names), *(name for name in COLUMNS if name in names)])
         found = self._counted(rows, rules)
         if found is not None:
             of_each = {found[row]: row for row in reversed(range(len(found)))}  # First row of each length.
@@ -235,11 +237,9 @@ class ImageReader:
 
 def _arguments(example: dict[str, Any], row: int, rules: PromptRules) -> dict[str, Any] | None:
     """Return the arguments of the chat template for a dataset's row. None for plain text without images."""
-    if isinstance(example["prompt"], str) and not any(example.get(name) for name in COLUMNS):
-        return None
-    check_prompt(example["prompt"], rules.where(row), rules.tools is not None, images=True)
-    columns = {name: [value] for name, value in example.items()}
-    return template_arguments(columns, 0, rules) if isinstance(example["prompt"], list) else {}
+    check_prompt(example["prompt"], rules.where(row), images=True)
+    arguments = rules.template_arguments(example, rules.where(row))
+    return {} if arguments is None and any(example.get(name) for name in COLUMNS) else arguments
 
 
 class Unreadable(ValueError):
@@ -324,16 +324,21 @@ def reader_of(policy: Any) -> ImageReader | None:
     return None if policy.processor is None else ImageReader(policy.processor, policy.image_token, policy.rows)
 
 
+def most_images(prompts: Prompts) -> int:
+    """Return the largest number of images of a prompt, or 0 for prompts that aren't a `PromptDataset`."""
+    return getattr(prompts.rules.reader, "most", 0) if isinstance(prompts, PromptDataset) else 0
+
+
 def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
     """Return one prompt with images, for the check of packed rows at start. Empty if the run has no images. The prompt
     is artificial if only tools, or rows after the first ROWS_LOOKED_AT, have images."""
     if (reader := reader_of(policy)) is None:
         return []
-    if isinstance(prompts[0], PromptDataset) and prompts[0].most_images:
+    if most_images(prompts[0]):
         inputs = (prompts[0][row, row].input for row in range(min(ROWS_LOOKED_AT, len(prompts[0]))))
         if (first := next((each for each in inputs if each.media is not None), None)) is not None:
             return [first]
-    if not (feature.may_add_images or any(getattr(part, "most_images", 0) for part in prompts)):
+    if not (feature.may_add_images or any(map(most_images, prompts))):
         return []
     from PIL import Image
 

@@ -39,7 +39,7 @@ def show(store: RolloutStore, notes: Mapping[str, Any], groups: Sequence[Rewarde
     if (file := store.open_files.get(evaluation)) is not None:
         for recorded in groups:
             if recorded.group.position not in file.positions:
-                store.append(evaluation, recorded)
+                store.add(recorded, evaluation)
         file.append(record)
         return
     folder = store.round_folder(step - 1 if training else step, evaluation)

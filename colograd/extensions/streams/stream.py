@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from ...batch import ModelInput, Prompt
 from ...config import GRPOConfig
 from ...config.conflicts import check_conflicts
-from ...data.columns import by_column, check_columns, check_no_images, check_prompt_column
+from ...data.columns import check_columns, check_no_images, check_prompt_column
 from ...data.order import seed_of
 from ...data.prompts import PromptRules
 
@@ -109,10 +109,10 @@ class PromptStream(torch.utils.data.IterableDataset):
         self.dataset.set_epoch(epoch)
         rows, number = iter(self.dataset), 0
         while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
-            columns = by_column(block)
+            columns = {name for row in block for name in row}
             check_prompt_column(columns, self.rules.name)
             check_no_images(columns, self.rules.name)
-            for row, ids in enumerate(self.rules.encode(columns, number), start=number):
+            for row, ids in enumerate(self.rules.encode(block, number), start=number):
                 if len(ids) <= self.rules.max_prompt_tokens:
                     yield block[row - number], ids
                     continue

@@ -20,7 +20,7 @@ import torch
 
 from ...batch import FinishReason, Group, ModelInput, Prompt, Rollout
 from ...data.messages import FAILURES
-from ...data.prompts import COLUMNS, PromptRules
+from ...data.prompts import PromptRules
 from ...engine.protocol import Engine, Sampled
 from ...engine.sampling import Sampling, request_seed
 from ...riders import Media, Rider, joined_riders, with_shared_riders
@@ -208,10 +208,9 @@ class Conversations:
             raise RuntimeError(f"{where}: reset failed: {problem}")
         if outcome.value is not None:
             conversation.asked = self._with_observation(conversation, outcome.value, where)
-            columns = {**prompt.example, "prompt": conversation.asked}
             asked = None
             if characters(outcome.value) <= CHARACTERS * self.rules.max_prompt_tokens:
-                asked = self.rules.changed({name: columns[name] for name in COLUMNS if name in columns}, where)
+                asked = self.rules.changed({**prompt.example, "prompt": conversation.asked}, where)
             if asked is None:
                 raise ValueError(
                     f"{where}: with the text that reset returned the prompt has more than "

@@ -31,7 +31,7 @@ class ToolFeature(SourceFeature):
     def __init__(self, toolbox: Toolbox) -> None:
         self.toolbox = toolbox
         self.rewards = [environment_reward(kind, toolbox) for kind in toolbox.reward_classes]
-        self.schemas, self.notes = toolbox.schemas, toolbox.notes
+        self.template_arguments, self.notes = toolbox.template_arguments, toolbox.notes
         self.close = toolbox.close  # type: ignore[method-assign]
         if toolbox.factories:
             self.reserved_tokens, self.writes_prompts, self.adds_columns = OBSERVATION, True, True

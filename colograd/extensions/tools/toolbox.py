@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
@@ -190,9 +190,18 @@ class Toolbox:
             self._schemas[key] = shared + [_schema(name, method) for name, method in methods.items()]
             self.functions += methods.values()
 
-    def schemas(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+    def schemas(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the JSON schemas of the tools that the conversation of a dataset row may call."""
         return self._schemas[self._factory_of(row)]
+
+    def template_arguments(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Return the tools of a dataset row as an argument of the chat template. Raise ValueError for a plain text."""
+        if isinstance(row["prompt"], str):
+            raise ValueError(
+                f"{where}: the prompt is plain text, but tools need a conversation: give a list of messages, such as "
+                '[{"role": "user", "content": "..."}].'
+            )
+        return {"tools": self.schemas(row) or None}
 
     def open(self, row: dict[str, Any]) -> tuple[Environment | None, Answers | None]:
         """Begin a row's conversation. Return its environment and the pending answer of its ``reset(**row)``, or None
@@ -327,7 +336,7 @@ class Toolbox:
         self.environments.close()
         self._pool.close()
 
-    def _factory_of(self, row: dict[str, Any]) -> str | None:
+    def _factory_of(self, row: Mapping[str, Any]) -> str | None:
         if not self.by_name:
             return None
         key = row.get("environment")

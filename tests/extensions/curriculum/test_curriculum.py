@@ -13,7 +13,7 @@ import tiny
 from datasets import Dataset
 
 from colograd.data.loading import load_datasets
-from colograd.extensions.curriculum.curriculum import CurriculumOrder, CurriculumState
+from colograd.extensions.curriculum.curriculum import CurriculumOrder
 from colograd.extensions.curriculum.settings import Curriculum, Schedule
 
 PER_STEP = 4
@@ -27,9 +27,11 @@ def state(rows: int = 12, shuffle: bool = True, columns: dict[str, list[Any]] | 
         data_seed=None,
         shuffle_dataset=shuffle,
         round_length=1,
+        num_iterations=1,
+        layout=SimpleNamespace(data_rank=0, data_size=1),
     )
     dataset = Dataset.from_dict({"prompt": [str(row) for row in range(rows)], **(columns or {})})
-    return CurriculumState(Curriculum.of(given), dataset, config)
+    return CurriculumOrder.by(Curriculum.of(given), dataset, config)
 
 
 def draw(made: Any, rounds: int, rate: Any = lambda row: 0.5, first: int = 0) -> list[list[int]]:
@@ -106,9 +108,8 @@ def test_difficult_prompts_wait_for_their_step() -> None:
 
 
 def order(made: Any, rank: int = 0, ranks: int = 1) -> Any:
-    found = CurriculumOrder(made.rows, PER_STEP, rank, ranks)
-    found.state = made
-    return found
+    made.data_rank, made.data_size = rank, ranks
+    return made
 
 
 def test_any_number_of_ranks_draws_the_same_and_a_loaded_record_goes_on_alike() -> None:
@@ -174,9 +175,9 @@ def test_what_the_data_lacks_is_refused() -> None:
     with pytest.raises(ValueError, match="no column 'source'; it has 'prompt'"):
         state(column="source", shares={"a": 1})
     with pytest.raises(ValueError, match="has the value 'c', which has no share"):
-        state(2, columns={"source": ["a", "c"]}, column="source", shares={"a": 1})
+        state(4, columns={"source": ["a", "c"] * 2}, column="source", shares={"a": 1})
     with pytest.raises(ValueError, match="must have a number in each row"):
-        state(2, columns={"level": ["low", "high"]}, difficulty="level", difficulty_until=1)
+        state(4, columns={"level": ["low", "high"] * 2}, difficulty="level", difficulty_until=1)
 
 
 def test_dynamic_sampling_beside_it_is_refused(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def unusable(folder: Path, kind: str) -> tuple[Any, Any]:
     [
         ("two outputs", "'Qwen2ForSequenceClassification' has num_labels 2, but a reward is one number"),
         ("folder of two outputs", "has num_labels 2, but a reward is one number"),
-        ("no head", r"has no weights for score\\.weight, so that it wasn't trained to give rewards"),
+        ("no head", r"has no weights for score\\.weight, so it wasn't trained to give rewards"),
         ("no tokenizer", "has no tokenizer .*: give one in reward_processing_classes"),
         ("nothing there", "can't be loaded .*: give a folder, a Hub id, or the import path of a function"),
     ],

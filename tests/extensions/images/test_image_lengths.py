@@ -15,7 +15,7 @@ from datasets import Dataset, Features, Image, List, Value
 from colograd.data import tokenize_prompts
 from colograd.data.prompts import PromptRules
 from colograd.extensions.images import data as image_data
-from colograd.extensions.images.data import ImageReader, proof_prompts
+from colograd.extensions.images.data import ImageReader, most_images, proof_prompts
 from colograd.rollout.features import SourceFeature
 
 GEMMA = next(family for family in tiny_images.FAMILIES if family.startswith("gemma3"))
@@ -105,7 +105,7 @@ def test_long_rows_are_dropped_and_the_others_read_when_they_are_asked_for(monke
 
 def test_a_longer_row_than_was_counted_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = tokenize_prompts(rows(), rules_of(tiled))
-    assert prompts._rules is not None
+    assert prompts.rules is not None
     monkeypatch.setattr(PromptRules, "max_prompt_tokens", 3)
     with pytest.raises(
         ValueError, match=r"train, row 2: with its images the prompt has \d+ tokens, over the limit of 3"
@@ -164,4 +164,4 @@ def test_rows_are_proved_with_an_image_though_only_a_late_one_has_any() -> None:
     prompts = tokenize_prompts(Dataset.from_list(given, features=rows().features), rules)
     policy: Any = SimpleNamespace(processor=rules.reader.processor, image_token=rules.reader.image_token, rows=0)
     (found,) = proof_prompts([prompts], policy, SourceFeature())
-    assert found.images is not None and prompts.most_images == 1
+    assert found.images is not None and most_images(prompts) == 1

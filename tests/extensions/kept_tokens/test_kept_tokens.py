@@ -101,7 +101,7 @@ def test_where_it_can_t_be_recorded_the_correction_is_off_or_refused(tmp_path: P
     ):
         config = made(**settings)
         assert not config.replays_truncation and any(said in note for note in config.notes), config.notes
-    with pytest.raises(ValueError, match="a rollout_func doesn't return the truncated distribution: remove it"):
+    with pytest.raises(ValueError, match="a rollout_func doesn't return the truncated distribution: remove top_k"):
         UserFeature.of(tiny.trainer_arguments(rollout_func=print), recorded)
     with pytest.raises(ValueError, match="the truncated distribution isn't recorded for agents"):
         AgentFeature.of(tiny.trainer_arguments(agent=print), recorded)

@@ -85,7 +85,7 @@ def test_a_shown_group_is_written_once_and_outlives_its_round(tmp_path: Path) ->
     assert [record.position for record in read_records(path)] == [-1, 5, 6, 7, -6]
     check(samples_of(tmp_path))
     store.prune(before=4)
-    assert files(tmp_path) == ["rank-00000.shown"] and store.rounds() == {} and not store.has_groups(3)
+    assert files(tmp_path) == ["rank-00000.shown"] and store.rounds() == {} and not store.positions(3)
     check(samples_of(tmp_path))
     store.prune(before=9)
     check(samples_of(tmp_path))

@@ -35,7 +35,8 @@ def test_rows_of_environments_need_no_prompt(tiny_model, tmp_path, streamed) -> 
     dataset = IterableDataset.from_generator(lambda: iter(rows)) if streamed else Dataset.from_list(rows)
     config = tiny.config(tmp_path, shuffle_dataset=False)
     policy = load_policy(tiny_model, None, config)
-    prompts = train_prompts_of(dataset, policy, config, ToolFeature(Toolbox(None, {"counter": Counter}))).first(2)
+    made = train_prompts_of(dataset, policy, config, ToolFeature(Toolbox(None, {"counter": Counter})))
+    prompts = made.first(2) if streamed else made.prompts()[:2]
     assert [prompt.example for prompt in prompts] == [{**row, "prompt": EMPTY} for row in rows[:2]]
 
 

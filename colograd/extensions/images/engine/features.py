@@ -95,7 +95,9 @@ def towers_of(config: GRPOConfig, use: EngineUse) -> EngineFeature | None:
         return TextAlone() if has_tower(use.model_config) else None
     if use.policy.processor is None:
         return TextAlone() if reads_text_alone(unwrap(use.policy.model)) else None
-    most = 0 if use.has_tools else max(1, *(getattr(part, "most_images", 0) for part in use.prompts))
+    from ..data import most_images
+
+    most = 0 if use.has_tools else max(1, *map(most_images, use.prompts))
     whole = bool(see_both_ways(unwrap(use.policy.model).config))
     return ImagePrompts(most, config.on_cpu, whole, use.policy.processor)
 

@@ -42,7 +42,7 @@ def _(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], width)
 
 
-class ServedLayers(ServedWeights, EngineFeature):
+class ServedLayers(EngineFeature):
     """Engine feature: the layers of one engine that read the policy's packed weights. ``parts_of`` returns the weights
     of each layer. Its argument has the tensor names and fused layers of vLLM's model class."""
 
