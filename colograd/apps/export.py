@@ -21,7 +21,7 @@ ADAPTER = "adapter_config.json"
 WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json", ADAPTER,
 )  # fmt: skip
-RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")  # Files of a run in its model's folder.
+RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")  # A run's files, which no export copies.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +88,8 @@ def _on_the_hub(problem: str) -> Iterator[None]:
 
 
 def export(source: Path, folder: Path, merge: bool = True) -> str:
-    """Write a checkpoint's model into a new folder, completely or not at all. Return a note on a merge's precision."""
+    """Write a checkpoint's model into a new folder, completely or not at all. Return a note on the precision of merging
+    an adapter; empty if nothing was merged."""
     from ..checkpoint.folders import STATE, open_to_readers
 
     aside = folder.with_name(f".{folder.name}.incomplete")
@@ -150,7 +151,8 @@ def _merge(source: Path, folder: Path) -> str:
 
 
 def _dense(adapted: Any, base_config: Any, kind: Any) -> Any:
-    """Build a dense model of transformers' class ``kind`` that computes the same as a PeftModel on a quantised base."""
+    """Build a model of transformers' class ``kind`` that isn't quantised, and computes the same as the PeftModel
+    ``adapted`` on a quantised base, up to rounding."""
     import torch
     from transformers.core_model_loading import WeightRenaming
 

@@ -4,8 +4,8 @@
     colograd plan --config recipes/X.yaml --gpus 8 --gpu-memory 80 [--any_flag value]
 
 A recipe sets defaults of the options. --gpus and --gpu-memory default to this machine's. No weights are loaded: the
-model's ``config.json`` gives the parameters' shapes. A run's own memory table has the same figures
-(`colograd.memory`). The exit status is 0 if a strategy fits, 1 if none fits, 2 for bad input.
+model's ``config.json`` gives the parameters' shapes. A run plans its memory with the same code (`colograd.memory`), but
+knows its prompts and its device. The exit status is 0 if a strategy fits, 1 if none fits, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
 
     settings, assumed = planned_settings(argv), {}
     for name in ("model_init_kwargs", "vllm_engine_kwargs", "teacher_model_init_kwargs"):
-        value = settings[name]  # On a command line the mapping is a JSON text.
+        value = settings[name]  # A mapping may be given as JSON text.
         settings[name] = dict(json.loads(value) if isinstance(value, str) else value or {})
     loading = settings["model_init_kwargs"]
     dtype = loading.get("dtype") or loading.get("torch_dtype") or settings["dtype"] or default_dtype(settings["optim"])
@@ -262,7 +262,8 @@ def described(options: argparse.Namespace) -> RunDescription:
 
 
 def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines of the memory table, with the strategy that `sharding: auto` would choose."""
+    """Yield the lines of the memory table, and the strategy that `sharding: auto` would choose. For one GPU also yield
+    the table of the host's memory (`one_gpu`)."""
     from ..memory.choice import auto, best_plan, fits, remedies
 
     sizes, name = run.sizes, Path(options.model_name_or_path).name

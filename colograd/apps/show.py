@@ -1,4 +1,5 @@
-"""``colograd show RUN`` prints completions of a step, or all with a text, from the completions or the rollout log."""
+"""``colograd show RUN`` prints a step's completions, or those with a text. It reads the completions log, or for steps
+without one the rollout log."""
 
 from __future__ import annotations
 

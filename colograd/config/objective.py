@@ -147,7 +147,7 @@ class ObjectiveKnobs(SamplingKnobs):
         changes, drafts = shaping(vars(self)), value_of(self, DRAFTS) is not None
         names = ", ".join(f"{name} {value!r}" for name, value in changes.items())
         truncates, corrects = {*changes} <= {*TRUNCATING}, names and self.vllm_importance_sampling_correction
-        # vLLM records the tokens that are left, so that the correction stays right.
+        # If vLLM records the tokens that truncation leaves, the correction stays right.
         recorded = truncates and "top_k" in changes and not drafts and "kept_tokens" in registry.installed()
         biased = corrects and not recorded
         check_conflicts(self, {"the sampler's distribution": f"changed by {names}" if biased else ""})
@@ -169,7 +169,7 @@ class ObjectiveKnobs(SamplingKnobs):
 
     @property
     def replays_truncation(self) -> bool:
-        """Whether vLLM records the tokens that `top_k` leaves. All models then normalise over these tokens."""
+        """Whether vLLM records the tokens that `top_k` leaves. Policy, reference and teacher normalise over them."""
         return self.vllm_importance_sampling_correction and bool(shaping(vars(self)))
 
 

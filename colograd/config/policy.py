@@ -72,7 +72,7 @@ class PolicyKnobs(TrainingArguments):
         return default_dtype(self.optim) if dtype is None else str(dtype).removeprefix("torch.")
 
     def torch_dtype(self) -> torch.dtype | str:
-        """Return the policy's dtype as `from_pretrained` takes it."""
+        """Return the policy's dtype for `from_pretrained`: "auto", or torch's dtype of that name."""
         dtype = "auto" if self.policy_dtype == "auto" else getattr(torch, self.policy_dtype, None)
         if not isinstance(dtype, str | torch.dtype):
             raise ValueError(f"dtype {self.policy_dtype!r} isn't a dtype of torch: choose bfloat16, float32 or auto.")
@@ -97,7 +97,7 @@ class PolicyKnobs(TrainingArguments):
 
     @property
     def offloads_activations(self) -> bool:
-        """Whether the inputs of layers that are recomputed in the backward wait in host memory."""
+        """Whether the inputs of layers that the backward recomputes wait in host memory. A CPU ignores this setting."""
         return bool((self.gradient_checkpointing_kwargs or {}).get("offload")) and self.checkpointing > 0
 
     @property
@@ -131,6 +131,6 @@ class PolicyKnobs(TrainingArguments):
                 "float32: set dtype, or convert the model."
             )
         self.optim: str = resolve_optimizer(self.optim, dtype)
-        check_conflicts(self, about="optim")  # Checked again, because `optim` is resolved now.
+        check_conflicts(self, about="optim")  # Again, because `optim` was `auto` at construction.
         self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # Unset `bf16` means true.
         self.mixed_precision = "bf16" if self.bf16 else "no"

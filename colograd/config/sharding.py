@@ -11,10 +11,10 @@ from transformers import TrainingArguments
 from ..runtime import registry
 from .knob import knob
 
-# Tensor parallel sharding: each rank trains the tensors that its vLLM rank samples with. The suffix divides the
-# optimizer state (ZeRO-1) or also the gradients (ZeRO-2) among ranks that hold equal tensors.
+# Tensor parallel sharding: each rank trains the tensors that its vLLM rank samples with. Ranks with equal tensors
+# divide the optimizer state if the suffix is `+optimizer` (ZeRO-1), and also the gradients if it is `+gradients`.
 TENSOR = ("tensor", "tensor+optimizer", "tensor+gradients")
-LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # Set by accelerate for FSDP and for DeepSpeed.
+LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # Variables that `accelerate launch` sets.
 
 
 @dataclass
@@ -50,8 +50,8 @@ class ShardingKnobs(TrainingArguments):
     `optimizer`, `gradients` and the three of `tensor`; see docs/guide/several-gpus.md."""
 
     def _take_sharding(self) -> None:
-        """Set ``sharding`` and its options from accelerate's or DeepSpeed's file. Hide the file from transformers. An
-        extension's hook ``launched`` reads the file: config -> (settings to take over, line for the user or "")."""
+        """Set ``sharding`` and its options as accelerate's or DeepSpeed's file requests, and hide the request from
+        transformers. The extension `launchers` reads the file: config -> (settings, line for the user or "")."""
         if self.deepspeed or any(map(os.environ.get, LAUNCHERS)):
             registry.require("launchers", "deepspeed, or accelerate's FSDP or DeepSpeed,")
         self.sharding_note = ""
@@ -67,15 +67,15 @@ class ShardingKnobs(TrainingArguments):
 
     @property
     def offloads_gradients(self) -> bool:
-        """Whether the backward adds gradients to sums in host memory."""
+        """Whether the backward adds gradients to sums in host memory: never on a CPU."""
         return self.offload_gradients and self.device.type != "cpu"
 
     @property
     def cuts_weights(self) -> bool:
-        """Whether each rank holds a part of every weight, and each forward and backward gathers the weights (FSDP)."""
+        """Whether each rank holds a part of the weights, and gathers whole layers to compute with them (FSDP)."""
         return self.sharding == "fsdp" and self.world_size > 1
 
     @property
     def tensor_parallel(self) -> bool:
-        """Whether the policy is tensor parallel, like vLLM's ranks. Such ranks compute each row together."""
+        """Whether the policy is split over ranks as vLLM splits its model. These ranks compute each row together."""
         return self.sharding in TENSOR

@@ -1,7 +1,8 @@
 """Settings of an optimizer step: prompts, groups of completions, iterations and micro-batches.
 
 A configuration multiplies ``per_device_train_batch_size`` by ``gradient_accumulation_steps``. The product counts
-*completions per rank and optimizer step*, because micro-batches are formed by tokens and not by rows.
+*completions per engine and optimizer step*, because micro-batches are formed by tokens and not by rows. Each rank has
+its own engine unless ``vllm_tensor_parallel_size`` is above 1.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class StepKnobs(TrainingArguments):
 
     @property
     def token_budget(self) -> int:
-        """Maximum number of tokens of a micro-batch at the start; 0 if it isn't measured yet."""
+        """Maximum tokens of a micro-batch by the settings; 0 if they leave the maximum to a measurement (`auto`)."""
         return 0 if self.max_tokens_per_microbatch == "auto" else int(self.max_tokens_per_microbatch or 0)
 
     @property
@@ -84,7 +85,7 @@ class StepKnobs(TrainingArguments):
         return self.steps_per_generation * self.num_iterations  # type: ignore[operator]
 
     def _fold_batch(self, ranks: int) -> None:
-        """Resolve the settings of batch sizes for ``ranks`` ranks that divide the prompts among them. Idempotent."""
+        """Resolve the settings of batch sizes for ``ranks`` engines that divide the prompts. Idempotent."""
         group = self.num_generations or 1
         accumulation = self.gradient_accumulation_steps
         per_rank = self.per_device_train_batch_size * accumulation
@@ -118,7 +119,7 @@ class StepKnobs(TrainingArguments):
         in_trl = (self.generation_batch_size or 0) // ranks or per_rank // accumulation * (
             self.steps_per_generation or accumulation
         )
-        self.environments_at_once = max(in_trl, group)  # Environments per rank. TRL has one per completion.
+        self.environments_at_once = max(in_trl, group)  # Of tools, per rank. TRL has one per completion.
         self.steps_per_generation = self._steps_sampled_together(accumulation, per_rank * ranks)
         self.gradient_accumulation_steps: int = 1
         self.per_device_train_batch_size: int = per_rank

@@ -1,5 +1,5 @@
-"""`describe_run`: the numbers of a run that determine each rank's memory. The trainer describes a loaded model and its
-present device. `colograd plan` describes a model on the meta device and any kind of GPUs."""
+"""`describe_run`: the numbers of a run that determine each rank's memory. The trainer describes its own model and
+device. `colograd plan` describes a model on the meta device and any kind of GPUs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .shape import CacheNeed, Lengths, Shape
 
 ORDER = ("none", "optimizer", "gradients", *TENSOR, "fsdp")  # ORDER: all strategies, the least sharded first.
 STRATEGIES = tuple(strategy for strategy in ORDER if strategy not in TENSOR)  # STRATEGIES: without tensor parallelism.
-# WHOLE: strategies with a whole policy on each rank. Sharing weights with the engine requires a whole policy.
+# WHOLE: strategies with a whole policy on each rank.
 WHOLE = tuple(strategy for strategy in STRATEGIES if strategy != "fsdp")
 ENGINE_SIZES = (2, 4, 8)  # Numbers of ranks per engine that are proposed. An engine's ranks are on one machine.
-PLANNED_TOKENS = 16384  # Tokens of a micro-batch in plans before a measurement, enough for any GPU.
+PLANNED_TOKENS = 16384  # Maximum tokens of a micro-batch on a rank before a measurement, enough to keep a GPU busy.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class PolicySizes:
     trained: int  # Elements of trained parameters.
     weights: int  # Bytes of all weights.
     gradients: int  # Bytes of gradients, in the dtype in which they are accumulated.
-    optimizer: int  # Bytes of the optimizer's state after its first step.
+    optimizer: int  # Bytes of the optimizer's state after its first step, or an upper bound (`optimizer_bytes`).
     itemsize: int  # Bytes per element of the policy's dtype.
     gradient_itemsize: int  # Bytes per element of gradients.
     largest: int  # Elements of the largest trained parameter.
     block: int  # Elements of the largest decoder layer.
-    rest: int  # Elements outside of the decoder's layers, i.e. embedding and head.
+    rest: int  # Elements outside of the decoder's layers, such as embedding and head.
     packed: int = 0  # Bytes of quantised weights with their scales.
     packed_elements: int = 0  # Elements of quantised matrices.
     matrix: int = 0  # Elements of the largest trained parameter in a decoder layer.
@@ -54,9 +54,8 @@ class PolicySizes:
     def of(
         cls, model: torch.nn.Module, optim: str, itemsize: int, to_pack: Mapping[torch.Tensor, int] | None = None
     ) -> PolicySizes:
-        """Compute the sizes of a model with marked frozen parameters. The model may be on the meta device. ``to_pack``
-        has the quantised bytes of parameters that loading will quantise. By default the model's quantised weights
-        count."""
+        """Compute the sizes of a model with marked frozen parameters, which may be on the meta device. ``to_pack`` has
+        the quantised bytes of parameters that loading will quantise. None means that the model is loaded."""
         if to_pack is None:
             found = packed_weights(model)
             packed = {p: found[name].nbytes for name, p in model.named_parameters() if name in found}
@@ -83,7 +82,7 @@ class PolicySizes:
 
 
 def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
-    """Count the bytes of all gradients. Optimizers with a float32 master copy of weights have float32 gradients."""
+    """Count the bytes of all gradients. Optimizers in `KEEPS_MASTER` have float32 gradients."""
     trained = (p for p in model.parameters() if p.requires_grad)
     if optim in KEEPS_MASTER:
         return sum(4 * p.numel() for p in trained)
@@ -91,11 +90,12 @@ def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
 
 
 def optimizer_bytes(model: torch.nn.Module, optim: str) -> int:
-    """Count the bytes of the optimizer's state after its first step. For optimizers smaller than AdamW an upper bound.
+    """Count the bytes of the optimizer's state after its first step.
 
     `adamw_split` has 10 bytes per element of a bfloat16 parameter (two float32 moments, 16 bits of remainder), and 8
     per element of a float32 parameter. `muon` has four bytes less for matrices, but its temporaries take that space.
-    torch's AdamW has two moments in the parameter's dtype. Optimizers named 8bit have one byte per moment.
+    `sgd` counts as 0. Others count like torch's AdamW, which may be too much: two moments in the parameter's dtype, or
+    of one byte each if the name has 8bit.
     """
     total = 0
     for parameter in model.parameters():
@@ -116,7 +116,7 @@ class Devices:
     ranks_per_node: int = 0  # Number of ranks on a node. 0 means that all ranks are on one node.
 
     def takes_rows_of(self, ranks: int) -> bool:
-        """Return whether groups of ``ranks`` ranks, each on one node, can train each row together."""
+        """Return whether all ranks divide into groups of ``ranks`` ranks on one node. A group trains rows together."""
         return self.ranks % ranks == 0 and (self.ranks_per_node or self.ranks) % ranks == 0
 
 
@@ -141,7 +141,7 @@ class RunDescription(Workload):
     sizes: PolicySizes
     engine_itemsize: int
     cache_itemsize: int
-    running: int  # Sequences in the engine's KV cache at once.
+    running: int  # Maximum sequences in the engine's KV cache at once.
     lengths: Lengths
     checkpointing: int = 1  # Every n-th layer uses activation checkpointing. 0 means no layer.
     shared: bool = True  # Whether the policy's parameters are the engine's tensors, if the strategy allows sharing.
@@ -165,13 +165,13 @@ class RunDescription(Workload):
     samples: bool = True  # Whether the run has an engine.
     ranks_per_sequence: int = 1  # Ranks that divide a row's tokens (sequence parallelism).
     can_share_rows: bool = False  # Whether model and settings allow sequence parallelism.
-    # Functions that give further bytes of activations, e.g. of a vision tower. Extensions register functions of the
-    # model as "activations". They return None, or an object with ``bytes(tokens, lengths, itemsize, checkpointing)``.
+    # Objects with a method ``bytes(tokens, lengths, itemsize, checkpointing)``: further bytes of activations, e.g. of a
+    # vision tower. Functions that extensions offer as "activations" make them from the model.
     further: tuple[Any, ...] = ()
 
     @property
     def plans_cache(self) -> bool:
-        """Whether the plan chooses the size of the KV cache, because the user's settings don't determine it."""
+        """Whether the plan chooses the KV cache's size: on a GPU, unless the user's settings determine the size."""
         return self.devices.on_gpu and not (self.overruled or self.kv_bytes)
 
     @property

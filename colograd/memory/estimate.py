@@ -11,10 +11,10 @@ Bytes per parameter on each of N ranks, with T ranks per engine, for a bfloat16 
      +gradients 2/T      0                 4/N         10/N              buckets in exchange
     fsdp        2/T      2/N               4/N         10/N              the largest block, gathered and summed
 
-With T = 1 the policy's parameters are the engine's tensors. Quantised parameters take half a byte or one byte, in
-addition to the engine's 2. With T > 1 each rank holds the whole policy and copies it into its part of the engine. With
-`tensor` a rank's part of the policy is its part of the engine. Norms, and key-value heads that are fewer than T, are
-whole on each rank. The estimate counts these norms and heads as split.
+With T = 1 the policy's parameters are the engine's tensors unless weights are copied. Quantised parameters take half a
+byte or one byte, in addition to the engine's 2 unless the engine reads them too. With T > 1 each rank holds the whole
+policy and copies it into its part of the engine. With `tensor` a rank's part of the policy is its part of the engine.
+Norms, and key-value heads that are fewer than T, are whole on each rank. The estimate counts these as split.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
 
 
 def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
-    """Return the memory plan of one rank with micro-batches of ``tokens`` tokens, without a KV cache."""
+    """Return the memory plan of one rank with micro-batches of ``tokens`` tokens, with a KV cache only if the user set
+    its bytes."""
     devices, parts, itemsize = run.devices, bytes_per_rank(run, strategy), run.sizes.itemsize
     device = "cuda" if devices.on_gpu else "cpu"
     copied = run.lengths.copied_keys(run.shape, tokens, itemsize, device)

@@ -1,4 +1,4 @@
-"""Bytes of activations, engine steps and KV cache, computed from the sizes of a model."""
+"""Bytes of activations and of the KV cache, computed from the sizes of a model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Shape:
 
     @classmethod
     def of(cls, model_config: Any) -> Shape:
-        """Read the sizes from a transformers configuration. Missing sizes are derived as in GPT-2."""
+        """Read the sizes from a transformers configuration. Missing sizes of heads and MLPs are derived as in GPT-2."""
 
         def size(name: str, default: int) -> int:
             return size_of(model_config, name) or default
@@ -116,7 +116,7 @@ class Lengths:
 
     def copied_keys(self, shape: Shape, tokens: int, itemsize: int, device: str) -> CopiedKeys:
         """Compute the copies of keys that attention makes in a row of ``tokens``. No copies are made if attention reads
-        a prompt's keys in place (`policy.attention`). Scores are computed for long completions."""
+        a prompt's keys in place (`policy.attention`). Copies count for short completions (`SHORT`), scores for long."""
         scores = (0.0, 0.0)
         if shape.capped:
             many = min(self.group, max(1.0, (tokens - self.prompt) / self.completion))
@@ -159,7 +159,7 @@ def layer_bytes(shape: Shape, itemsize: int, copied: float = 0.0) -> float:
 
     RMSNorms keep a float32 input, and the normalised and the scaled output. Fused attention keeps its output, and
     queries, keys and values twice, and ``copied`` further keys and values. The MLP keeps gate, activated gate, up and
-    product. A mixture keeps its input and output once per expert as well.
+    product. A mixture keeps its input and output as well, once per expert that a token goes through.
     """
     norms = shape.norms * shape.hidden * (4 + 2 * itemsize)
     mlp = shape.gated * shape.intermediate + 2 * shape.experts * shape.hidden
@@ -199,7 +199,7 @@ class Trained(NamedTuple):
     head: bool = True  # Whether the output head is trained.
     adapted: bool = False  # Whether most parameters are frozen, as with LoRA.
     inputs_on_host: bool = False  # Whether inputs of checkpointed layers are in host memory.
-    on_way: int = 0  # Maximum bytes of gradients in transfer to the host in the backward. The plan adds them elsewhere.
+    on_way: int = 0  # Maximum bytes of gradients in transfer to the host in the backward. They count as gradients.
 
 
 def activation_bytes(
@@ -211,8 +211,8 @@ def activation_bytes(
     In the head: the layers' activations, the final norm, the head's input and its gradient, two float32 tiles of logits
     (`logprobs`), and the gradient of the head's weight. In the last layer: the layer's gradients, and for a tied head
     the weight's gradient, which waits for the embedding's gradient. In the embedding: its gradient in its dtype and in
-    float32, and if tied, both gradients and their sum in float32. If gradients go to the host, none is in transfer in
-    the head.
+    float32, and if tied, both gradients and their sum in float32. If gradients go to the host, none is in transfer
+    while the head runs, so the head may use their space.
 
     Counted on fake CUDA tensors (tests/policy/test_fake_gpu.py). SmolLM2-135M in bfloat16 on a CPU: estimated 956 and
     1,740 MiB for 1,024 and 2,048 tokens (measured 953 and 1,697); with checkpointing 325 MiB for 1,024 tokens (measured
@@ -248,7 +248,7 @@ class CacheNeed:
 
     @classmethod
     def of(cls, shape: Shape, itemsize: int, length: int, sequences: int) -> CacheNeed:
-        """Return the KV cache bytes of ``sequences`` sequences of ``length`` tokens. Windows would need less."""
+        """Return the KV cache bytes of ``sequences`` sequences of ``length`` tokens, as if no layer had a window."""
         per_token = 2 * shape.layers * shape.keys * itemsize
         # vLLM reserves one block of the KV cache, and the last block of a sequence is partly empty.
         return cls(per_token, (length + 2 * BLOCK) * per_token, (sequences + 1) * (length + BLOCK) * per_token)

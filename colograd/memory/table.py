@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from .shape import CacheNeed
 
 MARGIN = 0.08  # Fraction of the device for CUDA graphs, NCCL and fragmentation. vLLM's default leaves as much free.
-CPU_SHARE = 4  # On a CPU the KV cache takes at most a quarter of free memory.
+CPU_SHARE = 4  # On a CPU the KV cache takes at most a quarter of free memory, unless one sequence needs more.
 PHASES = ("sampling", "training")
 GIB = 2**30
 # REMEDIES: advice if a plan doesn't fit any more after the engine was built, or activations were measured.
@@ -29,7 +29,7 @@ class RankBytes:
     """Bytes that a rank needs for the engine's weights, and for training the policy."""
 
     engine_weights: int  # 0 means that the run has no engine.
-    policy_weights: int  # 0 means that policy and engine share memory.
+    policy_weights: int  # 0 means that policy and engine share memory, or that the weights are on the host.
     gradients: int  # Allocated from a step's first backward to its optimizer step.
     optimizer: int
     exchange: int = 0  # Temporary bytes of gradients sent to other ranks, or of weights gathered from other ranks.
@@ -125,7 +125,7 @@ class MemoryPlan(RankBytes):
 
     @property
     def fits(self) -> bool:
-        """Whether all parts fit into the device. Measured activations may use `MARGIN`."""
+        """Whether all parts fit into the device. If activations are measured, they may use the free margin."""
         slack = self.margin if self.measured else 0
         return min(self.remains(phase) for phase in PHASES) + slack >= 0
 

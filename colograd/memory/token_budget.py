@@ -1,8 +1,8 @@
-"""The token budget: the maximum tokens of a micro-batch, measured once on a GPU, and halved if memory runs out.
+"""The token budget: the maximum tokens of a micro-batch (`max_tokens_per_microbatch`), halved if memory runs out.
 
-The optimizer step doesn't depend on the budget. `max_tokens_per_microbatch: auto` measures the peak memory of dummy
-rows of growing length beside all gradients, and fits a line. The budget fills `SHARE` of the memory that policy,
-engine and optimizer state leave free.
+The optimizer step doesn't depend on the budget. On a GPU, `auto` measures the peak memory of dummy rows of growing
+length while all gradients are allocated, and fits a line. The budget fills `SHARE` of the memory that policy, engine
+and optimizer state leave free.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..policy.second_models import kinds
 from .shape import SHORT
 
 SHARE = 0.8  # Fraction of free memory to fill. Fragmentation and unmeasured row lengths may need 20 %.
-# SMALLEST, LARGEST: smallest and largest number of tokens in a measured row. LARGEST tokens keep any GPU busy. Only a
-# longer sequence needs a longer row.
+# SMALLEST, LARGEST: smallest and largest number of tokens in a measured row. LARGEST tokens keep any GPU busy. Only
+# longer sequences, and rows that several ranks divide, need a longer row.
 SMALLEST, LARGEST = 1024, 65536
 STEP = 256  # Token budgets are multiples of 256.
 
@@ -36,7 +36,7 @@ def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tu
         largest: number of tokens that is enough. No larger number is tried.
 
     Returns:
-        The tokens, a multiple of `STEP`, and their bytes on the line.
+        The tokens, a multiple of `STEP`, and their bytes on the line. (`SMALLEST` / 2, 0) if `SMALLEST` didn't fit.
     """
     # Because the line starts at the origin, the first size gives an upper estimate of the slope.
     x, y, slope, most = 0, 0.0, 0.0, largest
@@ -65,7 +65,7 @@ def measure(
     pending_bytes: int,
     ranks_per_sequence: int = 1,
 ) -> tuple[int, int]:
-    """Measure the token budget of each rank's GPU. Return the smallest budget and its bytes. All ranks must call this.
+    """Measure the token budget that fits every rank's GPU. Return its tokens and bytes. All ranks must call this.
 
     Args:
         train: runs forward and backward of one micro-batch.
@@ -158,7 +158,8 @@ def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
 
 
 def free_memory(model: torch.nn.Module) -> None:
-    """Free gradients and a failed forward's activations. The exception must be gone, because it holds activations."""
+    """Free gradients and a failed forward's activations. The caller must have dropped the exception, which holds the
+    activations."""
     model.zero_grad(set_to_none=True)
     gc.collect()
     if torch.cuda.is_initialized():

@@ -37,7 +37,7 @@ class Metrics:
                 extremes[name].append(value)
 
     def reduce(self, counted: bool = True) -> dict[str, float]:
-        """Return all metrics by name, reduced over the ranks with ``counted`` true. Ranks communicate once."""
+        """Return all metrics by name, reduced over the ranks with ``counted`` true. All ranks must call this."""
         extremes = (*self._minima.values(), *self._maxima.values())
         known = iter(numbers(itertools.chain(itertools.chain(*self._means.values()), self._totals.values(), *extremes)))
         own: tuple[dict[str, Any], ...] = (
@@ -75,7 +75,7 @@ def numbers(values: Iterable[float | torch.Tensor]) -> list[float]:
 
 
 class PhaseTimes:
-    """Wall-clock seconds of each phase of an optimizer step. No second is counted twice."""
+    """Wall-clock seconds of each phase of an optimizer step."""
 
     def __init__(self, synchronize: bool = False) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -100,13 +100,13 @@ class PhaseTimes:
         self.seconds[target] += seconds
 
     def begin_step(self) -> None:
-        """Start a new step. Seconds counted so far are dropped, because they belong to an evaluation."""
+        """Start a new step. Drop the seconds since the last step: they are of starting, logging, evaluating or saving."""
         self.seconds.clear()
         self._step_began = time.perf_counter()
 
     def end_step(self) -> dict[str, float]:
         """Return the seconds of the step's phases, ``step_time``, and ``time/other``: seconds outside all phases. On a
-        GPU also ``train/alloc_retries``: how often its allocator found no memory, freed its cache and retried."""
+        GPU also ``train/alloc_retries``: how often torch's allocator found no memory, freed its cache and retried."""
         taken, step_time = self.take(), time.perf_counter() - self._step_began
         before, self._retries = self._retries, self._alloc_retries()
         retries = {"train/alloc_retries": float(self._retries - before)} if self._synchronize else {}

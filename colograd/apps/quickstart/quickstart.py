@@ -113,8 +113,8 @@ def _tokenizer(source: Path) -> Any:
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     # transformers 5.17 reads four settings of this GGUF file wrongly: 1. The end-of-sequence token is "<|im_start|>",
-    # so completions would never end. 2. The pre-tokenizer doesn't split digits, although the file's type "smollm" means
-    # that. 3. The decoder is SentencePiece's. 4. Spaces are cleaned up.
+    # so completions would never end. 2. The pre-tokenizer doesn't split digits, although the file's type "smollm" needs
+    # that. 3. The decoder is SentencePiece's. 4. Decoding removes spaces before punctuation.
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])

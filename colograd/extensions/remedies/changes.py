@@ -17,7 +17,7 @@ MOST_RANKS = 1024  # Largest number of ranks to propose.
 
 
 def remedies(run: RunDescription, strategy: str) -> str:
-    """Return a sentence without full stop that lists changes of settings. Each single change makes the run fit."""
+    """Return a sentence without full stop: changes of settings, each enough to make the run fit, or that none is."""
     if not (found := [*_changes(run, strategy)]):
         return "no single change would fit this device: take a smaller model or larger GPUs"
     return f"what would fit: {'; or '.join(found)}"
@@ -82,7 +82,7 @@ def with_adapter(sizes: PolicySizes, trained: int) -> PolicySizes:
 
 
 def adapter_elements(shape: Shape, rank: int) -> int:
-    """Return the number of elements in LoRA's matrices A and B of all linear layers."""
+    """Return the number of elements in LoRA's matrices A and B of all linear layers of a dense model."""
     attention = 2 * (shape.hidden + shape.queries) + 2 * (shape.hidden + shape.keys)
     return shape.layers * rank * (attention + 3 * (shape.hidden + shape.intermediate))
 
