@@ -30,8 +30,8 @@ class NoRecord(TrainerCallback):
     # Contexts. `run`: a whole training. `watching`: sampling on this rank. `trains`: forward and backward passes of an
     # optimizer step. `trains_early`: passes of rows that are trained while other ranks still sample.
     run = watching = trains = trains_early = nothing
-    # Events. `note` gets this rank's data for a step's statistics, `sampled` a step's rollout statistics over all ranks,
-    # `keep` the trainer's log-probabilities (N,) of a micro-batch, `step` a step's metrics.
+    # Events. `note`: this rank's data for a step's statistics. `sampled`: a step's statistics of rollouts on all ranks.
+    # `keep`: the trainer's log-probabilities (N,) of a micro-batch. `step`: a step's metrics.
     all_sampled = note = sampled = keep = step = evaluated = nothing
 
 

@@ -100,7 +100,7 @@ class PhaseTimes:
         self.seconds[target] += seconds
 
     def begin_step(self) -> None:
-        """Start a new step. Drop the seconds since the last step: they are of starting, logging, evaluating or saving."""
+        """Start a new step. Drop the seconds since the last one, which starting, logging, evaluating or saving took."""
         self.seconds.clear()
         self._step_began = time.perf_counter()
 
