@@ -2,8 +2,8 @@
 
 colograd doctor --config recipes/X.yaml [--any_flag value]
 
-Prints the versions, the devices, how vLLM gets the policy's weights, and the memory plan. Then it samples completions
-with vLLM, scores and prints them, and compares two pairs of log-probabilities: the sampler's with the trainer's, and
+Prints the versions, the devices, how vLLM gets the policy's weights, and the memory plan. Then it samples and scores
+completions, prints some, and compares two pairs of log-probabilities: the sampler's with the trainer's, and
 the trainer's, from packed rows, with the model's own forward of each sequence. Rows with images skip the second. The
 exit status is 0 if all checks pass, 1 if a check failed, 2 for bad input.
 
@@ -93,7 +93,7 @@ def report(trainer: GRPOTrainer) -> int:
         with on_all_ranks("the bus"):  # All ranks of a machine copy at the same time, as in a run.
             speed = bus_speed(trainer.args.device)
         trainer.console.say(f"bus: {speed:.1f} GB/s each way, both at once: `colograd plan --bus {speed:.1f}`")
-    trainer.measure_budget()  # Measure with forward and backward of dummy rows, without an optimizer step.
+    trainer.measure_budget()  # If `auto`: forward and backward of dummy rows, without an optimizer step.
     with on_all_ranks("the checks"):
         own = [*checks(trainer)]
     failed = 0

@@ -1,4 +1,5 @@
-"""``colograd init [FOLDER]`` writes a first recipe and a reward function, from a few questions or from flags."""
+"""``colograd init [FOLDER]`` writes a first recipe, and a reward function or an agent if it needs one, from a few
+questions or from flags."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
     """All settings of `GRPOTrainer`, including the fields of `transformers.TrainingArguments`. A bad value raises a
     ValueError at construction, or when the trainer is made.
 
-    After construction ``prompts_per_step`` (over all ranks), ``per_device_train_batch_size`` (completions per rank and
-    optimizer step) and ``steps_per_generation`` (optimizer steps that are sampled together) hold their final values. A
+    After construction ``prompts_per_step`` (over all ranks), ``per_device_train_batch_size`` (completions per optimizer
+    step and engine) and ``steps_per_generation`` (optimizer steps that are sampled together) hold their final values. A
     trainer resolves the settings that depend on its policy, its device and its nodes, then calls `freeze`. After
     construction Colograd writes to a configuration only in the methods named ``resolve_*``.
     """
@@ -129,7 +129,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
                 setattr(self, present, value)
                 self.notes.append(f"config: `{old}` is the old name of `{present}`")
         self._take_checkpointing()
-        checkpoints: Any = self.gradient_checkpointing  # Kept, because transformers may replace None by False.
+        checkpoints: Any = self.gradient_checkpointing  # A copy, because transformers may replace None by False.
         self._take_sharding()
         optim, self.optim = self.optim, "adamw_torch"  # transformers would refuse Colograd's optimizers.
         autocast, self.bf16 = self.bf16, False  # `bf16` is resolved later, by the policy's dtype.
@@ -173,11 +173,11 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
             kernels: dict[str, Any] = self.liger_kernel_config or {}  # type: ignore[assignment]
             self.liger_kernel_config = dict.fromkeys(LIGER_LOSSES, False) | kernels
         self.notes.extend(self._drop_what_is_done_anyway())
-        if self.loss_eval is None:  # Default: true at the training temperature, or if the best model needs a loss.
+        if self.loss_eval is None:  # By default a loss is computed at the training temperature, or for the best model.
             needed = OF_LOSS.search(str(self.metric_for_best_model or "")) is not None
             self.loss_eval = needed or self.temperature_eval in (None, self.temperature)
         self._check_ranks()
-        for check in registry.hooks("check_settings"):  # Functions (config) -> None of extensions.
+        for check in registry.hooks("check_settings"):  # Extensions' checks of settings, functions (config) -> None.
             check(self)
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         self.notes.extend(self._check_conflicts_and_bias())
@@ -254,7 +254,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
             if getattr(self.accelerator_config, name):
                 reason = UNUSED["dataloader_num_workers"]
                 yield f"config: `accelerator_config.{name}` has no effect: {reason}"
-        for advise in registry.hooks("advice"):  # Functions (config) -> log lines of extensions.
+        for advise in registry.hooks("advice"):  # Extensions' functions (config) -> log lines.
             yield from advise(self)
         if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
             yield (

@@ -55,7 +55,7 @@ class JournalKnobs:
 
     @property
     def keeps_journal(self) -> bool:
-        """Whether every scored group is recorded in `_journal/`. The report records a few groups there in any case."""
+        """Whether every scored group is recorded in `_journal/`. With `report` a few groups are in any case."""
         return self.journal != "off"
 
 

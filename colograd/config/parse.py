@@ -32,7 +32,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     settings, argv, recipe = _settings(argv)
     parser = _parser()
     parser.set_defaults(**settings)  # argparse converts texts to the fields' types: YAML 1.1 reads ``1e-5`` as a text.
-    _flags(parser, argv)  # Raises a ValueError for an unknown flag or a value of the wrong type.
+    _flags(parser, argv)  # `_flags` raises a ValueError for an unknown flag or a value of the wrong type.
     script, config, model = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
     shipped = [f"recipe: {recipe}, which comes with Colograd"] if recipe and is_shipped(recipe) else []
     if script.ignore_bias_buffers:

@@ -111,7 +111,7 @@ class PolicyKnobs(TrainingArguments):
         self.model_init_kwargs = {**(self.model_init_kwargs or {}), **more}  # type: ignore[dict-item]
 
     def resolve_checkpointing(self, every: int) -> None:
-        """Set an unset ``gradient_checkpointing``: every ``every``-th layer recomputes, or none if ``every`` is 0."""
+        """Set ``gradient_checkpointing``: each ``every``-th layer recomputes, or no layer if ``every`` is 0."""
         kwargs: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
         self._set_checkpointing(every > 0, {**kwargs, "every_n_layers": every} if every > 1 else kwargs)
 
@@ -131,6 +131,6 @@ class PolicyKnobs(TrainingArguments):
                 "float32: set dtype, or convert the model."
             )
         self.optim: str = resolve_optimizer(self.optim, dtype)
-        check_conflicts(self, about="optim")  # Again, because `optim` was `auto` at construction.
+        check_conflicts(self, about="optim")  # Checked again, because `auto` is resolved now.
         self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # Unset `bf16` means true.
         self.mixed_precision = "bf16" if self.bf16 else "no"

@@ -62,7 +62,7 @@ class ModelConfig:
             raise ValueError(f"use_peft is true, but peft can't be imported ({error}). Run pip install peft.") from None
         targets: Any = self.lora_target_modules
         if len(targets or ()) == 1 and (targets[0] == "all-linear" or not re.fullmatch(r"[\w.]+", targets[0])):
-            targets = targets[0]  # peft takes only a text as `all-linear` or as a regular expression.
+            targets = targets[0]  # peft reads `all-linear` or a regular expression only as a text, not in a list.
         names = ("task_type", "r", "target_parameters", "modules_to_save")
         renamed = {name: getattr(self, f"lora_{name}") for name in names}
         same = {name: getattr(self, name) for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}

@@ -14,7 +14,7 @@ from .knob import knob
 # Tensor parallel sharding: each rank trains the tensors that its vLLM rank samples with. Ranks with equal tensors
 # divide the optimizer state if the suffix is `+optimizer` (ZeRO-1), and also the gradients if it is `+gradients`.
 TENSOR = ("tensor", "tensor+optimizer", "tensor+gradients")
-LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # Variables that `accelerate launch` sets.
+LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # Environment variables that accelerate sets.
 
 
 @dataclass

@@ -60,7 +60,7 @@ class StepKnobs(TrainingArguments):
     chat_template_kwargs: dict[str, Any] | str | None = knob(None, "Keyword arguments of the chat template.")
 
     def _resolve_budget(self, on_cpu: bool) -> None:
-        """Convert ``max_tokens_per_microbatch`` to a number of tokens. On a GPU `auto` stays until it is measured."""
+        """Convert ``max_tokens_per_microbatch`` to a number of tokens. On a GPU `auto` stays: training measures it."""
         budget = self.max_tokens_per_microbatch
         if budget is None or budget == "auto":
             self.max_tokens_per_microbatch = 4096 if on_cpu else "auto"
@@ -103,8 +103,9 @@ class StepKnobs(TrainingArguments):
             if self.prompts_per_step < 1 or self.prompts_per_step % ranks:
                 low = max(ranks, self.prompts_per_step // ranks * ranks)
                 raise ValueError(
-                    f"prompts_per_step is {self.prompts_per_step}, but every rank takes the same number of whole "
-                    f"groups, so it must be a multiple of the {ranks} ranks: {low} or {low + ranks} would do."
+                    f"prompts_per_step is {self.prompts_per_step}, but every rank (or engine of several ranks) takes "
+                    f"the same number of whole groups, so it must be a multiple of the {ranks} ranks or engines: {low} "
+                    f"or {low + ranks} would do."
                 )
             per_rank = self.prompts_per_step // ranks * group
             accumulation = 1
@@ -119,7 +120,7 @@ class StepKnobs(TrainingArguments):
         in_trl = (self.generation_batch_size or 0) // ranks or per_rank // accumulation * (
             self.steps_per_generation or accumulation
         )
-        self.environments_at_once = max(in_trl, group)  # Of tools, per rank. TRL has one per completion.
+        self.environments_at_once = max(in_trl, group)  # Tools' environments per rank; TRL has one per completion.
         self.steps_per_generation = self._steps_sampled_together(accumulation, per_rank * ranks)
         self.gradient_accumulation_steps: int = 1
         self.per_device_train_batch_size: int = per_rank

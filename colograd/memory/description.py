@@ -156,7 +156,7 @@ class RunDescription(Workload):
     offloads_activations: bool = False  # Whether inputs of checkpointed layers are in host memory.
     reference: int = 0  # Bytes of the reference model.
     teacher: int = 0  # Bytes of the teacher model.
-    kv_bytes: int = 0  # Bytes of the KV cache that the user set. 0 means that the size is planned.
+    kv_bytes: int = 0  # Bytes of the KV cache that the user set. 0 means that the user set none.
     overruled: bool = False  # Whether the user sets the engine's fraction of the device's memory.
     share: float = 0.0  # The engine's fraction of the device's memory that the user set. 0 means unknown.
     strategies: tuple[str, ...] = STRATEGIES  # Sharding strategies that the run may use.

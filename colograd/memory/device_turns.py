@@ -36,7 +36,7 @@ class DeviceTurns:
             for name in DEVICE_ONLY
             if getattr(config, name) not in (False, "none") and config.on_cpu
         ]
-        self._return_to_policy()  # memory may be measured for training before sampling
+        self._return_to_policy()  # Training may measure memory before the first sampling.
 
     @contextmanager
     def sampling(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:

@@ -104,7 +104,7 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
     for part in run.further:
         activations += part.bytes(tokens, run.lengths, itemsize, run.checkpointing)
     shares, engine = devices.ranks if strategy == "fsdp" else cut, 0
-    if run.samples and devices.on_gpu:  # Activations of one layer, and three float32 tensors of logits.
+    if run.samples and devices.on_gpu:  # A step of vLLM: one layer's activations, three float32 tensors of logits.
         engine = ENGINE_TOKENS * run.engine_itemsize * (4 * run.shape.hidden + 2 * run.shape.intermediate)
         engine += 3 * 4 * min(run.running, MOST_SEQUENCES) * run.shape.vocabulary
     return MemoryPlan(

@@ -88,7 +88,7 @@ def measure(
             before = torch.cuda.memory_allocated(device)
             peaks.append(math.inf)
             with contextlib.suppress(torch.OutOfMemoryError):
-                train(dummy_row(STEP, of, device))  # A step's later micro-batches start with gradients.
+                train(dummy_row(STEP, of, device))  # Makes gradients, as before a step's later micro-batches.
                 torch.cuda.reset_peak_memory_stats(device)
                 train(row)
                 peaks[-1] = torch.cuda.max_memory_allocated(device) - before
@@ -135,7 +135,8 @@ def back_off(
 
 
 def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
-    """Return the step in new rows packed by ``rules``, with known per-token values. The count of trained rows is 0."""
+    """Return the step in new rows packed by ``rules``. Per-token values that all old rows have are copied. No row
+    counts as trained."""
     rows = pack_step(batch.groups, rules)
     for name in ("old_logprobs", *kinds()):  # tensors [N], one value per token
         recorded = [tensor for row in batch.rows if (tensor := row.values(name)) is not None]

@@ -49,7 +49,7 @@ class Console(TrainerCallback):
             with contextlib.suppress(OSError, ValueError):  # Printing fails if a disk is full or a pipe closed.
                 tqdm.write(printable(line), file=sys.stdout)
                 sys.stdout.flush()
-            LOGGER.log(level, "%s", clean(line), stacklevel=2)  # A handler may write UTF-8.
+            LOGGER.log(level, "%s", clean(line), stacklevel=2)  # A log handler may write UTF-8, which lacks surrogates.
 
     def warn(self, line: str) -> None:
         self.say(line, logging.WARNING)
@@ -146,7 +146,8 @@ def until(seconds: float, now: datetime | None = None) -> str:
 
 
 class Progress:
-    """Progress of one phase of a step. ``tell`` gets a line after `LONG` seconds, then at each doubling of the time."""
+    """Progress of one phase of a step. ``tell`` gets a line at the first update after `LONG` seconds, then after
+    each doubling of the time."""
 
     def __init__(self, total: int, name: str, unit: str, shown: bool, tell: Callable[[str], None]) -> None:
         self._bar = tqdm(total=total, unit=unit, desc=name, leave=False, miniters=0, disable=not shown)
