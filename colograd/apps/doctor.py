@@ -184,12 +184,9 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     )
     trainer.publish()
     differing = trainer.weights.differing()
-    yield Check(
-        "weights",
-        f"{len(differing)} parameters differ between policy and engine after a publish",
-        not differing,
-        f"Report the model and the versions above, with these names: {', '.join(differing[:3])}.",
-    )
+    found = f"{len(differing)} parameters differ between policy and engine after a publish"
+    remedy = f"Report the model and the versions above, with these names: {', '.join(differing[:3])}."
+    yield Check("weights", found, not differing, remedy)
     groups = sample(trainer, trainer.engine)
     rows = packed(trainer, groups)
     with trainer.compute_loss_context_manager():
@@ -197,13 +194,12 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     # Allowed difference between two computations of a log-probability, by the coarser of the two dtypes.
     exact = trainer.policy.model.dtype == trainer.engine.dtype == torch.float32 and not trainer.args.bf16
     limit = row_proof.TOLERANCE[torch.float32] if exact else row_proof.TOLERANCE_16_BIT
-    yield _near(
-        f"sampler/trainer, {sum(len(group.rollouts) for group in groups)} completions of {len(to_sampler)} tokens",
-        to_sampler,
-        limit,
+    count = sum(len(group.rollouts) for group in groups)
+    remedy = (
         "Compare with --dtype float32 --bf16 false. If that fails too, the engine computes this model differently: "
-        "report the model and the versions above.",
+        "report the model and the versions above."
     )
+    yield _near(f"sampler/trainer, {count} completions of {len(to_sampler)} tokens", to_sampler, limit, remedy)
     if len(to_own):  # `to_own` is empty if every row has image tokens: the model's own forward would need the images.
         kind = "padded" if trainer.policy.why_padded else "packed"
         remedy = "Report the model and the versions above: the trainer's rows don't give the model's own probabilities."

@@ -108,14 +108,15 @@ def _merge(source: Path, folder: Path) -> str:
     """Save the base model plus the adapter, added in float32 and rounded once. Return a note on the precision."""
     import torch
     import transformers as hf
-    from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
+    from peft import PeftConfig, PeftModel
 
     from ..policy import towers
     from ..policy.supported import BASE_QUANTIZATION
 
     hf.utils.logging.disable_progress_bar()
-    base = str(PeftConfig.from_pretrained(source).base_model_name_or_path)
-    base_config = hf.AutoConfig.from_pretrained(base)
+    saved = PeftConfig.from_pretrained(source)
+    base: dict[str, Any] = {"revision": saved.revision, "pretrained_model_name_or_path": saved.base_model_name_or_path}
+    base_config = hf.AutoConfig.from_pretrained(**base)
     seeing = towers.takes_images(base_config)
     kind: Any = hf.AutoModelForImageTextToText if seeing else hf.AutoModelForCausalLM
     has_processor = base_config.model_type not in towers.TEXT_FIRST or (source / hf.utils.PROCESSOR_NAME).is_file()
@@ -127,9 +128,7 @@ def _merge(source: Path, folder: Path) -> str:
         find_processors()
 
     def adapted(dtype: torch.dtype, **given: Any) -> Any:
-        if not seeing:
-            return AutoPeftModelForCausalLM.from_pretrained(source, dtype=dtype, **given)
-        return PeftModel.from_pretrained(kind.from_pretrained(base, dtype=dtype, **given), str(source))
+        return PeftModel.from_pretrained(kind.from_pretrained(**base, dtype=dtype, **given), str(source))
 
     if not (source / BASE_QUANTIZATION).is_file():
         model, dtype = adapted(torch.float32), base_config.dtype

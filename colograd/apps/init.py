@@ -4,7 +4,6 @@ questions or from flags."""
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import itertools
 import json
@@ -89,7 +88,7 @@ def choose(options: argparse.Namespace, asks: bool) -> dict[str, Any]:
 
     def parameter(name: str) -> str:
         if not _one_of("--answer-column", names, name).isidentifier() or keyword.iskeyword(name):
-            raise ValueError(f"the column {name!r} can't be a parameter of a function: rename the column in the data.")
+            raise ValueError(f"the column {name!r} can't name a parameter of the reward function: rename the column.")
         return name
 
     question, usual = "Column that the reward compares with", _likely(names, ANSWERS)
@@ -170,37 +169,20 @@ def _fits(model: str, length: int) -> bool:
 
 
 def first_rows(name: str) -> list[dict[str, Any]]:
-    """Read the first rows of a local data file. Without a name return an example row. For a folder or a Hub id return
-    no rows."""
+    """Load the first rows of a local data file, as a training would load them. Without a name return an example row.
+    For a folder, a Hub id or an import path return no rows."""
+    path = Path(name)
     if not name:
         return [{"prompt": "", "answer": "0"}]
-    path = Path(name)
-    suffix = path.suffix.lower()
-    if suffix not in (".jsonl", ".json", ".csv", ".parquet"):
-        if path.is_file():
-            raise ValueError(
-                f"{path} ends in {suffix!r}, but must be a .jsonl, .json, .csv or .parquet file: convert it."
-            )
+    if not path.is_file() and path.suffix.lower() not in (".jsonl", ".json", ".csv", ".parquet"):
         return []
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}: give an existing file, or a Hub id.")
-    try:
-        if suffix == ".parquet":
-            import pyarrow.parquet as pq
+    from datasets import disable_progress_bars
 
-            rows: list[Any] = next(pq.ParquetFile(path).iter_batches(READ)).to_pylist()
-        elif suffix == ".csv":
-            with path.open(encoding="utf-8", newline="") as file:
-                rows = [*itertools.islice(csv.DictReader(file), READ)]
-        elif (text := path.read_text(encoding="utf-8")).lstrip().startswith("["):
-            rows = json.loads(text)[:READ]
-        else:
-            rows = [json.loads(line) for line in [line for line in text.splitlines() if line.strip()][:READ]]
-    except (ValueError, StopIteration) as error:
-        raise ValueError(f"{path} can't be read as {suffix[1:]} ({error}): mend the file.") from error
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path} has no rows, but needs one object with the same keys per row: add rows.")
-    return rows
+    from ..data.loading import load_source
+
+    disable_progress_bars()
+    rows = load_source(name, None, {}, ("train",), streaming=False)["train"]
+    return list(rows.select(range(min(READ, len(rows)))))
 
 
 def write(folder: Path, choices: dict[str, Any]) -> list[Path]:

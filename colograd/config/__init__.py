@@ -1,4 +1,4 @@
-"""The settings of a run. A setting that TRL has too keeps TRL's name. If its meaning differs, its help text says so.
+"""The settings of a run. A setting that TRL has too keeps TRL's name. Its help text names any difference.
 
 `GRPOConfig` (grpo.py) is one flat dataclass. Its base classes are groups of knobs (settings with a help text, and rules
 for the value). At construction it checks the rules, then the pairs of settings that exclude each other (conflicts.py).

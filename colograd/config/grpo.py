@@ -19,11 +19,11 @@ from . import objective
 from .conflicts import LIGER_LOSSES, OF_LOSS
 from .engine import EngineKnobs
 from .knob import REFUSED, RENAMED, UNUSED, Rules, check_values, knob, names_checked, unknown_name
-from .outputs import TRACKERS, JournalKnobs, LogKnobs, SavingKnobs
+from .outputs import TRACKERS, LogKnobs, SavingKnobs
 from .policy import CHECKPOINTING, COMPILE_MODES, PolicyKnobs
 from .sampling import EvaluationKnobs
 from .sharding import ShardingKnobs
-from .steps import CarryOverKnobs
+from .steps import StepKnobs
 
 
 @dataclass
@@ -61,22 +61,10 @@ class TRLKnobs(TrainingArguments):
 @names_checked
 @dataclass
 class GRPOConfig(  # A dataclass begins with the fields of its last base: `output_dir` is first.
-    TRLKnobs,
-    LogKnobs,
-    JournalKnobs,
-    SavingKnobs,
-    objective.DistillationKnobs,
-    objective.ReferenceKnobs,
-    objective.RewardPenaltyKnobs,
-    objective.ObjectiveKnobs,
-    objective.AdvantageKnobs,
-    objective.RewardKnobs,
-    EngineKnobs,
-    EvaluationKnobs,
-    CarryOverKnobs,
-    ShardingKnobs,
-    PolicyKnobs,
-):
+    TRLKnobs, LogKnobs, SavingKnobs, objective.DistillationKnobs, objective.ReferenceKnobs,
+    objective.RewardPenaltyKnobs, objective.ObjectiveKnobs, objective.AdvantageKnobs, objective.RewardKnobs,
+    EngineKnobs, EvaluationKnobs, StepKnobs, ShardingKnobs, PolicyKnobs,
+):  # fmt: skip
     """All settings of `GRPOTrainer`, including the fields of `transformers.TrainingArguments`. A bad value raises a
     ValueError at construction, or when the trainer is made.
 
@@ -250,10 +238,6 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
                 yield f"config: `{each.name}` has no effect: {UNUSED[each.name]}"
         if self.sharding_note:
             yield self.sharding_note
-        for name in ("dispatch_batches", "split_batches"):
-            if getattr(self.accelerator_config, name):
-                reason = UNUSED["dataloader_num_workers"]
-                yield f"config: `accelerator_config.{name}` has no effect: {reason}"
         for advise in registry.hooks("advice"):  # Extensions' functions (config) -> log lines.
             yield from advise(self)
         if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):

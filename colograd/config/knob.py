@@ -157,9 +157,12 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
     return f"Unknown configuration key `{name}`.{hint}"
 
 
-def without_removed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop removed settings of older recipes if their value requests nothing (`INERT`). Return the other settings."""
-    return {name: value for name, value in settings.items() if (name, value) not in INERT}
+def known_settings(settings: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """Drop removed settings that request nothing (`INERT`). Raise a ValueError for any other unknown setting."""
+    for name, value in settings.items():
+        if name not in known and (name, value) not in INERT:
+            raise ValueError(unknown_name(name, known))
+    return {name: value for name, value in settings.items() if name in known}
 
 
 def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -212,12 +215,7 @@ def names_checked(cls: type[T]) -> type[T]:
     @functools.wraps(plain_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         known = {f.name for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
-        kwargs, self.notes = without_removed(kwargs), []
-        for name in kwargs:
-            if name not in known:
-                raise ValueError(unknown_name(name, known))
-        kwargs, lines = without_nones(kwargs, defaults)
-        self.notes += lines
+        kwargs, self.notes = without_nones(known_settings(kwargs, known), defaults)
         plain_init(self, *args, **kwargs)
 
     cls.__init__ = __init__  # type: ignore[method-assign]

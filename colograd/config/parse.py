@@ -15,7 +15,7 @@ from transformers import HfArgumentParser
 
 from ..runtime.shipped import file_or_shipped, is_shipped, near_names
 from .grpo import GRPOConfig
-from .knob import UNUSED, never_none, rules_of, unknown_name, without_nones, without_removed
+from .knob import UNUSED, known_settings, never_none, rules_of, unknown_name, without_nones
 from .script import ModelConfig, ScriptArguments
 
 GROUPS = (ScriptArguments, GRPOConfig, ModelConfig)
@@ -110,7 +110,7 @@ def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
             "--config needs the path of a YAML file, or the name of a recipe that `colograd recipes` lists: give one."
         ) from None
     recipe = options.config and file_or_shipped(options.config)
-    settings = without_removed(_read_yaml(recipe) if recipe else {})
+    settings = _read_yaml(recipe) if recipe else {}
     variables = settings.pop("env", None) or {}
     if not isinstance(variables, dict):
         raise ValueError(
@@ -118,10 +118,8 @@ def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
             "lines."
         )
     os.environ.update({str(name): str(value) for name, value in variables.items()})
-    for name in [*nested, *settings]:
-        if name not in KNOWN:
-            raise ValueError(unknown_name(name, KNOWN))
-    for name, entries in nested.items():
+    settings = known_settings(settings, KNOWN)
+    for name, entries in known_settings(nested, KNOWN).items():
         if name not in MAPPINGS:
             raise ValueError(
                 f"--{name}.{next(iter(entries))} sets an entry of a mapping, but {name} isn't a mapping: use --{name}."

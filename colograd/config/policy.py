@@ -58,7 +58,6 @@ class PolicyKnobs(TrainingArguments):
     cast_lm_head_to_fp32: bool = knob(False)
     """Compute logits in float32 in policy, reference and vLLM (if its version can), so that sampler and trainer agree
     more closely. The weight keeps its dtype; TRL casts it."""
-
     router_replay: bool = knob(False, extension="experts")
     """Train a mixture of experts with the experts that vLLM chose for each token (R3, arXiv 2510.11370), so that
     sampler and trainer differ no more than a dense model's. Costs layers x experts per token bytes of host memory per

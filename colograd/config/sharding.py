@@ -22,12 +22,9 @@ class ShardingKnobs(TrainingArguments):
     """Settings of sharding."""
 
     sharding: str = knob(
-        "none",
-        one_of=("none", "optimizer", "gradients", *TENSOR, "fsdp", "auto"),
-        or_path=True,
-        note=" in this version",
-        extension={**dict.fromkeys(TENSOR, "tensor_parallel"), "fsdp": "fsdp"},
-    )
+        "none", one_of=("none", "optimizer", "gradients", *TENSOR, "fsdp", "auto"), or_path=True,
+        note=" in this version", extension={**dict.fromkeys(TENSOR, "tensor_parallel"), "fsdp": "fsdp"},
+    )  # fmt: skip
     """What is divided among ranks: `none`, `optimizer` (optimizer state, ZeRO-1), `gradients` (gradients too, ZeRO-2),
     `tensor` (with `vllm_tensor_parallel_size`: each rank trains the tensors that its engine's rank samples with;
     `tensor+optimizer` and `tensor+gradients` divide the rest among engines), `fsdp` (weights too, FSDP2), or `auto`:
@@ -39,11 +36,9 @@ class ShardingKnobs(TrainingArguments):
     fsdp_offload_params: bool = knob(False, extension="fsdp")
     """With `sharding: fsdp` on a GPU, keep this rank's weights, gradients and optimizer state in host memory; the
     optimizer runs there. No effect on a CPU."""
-
     offload_gradients: bool = knob(False, extension="offload")
     """On a GPU, add each gradient to float32 sums in page-locked host memory during the backward and free it. The
     optimizer (`adamw_split`) reads the sums there, to the same bits. No effect on a CPU."""
-
     sequence_parallel_size: int = knob(1, extension="sequence_parallel")
     """Neighbouring ranks of one machine that divide the tokens of each row; in attention each has all tokens for a part
     of the heads. A rank's activations are divided by it. Each rank samples for itself. Works with `sharding: none`,

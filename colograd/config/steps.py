@@ -58,6 +58,16 @@ class StepKnobs(TrainingArguments):
     chat_template_path: str | None = knob(None)
     """A file with a chat template that replaces the tokenizer's; saved with the model."""
     chat_template_kwargs: dict[str, Any] | str | None = knob(None, "Keyword arguments of the chat template.")
+    carry_over: float | None = knob(
+        None, at_least=0.5, below=1, remedy="0.8 is usual; leave it out for rounds that wait for all",
+        spellings={"false": None, "off": None}, extension="carry_over",
+    )  # fmt: skip
+    """Sample more groups at once than a round needs, and end the round when this share of them is done (0.5 to below 1,
+    e.g. 0.8). The others stop and go on in the next round, under its weights; the sampler's correction weighs each
+    token by the version that sampled it. Unset: a round waits for its last completion. See
+    docs/guide/long-completions.md."""
+    carry_over_max_age: int = knob(2, at_least=1, extension="carry_over")
+    """Maximum number of rounds over which `carry_over` carries a group; the next round waits for it."""
 
     def _resolve_budget(self, on_cpu: bool) -> None:
         """Convert ``max_tokens_per_microbatch`` to a number of tokens. On a GPU `auto` stays: training measures it."""
@@ -145,26 +155,6 @@ class StepKnobs(TrainingArguments):
             return 1
         divisor = ", or a divisor" if self.num_iterations == 1 else ""
         raise ValueError(f"{name} is {count}, but must be a multiple of {rule}{divisor}{reason}.")
-
-
-@dataclass
-class CarryOverKnobs(StepKnobs):
-    """Settings of carrying unfinished completions over to the next generation."""
-
-    carry_over: float | None = knob(
-        None,
-        at_least=0.5,
-        below=1,
-        remedy="0.8 is usual; leave it out for rounds that wait for all",
-        spellings={"false": None, "off": None},
-        extension="carry_over",
-    )
-    """Sample more groups at once than a round needs, and end the round when this share of them is done (0.5 to below 1,
-    e.g. 0.8). The others stop and go on in the next round, under its weights; the sampler's correction weighs each
-    token by the version that sampled it. Unset: a round waits for its last completion. See
-    docs/guide/long-completions.md."""
-    carry_over_max_age: int = knob(2, at_least=1, extension="carry_over")
-    """Maximum number of rounds over which `carry_over` carries a group; the next round waits for it."""
 
     @property
     def groups_per_round(self) -> int:

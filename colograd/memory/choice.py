@@ -52,8 +52,8 @@ def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
     """Return whether weights, gradients, optimizer and KV cache fit, without activations, which are only estimated."""
     cache = _set_cache(run, plan) or (0 if run.devices.on_gpu else run.need.least)
     weights = plan.engine_weights + plan.policy_weights + plan.reference + plan.teacher
-    sampling = cache + (0 if plan.offloads else plan.optimizer)
-    training = plan.gradients + plan.optimizer + (0 if plan.sleeps else cache)
+    sampling = cache + (0 if run.offloads or run.streams else plan.optimizer)
+    training = plan.gradients + plan.optimizer + (0 if run.sleeps else cache)
     return weights + max(sampling, training) <= run.devices.available
 
 
@@ -89,11 +89,10 @@ def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int])
     tokens = run.tokens or max(BUSY_TOKENS * run.ranks_per_sequence, run.length)
     for every in able:
         plan = estimate(dataclasses.replace(run, checkpointing=every), strategy, tokens)
-        if not (run.overruled or run.kv_bytes):
-            leaves_room = plan.takes(_ample(run))
+        if cache := _set_cache(run, plan):
+            leaves_room = dataclasses.replace(plan, kv_bytes=cache).remains("training") >= 0
         else:
-            cache = _set_cache(run, plan)  # 0 if the size is unknown
-            leaves_room = cache > 0 and dataclasses.replace(plan, kv_bytes=cache).remains("training") >= 0
+            leaves_room = not run.overruled and plan.takes(_ample(run))
         if leaves_room:
             return every
     return able[-1]
@@ -106,13 +105,13 @@ def remedies(run: RunDescription, strategy: str) -> str:
 
 
 def too_large(run: RunDescription, plan: MemoryPlan) -> str:
-    need, missing = run.need, -plan.remains("training")
+    need, missing, total = run.need, -plan.remains("training"), gib(run.devices.total)
     if missing > 0:
-        problem = f"Training takes {gib(missing)} GiB more than the {gib(plan.total)} GiB of {plan.device}"
+        problem = f"Training takes {gib(missing)} GiB more than the {total} GiB of {run.devices.name}"
     else:
         problem = (
             f"The KV cache of one full sequence takes {gib(need.least)} GiB, but {gib(max(plan.room, 0))} of "
-            f"{gib(plan.total)} GiB are left for the cache: at least one must fit"
+            f"{total} GiB are left for the cache: at least one must fit"
         )
     hint = ". If the estimate is too high, set vllm_gpu_memory_utilization, which overrules it"
     overrule = hint if _known_fits(run, plan) else ""

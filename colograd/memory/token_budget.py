@@ -58,13 +58,9 @@ def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tu
 
 
 def measure(
-    train: Callable[[PackedRow], None],
-    clean: Callable[[], None],
-    shape: tuple[int, int, int],
-    rules: PackingRules,
-    pending_bytes: int,
-    ranks_per_sequence: int = 1,
-) -> tuple[int, int]:
+    train: Callable[[PackedRow], None], clean: Callable[[], None], shape: tuple[int, int, int], rules: PackingRules,
+    pending_bytes: int, ranks_per_sequence: int = 1,
+) -> tuple[int, int]:  # fmt: skip
     """Measure the token budget that fits every rank's GPU. Return its tokens and bytes. All ranks must call this.
 
     Args:

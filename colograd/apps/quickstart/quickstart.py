@@ -90,11 +90,9 @@ def _write_model(source: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, GgufConfig
 
     tokenizer = _tokenizer(source)
+    # The 4-bit weights are dequantised exactly to float32, and rounded once to bfloat16.
     model = AutoModelForCausalLM.from_pretrained(
-        source.parent,
-        gguf_file=source.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,  # The 4-bit weights are dequantised exactly to float32, and rounded once to bfloat16.
+        source.parent, gguf_file=source.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     ).to(torch.bfloat16)
     # In the GGUF file the model's name is wrong: it names the base model's training data.
     model.config._model_name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
