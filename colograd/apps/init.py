@@ -1,9 +1,9 @@
-"""``colograd init [FOLDER]`` writes a first recipe and a reward function, from a few questions or from flags."""
+"""``colograd init [FOLDER]`` writes a first recipe, and a reward function or an agent if it needs one, from a few
+questions or from flags."""
 
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import itertools
 import json
@@ -24,8 +24,9 @@ QUICKSTART_MODEL = Path("models/SmolLM2-135M-Instruct")
 PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query")  # Names of prompt columns, best first.
 ANSWERS = ("answer", "solution", "target", "output", "response", "label", "completion")
 READ = 50  # Number of the data's rows that are read.
-# QWEN: settings of recipes/grpo_qwen.yaml, for models from `LARGE` billion parameters on. QUICKSTART: settings of
-# recipes/grpo_smollm2_cpu.yaml. The two recipes have the first and the last learning rate of RATES.
+# QWEN: settings of recipes/grpo_qwen.yaml, for machines with a GPU, and models from `LARGE` billion parameters on.
+# QUICKSTART: settings of recipes/grpo_smollm2_cpu.yaml, for all others. QWEN's recipe has the last learning rate of
+# RATES, QUICKSTART's the first.
 LARGE, QWEN = 1.0, {"group": 8, "prompts": 64, "length": 512, "warmup": 5, "steps": 116}
 QUICKSTART = {"group": 8, "prompts": 8, "length": 48, "warmup": 2, "steps": 30}
 RATES = ((0.3, 2.0e-5), (LARGE, 5.0e-6), (float("inf"), 1.0e-6))  # (Maximum billions of parameters, learning rate).
@@ -87,7 +88,7 @@ def choose(options: argparse.Namespace, asks: bool) -> dict[str, Any]:
 
     def parameter(name: str) -> str:
         if not _one_of("--answer-column", names, name).isidentifier() or keyword.iskeyword(name):
-            raise ValueError(f"the column {name!r} can't be a parameter of a function: rename the column in the data.")
+            raise ValueError(f"the column {name!r} can't name a parameter of the reward function: rename the column.")
         return name
 
     question, usual = "Column that the reward compares with", _likely(names, ANSWERS)
@@ -109,7 +110,8 @@ def choose(options: argparse.Namespace, asks: bool) -> dict[str, Any]:
 
 
 def _ask(asks: bool, given: str | None, question: str, usual: str, accept: Callable[[str], Any]) -> Any:
-    """Return ``accept`` of a flag's value or the default. If ``asks``, prompt until ``accept`` raises no ValueError."""
+    """Return ``accept`` of a flag's value, else of the default, or with ``asks`` of the user's answer. In this case
+    repeat the question until ``accept`` raises no ValueError."""
     if given or not asks:
         return accept(given or usual)
     while True:
@@ -132,7 +134,8 @@ def _one_of(flag: str, names: Sequence[str], name: str) -> str:
 
 
 def _likely(names: Sequence[str], usual: Sequence[str], but: Sequence[str] = ()) -> str:
-    """Return the first usual column that is in ``names``, else the only name not in ``but``, else an empty text."""
+    """Return the first ``usual`` column that is in ``names``, else the only name not in ``but``, else an empty text.
+    Without names return the first usual column."""
     others = [name for name in names if name not in but]
     return next((name for name in usual if name in names or not names), others[0] if len(others) == 1 else "")
 
@@ -166,40 +169,25 @@ def _fits(model: str, length: int) -> bool:
 
 
 def first_rows(name: str) -> list[dict[str, Any]]:
-    """Read the first rows of a local data file. Without a name return an example row; for a Hub id return no rows."""
+    """Load the first rows of a local data file, as a training would load them. Without a name return an example row.
+    For a folder, a Hub id or an import path return no rows."""
+    path = Path(name)
     if not name:
         return [{"prompt": "", "answer": "0"}]
-    path = Path(name)
-    suffix = path.suffix.lower()
-    if suffix not in (".jsonl", ".json", ".csv", ".parquet"):
-        if path.is_file():
-            raise ValueError(
-                f"{path} ends in {suffix!r}, but must be a .jsonl, .json, .csv or .parquet file: convert it."
-            )
+    if not path.is_file() and path.suffix.lower() not in (".jsonl", ".json", ".csv", ".parquet"):
         return []
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}: give an existing file, or a Hub id.")
-    try:
-        if suffix == ".parquet":
-            import pyarrow.parquet as pq
+    from datasets import disable_progress_bars
 
-            rows: list[Any] = next(pq.ParquetFile(path).iter_batches(READ)).to_pylist()
-        elif suffix == ".csv":
-            with path.open(encoding="utf-8", newline="") as file:
-                rows = [*itertools.islice(csv.DictReader(file), READ)]
-        elif (text := path.read_text(encoding="utf-8")).lstrip().startswith("["):
-            rows = json.loads(text)[:READ]
-        else:
-            rows = [json.loads(line) for line in [line for line in text.splitlines() if line.strip()][:READ]]
-    except (ValueError, StopIteration) as error:
-        raise ValueError(f"{path} can't be read as {suffix[1:]} ({error}): mend the file.") from error
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path} has no rows, but needs one object with the same keys per row: add rows.")
-    return rows
+    from ..data.loading import load_source
+
+    disable_progress_bars()
+    rows = load_source(name, None, {}, ("train",), streaming=False)["train"]
+    return list(rows.select(range(min(READ, len(rows)))))
 
 
 def write(folder: Path, choices: dict[str, Any]) -> list[Path]:
-    """Write the recipe, a reward function unless a built-in one fits, and example data if the user has none."""
+    """Write the recipe, an agent or (unless a built-in one fits) a reward function, and example data if the user has
+    none. Return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     agent, answer, model = choices["reward"] == "agent", choices["answer"], Path(choices["model"])
     own = choices["reward"] == "own" or answer != "answer"

@@ -4,8 +4,8 @@
     colograd plan --config recipes/X.yaml --gpus 8 --gpu-memory 80 [--any_flag value]
 
 A recipe sets defaults of the options. --gpus and --gpu-memory default to this machine's. No weights are loaded: the
-model's ``config.json`` gives the parameters' shapes. A run's own memory table has the same figures
-(`colograd.memory`). The exit status is 0 if a strategy fits, 1 if none fits, 2 for bad input.
+model's ``config.json`` gives the parameters' shapes. A run plans its memory with the same code (`colograd.memory`), but
+knows its prompts and its device. The exit status is 0 if a strategy fits, 1 if none fits, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..runtime import process, registry
+from ..runtime.importing import is_import_path
 
 if TYPE_CHECKING:
     from ..memory.description import RunDescription
@@ -60,18 +61,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     if not options.model_name_or_path:
         raise ValueError("--model is missing: give a folder with a config.json, a Hub id, or a recipe (--config).")
-    if options.gpus is None or options.gpu_memory is None:
+    given = {"--gpus": options.gpus, "--gpu-memory": options.gpu_memory}
+    if missing := " and ".join(flag for flag, value in given.items() if value is None):
         import torch
 
-        own = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
-        if not own:
-            given = {"--gpus": options.gpus, "--gpu-memory": options.gpu_memory}
-            missing = " and ".join(flag for flag, value in given.items() if value is None)
+        sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+        if not sizes:
             raise ValueError(
                 f"this machine has no GPU that gives {missing}: set both options, such as --gpus 8 --gpu-memory 80."
             )
-        options.gpus = len(own) if options.gpus is None else options.gpus
-        options.gpu_memory = min(own) / GIB if options.gpu_memory is None else options.gpu_memory
+        options.gpus = len(sizes) if options.gpus is None else options.gpus
+        options.gpu_memory = min(sizes) / GIB if options.gpu_memory is None else options.gpu_memory
     _check(options)
     way = checkpointing_way(options.gradient_checkpointing)
     options.checkpointing = int(way is not False)
@@ -88,15 +88,13 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
 
     settings, assumed = planned_settings(argv), {}
     for name in ("model_init_kwargs", "vllm_engine_kwargs", "teacher_model_init_kwargs"):
-        value = settings[name]  # On a command line the mapping is a JSON text.
+        value = settings[name]  # A mapping may be given as JSON text.
         settings[name] = dict(json.loads(value) if isinstance(value, str) else value or {})
     loading = settings["model_init_kwargs"]
     dtype = loading.get("dtype") or loading.get("torch_dtype") or settings["dtype"] or default_dtype(settings["optim"])
     if dtype == "auto":
         dtype = "bfloat16"
         assumed["dtype"] = "dtype: auto is planned as bfloat16; --dtype float32 plans float32"
-    if settings["use_peft"] and settings["lora_target_modules"] != ["all-linear"]:
-        assumed["lora_r"] = "the adapter is planned on all linear layers, whichever the recipe names"
     completion = max(settings["max_completion_length"] or 0, settings["max_completion_length_eval"] or 0)
     prompt = settings["max_prompt_tokens"]
     if prompt is None:  # plan doesn't read the data, so the longest prompt is unknown.
@@ -108,9 +106,8 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
     # Completions per generation, over all GPUs or per engine. A generation covers whole optimizer steps (`StepKnobs`).
     accumulated, together = settings["gradient_accumulation_steps"], settings["steps_per_generation"] or 1
     batch, generation = settings["per_device_train_batch_size"], settings["generation_batch_size"] or 0
-    if settings["prompts_per_step"] is not None:
-        step = settings["prompts_per_step"] * settings["num_generations"]
-        counted, count = "sequences", max(step * together, generation)
+    if (prompts := settings["prompts_per_step"]) is not None:
+        counted, count = "sequences", max(prompts * settings["num_generations"] * together, generation)
     elif generation > batch * accumulated:
         counted, count = "sequences", generation
     else:
@@ -124,7 +121,9 @@ def recipe_options(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
         "max_tokens_per_microbatch": 0 if budget in (None, "auto") else int(budget),
         counted: math.ceil(count / (settings["carry_over"] or 1)),
     }
-    return {name: value for name, value in options.items() if value is not None}, assumed
+    # None means another target for an adapter than plan's default, all linear layers.
+    kept = {name: value for name, value in options.items() if value is not None or name == "lora_target_modules"}
+    return kept, assumed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -144,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--group", dest="num_generations", **size, default=8, help="completions per prompt; default: 8")
     add("--sequences", **size, help="completions of a generation, over all GPUs; default: 64 for each engine")
     add("--max-tokens", dest="max_tokens_per_microbatch", **size, default=0, help="tokens of a row; default: what fits")
-    add("--lora-rank", dest="lora_r", **size, default=0, help="train an adapter on all linear layers")
+    add("--lora-rank", dest="lora_r", **size, default=0, help="train an adapter; without a recipe on all linear layers")
     add("--bits", type=int, choices=(4, 8), help="quantise the base below the adapter (load_in_4bit, load_in_8bit)")
     add("--nested", dest="use_bnb_nested_quant", action="store_true", help="with --bits 4, quantise the scales too")
     add("--served", dest="weights", action="store_const", const="shared", help="the engine reads the quantised base")
@@ -165,7 +164,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(
         bus=50.0, sequences_per_engine=64, weights="auto", beta=0.0, offload_reference=False,
         offload_teacher=False, teacher_model_init_kwargs={}, fsdp_reshard_after_forward=True, fsdp_offload_params=False,
-        vllm_engine_kwargs={}, vllm_gpu_memory_utilization=None, notes={},
+        vllm_engine_kwargs={}, vllm_gpu_memory_utilization=None, sharding="none", lora_target_modules=["all-linear"],
+        lora_dropout=0.0, notes={},
     )  # fmt: skip
     return parser
 
@@ -182,14 +182,10 @@ def _check(options: argparse.Namespace) -> None:
     for flag, count in counts.items():
         if count <= 0:
             raise ValueError(f"{flag} is {count:g}, but must be above 0: give the real number.")
-    for flag in ("--tensor-parallel", "--sequence-parallel"):
-        if options.gpus % counts[flag]:
-            divisors = [str(n) for n in range(1, options.gpus + 1) if options.gpus % n == 0]
-            raise ValueError(
-                f"{flag} is {counts[flag]}, but must divide --gpus ({options.gpus}): choose one of "
-                f"{', '.join(divisors)}."
-            )
-    parts = options.vllm_tensor_parallel_size if getattr(options, "sharding", "none") in TENSOR else 1
+        if flag in ("--tensor-parallel", "--sequence-parallel") and options.gpus % count:
+            choices = ", ".join(str(n) for n in range(1, options.gpus + 1) if options.gpus % n == 0)
+            raise ValueError(f"{flag} is {count}, but must divide --gpus ({options.gpus}): choose one of {choices}.")
+    parts = options.vllm_tensor_parallel_size if options.sharding in TENSOR else 1
     if options.gpus % (options.sequence_parallel_size * parts):
         raise ValueError(
             f"--sequence-parallel ({options.sequence_parallel_size}) times --tensor-parallel ({parts}) must divide "
@@ -206,8 +202,9 @@ def described(options: argparse.Namespace) -> RunDescription:
     """Build the description of the planned run from the options. The GPUs are assumed to be empty."""
     import torch
 
+    from ..config import ModelConfig
     from ..engine.arguments import check_parts
-    from ..memory.description import Devices, Workload, describe_run
+    from ..memory.description import Devices, describe_run
     from ..policy.outline import outline, to_pack, with_adapter
     from ..policy.row_proof import obstacle
     from ..policy.supported import check_planned, check_shared_rows
@@ -237,32 +234,35 @@ def described(options: argparse.Namespace) -> RunDescription:
     check_planned(model.config, per_engine)
     check_shared_rows(model, options.sequence_parallel_size, obstacle(model))
     packed, reference = to_pack(model, settings), 0
+    shared = options.weights != "copied" and not is_import_path(options.weights)
     if options.lora_r:
-        model = with_adapter(model, options.lora_r)
+        fields = {field.name for field in dataclasses.fields(ModelConfig)}
+        chosen = {name: value for name, value in vars(options).items() if name in fields} | {"use_peft": True}
+        model = with_adapter(model, ModelConfig(**chosen).peft_config())
+        shared = shared and not registry.hooks("adapter")[0](model).why_merged
     elif options.beta > 0 and not options.offload_reference:
         reference = sum(packed.get(p, p.nbytes) for p in model.parameters())
-    teacher = 0  # Bytes of a teacher on the GPU. A LoRA teacher counts as a whole model.
-    if options.teacher_model_name_or_path is not None and not options.offload_teacher:
-        given = options.teacher_model_init_kwargs
-        dtype = getattr(torch, str(given.get("dtype") or options.dtype).removeprefix("torch."), torch.bfloat16)
-        other = outline(options.teacher_model_name_or_path, dtype, options.trust_remote_code)
-        bits = {name: True for name in ("load_in_4bit", "load_in_8bit") if given.get(name)}
+    given = options.teacher_model_init_kwargs
+    names = None if options.offload_teacher else options.teacher_model_name_or_path
+    dtype = getattr(torch, str(given.get("dtype") or options.dtype).removeprefix("torch."), torch.bfloat16)
+    bits = {name: True for name in ("load_in_4bit", "load_in_8bit") if given.get(name)}
+    teacher = 0  # Bytes of the teachers on the GPU. A LoRA teacher counts as a whole model.
+    for name in names.values() if isinstance(names, dict) else filter(None, [names]):
+        other = outline(name, dtype, options.trust_remote_code)
         of_other = to_pack(other, given.get("quantization_config") or bits)
-        teacher = sum(of_other.get(parameter, parameter.nbytes) for parameter in other.parameters())
+        teacher += sum(of_other.get(parameter, parameter.nbytes) for parameter in other.parameters())
     engines, memory = options.gpus // per_engine, int(options.gpu_memory * GIB)
     sequences = -(-(options.sequences or options.sequences_per_engine * engines) // engines)
-    devices, work = (
-        Devices(options.gpus, memory, memory),
-        Workload(longest, sequences, options.max_tokens_per_microbatch),
-    )
-    shared = options.weights != "copied"
-    return describe_run(
-        options, model, devices, work, shared=shared, reference=reference, teacher=teacher, to_pack=packed
-    )
+    run = describe_run(
+        options, model, Devices(options.gpus, memory, memory), longest, sequences, shared=shared,
+        tokens=options.max_tokens_per_microbatch, reference=reference, teacher=teacher, to_pack=packed,
+    )  # fmt: skip
+    return dataclasses.replace(run, strategies=(options.sharding,)) if is_import_path(options.sharding) else run
 
 
 def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines of the memory table, with the strategy that `sharding: auto` would choose."""
+    """Yield the lines of the memory table, and the strategy that `sharding: auto` would choose. For one GPU also yield
+    the table of the host's memory (`one_gpu`)."""
     from ..memory.choice import auto, best_plan, fits, remedies
 
     sizes, name = run.sizes, Path(options.model_name_or_path).name
@@ -283,25 +283,23 @@ def report(run: RunDescription, options: argparse.Namespace) -> Iterator[str]:
     if run.further:
         yield "activations include a vision tower's, as if each prompt token were an image token; the engine's don't"
     yield ""
-    lines: list[tuple[str, ...]] = [
+    lines: list[Sequence[str]] = [
         ("GiB per GPU", "engine", "policy", "gradients", "optimizer", "exchange", "activations", "of tokens",
          "kept free", "left for KV", "KV tokens", "fits"),
     ]  # fmt: skip
     for strategy in run.strategies if options.gpus > 1 else run.strategies[:1]:
         plan = best_plan(run, strategy)
         weights = plan.policy_weights + plan.reference + plan.teacher
-        parts = (plan.engine_weights, weights, plan.gradients, plan.optimizer, plan.exchange, plan.activations)
-        rest = (f"{plan.tokens:,}", f"{plan.margin / GIB:.1f}", f"{plan.room / GIB:.1f}")
-        tokens = f"{max(plan.room, 0) // plan.kv_per_token:,}"
-        fitting = "yes" if fits(run, strategy) else "no"
-        lines.append((strategy, *(f"{part / GIB:.1f}" for part in parts), *rest, tokens, fitting))
+        parts = gibs(plan.engine_weights, weights, plan.gradients, plan.optimizer, plan.exchange, plan.activations)
+        tokens, fitting = f"{max(plan.room, 0) // run.need.per_token:,}", "yes" if fits(run, strategy) else "no"
+        lines.append([strategy, *parts, f"{plan.tokens:,}", *gibs(plan.margin, plan.room), tokens, fitting])
     yield from aligned(lines)
     yield ""
     strategy = auto(run)
-    if fits(run, strategy):
-        yield f"sharding: auto takes {strategy!r}"
-    else:
-        yield f"sharding: auto finds none that fits; {remedies(run, strategy)}"
+    takes, finds = f"auto takes {strategy!r}", "auto finds none that fits"
+    if is_import_path(strategy):
+        takes, finds = f"{strategy} fits, planned like none", f"{strategy}, planned like none, doesn't fit"
+    yield f"sharding: {takes if fits(run, strategy) else f'{finds}; {remedies(run, strategy)}'}"
     if options.gpus == 1 and "offload" in registry.installed():
         yield ""
         yield from one_gpu(run, options.bus)
@@ -312,15 +310,15 @@ def one_gpu(run: RunDescription, speed: float) -> Iterator[str]:
     from ..extensions.offload.ways import ways
 
     found = [*ways(run)]
-    lines: list[tuple[str, ...]] = [
+    lines: list[Sequence[str]] = [
         ("on the host", "gradients", "optimizer", "activations", "of tokens", "left for KV", "bus in", "bus out",
          "seconds", "fits"),
     ]  # fmt: skip
     for way in found:
-        plan, parts = way.plan, (way.plan.gradients, way.plan.optimizer, way.plan.activations)
-        cells = (*(f"{part / GIB:.1f}" for part in parts), f"{plan.tokens:,}", f"{plan.room / GIB:.1f}")
-        moved = (f"{way.to_gpu / GIB:.1f}", f"{way.to_host / GIB:.1f}", f"{way.seconds(speed):.1f}")
-        lines.append((way.name, *cells, *moved, "yes" if way.fits else "no"))
+        plan, seconds = way.plan, f"{way.seconds(speed):.1f}"
+        parts = (*gibs(plan.gradients, plan.optimizer, plan.activations), f"{plan.tokens:,}")
+        moved = (*gibs(plan.room, way.to_gpu, way.to_host), seconds)
+        lines.append((way.name, *parts, *moved, "yes" if way.fits else "no"))
     yield from aligned(lines)
     best = min((way for way in found if way.fits), key=lambda way: way.seconds(speed), default=None)
     which = f"the fastest way that fits is: {best.name}" if best else "none of these ways fits"
@@ -328,6 +326,10 @@ def one_gpu(run: RunDescription, speed: float) -> Iterator[str]:
         f"{which}. Seconds are one step's transfers, with all {run.sequences:,} sequences at full length, at {speed:g} "
         "GB/s each way (--bus; `colograd doctor` measures it), without overlap with computation"
     )
+
+
+def gibs(*sizes: int) -> list[str]:
+    return [f"{size / GIB:.1f}" for size in sizes]
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:

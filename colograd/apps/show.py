@@ -1,8 +1,10 @@
-"""``colograd show RUN`` prints completions of a step, or all with a text, from the completions or the rollout log."""
+"""``colograd show RUN`` prints a step's completions, or all completions that contain a text. It reads the completions
+log, and the rollout log for steps that the completions log lacks."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -78,21 +80,16 @@ def stored_rows(samples: Samples, step: int) -> tuple[list[CompletionRow], list[
     """Read a training step's completions from the rollout log. Return rows, and the names of the reward functions."""
     found = [entry for entry in samples.of_step(step, MOST_BYTES)[0] if entry["purpose"] == "train"]
     names = list(dict.fromkeys(name for entry in found for name in entry["rewards"]))
-    rows = [
-        CompletionRow(
-            step=step,
-            position=entry["position"],
-            prompt=entry["prompt"],
-            text="".join(entry["tokens"]).encode(),
+    rows = []
+    for entry in found:
+        numbers = [entry["advantage"], *map(entry["rewards"].get, names)]
+        advantage, *rewards = (math.nan if value is None else value for value in numbers)
+        rows.append(CompletionRow(
+            step=step, position=entry["position"], prompt=entry["prompt"], text="".join(entry["tokens"]).encode(),
             prompt_tokens=0,  # `colograd show` doesn't show the number of prompt tokens.
-            completion_tokens=entry["length"],
-            finish_reason=entry["finish"],
-            rewards=tuple(math.nan if value is None else value for value in map(entry["rewards"].get, names)),
-            advantage=math.nan if entry["advantage"] is None else entry["advantage"],
-            extra=entry["extra"],
-        )
-        for entry in found
-    ]
+            completion_tokens=entry["length"], finish_reason=entry["finish"], rewards=tuple(rewards),
+            advantage=advantage, extra=entry["extra"],
+        ))  # fmt: skip
     return rows, names
 
 
@@ -105,10 +102,6 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def _ranges(steps: Iterable[int]) -> str:
     """Format [1, 2, 3, 7] as "1-3, 7"."""
-    parts: list[list[int]] = []
-    for step in steps:
-        if parts and step == parts[-1][1] + 1:
-            parts[-1][1] = step
-        else:
-            parts.append([step, step])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+    runs = itertools.groupby(enumerate(steps), lambda pair: pair[1] - pair[0])  # Consecutive steps have one difference.
+    ends = [(run[0][1], run[-1][1]) for run in ([*pairs] for _, pairs in runs)]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)

@@ -1,6 +1,6 @@
-"""Pairs of settings that exclude each other, and the check of all pairs. docs/configuration.md lists the pairs.
+"""Conflicts: pairs of settings that exclude each other, and values that are refused. docs/configuration.md lists them.
 
-The core's pairs are in `CONFLICTS`. An extension has its pairs in a file `conflicts.py`.
+The core's conflicts are in `CONFLICTS`. Extensions offer their conflicts at the seam "conflicts".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 ELEMENTWISE = ("auto", "adamw_split", "adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 # Names of metrics that `evaluate` can only compute with a forward of the policy.
 OF_LOSS = re.compile(r"(^|_)(loss|entropy|kl|(clip_ratio|cispo_clip_ratio|sampling|vespo)(/.*)?)$")
-# transformers' names of attention kernels; training replaces them all by packed attention.
+# Beginnings of transformers' names of attention kernels. These names are accepted, but training ignores them.
 KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "kernels-community")
 DRAFTS = "vllm_engine_kwargs.speculative_config"
 
@@ -61,7 +61,8 @@ def above(number: float) -> When:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Two settings that exclude each other. The error reads: FIELD is VALUE and OTHER is VALUE, but REASON: REMEDY.
+    """Two settings that exclude each other, or a refused value. The error reads: FIELD is VALUE and OTHER is VALUE, but
+    REASON: REMEDY.
 
     `field` and `other` name an attribute of the settings, an entry of a mapping (``generation_kwargs.min_tokens``), or
     a fact that the caller of the check passes. If settings lack such an attribute, the conflict doesn't apply.
@@ -76,8 +77,8 @@ class Conflict:
     also: Callable[[Any], Any] | None = None  # `also`: an additional condition, a function of all settings.
 
     def error(self, settings: Any, facts: Mapping[str, Any]) -> str | None:
-        """Return the error text if all conditions of this conflict hold, else None. ``facts`` has values by name that
-        aren't attributes of ``settings``."""
+        """Return the error text if all conditions of this conflict hold, else None. ``facts`` has values by name, which
+        are read before attributes of ``settings``."""
         try:
             value, other = (
                 facts[name] if name in facts else value_of(settings, name) if name else None
@@ -101,7 +102,7 @@ def check_conflicts(settings: Any, facts: Mapping[str, Any] | None = None, about
     """Raise a ValueError for the first conflict of settings.
 
     Args:
-        facts: values that aren't attributes of the settings, by the names that the error uses.
+        facts: values by name, in place of the settings' attributes or in addition to them.
         about: name of a setting. If not empty, only conflicts of this setting are checked.
     """
     if (error := conflict(settings, facts, about)) is not None:
@@ -116,7 +117,7 @@ def conflict(settings: Any, facts: Mapping[str, Any] | None = None, about: str =
 
 @functools.cache
 def tables() -> dict[str, tuple[Conflict, ...]]:
-    """Return the conflicts of settings by extension. The core's conflicts have an empty name."""
+    """Map the name of each installed extension to its conflicts, and an empty name to the core's."""
     offers = {name: registry.hooks_of(name, "conflicts") for name in registry.installed()}
     return {"": CONFLICTS} | {name: tuple(row for rows in offer for row in rows) for name, offer in offers.items()}
 

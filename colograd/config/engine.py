@@ -34,11 +34,9 @@ class EngineKnobs(TrainingArguments):
     """On a GPU, free the KV cache while the policy trains. The engine's weights stay; TRL moves or discards them. No
     effect on a CPU."""
     offload_optimizer: str = knob(
-        "none",
-        one_of=("none", "sampling", "stream", "auto"),
-        spellings={"true": "sampling", "false": "none"},
+        "none", one_of=("none", "sampling", "stream", "auto"), spellings={"true": "sampling", "false": "none"},
         extension="offload",
-    )
+    )  # fmt: skip
     """On a GPU, keep the optimizer's state in page-locked host memory while the engine samples (`sampling`, or `true`),
     or always (`stream`, with `optim: adamw_split`): it passes through the GPU in pieces, to the same bits. `auto`: if
     training doesn't fit, as few as needed of this, `offload_gradients` and `gradient_checkpointing: offload`. No effect

@@ -19,17 +19,17 @@ from . import objective
 from .conflicts import LIGER_LOSSES, OF_LOSS
 from .engine import EngineKnobs
 from .knob import REFUSED, RENAMED, UNUSED, Rules, check_values, knob, names_checked, unknown_name
-from .outputs import TRACKERS, JournalKnobs, LogKnobs, SavingKnobs
+from .outputs import TRACKERS, LogKnobs, SavingKnobs
 from .policy import CHECKPOINTING, COMPILE_MODES, PolicyKnobs
 from .sampling import EvaluationKnobs
 from .sharding import ShardingKnobs
-from .steps import CarryOverKnobs
+from .steps import StepKnobs
 
 
 @dataclass
 class TRLKnobs(TrainingArguments):
     """Kept for TRL's files.
-    TRL's recipes may set these fields. The fields have no effect, or are errors with a value that isn't TRL's default.
+    TRL's recipes may set these fields. Each is without effect, an error unless it has TRL's default, or an old name.
     """
 
     use_vllm: bool = knob(True)
@@ -48,7 +48,8 @@ class TRLKnobs(TrainingArguments):
     vllm_importance_sampling_cap: float | None = knob(None)
 
     def _check_trl(self) -> None:
-        """Raise a ValueError if a TRL setting that Colograd refuses isn't TRL's default. Trainers repeat the check."""
+        """Raise a ValueError for a setting of TRL that Colograd refuses, unless it has TRL's default. Trainers repeat
+        the check."""
         for each in fields(self):
             if each.name in REFUSED and getattr(self, each.name) != each.default:
                 raise ValueError(unknown_name(each.name, ()))
@@ -60,32 +61,20 @@ class TRLKnobs(TrainingArguments):
 @names_checked
 @dataclass
 class GRPOConfig(  # A dataclass begins with the fields of its last base: `output_dir` is first.
-    TRLKnobs,
-    LogKnobs,
-    JournalKnobs,
-    SavingKnobs,
-    objective.DistillationKnobs,
-    objective.ReferenceKnobs,
-    objective.RewardPenaltyKnobs,
-    objective.ObjectiveKnobs,
-    objective.AdvantageKnobs,
-    objective.RewardKnobs,
-    EngineKnobs,
-    EvaluationKnobs,
-    CarryOverKnobs,
-    ShardingKnobs,
-    PolicyKnobs,
-):
+    TRLKnobs, LogKnobs, SavingKnobs, objective.DistillationKnobs, objective.ReferenceKnobs,
+    objective.RewardPenaltyKnobs, objective.ObjectiveKnobs, objective.AdvantageKnobs, objective.RewardKnobs,
+    EngineKnobs, EvaluationKnobs, StepKnobs, ShardingKnobs, PolicyKnobs,
+):  # fmt: skip
     """All settings of `GRPOTrainer`, including the fields of `transformers.TrainingArguments`. A bad value raises a
-    ValueError at construction.
+    ValueError at construction, or when the trainer is made.
 
-    After construction ``prompts_per_step`` (over all ranks), ``per_device_train_batch_size`` (completions per rank and
-    optimizer step) and ``steps_per_generation`` (optimizer steps that are sampled together) hold their final values. A
+    After construction ``prompts_per_step`` (over all ranks), ``per_device_train_batch_size`` (completions per optimizer
+    step and engine) and ``steps_per_generation`` (optimizer steps that are sampled together) hold their final values. A
     trainer resolves the settings that depend on its policy, its device and its nodes, then calls `freeze`. After
-    construction only the methods named ``resolve_*`` write to a configuration.
+    construction Colograd writes to a configuration only in the methods named ``resolve_*``.
     """
 
-    notes: ClassVar[list[str]]  # `notes`: log lines of an instance about settings with old names or no effect.
+    notes: ClassVar[list[str]]  # `notes`: log lines about the settings of an instance, such as an old name.
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         *TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "teacher_model_name_or_path",
         "teacher_model_init_kwargs", "generation_kwargs", "transformers_continuous_batching_config",
@@ -128,11 +117,11 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
                 setattr(self, present, value)
                 self.notes.append(f"config: `{old}` is the old name of `{present}`")
         self._take_checkpointing()
-        checkpoints: Any = self.gradient_checkpointing  # The setting before transformers may replace None by False.
+        checkpoints: Any = self.gradient_checkpointing  # A copy, because transformers may replace None by False.
         self._take_sharding()
         optim, self.optim = self.optim, "adamw_torch"  # transformers would refuse Colograd's optimizers.
         autocast, self.bf16 = self.bf16, False  # `bf16` is resolved later, by the policy's dtype.
-        # Unset torch.compile's settings, else transformers would set TF32 and compile the whole model.
+        # Hide the settings of torch.compile from transformers, which would allow TF32 and compile the whole model.
         compiling = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
         compiled = {name: getattr(self, name) for name in compiling}
         for name in compiling:
@@ -168,15 +157,15 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         self._resolve_budget(self.on_cpu)
         note = " (rows have other lengths in each micro-batch)"
         Rules(one_of=COMPILE_MODES, note=note).check("torch_compile_mode", self.torch_compile_mode)
-        if self.use_liger_kernel:  # One of Liger's losses is on by default.
+        if self.use_liger_kernel:  # Turn off Liger's losses, because one is on by default.
             kernels: dict[str, Any] = self.liger_kernel_config or {}  # type: ignore[assignment]
             self.liger_kernel_config = dict.fromkeys(LIGER_LOSSES, False) | kernels
         self.notes.extend(self._drop_what_is_done_anyway())
-        if self.loss_eval is None:  # True at the training temperature, or if the best model's metric needs a loss.
+        if self.loss_eval is None:  # By default a loss is computed at the training temperature, or for the best model.
             needed = OF_LOSS.search(str(self.metric_for_best_model or "")) is not None
             self.loss_eval = needed or self.temperature_eval in (None, self.temperature)
         self._check_ranks()
-        for check in registry.hooks("check_settings"):  # Each function (config) -> None checks an extension's settings.
+        for check in registry.hooks("check_settings"):  # Extensions' checks of settings, functions (config) -> None.
             check(self)
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         self.notes.extend(self._check_conflicts_and_bias())
@@ -186,7 +175,8 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
         self._fold_batch(self.layout.data_size)
 
     def freeze(self) -> None:
-        """Refuse later changes of settings that a trainer reads only once. `train` reads transformers' fields anew."""
+        """Refuse later changes of settings that a trainer reads only once (`_read_at_start`). Most of transformers'
+        fields can still change, because each `train` reads them again."""
         self.__dict__["_frozen"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -209,7 +199,7 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
     def check_for_trainer(self) -> None:
         """Raise a ValueError for settings that prevent training, such as a tracker that isn't installed."""
         self._check_trl()
-        for name in self.report_to or ():  # transformers would refuse `report_to` only after loading the model.
+        for name in self.report_to or ():  # transformers would refuse a missing tracker only after loading the model.
             if name in TRACKERS and name not in sys.modules and importlib.util.find_spec(name) is None:
                 raise ValueError(
                     f"report_to has {name!r}, but the package {name} isn't installed: pip install {name}, or remove "
@@ -240,18 +230,15 @@ class GRPOConfig(  # A dataclass begins with the fields of its last base: `outpu
                 )
 
     def advice(self) -> Iterator[str]:
-        """Yield one log line for each valid setting that has no effect, or that users rarely intend."""
+        """Yield a log line for each valid setting without effect or that users rarely intend, and for the launcher's
+        sharding."""
         loss, sequence = self.loss_type, self.importance_sampling_level == "sequence"
         for each in fields(self):
             if each.name in UNUSED and getattr(self, each.name) != each.default:
                 yield f"config: `{each.name}` has no effect: {UNUSED[each.name]}"
         if self.sharding_note:
             yield self.sharding_note
-        for name in ("dispatch_batches", "split_batches"):
-            if getattr(self.accelerator_config, name):
-                reason = UNUSED["dataloader_num_workers"]
-                yield f"config: `accelerator_config.{name}` has no effect: {reason}"
-        for advise in registry.hooks("advice"):  # Functions (config) -> log lines about an extension's settings.
+        for advise in registry.hooks("advice"):  # Extensions' functions (config) -> log lines.
             yield from advise(self)
         if sequence and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
             yield (

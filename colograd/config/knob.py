@@ -30,9 +30,9 @@ class Rules:
     one_of: tuple[str, ...] = ()  # `one_of`: the allowed values, or allowed entries of a list.
     or_path: bool = False  # `or_path`: whether an import path is allowed too.
     note: str = ""  # `note`: text after "isn't supported" in the error.
-    # `spellings`: alternative spelling -> value. YAML reads a bare `off` as False.
+    # `spellings`: alternative spelling in lower case -> value. YAML reads a bare `off` as False, here "false".
     spellings: Mapping[str, Any] = field(default_factory=dict)
-    # `extension`: the extension that every value but the default needs, or value -> extension.
+    # `extension`: the extension that every value except the default, None and [] needs, or value -> extension.
     extension: str | Mapping[str, str] = ""
 
     def plain(self, value: Any) -> Any:
@@ -67,8 +67,8 @@ class Help(str):
 
 
 def knob(default: Any, meaning: str = "", **words: Any) -> Any:
-    """Declare a dataclass field for a setting. ``meaning`` is the help text; a longer text stands below the field, and
-    `names_checked` reads it. ``words`` are fields of `Rules` and keyword arguments of argparse's `add_argument`."""
+    """Declare a dataclass field for a setting. ``meaning`` is the help text. If it is empty, `names_checked` takes the
+    string below the field. ``words`` are fields of `Rules` and keyword arguments of argparse's `add_argument`."""
     text = Help(meaning)
     text.rules = Rules(**{name: words.pop(name) for name in Rules.__annotations__ if name in words})
     metadata = {"help": text, **words}
@@ -94,7 +94,8 @@ def rules_of(group: Any) -> dict[str, Rules]:
 
 
 def check_values(group: Any) -> None:
-    """Replace alternative spellings of values. Raise a ValueError for the first value that breaks a rule."""
+    """Replace alternative spellings of values. Raise a ValueError for the first value that breaks a rule of its knob,
+    or that needs an extension which isn't installed."""
     for each in dataclasses.fields(group):
         if (rules := rules_of(group.__class__).get(each.name)) is None:
             continue
@@ -125,7 +126,7 @@ REFUSED: dict[str, str] = {
     "num_processes": "start with `accelerate launch --num_processes N colograd/train.py --config RECIPE` instead",
     "max_prompt_length": "removed by TRL too: see max_prompt_tokens and overlong_prompts",
 }
-# TRL's fields without effect, with the reason. Colograd accepts any value, and logs a line.
+# Fields of TRL and transformers without effect, with the reason. A value other than the default gets a log line.
 UNUSED: dict[str, str] = {
     "use_vllm": "generation always runs in vLLM, in the trainer's process",
     "ds3_gather_for_generation": "it is about ZeRO-3",
@@ -156,9 +157,12 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
     return f"Unknown configuration key `{name}`.{hint}"
 
 
-def without_removed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop removed settings of older recipes if their value requests nothing (`INERT`). Return the other settings."""
-    return {name: value for name, value in settings.items() if (name, value) not in INERT}
+def known_settings(settings: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """Drop removed settings that request nothing (`INERT`). Raise a ValueError for any other unknown setting."""
+    for name, value in settings.items():
+        if name not in known and (name, value) not in INERT:
+            raise ValueError(unknown_name(name, known))
+    return {name: value for name, value in settings.items() if name in known}
 
 
 def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -170,14 +174,14 @@ def without_nones(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> t
 
 
 def never_none(cls: type) -> dict[str, Any]:
-    """Map the dataclass fields that can't be None, by their types, to their default values."""
+    """Map the names of the dataclass fields that can't be None, by their types, to the fields' defaults."""
     annotations: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         annotations |= inspect.get_annotations(base)
     return {
         each.name: each.default
         for each in dataclasses.fields(cls)
-        if each.default not in (None, dataclasses.MISSING, "")  # The argument parser passes None for an empty text.
+        if each.default not in (None, dataclasses.MISSING, "")  # The parser passes None for "".
         and each.name not in NONE_IS_OFF
         and not any(word in str(annotations[each.name]) for word in ("None", "Optional", "Any"))
     }
@@ -203,19 +207,15 @@ T = TypeVar("T")
 
 
 def names_checked(cls: type[T]) -> type[T]:
-    """Decorate a dataclass: unknown keyword arguments raise a ValueError. ``notes`` gets log lines on None values."""
+    """Decorate a dataclass of settings. Its constructor then raises a ValueError for an unknown name, and replaces None
+    by the default where None isn't a value. Instances have ``notes``: a log line per replacement."""
     _complete_help(cls)
     plain_init, defaults = cls.__init__, never_none(cls)
 
     @functools.wraps(plain_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         known = {f.name for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
-        kwargs, self.notes = without_removed(kwargs), []
-        for name in kwargs:
-            if name not in known:
-                raise ValueError(unknown_name(name, known))
-        kwargs, lines = without_nones(kwargs, defaults)
-        self.notes += lines
+        kwargs, self.notes = without_nones(known_settings(kwargs, known), defaults)
         plain_init(self, *args, **kwargs)
 
     cls.__init__ = __init__  # type: ignore[method-assign]

@@ -41,7 +41,6 @@ class RewardKnobs:
     main_thread_tools: list[str] | None = tools(None)
     """Names of tools, environment classes or factories that only work in the main thread (e.g. with `signal.alarm`):
     they run between two steps of the engine."""
-
     agent_timeout: float | None = agents(1800.0, **SECONDS)
     """Seconds that one session of an agent may take. A late command is killed; a late function's thread is
     abandoned."""
@@ -70,10 +69,9 @@ class AdvantageKnobs:
     dynamic_sampling_max_rounds: int = knob(10, at_least=1, extension="dynamic_sampling")
     """Maximum number of further draws; then the step trains on fewer groups."""
     scale_rewards: str = knob(
-        "group",
-        one_of=("group", "batch", "batch_centered", "mean", "none"),
+        "group", one_of=("group", "batch", "batch_centered", "mean", "none"),
         spellings={"true": "group", "false": "none"},
-    )
+    )  # fmt: skip
     """Divide advantages by the standard deviation of the group's rewards (`group`, or TRL's `true`), of the step's
     rewards (`batch`), of the step's rewards minus their group's mean (`batch_centered`), by the group's mean (`mean`,
     MaxRL), or by nothing (`none`, `false`); see docs/losses.md."""
@@ -147,7 +145,7 @@ class ObjectiveKnobs(SamplingKnobs):
         changes, drafts = shaping(vars(self)), value_of(self, DRAFTS) is not None
         names = ", ".join(f"{name} {value!r}" for name, value in changes.items())
         truncates, corrects = {*changes} <= {*TRUNCATING}, names and self.vllm_importance_sampling_correction
-        # vLLM records the tokens that are left, so that the correction stays right.
+        # If vLLM records the tokens that truncation leaves, the correction stays right.
         recorded = truncates and "top_k" in changes and not drafts and "kept_tokens" in registry.installed()
         biased = corrects and not recorded
         check_conflicts(self, {"the sampler's distribution": f"changed by {names}" if biased else ""})
@@ -169,7 +167,7 @@ class ObjectiveKnobs(SamplingKnobs):
 
     @property
     def replays_truncation(self) -> bool:
-        """Whether vLLM records the tokens that `top_k` leaves. All models then normalise over these tokens."""
+        """Whether vLLM records the tokens that `top_k` leaves. Policy, reference and teacher normalise over them."""
         return self.vllm_importance_sampling_correction and bool(shaping(vars(self)))
 
 

@@ -13,7 +13,7 @@ STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # Reward workers ignore these 
 
 @dataclass
 class SavingKnobs(TrainingArguments):
-    """Settings of checkpoints and stops."""
+    """Settings of checkpoints, stops and the rollout log."""
 
     save_in_background: bool = knob(True)
     """Write checkpoints from a copy in host memory while training goes on. Training waits if files are needed at once
@@ -34,28 +34,21 @@ class SavingKnobs(TrainingArguments):
     """Exit status of `colograd train` after such a stop. Unset: 143 where SLURM_JOB_ID, KUBERNETES_SERVICE_HOST or a
     variable of SkyPilot is set, since schedulers take 0 for a finished job; else 0. While the trainer is built or a
     finished model is saved: 143 everywhere. A finished training: 0."""
+    journal: str | None = knob(None, one_of=("off", "until_checkpoint", "keep"), spellings={"false": "off"})
+    """Record every scored group in `_journal/`, so that a resumed run neither samples nor scores it again.
+    `until_checkpoint`: delete rounds before the last two checkpoints; `keep`: delete nothing; `off`. Unset:
+    `until_checkpoint` in a run that saves checkpoints."""
+    rescore: bool = knob(False)
+    """Score the recorded samples of a resumed run's first round again, after reward functions changed. Without it such
+    a change is an error."""
 
     def resolve_saving(self, nodes_are_apart: bool) -> None:
         """Set ``save_on_each_node`` if nodes share no file system."""
         self.save_on_each_node: bool = self.save_on_each_node or nodes_are_apart
 
-
-@dataclass
-class JournalKnobs:
-    """Settings of the rollout log."""
-
-    journal: str | None = knob(None, one_of=("off", "until_checkpoint", "keep"), spellings={"false": "off"})
-    """Record every scored group in `_journal/`, so that a resumed run neither samples nor scores it again.
-    `until_checkpoint`: delete rounds before the last two checkpoints; `keep`: delete nothing; `off`. Unset:
-    `until_checkpoint` in a run that saves checkpoints."""
-
-    rescore: bool = knob(False)
-    """Score the recorded samples of a resumed run's first round again, after reward functions changed. Without it such
-    a change is an error."""
-
     @property
     def keeps_journal(self) -> bool:
-        """Whether scored groups are recorded in `_journal/`."""
+        """Whether every scored group is recorded in `_journal/`. With `report` a few groups are in any case."""
         return self.journal != "off"
 
 

@@ -15,7 +15,7 @@ from transformers import HfArgumentParser
 
 from ..runtime.shipped import file_or_shipped, is_shipped, near_names
 from .grpo import GRPOConfig
-from .knob import UNUSED, never_none, rules_of, unknown_name, without_nones, without_removed
+from .knob import UNUSED, known_settings, never_none, rules_of, unknown_name, without_nones
 from .script import ModelConfig, ScriptArguments
 
 GROUPS = (ScriptArguments, GRPOConfig, ModelConfig)
@@ -27,12 +27,12 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     """Parse ``--config RECIPE`` and ``--any_flag value``. Return the three configurations, and the recipe's path.
 
     RECIPE is the path of a YAML file, or the name of a recipe that comes with Colograd. A flag overrides the recipe.
-    ``--dict_field.key value`` sets one entry of a mapping.
+    ``--dict_field.key value`` sets one entry of a mapping. The recipe's mapping ``env`` goes into `os.environ`.
     """
     settings, argv, recipe = _settings(argv)
     parser = _parser()
-    parser.set_defaults(**settings)  # argparse converts texts of the recipe (YAML 1.1 reads ``1e-5`` as a text).
-    _flags(parser, argv)  # `_flags` raises a ValueError for unknown flags.
+    parser.set_defaults(**settings)  # argparse converts texts to the fields' types: YAML 1.1 reads ``1e-5`` as a text.
+    _flags(parser, argv)  # `_flags` raises a ValueError for an unknown flag or a value of the wrong type.
     script, config, model = parser.parse_args_into_dataclasses(args=argv, look_for_args_file=False)
     shipped = [f"recipe: {recipe}, which comes with Colograd"] if recipe and is_shipped(recipe) else []
     if script.ignore_bias_buffers:
@@ -42,7 +42,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
 
 
 def given_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """Return only the settings that a command line and its recipe set, in plain JSON types. No rules are checked."""
+    """Return only the settings that a command line and its recipe set, in JSON types, without checking values."""
     settings, rest, recipe = _settings(argv)
     parser = _parser()
     for action in parser._actions:
@@ -54,7 +54,7 @@ def given_settings(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def planned_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """Return all settings with defaults, for a run that won't be on this machine. No rules are checked."""
+    """Return all settings, with defaults. Values aren't checked, because the run may be for another machine."""
     settings, rest, _ = _settings(argv)
     for group in GROUPS:
         settings, _ = without_nones(settings, never_none(group))
@@ -86,9 +86,10 @@ def _flags(parser: HfArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | None]:
-    """Return the recipe's settings plus flags ``--field.key value``, the other arguments, and the recipe's path."""
+    """Return the recipe's settings with the entries that flags ``--field.key value`` set, the other arguments, and the
+    recipe's path. Set the environment variables of the recipe's ``env``."""
     rest: list[str] = []
-    nested: dict[str, dict[str, Any]] = {}  # Flags ``--field.key value``: field -> key -> value, read as YAML.
+    nested: dict[str, dict[str, Any]] = {}  # Values of flags ``--field.key value``: field -> key -> value.
     words = iter(argv)
     for word in words:
         flag, equals, value = word.partition("=")
@@ -109,7 +110,7 @@ def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
             "--config needs the path of a YAML file, or the name of a recipe that `colograd recipes` lists: give one."
         ) from None
     recipe = options.config and file_or_shipped(options.config)
-    settings = without_removed(_read_yaml(recipe) if recipe else {})
+    settings = _read_yaml(recipe) if recipe else {}
     variables = settings.pop("env", None) or {}
     if not isinstance(variables, dict):
         raise ValueError(
@@ -117,10 +118,8 @@ def _settings(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
             "lines."
         )
     os.environ.update({str(name): str(value) for name, value in variables.items()})
-    for name in [*nested, *settings]:
-        if name not in KNOWN:
-            raise ValueError(unknown_name(name, KNOWN))
-    for name, entries in nested.items():
+    settings = known_settings(settings, KNOWN)
+    for name, entries in known_settings(nested, KNOWN).items():
         if name not in MAPPINGS:
             raise ValueError(
                 f"--{name}.{next(iter(entries))} sets an entry of a mapping, but {name} isn't a mapping: use --{name}."

@@ -58,7 +58,6 @@ class PolicyKnobs(TrainingArguments):
     cast_lm_head_to_fp32: bool = knob(False)
     """Compute logits in float32 in policy, reference and vLLM (if its version can), so that sampler and trainer agree
     more closely. The weight keeps its dtype; TRL casts it."""
-
     router_replay: bool = knob(False, extension="experts")
     """Train a mixture of experts with the experts that vLLM chose for each token (R3, arXiv 2510.11370), so that
     sampler and trainer differ no more than a dense model's. Costs layers x experts per token bytes of host memory per
@@ -72,7 +71,7 @@ class PolicyKnobs(TrainingArguments):
         return default_dtype(self.optim) if dtype is None else str(dtype).removeprefix("torch.")
 
     def torch_dtype(self) -> torch.dtype | str:
-        """Return the policy's dtype as `from_pretrained` takes it."""
+        """Return the policy's dtype for `from_pretrained`: "auto", or torch's dtype of that name."""
         dtype = "auto" if self.policy_dtype == "auto" else getattr(torch, self.policy_dtype, None)
         if not isinstance(dtype, str | torch.dtype):
             raise ValueError(f"dtype {self.policy_dtype!r} isn't a dtype of torch: choose bfloat16, float32 or auto.")
@@ -97,7 +96,7 @@ class PolicyKnobs(TrainingArguments):
 
     @property
     def offloads_activations(self) -> bool:
-        """Whether the inputs of layers that are recomputed in the backward wait in host memory."""
+        """Whether the inputs of layers that the backward recomputes wait in host memory. A CPU ignores this setting."""
         return bool((self.gradient_checkpointing_kwargs or {}).get("offload")) and self.checkpointing > 0
 
     @property
@@ -111,7 +110,7 @@ class PolicyKnobs(TrainingArguments):
         self.model_init_kwargs = {**(self.model_init_kwargs or {}), **more}  # type: ignore[dict-item]
 
     def resolve_checkpointing(self, every: int) -> None:
-        """Set an unset ``gradient_checkpointing``: every ``every``-th layer recomputes, or none if ``every`` is 0."""
+        """Set ``gradient_checkpointing``: each ``every``-th layer recomputes, or no layer if ``every`` is 0."""
         kwargs: dict[str, Any] = self.gradient_checkpointing_kwargs or {}
         self._set_checkpointing(every > 0, {**kwargs, "every_n_layers": every} if every > 1 else kwargs)
 
@@ -131,6 +130,6 @@ class PolicyKnobs(TrainingArguments):
                 "float32: set dtype, or convert the model."
             )
         self.optim: str = resolve_optimizer(self.optim, dtype)
-        check_conflicts(self, about="optim")  # Checked again, because `optim` is resolved now.
+        check_conflicts(self, about="optim")  # Checked again, because `auto` is resolved now.
         self.bf16: bool | None = self.bf16 is not False and dtype == torch.float32  # Unset `bf16` means true.
         self.mixed_precision = "bf16" if self.bf16 else "no"

@@ -9,14 +9,14 @@ from typing import Any
 from .knob import knob
 from .steps import StepKnobs
 
-# Parameters of vLLM that make its distribution differ from the model's softmax at the temperature. `NEUTRAL` maps a
-# parameter to the values without effect. Parameters missing in `NEUTRAL` have no effect if they are None, 0 or empty.
+# Parameters of vLLM that can make its distribution differ from the model's softmax at the temperature. None has no
+# effect. `NEUTRAL` maps a parameter to other values without effect. All others have no effect as 0 or empty.
 SHAPING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget", "extra_args",
 )  # fmt: skip
 TRUNCATING = ("top_p", "top_k", "min_p")  # vLLM can record the tokens that top_p, top_k and min_p leave.
-# Parameters of transformers' `generate` with values that change nothing here. `n` is 1 in TRL's requests, because TRL
+# Parameters of transformers' `generate` and vLLM, with the values that change nothing here. `n` may be 1, because TRL
 # repeats the prompt for each completion.
 ANYWAY: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,), "n": (1,), "num_return_sequences": (1,), "num_beams": (1,), "num_beam_groups": (1,),
@@ -44,7 +44,8 @@ class SamplingKnobs:
     vllm_structured_outputs_regex: str | None = knob(None, "A regular expression that every completion matches.")
 
     def _drop_what_is_done_anyway(self) -> list[str]:
-        """Drop entries of ``generation_kwargs`` that change nothing. Return one log line per dropped entry."""
+        """Drop entries of ``generation_kwargs`` that change nothing, and return a log line for each. Raise a ValueError
+        if a parameter that only transformers has requests anything."""
         kwargs = self.generation_kwargs
         if not isinstance(kwargs, dict):
             return []
@@ -53,7 +54,7 @@ class SamplingKnobs:
         needless = [name for name, value in kwargs.items() if value is None or value in anyway.get(name, ())]
         self.generation_kwargs = {name: value for name, value in kwargs.items() if name not in needless} or None
         for name, value in (self.generation_kwargs or {}).items():
-            if name in anyway and name not in ("n", "max_tokens", "temperature"):  # vLLM's own names, checked later.
+            if name in anyway and name not in ("n", "max_tokens", "temperature"):  # vLLM's names too, checked later.
                 raise ValueError(
                     f"generation_kwargs sets {name!r} to {value!r}, but completions are always drawn by vLLM with "
                     f"{anyway[name][0]!r}: remove the entry. (Lengths are max_completion_length; greedy evaluation is "
@@ -92,7 +93,8 @@ class EvaluationKnobs(SamplingKnobs, StepKnobs):
         return int(self.num_generations_eval or (1 if self.temperature_eval == 0 else self.num_generations) or 1)
 
     def _resolve_best_metric(self) -> None:
-        """Set an unset ``metric_for_best_model`` to `reward`. An evaluation may lack transformers' default, loss."""
+        """With ``load_best_model_at_end``, set an unset ``metric_for_best_model`` to `reward`. transformers' default is
+        the loss, which an evaluation may lack."""
         if self.metric_for_best_model is not None or not self.load_best_model_at_end:
             return
         if self.greater_is_better is False:

@@ -62,7 +62,7 @@ class ModelConfig:
             raise ValueError(f"use_peft is true, but peft can't be imported ({error}). Run pip install peft.") from None
         targets: Any = self.lora_target_modules
         if len(targets or ()) == 1 and (targets[0] == "all-linear" or not re.fullmatch(r"[\w.]+", targets[0])):
-            targets = targets[0]  # A regular expression for whole names. In a list, peft compares the ends of names.
+            targets = targets[0]  # peft reads `all-linear` or a regular expression only as a text, not in a list.
         names = ("task_type", "r", "target_parameters", "modules_to_save")
         renamed = {name: getattr(self, f"lora_{name}") for name in names}
         same = {name: getattr(self, name) for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}
@@ -70,16 +70,15 @@ class ModelConfig:
 
     def init_kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments for `from_pretrained`, to put into `GRPOConfig.model_init_kwargs`."""
-        settings = {"revision": self.model_revision, "dtype": self.dtype, "quantization_config": self._quantization()}
-        return {key: value for key, value in settings.items() if value is not None}
-
-    def _quantization(self) -> dict[str, Any] | None:
+        settings: dict[str, Any] = {"revision": self.model_revision, "dtype": self.dtype}
         if self.load_in_8bit:
-            return {"load_in_8bit": True}
-        kind, storage = self.bnb_4bit_quant_type, self.bnb_4bit_quant_storage
-        settings: dict[str, Any] = {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": self.use_bnb_nested_quant}
-        settings |= {"bnb_4bit_quant_storage": storage} if storage is not None else {}
-        return {"load_in_4bit": True, **settings} if self.load_in_4bit else None
+            settings["quantization_config"] = {"load_in_8bit": True}
+        elif self.load_in_4bit:
+            kind, nested = self.bnb_4bit_quant_type, self.use_bnb_nested_quant
+            four = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": nested}
+            storage = {"bnb_4bit_quant_storage": self.bnb_4bit_quant_storage} if self.bnb_4bit_quant_storage else {}
+            settings["quantization_config"] = four | storage
+        return {key: value for key, value in settings.items() if value is not None}
 
 
 @names_checked
@@ -117,7 +116,6 @@ class ScriptArguments:
     """Import path of what makes environments, often a class; or a dict of such paths."""
     rollout_func: str | None = knob(None)
     """Import path of a function that writes completions in the engine's place, or of a class (a rollout source)."""
-
     agent: str | None = knob(None, extension="agents")
     """A program that calls the model over HTTP, once per completion: a function's import path, or a command line."""
     ignore_bias_buffers: bool = knob(False)

@@ -11,10 +11,10 @@ from transformers import TrainingArguments
 from ..runtime import registry
 from .knob import knob
 
-# Tensor parallel sharding: each rank trains the tensors that its vLLM rank samples with. The suffix divides the
-# optimizer state (ZeRO-1) or also the gradients (ZeRO-2) among ranks that hold equal tensors.
+# Tensor parallel sharding: each rank trains the tensors that its vLLM rank samples with. Ranks with equal tensors
+# divide the optimizer state if the suffix is `+optimizer` (ZeRO-1), and also the gradients if it is `+gradients`.
 TENSOR = ("tensor", "tensor+optimizer", "tensor+gradients")
-LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # Set by accelerate for FSDP and for DeepSpeed.
+LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # Environment variables that accelerate sets.
 
 
 @dataclass
@@ -22,12 +22,9 @@ class ShardingKnobs(TrainingArguments):
     """Settings of sharding."""
 
     sharding: str = knob(
-        "none",
-        one_of=("none", "optimizer", "gradients", *TENSOR, "fsdp", "auto"),
-        or_path=True,
-        note=" in this version",
-        extension={**dict.fromkeys(TENSOR, "tensor_parallel"), "fsdp": "fsdp"},
-    )
+        "none", one_of=("none", "optimizer", "gradients", *TENSOR, "fsdp", "auto"), or_path=True,
+        note=" in this version", extension={**dict.fromkeys(TENSOR, "tensor_parallel"), "fsdp": "fsdp"},
+    )  # fmt: skip
     """What is divided among ranks: `none`, `optimizer` (optimizer state, ZeRO-1), `gradients` (gradients too, ZeRO-2),
     `tensor` (with `vllm_tensor_parallel_size`: each rank trains the tensors that its engine's rank samples with;
     `tensor+optimizer` and `tensor+gradients` divide the rest among engines), `fsdp` (weights too, FSDP2), or `auto`:
@@ -39,19 +36,17 @@ class ShardingKnobs(TrainingArguments):
     fsdp_offload_params: bool = knob(False, extension="fsdp")
     """With `sharding: fsdp` on a GPU, keep this rank's weights, gradients and optimizer state in host memory; the
     optimizer runs there. No effect on a CPU."""
-
     offload_gradients: bool = knob(False, extension="offload")
     """On a GPU, add each gradient to float32 sums in page-locked host memory during the backward and free it. The
     optimizer (`adamw_split`) reads the sums there, to the same bits. No effect on a CPU."""
-
     sequence_parallel_size: int = knob(1, extension="sequence_parallel")
     """Neighbouring ranks of one machine that divide the tokens of each row; in attention each has all tokens for a part
     of the heads. A rank's activations are divided by it. Each rank samples for itself. Works with `sharding: none`,
     `optimizer`, `gradients` and the three of `tensor`; see docs/guide/several-gpus.md."""
 
     def _take_sharding(self) -> None:
-        """Set ``sharding`` and its options from accelerate's or DeepSpeed's file. Hide the file from transformers. An
-        extension's hook ``launched`` reads the file: config -> (settings to take over, line for the user or "")."""
+        """Set ``sharding`` and its options as accelerate's or DeepSpeed's file requests, and hide the request from
+        transformers. The extension `launchers` reads the file: config -> (settings, line for the user or "")."""
         if self.deepspeed or any(map(os.environ.get, LAUNCHERS)):
             registry.require("launchers", "deepspeed, or accelerate's FSDP or DeepSpeed,")
         self.sharding_note = ""
@@ -67,15 +62,15 @@ class ShardingKnobs(TrainingArguments):
 
     @property
     def offloads_gradients(self) -> bool:
-        """Whether the backward adds gradients to sums in host memory."""
+        """Whether the backward adds gradients to sums in host memory: never on a CPU."""
         return self.offload_gradients and self.device.type != "cpu"
 
     @property
     def cuts_weights(self) -> bool:
-        """Whether each rank holds a part of every weight, and each forward and backward gathers the weights (FSDP)."""
+        """Whether each rank holds a part of the weights, and gathers whole layers to compute with them (FSDP)."""
         return self.sharding == "fsdp" and self.world_size > 1
 
     @property
     def tensor_parallel(self) -> bool:
-        """Whether the policy is tensor parallel, like vLLM's ranks. Such ranks compute each row together."""
+        """Whether the policy is split over ranks as vLLM splits its model. These ranks compute each row together."""
         return self.sharding in TENSOR

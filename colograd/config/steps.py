@@ -1,7 +1,8 @@
 """Settings of an optimizer step: prompts, groups of completions, iterations and micro-batches.
 
 A configuration multiplies ``per_device_train_batch_size`` by ``gradient_accumulation_steps``. The product counts
-*completions per rank and optimizer step*, because micro-batches are formed by tokens and not by rows.
+*completions per engine and optimizer step*, because micro-batches are formed by tokens and not by rows. Each rank has
+its own engine unless ``vllm_tensor_parallel_size`` is above 1.
 """
 
 from __future__ import annotations
@@ -57,9 +58,19 @@ class StepKnobs(TrainingArguments):
     chat_template_path: str | None = knob(None)
     """A file with a chat template that replaces the tokenizer's; saved with the model."""
     chat_template_kwargs: dict[str, Any] | str | None = knob(None, "Keyword arguments of the chat template.")
+    carry_over: float | None = knob(
+        None, at_least=0.5, below=1, remedy="0.8 is usual; leave it out for rounds that wait for all",
+        spellings={"false": None, "off": None}, extension="carry_over",
+    )  # fmt: skip
+    """Sample more groups at once than a round needs, and end the round when this share of them is done (0.5 to below 1,
+    e.g. 0.8). The others stop and go on in the next round, under its weights; the sampler's correction weighs each
+    token by the version that sampled it. Unset: a round waits for its last completion. See
+    docs/guide/long-completions.md."""
+    carry_over_max_age: int = knob(2, at_least=1, extension="carry_over")
+    """Maximum number of rounds over which `carry_over` carries a group; the next round waits for it."""
 
     def _resolve_budget(self, on_cpu: bool) -> None:
-        """Convert ``max_tokens_per_microbatch`` to a number of tokens. On a GPU `auto` stays until it is measured."""
+        """Convert ``max_tokens_per_microbatch`` to a number of tokens. On a GPU `auto` stays: training measures it."""
         budget = self.max_tokens_per_microbatch
         if budget is None or budget == "auto":
             self.max_tokens_per_microbatch = 4096 if on_cpu else "auto"
@@ -75,7 +86,7 @@ class StepKnobs(TrainingArguments):
 
     @property
     def token_budget(self) -> int:
-        """Maximum number of tokens of a micro-batch at the start; 0 if it isn't measured yet."""
+        """Maximum tokens of a micro-batch by the settings; 0 if they leave the maximum to a measurement (`auto`)."""
         return 0 if self.max_tokens_per_microbatch == "auto" else int(self.max_tokens_per_microbatch or 0)
 
     @property
@@ -84,7 +95,7 @@ class StepKnobs(TrainingArguments):
         return self.steps_per_generation * self.num_iterations  # type: ignore[operator]
 
     def _fold_batch(self, ranks: int) -> None:
-        """Resolve the settings of batch sizes for ``ranks`` ranks that divide the prompts among them. Idempotent."""
+        """Resolve the settings of batch sizes for ``ranks`` engines that divide the prompts. Idempotent."""
         group = self.num_generations or 1
         accumulation = self.gradient_accumulation_steps
         per_rank = self.per_device_train_batch_size * accumulation
@@ -102,8 +113,9 @@ class StepKnobs(TrainingArguments):
             if self.prompts_per_step < 1 or self.prompts_per_step % ranks:
                 low = max(ranks, self.prompts_per_step // ranks * ranks)
                 raise ValueError(
-                    f"prompts_per_step is {self.prompts_per_step}, but every rank takes the same number of whole "
-                    f"groups, so it must be a multiple of the {ranks} ranks: {low} or {low + ranks} would do."
+                    f"prompts_per_step is {self.prompts_per_step}, but every rank (or engine of several ranks) takes "
+                    f"the same number of whole groups, so it must be a multiple of the {ranks} ranks or engines: {low} "
+                    f"or {low + ranks} would do."
                 )
             per_rank = self.prompts_per_step // ranks * group
             accumulation = 1
@@ -118,7 +130,7 @@ class StepKnobs(TrainingArguments):
         in_trl = (self.generation_batch_size or 0) // ranks or per_rank // accumulation * (
             self.steps_per_generation or accumulation
         )
-        self.environments_at_once = max(in_trl, group)  # Environments per rank. TRL has one per completion.
+        self.environments_at_once = max(in_trl, group)  # Tools' environments per rank; TRL has one per completion.
         self.steps_per_generation = self._steps_sampled_together(accumulation, per_rank * ranks)
         self.gradient_accumulation_steps: int = 1
         self.per_device_train_batch_size: int = per_rank
@@ -143,26 +155,6 @@ class StepKnobs(TrainingArguments):
             return 1
         divisor = ", or a divisor" if self.num_iterations == 1 else ""
         raise ValueError(f"{name} is {count}, but must be a multiple of {rule}{divisor}{reason}.")
-
-
-@dataclass
-class CarryOverKnobs(StepKnobs):
-    """Settings of carrying unfinished completions over to the next generation."""
-
-    carry_over: float | None = knob(
-        None,
-        at_least=0.5,
-        below=1,
-        remedy="0.8 is usual; leave it out for rounds that wait for all",
-        spellings={"false": None, "off": None},
-        extension="carry_over",
-    )
-    """Sample more groups at once than a round needs, and end the round when this share of them is done (0.5 to below 1,
-    e.g. 0.8). The others stop and go on in the next round, under its weights; the sampler's correction weighs each
-    token by the version that sampled it. Unset: a round waits for its last completion. See
-    docs/guide/long-completions.md."""
-    carry_over_max_age: int = knob(2, at_least=1, extension="carry_over")
-    """Maximum number of rounds over which `carry_over` carries a group; the next round waits for it."""
 
     @property
     def groups_per_round(self) -> int:

@@ -11,12 +11,13 @@ from .estimate import estimate
 from .shape import CacheNeed
 from .table import MemoryPlan, gib
 
-AMPLE = 0.1  # Fraction of a GPU for an ample KV cache. A smaller cache decodes too few sequences at once.
+AMPLE = 0.1  # An ample KV cache has this fraction of a GPU's memory. A smaller one decodes too few sequences at once.
 BUSY_TOKENS = 8192  # Tokens of a micro-batch that keep a GPU busy.
 
 
 def plan_or_raise(run: RunDescription, strategy: str) -> MemoryPlan:
-    """Return a run's memory plan with its KV cache. A GPU without room for one sequence raises a ValueError."""
+    """Return a run's memory plan, with its KV cache unless the user sets the engine's share of a GPU. If the run
+    doesn't fit, raise a ValueError on a GPU; on a CPU the plan names remedies."""
     plan, on_gpu = best_plan(run, strategy), run.devices.on_gpu
     if not fits(run, strategy):
         plan = dataclasses.replace(plan, remedies=remedies(run, strategy))
@@ -35,23 +36,24 @@ def best_plan(run: RunDescription, strategy: str) -> MemoryPlan:
 
 
 def _ample(run: RunDescription) -> CacheNeed:
-    """Return the KV cache need of one generation, lowered to `AMPLE` of the GPU, but never below one sequence."""
+    """Return the run's KV cache need with an ample minimum (`least`): the need of a generation, but at most `AMPLE` of
+    the device, and at least the need of one sequence."""
     need = run.need
     return dataclasses.replace(need, least=max(need.least, min(need.wanted, int(AMPLE * run.devices.total))))
 
 
 def fits(run: RunDescription, strategy: str) -> bool:
-    """Return whether the run's known memory fits. If the KV cache is planned, estimated memory must fit as well."""
+    """Return whether a run fits its device. Estimated activations must fit only if the plan chooses the KV cache."""
     plan = best_plan(run, strategy)
     return plan.takes(run.need) if run.plans_cache else _known_fits(run, plan)
 
 
 def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
-    """Return whether weights, gradients, optimizer and KV cache fit, without activations, which a CPU can swap."""
+    """Return whether weights, gradients, optimizer and KV cache fit, without activations, which are only estimated."""
     cache = _set_cache(run, plan) or (0 if run.devices.on_gpu else run.need.least)
     weights = plan.engine_weights + plan.policy_weights + plan.reference + plan.teacher
-    sampling = cache + (0 if plan.offloads else plan.optimizer)
-    training = plan.gradients + plan.optimizer + (0 if plan.sleeps else cache)
+    sampling = cache + (0 if run.offloads or run.streams else plan.optimizer)
+    training = plan.gradients + plan.optimizer + (0 if run.sleeps else cache)
     return weights + max(sampling, training) <= run.devices.available
 
 
@@ -61,7 +63,8 @@ def _set_cache(run: RunDescription, plan: MemoryPlan) -> int:
 
 
 def auto(run: RunDescription) -> str:
-    """Return the least sharded strategy that fits. If none fits, return the strategy that leaves most room.
+    """Return the least sharded strategy that fits. If none fits, return the strategy that leaves most room. A single
+    rank has no choice: return the first strategy.
 
     If the plan chooses the KV cache's size, an ample cache and the largest of ``run.longest_rows`` must fit. Otherwise,
     e.g. on a CPU, only the known parts (weights, gradients, optimizer, KV cache) must fit.
@@ -86,30 +89,29 @@ def least_checkpointing(run: RunDescription, strategy: str, able: Sequence[int])
     tokens = run.tokens or max(BUSY_TOKENS * run.ranks_per_sequence, run.length)
     for every in able:
         plan = estimate(dataclasses.replace(run, checkpointing=every), strategy, tokens)
-        if not (run.overruled or run.kv_bytes):
-            leaves_room = plan.takes(_ample(run))
+        if cache := _set_cache(run, plan):
+            leaves_room = dataclasses.replace(plan, kv_bytes=cache).remains("training") >= 0
         else:
-            cache = _set_cache(run, plan)  # 0 if the size is unknown
-            leaves_room = cache > 0 and dataclasses.replace(plan, kv_bytes=cache).remains("training") >= 0
+            leaves_room = not run.overruled and plan.takes(_ample(run))
         if leaves_room:
             return every
     return able[-1]
 
 
 def remedies(run: RunDescription, strategy: str) -> str:
-    """Return changes that would make the run fit, joined by "; ", without a full stop. Extensions propose them."""
+    """Return advice for a run that doesn't fit, without a full stop: the texts of extensions, joined by "; "."""
     proposals = "; ".join(offer(run, strategy) for offer in registry.hooks("remedies"))
     return proposals or "take a smaller model or larger GPUs"
 
 
 def too_large(run: RunDescription, plan: MemoryPlan) -> str:
-    need, missing = run.need, -plan.remains("training")
+    need, missing, total = run.need, -plan.remains("training"), gib(run.devices.total)
     if missing > 0:
-        problem = f"Training takes {gib(missing)} GiB more than the {gib(plan.total)} GiB of {plan.device}"
+        problem = f"Training takes {gib(missing)} GiB more than the {total} GiB of {run.devices.name}"
     else:
         problem = (
             f"The KV cache of one full sequence takes {gib(need.least)} GiB, but {gib(max(plan.room, 0))} of "
-            f"{gib(plan.total)} GiB are left for the cache: at least one must fit"
+            f"{total} GiB are left for the cache: at least one must fit"
         )
     hint = ". If the estimate is too high, set vllm_gpu_memory_utilization, which overrules it"
     overrule = hint if _known_fits(run, plan) else ""

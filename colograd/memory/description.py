@@ -1,5 +1,5 @@
-"""`describe_run`: the numbers of a run that determine each rank's memory. The trainer describes a loaded model and its
-present device. `colograd plan` describes a model on the meta device and any kind of GPUs."""
+"""`describe_run`: the numbers of a run that determine each rank's memory. The trainer describes its own model and
+device. `colograd plan` describes a model on the meta device and any kind of GPUs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .shape import CacheNeed, Lengths, Shape
 
 ORDER = ("none", "optimizer", "gradients", *TENSOR, "fsdp")  # ORDER: all strategies, the least sharded first.
 STRATEGIES = tuple(strategy for strategy in ORDER if strategy not in TENSOR)  # STRATEGIES: without tensor parallelism.
-# WHOLE: strategies with a whole policy on each rank. Sharing weights with the engine requires a whole policy.
+# WHOLE: strategies with a whole policy on each rank.
 WHOLE = tuple(strategy for strategy in STRATEGIES if strategy != "fsdp")
 ENGINE_SIZES = (2, 4, 8)  # Numbers of ranks per engine that are proposed. An engine's ranks are on one machine.
-PLANNED_TOKENS = 16384  # Tokens of a micro-batch in plans before a measurement, enough for any GPU.
+PLANNED_TOKENS = 16384  # Maximum tokens of a micro-batch on a rank before a measurement, enough to keep a GPU busy.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class PolicySizes:
     trained: int  # Elements of trained parameters.
     weights: int  # Bytes of all weights.
     gradients: int  # Bytes of gradients, in the dtype in which they are accumulated.
-    optimizer: int  # Bytes of the optimizer's state after its first step.
+    optimizer: int  # Bytes of the optimizer's state after its first step, or an upper bound (`optimizer_bytes`).
     itemsize: int  # Bytes per element of the policy's dtype.
     gradient_itemsize: int  # Bytes per element of gradients.
     largest: int  # Elements of the largest trained parameter.
     block: int  # Elements of the largest decoder layer.
-    rest: int  # Elements outside of the decoder's layers, i.e. embedding and head.
+    rest: int  # Elements outside of the decoder's layers, such as embedding and head.
     packed: int = 0  # Bytes of quantised weights with their scales.
     packed_elements: int = 0  # Elements of quantised matrices.
     matrix: int = 0  # Elements of the largest trained parameter in a decoder layer.
@@ -54,9 +54,8 @@ class PolicySizes:
     def of(
         cls, model: torch.nn.Module, optim: str, itemsize: int, to_pack: Mapping[torch.Tensor, int] | None = None
     ) -> PolicySizes:
-        """Compute the sizes of a model with marked frozen parameters. The model may be on the meta device. ``to_pack``
-        has the quantised bytes of parameters that loading will quantise. By default the model's quantised weights
-        count."""
+        """Compute the sizes of a model with marked frozen parameters, which may be on the meta device. ``to_pack`` has
+        the quantised bytes of parameters that loading will quantise. None counts the weights as the model has them."""
         if to_pack is None:
             found = packed_weights(model)
             packed = {p: found[name].nbytes for name, p in model.named_parameters() if name in found}
@@ -83,7 +82,7 @@ class PolicySizes:
 
 
 def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
-    """Count the bytes of all gradients. Optimizers with a float32 master copy of weights have float32 gradients."""
+    """Count the bytes of all gradients. Optimizers in `KEEPS_MASTER` have float32 gradients."""
     trained = (p for p in model.parameters() if p.requires_grad)
     if optim in KEEPS_MASTER:
         return sum(4 * p.numel() for p in trained)
@@ -91,11 +90,12 @@ def gradient_bytes(model: torch.nn.Module, optim: str = "") -> int:
 
 
 def optimizer_bytes(model: torch.nn.Module, optim: str) -> int:
-    """Count the bytes of the optimizer's state after its first step. For optimizers smaller than AdamW an upper bound.
+    """Count the bytes of the optimizer's state after its first step.
 
     `adamw_split` has 10 bytes per element of a bfloat16 parameter (two float32 moments, 16 bits of remainder), and 8
     per element of a float32 parameter. `muon` has four bytes less for matrices, but its temporaries take that space.
-    torch's AdamW has two moments in the parameter's dtype. Optimizers named 8bit have one byte per moment.
+    `sgd` counts as 0. Others count like torch's AdamW, which may be too much: two moments in the parameter's dtype, or
+    of one byte each if the name has 8bit.
     """
     total = 0
     for parameter in model.parameters():
@@ -116,32 +116,24 @@ class Devices:
     ranks_per_node: int = 0  # Number of ranks on a node. 0 means that all ranks are on one node.
 
     def takes_rows_of(self, ranks: int) -> bool:
-        """Return whether groups of ``ranks`` ranks, each on one node, can train each row together."""
+        """Return whether all ranks divide into groups of ``ranks`` ranks on one node. A group trains rows together."""
         return self.ranks % ranks == 0 and (self.ranks_per_node or self.ranks) % ranks == 0
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """The work of one rank: lengths of sequences, completions per generation, and size of micro-batches."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDescription:
+    """The numbers of a run that determine the memory of one rank, for its engine and its policy."""
 
     length: int  # Tokens of the longest sequence in the engine.
     sequences: int  # Completions of one generation in this rank's engine.
     tokens: int = 0  # Tokens of a micro-batch. 0 means as many as fit.
-    prompt: int = 0  # Tokens of the longest prompt. 0 means ``length`` minus the longest completion.
-    shares_prompts: bool = True  # Whether a group's prompt is computed once per packed row, for all its completions.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunDescription(Workload):
-    """The numbers of a run that determine the memory of one rank, for its engine and its policy."""
-
     devices: Devices
     ranks_per_engine: int
     shape: Shape
     sizes: PolicySizes
     engine_itemsize: int
     cache_itemsize: int
-    running: int  # Sequences in the engine's KV cache at once.
+    running: int  # Maximum sequences in the engine's KV cache at once.
     lengths: Lengths
     checkpointing: int = 1  # Every n-th layer uses activation checkpointing. 0 means no layer.
     shared: bool = True  # Whether the policy's parameters are the engine's tensors, if the strategy allows sharing.
@@ -156,7 +148,7 @@ class RunDescription(Workload):
     offloads_activations: bool = False  # Whether inputs of checkpointed layers are in host memory.
     reference: int = 0  # Bytes of the reference model.
     teacher: int = 0  # Bytes of the teacher model.
-    kv_bytes: int = 0  # Bytes of the KV cache that the user set. 0 means that the size is planned.
+    kv_bytes: int = 0  # Bytes of the KV cache that the user set. 0 means that the user set none.
     overruled: bool = False  # Whether the user sets the engine's fraction of the device's memory.
     share: float = 0.0  # The engine's fraction of the device's memory that the user set. 0 means unknown.
     strategies: tuple[str, ...] = STRATEGIES  # Sharding strategies that the run may use.
@@ -165,13 +157,13 @@ class RunDescription(Workload):
     samples: bool = True  # Whether the run has an engine.
     ranks_per_sequence: int = 1  # Ranks that divide a row's tokens (sequence parallelism).
     can_share_rows: bool = False  # Whether model and settings allow sequence parallelism.
-    # Functions that give further bytes of activations, e.g. of a vision tower. Extensions register functions of the
-    # model as "activations". They return None, or an object with ``bytes(tokens, lengths, itemsize, checkpointing)``.
+    # Objects with a method ``bytes(tokens, lengths, itemsize, checkpointing)``: further bytes of activations, e.g. of a
+    # vision tower. Functions that extensions offer as "activations" make them from the model.
     further: tuple[Any, ...] = ()
 
     @property
     def plans_cache(self) -> bool:
-        """Whether the plan chooses the size of the KV cache, because the user's settings don't determine it."""
+        """Whether the plan chooses the KV cache's size: on a GPU, unless the user's settings determine the size."""
         return self.devices.on_gpu and not (self.overruled or self.kv_bytes)
 
     @property
@@ -200,39 +192,47 @@ class RunDescription(Workload):
 
 
 def describe_run(
-    settings: Any, model: Any, devices: Devices, work: Workload, *, shared: bool, reference: int = 0,
-    teacher: int = 0, to_pack: Mapping[torch.Tensor, int] | None = None,
+    settings: Any, model: Any, devices: Devices, length: int, sequences: int, *, shared: bool, tokens: int = 0,
+    prompt: int = 0, shares_prompts: bool = True, reference: int = 0, teacher: int = 0,
+    to_pack: Mapping[torch.Tensor, int] | None = None,
 ) -> RunDescription:  # fmt: skip
     """Return the `RunDescription` of a run with these settings, model and devices.
 
     Args:
         settings: a `GRPOConfig`, or the options of `colograd plan`, which have the same field names.
         model: the policy with its frozen parameters marked, or its copy on the meta device (`policy.outline`).
+        length: tokens of the longest sequence in the engine.
+        sequences: completions of one generation in this rank's engine.
         shared: whether the policy's parameters are the engine's tensors.
+        tokens: tokens of a micro-batch. 0 means as many as fit.
+        prompt: tokens of the longest prompt. 0 means ``length`` minus the longest completion.
+        shares_prompts: whether a group's prompt is computed once per packed row, for all its completions.
         reference: bytes of the reference model.
         teacher: bytes of the teacher model.
         to_pack: bytes of parameters that loading will quantise, see `PolicySizes.of`.
     """
     given: dict[str, Any] = dict(settings.vllm_engine_kwargs or {})
-    dtype = model.dtype
+    dtype, on_gpu = model.dtype, devices.on_gpu  # On a CPU nothing is offloaded, and the KV cache doesn't sleep.
     of_engine = engine_dtype(settings, dtype).itemsize
     eight_bit = str(given.get("kv_cache_dtype") or "").startswith("fp8")
-    completion = min(settings.max_completion_length or work.length, work.length)
-    group = (settings.num_generations or 1) if work.shares_prompts else 1
+    completion = min(settings.max_completion_length or length, length)
+    group = (settings.num_generations or 1) if shares_prompts else 1
     optim = resolve_optimizer(settings.optim, dtype)
     excluded = conflict(settings, {"sequence_parallel_size": 2}, "sequence_parallel_size")
-    can_share_rows = work.shares_prompts and not excluded and not why_rows_stay_whole(model, obstacle(model))
+    can_share_rows = shares_prompts and not excluded and not why_rows_stay_whole(model, obstacle(model))
     return RunDescription(
         devices=devices, ranks_per_engine=settings.vllm_tensor_parallel_size, shape=Shape.of(model.config),
         sizes=PolicySizes.of(model, optim, dtype.itemsize, to_pack), engine_itemsize=of_engine,
-        cache_itemsize=1 if eight_bit else of_engine, **dataclasses.asdict(work),
-        running=min(work.sequences, int(given.get("max_num_seqs") or MOST_SEQUENCES)),
-        lengths=Lengths(work.prompt or max(work.length - completion, 1), completion, group),
+        cache_itemsize=1 if eight_bit else of_engine, length=length, sequences=sequences, tokens=tokens,
+        running=min(sequences, int(given.get("max_num_seqs") or MOST_SEQUENCES)),
+        lengths=Lengths(prompt or max(length - completion, 1), completion, group),
         checkpointing=settings.checkpointing, shared=shared, served=settings.weights == "shared",
-        reshard=settings.fsdp_reshard_after_forward, offloads_parts=settings.fsdp_offload_params,
-        sleeps=settings.vllm_enable_sleep_mode, offloads=settings.offload_optimizer == "sampling",
-        streams=settings.offload_optimizer == "stream", can_stream=optim == "adamw_split",
-        offloads_gradients=settings.offload_gradients, offloads_activations=settings.offloads_activations,
+        reshard=settings.fsdp_reshard_after_forward, offloads_parts=on_gpu and settings.fsdp_offload_params,
+        sleeps=on_gpu and settings.vllm_enable_sleep_mode,
+        offloads=on_gpu and settings.offload_optimizer == "sampling",
+        streams=on_gpu and settings.offload_optimizer == "stream", can_stream=optim == "adamw_split",
+        offloads_gradients=on_gpu and settings.offload_gradients,
+        offloads_activations=on_gpu and settings.offloads_activations,
         reference=reference, teacher=teacher, kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
         overruled=share_is_given(settings),
         share=float(settings.vllm_gpu_memory_utilization or given.get("gpu_memory_utilization") or 0.0),

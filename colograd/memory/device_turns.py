@@ -1,7 +1,7 @@
 """Alternate use of a GPU's memory by the engine, which samples, and the policy, which is trained.
 
 With `vllm_enable_sleep_mode` the KV cache is freed while the policy trains. With `offload_optimizer: sampling` the
-optimizer's state is on the host while the engine samples. Weights never move, because policy and engine may share them.
+optimizer's state is on the host while the engine samples. Weights stay, because policy and engine may share them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DeviceTurns:
             for name in DEVICE_ONLY
             if getattr(config, name) not in (False, "none") and config.on_cpu
         ]
-        self._return_to_policy()  # memory may be measured for training before sampling
+        self._return_to_policy()  # Training may measure memory before the first sampling.
 
     @contextmanager
     def sampling(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
@@ -59,12 +59,14 @@ class DeviceTurns:
                 self.offload.to_device()
 
 
-# Expandable segments of torch's CUDA allocator avoid fragmentation by rows of different lengths.
+# Variables with settings of torch's CUDA allocator. Its expandable segments avoid fragmentation by rows of different
+# lengths.
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def expand_segments(config: GRPOConfig) -> bool:
-    """Turn expandable segments on before the first allocation on a GPU. Return whether the run supports them."""
+    """Turn on expandable segments of torch's CUDA allocator, if the run supports them. Return whether they were turned
+    on. Call this before the first allocation on a GPU."""
     able = (
         config.device.type == "cuda"
         and not any(name in os.environ for name in VARIABLES)  # The user's setting has precedence.

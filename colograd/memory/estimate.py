@@ -11,10 +11,10 @@ Bytes per parameter on each of N ranks, with T ranks per engine, for a bfloat16 
      +gradients 2/T      0                 4/N         10/N              buckets in exchange
     fsdp        2/T      2/N               4/N         10/N              the largest block, gathered and summed
 
-With T = 1 the policy's parameters are the engine's tensors. Quantised parameters take half a byte or one byte, in
-addition to the engine's 2. With T > 1 each rank holds the whole policy and copies it into its part of the engine. With
-`tensor` a rank's part of the policy is its part of the engine. Norms, and key-value heads that are fewer than T, are
-whole on each rank. The estimate counts these norms and heads as split.
+With T = 1 the policy's parameters are the engine's tensors unless weights are copied. Quantised parameters take half a
+byte or one byte, in addition to the engine's 2 unless the engine reads them too. With T > 1 each rank holds the whole
+policy and copies it into its part of the engine. With `tensor` a rank's part of the policy is its part of the engine.
+Norms, and key-value heads that are fewer than T, are whole on each rank. The estimate counts these as split.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..config.sharding import TENSOR
 from ..engine.arguments import MOST_SEQUENCES
 from ..sharding.zero import ELEMENTS, IN_FLIGHT
 from .description import RunDescription
-from .shape import Trained, activation_bytes, left_on_device
+from .shape import activation_bytes, left_on_device
 from .table import MemoryPlan, RankBytes
 
 ENGINE_TOKENS = 16384  # Tokens of one engine step: vLLM's default for `LLM` on large GPUs.
@@ -36,13 +36,13 @@ SUMMED = 2  # Copies of a block's gradients with FSDP: computed ones, and flatte
 
 def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
     """Compute a rank's `RankBytes` with the sharding ``strategy``."""
-    sizes, ranks, size, on_gpu = run.sizes, run.devices.ranks, run.ranks_per_engine, run.devices.on_gpu
-    engine = (sizes.elements - (sizes.packed_elements if run.served else 0)) * run.engine_itemsize // size
-    engine = engine if run.samples else 0
+    sizes, ranks, size = run.sizes, run.devices.ranks, run.ranks_per_engine
+    served = sizes.elements - (sizes.packed_elements if run.served else 0)
+    engine = served * run.engine_itemsize // size if run.samples else 0
 
     def state(parts: int) -> int:
         own = sizes.optimizer // parts
-        return left_on_device().state(own) if run.streams and on_gpu else own
+        return left_on_device().state(own) if run.streams else own
 
     def buckets(parts: int, cut: int = 1) -> int:  # bytes of buckets in exchange, and of this rank's part of the sums
         largest = sizes.largest // cut
@@ -55,7 +55,7 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
         # bytes are planned, the bound in tests/extensions/fsdp/test_fsdp.py.
         block = (GATHERED * sizes.itemsize + SUMMED * sizes.gradient_itemsize) * max(sizes.block, sizes.largest)
         exchange = block + (0 if run.reshard else sizes.itemsize * (sizes.elements - sizes.rest))
-        if run.offloads_parts and on_gpu:
+        if run.offloads_parts:
             return RankBytes(engine, 0, 0, 0, exchange)
         return RankBytes(engine, sizes.weights // ranks, sizes.gradients // ranks, state(ranks), exchange)
     if strategy in TENSOR:
@@ -64,18 +64,16 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
         engines, shared_out = ranks // size, strategy.partition("+")[2]
         cut = 1 if 2 * sizes.trained < sizes.elements else size
         return RankBytes(
-            engine,
-            policy_weights=sizes.trained * sizes.itemsize if cut == 1 else 0,
+            engine, policy_weights=sizes.trained * sizes.itemsize if cut == 1 else 0,
             gradients=sizes.gradients // (engines * cut if shared_out == "gradients" else cut),
-            optimizer=state(engines * cut if shared_out else cut),
-            exchange=buckets(engines, cut) if shared_out else 0,
-        )
+            optimizer=state(engines * cut if shared_out else cut), exchange=buckets(engines, cut) if shared_out else 0,
+        )  # fmt: skip
     # Float32 gradients of embedding and head are counted in the activations. A strategy of the user's is planned like
     # none, which needs most.
     divided = strategy in ("optimizer", "gradients")
     parts, on_way = ranks if strategy == "gradients" else 1, 0
     gradients = sizes.gradients // parts
-    if run.offloads_gradients and on_gpu:
+    if run.offloads_gradients:
         on_way = left_on_device().on_way(gradients, sizes.matrix * sizes.gradient_itemsize // parts)
         gradients = on_way + left_on_device().sums(gradients)
     return RankBytes(
@@ -85,32 +83,25 @@ def bytes_per_rank(run: RunDescription, strategy: str) -> RankBytes:
 
 
 def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
-    """Return the memory plan of one rank with micro-batches of ``tokens`` tokens, without a KV cache."""
+    """Return the memory plan of one rank with micro-batches of ``tokens`` tokens, with a KV cache only if the user set
+    its bytes."""
     devices, parts, itemsize = run.devices, bytes_per_rank(run, strategy), run.sizes.itemsize
     device = "cuda" if devices.on_gpu else "cpu"
     copied = run.lengths.copied_keys(run.shape, tokens, itemsize, device)
     cut = run.ranks_per_engine if strategy in TENSOR else 1
-    trained = Trained(
-        head=run.sizes.largest >= run.shape.vocabulary * run.shape.hidden,
-        adapted=2 * run.sizes.trained < run.sizes.elements,
-        inputs_on_host=run.offloads_activations and devices.on_gpu,
-        on_way=parts.on_way,
-    )
     activations = activation_bytes(
         run.shape.split(cut).on_row_ranks(run.ranks_per_sequence), -(-tokens // run.ranks_per_sequence), itemsize,
-        run.checkpointing, device, copied, trained,
+        run.checkpointing, device, copied, head_trained=run.sizes.largest >= run.shape.vocabulary * run.shape.hidden,
+        adapted=2 * run.sizes.trained < run.sizes.elements, on_way=parts.on_way,
+        inputs_on_host=run.offloads_activations,
     )  # fmt: skip
     for part in run.further:
         activations += part.bytes(tokens, run.lengths, itemsize, run.checkpointing)
     shares, engine = devices.ranks if strategy == "fsdp" else cut, 0
-    if run.samples and devices.on_gpu:  # Activations of one layer, and three float32 tensors of logits.
+    if run.samples and devices.on_gpu:  # A step of vLLM: one layer's activations, three float32 tensors of logits.
         engine = ENGINE_TOKENS * run.engine_itemsize * (4 * run.shape.hidden + 2 * run.shape.intermediate)
         engine += 3 * 4 * min(run.running, MOST_SEQUENCES) * run.shape.vocabulary
     return MemoryPlan(
-        **dataclasses.asdict(parts), device=devices.name, total=devices.total, available=devices.available,
-        activations=activations, engine=engine, tokens=tokens, kv_per_token=run.need.per_token,
-        kv_bytes=run.kv_bytes, sleeps=run.sleeps and devices.on_gpu,
-        offloads=(run.offloads or run.streams) and devices.on_gpu, streams=run.streams and devices.on_gpu,
-        reference=run.reference // shares, teacher=run.teacher // shares, strategy=strategy, ranks=devices.ranks,
-        offloads_gradients=run.offloads_gradients and devices.on_gpu,
+        **dataclasses.asdict(parts), run=run, activations=activations, engine=engine, tokens=tokens,
+        kv_bytes=run.kv_bytes, reference=run.reference // shares, teacher=run.teacher // shares, strategy=strategy,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Bytes of activations, engine steps and KV cache, computed from the sizes of a model."""
+"""Bytes of activations and of the KV cache, computed from the sizes of a model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Shape:
 
     @classmethod
     def of(cls, model_config: Any) -> Shape:
-        """Read the sizes from a transformers configuration. Missing sizes are derived as in GPT-2."""
+        """Read the sizes from a transformers configuration. Missing sizes of heads and MLPs are derived as in GPT-2."""
 
         def size(name: str, default: int) -> int:
             return size_of(model_config, name) or default
@@ -55,33 +55,21 @@ class Shape:
             inner = experts * size("moe_intermediate_size", inner)
         text, family = model_config.get_text_config(), getattr(model_config, "model_type", "")
         slides = "sliding_attention" in (getattr(text, "layer_types", None) or ["sliding_attention"])
+        capped = getattr(text, "attn_logit_softcapping", None)
         return cls(
-            layers=size("num_hidden_layers", 0),
-            hidden=hidden,
-            intermediate=inner,
-            queries=heads * head,
-            keys=size("num_key_value_heads", heads) * head,
-            head=head,
-            vocabulary=size("vocab_size", 0),
-            tied=bool(getattr(model_config, "tie_word_embeddings", False)),
-            experts=experts,
-            gated=GATED.get(family, 4),
-            norms=NORMS.get(family, 2),
+            layers=size("num_hidden_layers", 0), hidden=hidden, intermediate=inner, queries=heads * head,
+            keys=size("num_key_value_heads", heads) * head, head=head, vocabulary=size("vocab_size", 0),
+            tied=bool(getattr(model_config, "tie_word_embeddings", False)), experts=experts,
+            gated=GATED.get(family, 4), norms=NORMS.get(family, 2),
             window=size("sliding_window", 0) if slides else 0,
-            copies=any(getattr(text, name, None) for name in ("attn_logit_softcapping", "attention_dropout")),
-            capped=heads if getattr(text, "attn_logit_softcapping", None) else 0,
-        )
+            copies=bool(capped or getattr(text, "attention_dropout", None)), capped=heads if capped else 0,
+        )  # fmt: skip
 
     def split(self, ranks: int) -> Shape:
         """Return the shape of one of ``ranks`` ranks that split each layer. A rank has at least one key-value head."""
-        return replace(
-            self,
-            intermediate=-(-self.intermediate // ranks),
-            queries=-(-self.queries // ranks),
-            capped=-(-self.capped // ranks),
-            keys=max(self.keys // ranks, self.head),
-            vocabulary=-(-self.vocabulary // ranks),
-        )
+        names = ("intermediate", "queries", "capped", "vocabulary")
+        parts = {name: -(-getattr(self, name) // ranks) for name in names}
+        return replace(self, **parts, keys=max(self.keys // ranks, self.head))
 
     def on_row_ranks(self, ranks: int) -> Shape:
         """Return the shape per token on one of ``ranks`` ranks that divide a row's tokens and attention's heads
@@ -116,7 +104,7 @@ class Lengths:
 
     def copied_keys(self, shape: Shape, tokens: int, itemsize: int, device: str) -> CopiedKeys:
         """Compute the copies of keys that attention makes in a row of ``tokens``. No copies are made if attention reads
-        a prompt's keys in place (`policy.attention`). Scores are computed for long completions."""
+        a prompt's keys in place (`policy.attention`). Copies count for short completions (`SHORT`), scores for long."""
         scores = (0.0, 0.0)
         if shape.capped:
             many = min(self.group, max(1.0, (tokens - self.prompt) / self.completion))
@@ -159,7 +147,7 @@ def layer_bytes(shape: Shape, itemsize: int, copied: float = 0.0) -> float:
 
     RMSNorms keep a float32 input, and the normalised and the scaled output. Fused attention keeps its output, and
     queries, keys and values twice, and ``copied`` further keys and values. The MLP keeps gate, activated gate, up and
-    product. A mixture keeps its input and output once per expert as well.
+    product. A mixture keeps its input and output as well, once per expert that a token goes through.
     """
     norms = shape.norms * shape.hidden * (4 + 2 * itemsize)
     mlp = shape.gated * shape.intermediate + 2 * shape.experts * shape.hidden
@@ -193,37 +181,32 @@ def left_on_device() -> Any:
     return left
 
 
-class Trained(NamedTuple):
-    """Facts about training that the memory of activations depends on."""
-
-    head: bool = True  # Whether the output head is trained.
-    adapted: bool = False  # Whether most parameters are frozen, as with LoRA.
-    inputs_on_host: bool = False  # Whether inputs of checkpointed layers are in host memory.
-    on_way: int = 0  # Maximum bytes of gradients in transfer to the host in the backward. The plan adds them elsewhere.
-
-
 def activation_bytes(
-    shape: Shape, tokens: int, itemsize: int, checkpointing: int, device: str, copied: CopiedKeys = CopiedKeys(),
-    trained: Trained = Trained(),
+    shape: Shape, tokens: int, itemsize: int, checkpointing: int, device: str, copied: CopiedKeys = CopiedKeys(), *,
+    head_trained: bool = True, adapted: bool = False, inputs_on_host: bool = False, on_way: int = 0,
 ) -> int:  # fmt: skip
     """Estimate the peak bytes of one forward and backward, without weights and gradients: the largest of three moments.
 
     In the head: the layers' activations, the final norm, the head's input and its gradient, two float32 tiles of logits
     (`logprobs`), and the gradient of the head's weight. In the last layer: the layer's gradients, and for a tied head
     the weight's gradient, which waits for the embedding's gradient. In the embedding: its gradient in its dtype and in
-    float32, and if tied, both gradients and their sum in float32. If gradients go to the host, none is in transfer in
-    the head.
+    float32, and if tied, both gradients and their sum in float32. If gradients go to the host, at most ``on_way`` bytes
+    of gradients are in transfer. The plan counts these bytes as gradients, but the head may use them, because no
+    gradient is in transfer while the head runs.
+
+    ``adapted`` means that most parameters are frozen, as with LoRA. With ``inputs_on_host`` the inputs of checkpointed
+    layers are in host memory.
 
     Counted on fake CUDA tensors (tests/policy/test_fake_gpu.py). SmolLM2-135M in bfloat16 on a CPU: estimated 956 and
     1,740 MiB for 1,024 and 2,048 tokens (measured 953 and 1,697); with checkpointing 325 MiB for 1,024 tokens (measured
     272).
     """
-    kept, twice = kept_by_layers(shape, itemsize, checkpointing, copied, trained.inputs_on_host)
-    weight = 4 * shape.vocabulary * shape.hidden if trained.head else 0
+    kept, twice = kept_by_layers(shape, itemsize, checkpointing, copied, inputs_on_host)
+    weight = 4 * shape.vocabulary * shape.hidden if head_trained else 0
     head = tokens * shape.hidden * (8 + 3 * itemsize) + 2 * 4 * TILE_ELEMENTS.get(device, 2**24) + weight
     # Peak of gradients inside one layer, per token: either in its MLP, or in its attention after the MLP's activations
     # are freed. The MLP has the gradients of gate and up, or the product's gradient and a LoRA adapter's float32 input.
-    inner, joined = max(itemsize, 4) if trained.adapted else itemsize, copied.inside
+    inner, joined = max(itemsize, 4) if adapted else itemsize, copied.inside
     mlp = (itemsize + inner) * shape.intermediate + itemsize * 2 * max(shape.experts, 1) * shape.hidden
     attention = itemsize * (
         joined * 2 * shape.keys - shape.gated * shape.intermediate - 2 * shape.experts * shape.hidden
@@ -237,7 +220,7 @@ def activation_bytes(
     attention += SCORE * shape.capped * copied.segment
     inside = tokens * (twice + max(mlp, attention)) + (weight if shape.tied else 0)
     embedding = tokens * shape.hidden * itemsize + weight * (3 if shape.tied else 1 + itemsize / 4)
-    return int(max(tokens * kept + max(head - trained.on_way, inside), embedding))
+    return int(max(tokens * kept + max(head - on_way, inside), embedding))
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +231,7 @@ class CacheNeed:
 
     @classmethod
     def of(cls, shape: Shape, itemsize: int, length: int, sequences: int) -> CacheNeed:
-        """Return the KV cache bytes of ``sequences`` sequences of ``length`` tokens. Windows would need less."""
+        """Return the KV cache bytes of ``sequences`` sequences of ``length`` tokens, as if no layer had a window."""
         per_token = 2 * shape.layers * shape.keys * itemsize
         # vLLM reserves one block of the KV cache, and the last block of a sequence is partly empty.
         return cls(per_token, (length + 2 * BLOCK) * per_token, (sequences + 1) * (length + BLOCK) * per_token)

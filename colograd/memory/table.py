@@ -14,10 +14,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from .description import RunDescription
 from .shape import CacheNeed
 
 MARGIN = 0.08  # Fraction of the device for CUDA graphs, NCCL and fragmentation. vLLM's default leaves as much free.
-CPU_SHARE = 4  # On a CPU the KV cache takes at most a quarter of free memory.
+CPU_SHARE = 4  # On a CPU the KV cache takes at most a quarter of free memory, unless one sequence needs more.
 PHASES = ("sampling", "training")
 GIB = 2**30
 # REMEDIES: advice if a plan doesn't fit any more after the engine was built, or activations were measured.
@@ -29,7 +30,7 @@ class RankBytes:
     """Bytes that a rank needs for the engine's weights, and for training the policy."""
 
     engine_weights: int  # 0 means that the run has no engine.
-    policy_weights: int  # 0 means that policy and engine share memory.
+    policy_weights: int  # 0 means that policy and engine share memory, or that the weights are on the host.
     gradients: int  # Allocated from a step's first backward to its optimizer step.
     optimizer: int
     exchange: int = 0  # Temporary bytes of gradients sent to other ranks, or of weights gathered from other ranks.
@@ -38,51 +39,46 @@ class RankBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan(RankBytes):
-    device: str
-    total: int
-    available: int  # Bytes for this process: the device's total minus the memory of other processes.
+    run: RunDescription
     activations: int  # Bytes of activations for a micro-batch of ``tokens`` tokens.
     engine: int  # Bytes of the engine without weights and KV cache.
     tokens: int
     measured: bool = False  # Whether activations are measured, not estimated.
-    kv_per_token: int = 0
     kv_bytes: int = 0  # Bytes of the KV cache. 0 means unknown until the engine is built.
     kv_tokens: int = 0
-    sleeps: bool = False  # Whether the KV cache is freed while the policy trains.
-    offloads: bool = False  # Whether the optimizer's state is on the host while the engine samples.
-    streams: bool = False  # Whether the optimizer's state stays on the host. `optimizer` is then bytes in transfer.
     reference: int = 0  # Bytes of the reference model on the device. 0 without one, or if it waits on the host.
     teacher: int = 0  # Bytes of the teacher model on the device. 0 without one, or if it waits on the host.
     strategy: str = "none"  # Name of the sharding strategy.
-    ranks: int = 1
-    offloads_gradients: bool = False  # Whether gradients move to the host. `gradients` is then bytes in transfer.
     remedies: str = ""  # Changes that would make the run fit. Empty if the run fits, or if no changes were tried.
 
     @property
     def margin(self) -> int:
-        return int(MARGIN * self.total)
+        return int(MARGIN * self.run.devices.total)
 
     def rows(self) -> list[tuple[str, int, int]]:
         """Return the rows of the table: (name of the part, bytes while sampling, bytes while training)."""
-        part = f", 1/{self.ranks}"
+        run, devices = self.run, self.run.devices
+        part = f", 1/{devices.ranks}"
         of_policy = part if self.strategy == "fsdp" else "" if self.policy_weights else " (shared)"
-        of_gradients = part if self.strategy in ("gradients", "fsdp") else ""
-        of_gradients += ", on their way to the host" if self.offloads_gradients else ""
-        of_state = ("" if self.strategy == "none" else part) + (", on its way through" if self.streams else "")
+        shared_out = self.strategy.rpartition("+")[2]  # "gradients" for tensor+gradients.
+        of_gradients = part if shared_out in ("gradients", "fsdp") else ""
+        of_gradients += ", on their way to the host" if run.offloads_gradients else ""
+        of_state = part if shared_out in ("optimizer", "gradients", "fsdp") else ""
+        of_state += ", on its way through" if run.streams else ""
         exchange = "gathered weights" if self.strategy == "fsdp" else "gradients on their way"
         activations = f"activations, {self.tokens:,} tokens ({'measured' if self.measured else 'estimated'})"
-        held = self.total - self.available
+        held = devices.total - devices.available  # Memory of other processes.
         weights = {
             "engine": self.engine_weights, f"policy{of_policy}": self.policy_weights, "reference": self.reference,
             "teacher": self.teacher,
         }  # fmt: skip
-        cache = (f"KV cache, {self.kv_tokens:,} tokens", self.kv_bytes, 0 if self.sleeps else self.kv_bytes)
+        cache = (f"KV cache, {self.kv_tokens:,} tokens", self.kv_bytes, 0 if run.sleeps else self.kv_bytes)
         return [
             ("held by others", held, held),
             *((f"weights of the {name}", size, size) for name, size in weights.items() if size or "policy" in name),
             (f"gradients{of_gradients}", 0, self.gradients),
             *([(exchange, 0, self.exchange)] if self.exchange else []),
-            (f"optimizer state{of_state}", 0 if self.offloads else self.optimizer, self.optimizer),
+            (f"optimizer state{of_state}", 0 if run.offloads or run.streams else self.optimizer, self.optimizer),
             (activations, self.engine, self.activations),
             *([cache] if self.engine_weights else []),
             ("kept free", self.margin, self.margin),
@@ -91,14 +87,14 @@ class MemoryPlan(RankBytes):
     def remains(self, phase: str) -> int:
         """Return the bytes left in ``phase`` of `PHASES`. A negative number means that the plan exceeds the device."""
         column = 1 + PHASES.index(phase)
-        return self.total - sum(int(row[column]) for row in self.rows())
+        return self.run.devices.total - sum(int(row[column]) for row in self.rows())
 
     @property
     def room(self) -> int:
         """Bytes that the KV cache may take, limited by training as well if the KV cache stays on the device."""
         empty = dataclasses.replace(self, kv_bytes=0)
         sampling = empty.remains("sampling")
-        return sampling if self.sleeps else min(sampling, empty.remains("training"))
+        return sampling if self.run.sleeps else min(sampling, empty.remains("training"))
 
     def takes(self, need: CacheNeed) -> bool:
         """Return whether training fits, and whether a KV cache of ``need.least`` bytes fits."""
@@ -108,12 +104,12 @@ class MemoryPlan(RankBytes):
     def with_cache(self, need: CacheNeed, on_gpu: bool = True) -> MemoryPlan:
         """Return the plan with a KV cache for one whole generation, or a smaller one if memory is short. On a CPU it
         has a quarter of free memory at most, and room for one full sequence at least."""
-        least, most = (0, max(self.room, 0)) if on_gpu else (need.least, self.available // CPU_SHARE)
+        least, most = (0, max(self.room, 0)) if on_gpu else (need.least, self.run.devices.available // CPU_SHARE)
         return dataclasses.replace(self, kv_bytes=max(least, min(need.wanted, most)))
 
     def with_engine(self, weights: int, apart: int, kv_tokens: int) -> MemoryPlan:
         """Return the plan with the built engine's bytes, and the bytes of policy weights ``apart`` from the engine."""
-        kv_bytes = self.kv_bytes or kv_tokens * self.kv_per_token
+        kv_bytes = self.kv_bytes or kv_tokens * self.run.need.per_token
         return dataclasses.replace(
             self, engine_weights=weights, policy_weights=apart, kv_bytes=kv_bytes, kv_tokens=kv_tokens
         )
@@ -125,14 +121,15 @@ class MemoryPlan(RankBytes):
 
     @property
     def fits(self) -> bool:
-        """Whether all parts fit into the device. Measured activations may use `MARGIN`."""
+        """Whether all parts fit into the device. If activations are measured, they may use the free margin."""
         slack = self.margin if self.measured else 0
         return min(self.remains(phase) for phase in PHASES) + slack >= 0
 
     def lines(self) -> list[str]:
         rows = [*self.rows(), ("remains", self.remains("sampling"), self.remains("training"))]
-        of_ranks = "" if self.strategy == "none" else f", sharding {self.strategy} over {self.ranks}"
-        head = f"memory of a rank{of_ranks}: {self.device}, {gib(self.total)} GiB"
+        devices = self.run.devices
+        of_ranks = "" if self.strategy == "none" else f", sharding {self.strategy} over {devices.ranks}"
+        head = f"memory of a rank{of_ranks}: {devices.name}, {gib(devices.total)} GiB"
         width = max(len(head), *(len(name) + 2 for name, _, _ in rows))
         lines = [f"{head:<{width}} {PHASES[0]:>9} {PHASES[1]:>9}"]
         return lines + [f"{f'  {name}':<{width}} {gib(a):>9} {gib(b):>9}" for name, a, b in rows]

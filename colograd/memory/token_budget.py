@@ -1,8 +1,8 @@
-"""The token budget: the maximum tokens of a micro-batch, measured once on a GPU, and halved if memory runs out.
+"""The token budget: the maximum tokens of a micro-batch (`max_tokens_per_microbatch`), halved if memory runs out.
 
-The optimizer step doesn't depend on the budget. `max_tokens_per_microbatch: auto` measures the peak memory of dummy
-rows of growing length beside all gradients, and fits a line. The budget fills `SHARE` of the memory that policy,
-engine and optimizer state leave free.
+The optimizer step doesn't depend on the budget. On a GPU, `auto` measures the peak memory of dummy rows of growing
+length while all gradients are allocated, and fits a line. The budget fills `SHARE` of the memory that policy, engine
+and optimizer state leave free.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..policy.second_models import kinds
 from .shape import SHORT
 
 SHARE = 0.8  # Fraction of free memory to fill. Fragmentation and unmeasured row lengths may need 20 %.
-# SMALLEST, LARGEST: smallest and largest number of tokens in a measured row. LARGEST tokens keep any GPU busy. Only a
-# longer sequence needs a longer row.
+# SMALLEST, LARGEST: smallest and largest number of tokens in a measured row. LARGEST tokens keep any GPU busy. Only
+# longer sequences, and rows that several ranks divide, need a longer row.
 SMALLEST, LARGEST = 1024, 65536
 STEP = 256  # Token budgets are multiples of 256.
 
@@ -36,7 +36,7 @@ def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tu
         largest: number of tokens that is enough. No larger number is tried.
 
     Returns:
-        The tokens, a multiple of `STEP`, and their bytes on the line.
+        The tokens, a multiple of `STEP`, and their bytes on the line. (`SMALLEST` / 2, 0) if `SMALLEST` didn't fit.
     """
     # Because the line starts at the origin, the first size gives an upper estimate of the slope.
     x, y, slope, most = 0, 0.0, 0.0, largest
@@ -58,14 +58,10 @@ def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tu
 
 
 def measure(
-    train: Callable[[PackedRow], None],
-    clean: Callable[[], None],
-    shape: tuple[int, int, int],
-    rules: PackingRules,
-    pending_bytes: int,
-    ranks_per_sequence: int = 1,
-) -> tuple[int, int]:
-    """Measure the token budget of each rank's GPU. Return the smallest budget and its bytes. All ranks must call this.
+    train: Callable[[PackedRow], None], clean: Callable[[], None], shape: tuple[int, int, int], rules: PackingRules,
+    pending_bytes: int, ranks_per_sequence: int = 1,
+) -> tuple[int, int]:  # fmt: skip
+    """Measure the token budget that fits every rank's GPU. Return its tokens and bytes. All ranks must call this.
 
     Args:
         train: runs forward and backward of one micro-batch.
@@ -88,7 +84,7 @@ def measure(
             before = torch.cuda.memory_allocated(device)
             peaks.append(math.inf)
             with contextlib.suppress(torch.OutOfMemoryError):
-                train(dummy_row(STEP, of, device))  # A step's later micro-batches start with gradients.
+                train(dummy_row(STEP, of, device))  # Makes gradients, as before a step's later micro-batches.
                 torch.cuda.reset_peak_memory_stats(device)
                 train(row)
                 peaks[-1] = torch.cuda.max_memory_allocated(device) - before
@@ -135,7 +131,8 @@ def back_off(
 
 
 def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
-    """Return the step in new rows packed by ``rules``, with known per-token values. The count of trained rows is 0."""
+    """Return the step in new rows packed by ``rules``. Per-token values that all old rows have are copied. No row
+    counts as trained."""
     rows = pack_step(batch.groups, rules)
     for name in ("old_logprobs", *kinds()):  # tensors [N], one value per token
         recorded = [tensor for row in batch.rows if (tensor := row.scores.get(name)) is not None]
@@ -158,7 +155,8 @@ def repack(batch: StepBatch, rules: PackingRules) -> StepBatch:
 
 
 def free_memory(model: torch.nn.Module) -> None:
-    """Free gradients and a failed forward's activations. The exception must be gone, because it holds activations."""
+    """Free gradients and a failed forward's activations. The caller must have dropped the exception, which holds the
+    activations."""
     model.zero_grad(set_to_none=True)
     gc.collect()
     if torch.cuda.is_initialized():

@@ -1,6 +1,6 @@
 """Console output of a run: progress bars, and one line per optimizer step with the seconds of its phases.
 
-Each line is also a record of the logger `colograd`. Advice about settings has the level WARNING.
+Each line is also a record of the logger `colograd`. Warnings and advice have the level WARNING.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from transformers import TrainerCallback
 
 from ..usercode.untrusted import clean, printable
 
-# Phases of an optimizer step in the order of its line. Short phases are omitted; the rest of a step is `other`.
+# Phases of an optimizer step, in the order in which a step's line shows their seconds.
 PHASES = (
     "publish", "wake", "journal", "generate", "reward", "wait", "pack", "log", "sleep", "offload", "ref_logprobs",
     "teacher_logprobs", "old_logprobs", "train", "sync", "optimizer",
 )  # fmt: skip
 
-COLUMNS = 120  # Maximum characters of a step's line.
-LONG = 10.0  # Seconds after which the first step logs its progress.
+COLUMNS = 120  # Maximum characters of a step's line. Phases that don't fit are left out, the shortest first.
+LONG = 10.0  # Seconds after which a phase of the first step logs its progress.
 SHORTEST = 0.005  # Minimum seconds of a phase in a step's line.
 RECENT = 20  # Number of past steps that the remaining time is estimated from.
 
@@ -49,7 +49,7 @@ class Console(TrainerCallback):
             with contextlib.suppress(OSError, ValueError):  # Printing fails if a disk is full or a pipe closed.
                 tqdm.write(printable(line), file=sys.stdout)
                 sys.stdout.flush()
-            LOGGER.log(level, "%s", clean(line), stacklevel=2)  # Log handlers may encode lines as UTF-8.
+            LOGGER.log(level, "%s", clean(line), stacklevel=2)  # A log handler may write UTF-8, which lacks surrogates.
 
     def warn(self, line: str) -> None:
         self.say(line, logging.WARNING)
@@ -79,7 +79,7 @@ class Console(TrainerCallback):
                 rates[name] = f" ({metrics[f'train/{tokens}_tokens'] / seconds[name]:,.0f} tok/s)"
         left = self._time_left(step, max_steps)
         tail = f" | {left}" if left else ""
-        # Use `COLUMNS` characters for the longest phases. Token rates are dropped first.
+        # Show as many phases as fit, the longest ones. Show token rates only if two phases fit with them.
         longest = sorted(seconds, key=seconds.__getitem__, reverse=True)
         with_rates = [(count, rates) for count in range(len(longest), 1, -1)]
         line = head + tail
@@ -93,7 +93,7 @@ class Console(TrainerCallback):
             self.say("no group has a reward difference: nothing to train on, the optimizer steps on zeros")
 
     def _time_left(self, step: int, max_steps: int) -> str:
-        """Estimate the remaining time of the run from the last steps, as text. Empty at the end or if unknown."""
+        """Format the remaining time of the training, estimated from the last steps. Empty at the end or if unknown."""
         if self._ended and step < self._ended[-1][1]:  # The step number fell: a second training has begun.
             self._ended.clear()
         self._ended.append((time.monotonic(), step))
@@ -146,7 +146,8 @@ def until(seconds: float, now: datetime | None = None) -> str:
 
 
 class Progress:
-    """Progress of one phase of a step. ``tell`` gets a line after `LONG` seconds, then at each doubling of the time."""
+    """Progress of one phase of a step. ``tell`` gets a line at the first update after `LONG` seconds, then after
+    each doubling of the time."""
 
     def __init__(self, total: int, name: str, unit: str, shown: bool, tell: Callable[[str], None]) -> None:
         self._bar = tqdm(total=total, unit=unit, desc=name, leave=False, miniters=0, disable=not shown)
@@ -155,13 +156,13 @@ class Progress:
         self._done, self._tokens, self._is_sampled = 0, 0, False
 
     def sampled(self, tokens: int) -> None:
-        """Add tokens of unfinished completions. Afterwards `update` adds no tokens, because they were counted."""
+        """Add tokens of unfinished completions. From then on `update` adds no tokens, so that none counts twice."""
         self._is_sampled = True
         self._tokens += tokens
         self.update(0, done=0)
 
     def update(self, tokens: int, done: int = 1) -> None:
-        """Count one finished item, and its tokens."""
+        """Count ``done`` finished items, and their ``tokens`` unless `sampled` counts tokens."""
         self._done, self._tokens = self._done + done, self._tokens + (0 if self._is_sampled else tokens)
         seconds = max(time.perf_counter() - self._started, 1e-9)
         rate = f"{self._tokens / seconds:,.0f} tok/s"

@@ -21,17 +21,17 @@ def _nothing() -> Iterator[None]:
 class NoRecord(TrainerCallback):
     """The recorder of a run that isn't recorded: its methods do nothing. An extension's recorder overrides all."""
 
-    trackers: Any = None  # Charts that a recorder sends to trackers such as wandb.
+    trackers: Any = None  # Object of a recorder that sends charts to trackers such as wandb.
 
     def nothing(self, *args: Any, **kwargs: Any) -> Any:
         """Do nothing. Return a context manager that also works as a decorator, for the methods that are contexts."""
         return _nothing()
 
-    # Contexts: a whole training; sampling on this rank; forward and backward passes of an optimizer step; the passes
-    # of rows that are trained while other ranks still sample.
+    # Contexts. `run`: a whole training. `watching`: sampling on this rank. `trains`: forward and backward passes of an
+    # optimizer step. `trains_early`: passes of rows that are trained while other ranks still sample.
     run = watching = trains = trains_early = nothing
-    # Events: all ranks have sampled; data of this rank for a step's statistics; a step's rollout statistics over all
-    # ranks; a micro-batch's log-probabilities (N,) by the trainer; a step's metrics; an evaluation's scored groups.
+    # Events. `note`: this rank's data for a step's statistics. `sampled`: a step's statistics of rollouts on all ranks.
+    # `keep`: the trainer's log-probabilities (N,) of a micro-batch. `step`: a step's metrics.
     all_sampled = note = sampled = keep = step = evaluated = nothing
 
 
@@ -51,18 +51,19 @@ class Events:
             self.console.warn(line)
 
     def decoded(self, groups: Sequence[Group], texts: Sequence[list[str]]) -> None:
-        """Pass the decoded texts of groups to the completions log."""
+        """Pass the decoded texts of groups to the completions log, if there is one."""
         if self.completions is not None:
             self.completions.keep(groups, texts)
 
     def sampled(self, steps: Sequence[Sequence[ScoredGroup]], trainer: Any) -> None:
-        """Write the scored groups of each optimizer step to the completions log. A collective: all ranks must call."""
+        """Write the scored groups of each optimizer step to the completions log, if there is one. All ranks must call
+        this."""
         if self.completions is not None:
             with self.times.phase("log"):
                 self.completions.add(steps, trainer.decode, trainer.state)
 
     def evaluated(self, groups: Sequence[ScoredGroup], name: str, trainer: Any) -> None:
-        """Write an evaluation's groups to the record and the completions log. A collective: all ranks must call."""
+        """Write an evaluation's groups to the record and the completions log. All ranks must call this."""
         self.recorder.evaluated(groups, name)
         if self.completions is not None:
             self.completions.add_evaluation(groups, trainer.decode, trainer.state, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,68 +14,56 @@ import torch
 from ..parallel import watchdog
 from ..parallel.ranks import gather
 
+JOINS: dict[str, Callable[[Iterable[float]], float]] = {"sum": sum, "count": sum, "total": sum, "min": min, "max": max}
+
 
 class Metrics:
     """One rank's means, totals, minima and maxima. Values may be GPU tensors; only `reduce` copies them to the host."""
 
     def __init__(self) -> None:
-        self._means: dict[str, list[Any]] = {}  # Means by name, each as [sum, count].
-        self._totals: dict[str, Any] = {}
-        self._minima: dict[str, list[Any]] = defaultdict(list)
-        self._maxima: dict[str, list[Any]] = defaultdict(list)
+        self._sums: dict[tuple[str, str], Any] = {}  # Sums by (key of `JOINS`, name). A mean is sum and count.
+        self._extremes: dict[tuple[str, str], list[Any]] = defaultdict(list)
 
-    def total(self, name: str, value: float | torch.Tensor) -> None:
-        self._totals[name] = self._totals.get(name, 0.0) + value
+    def total(self, name: str, value: float | torch.Tensor, kind: str = "total") -> None:
+        self._sums[kind, name] = self._sums.get((kind, name), 0.0) + value
 
     def update(self, sums: Mapping[str, tuple[Any, Any]], minima: Mapping[str, Any], maxima: Mapping[str, Any]) -> None:
         """Add the metrics of a loss: ``sums`` maps names to (sum, count)."""
         for name, (total, count) in sums.items():
-            entry = self._means.setdefault(name, [0.0, 0.0])
-            entry[0], entry[1] = entry[0] + total, entry[1] + count
-        for extremes, values in ((self._minima, minima), (self._maxima, maxima)):
+            self.total(name, total, "sum")
+            self.total(name, count, "count")
+        for kind, values in (("min", minima), ("max", maxima)):
             for name, value in values.items():
-                extremes[name].append(value)
+                self._extremes[kind, name].append(value)
 
     def reduce(self, counted: bool = True) -> dict[str, float]:
-        """Return all metrics by name, reduced over the ranks with ``counted`` true. Ranks communicate once."""
-        extremes = (*self._minima.values(), *self._maxima.values())
-        known = iter(numbers(itertools.chain(itertools.chain(*self._means.values()), self._totals.values(), *extremes)))
-        own: tuple[dict[str, Any], ...] = (
-            {name: (next(known), next(known)) for name in self._means},
-            {name: next(known) for name in self._totals},
-            {name: min(next(known) for _ in values) for name, values in self._minima.items()},
-            {name: max(next(known) for _ in values) for name, values in self._maxima.items()},
-        )
-        result: dict[str, float] = {}
-        joins: tuple[Any, ...] = (_mean, sum, min, max)
-        for join, ranks in zip(joins, zip(*gather(own if counted else ({}, {}, {}, {})), strict=True), strict=True):
-            for name in dict.fromkeys(name for rank in ranks for name in rank):
-                result[name] = join([rank[name] for rank in ranks if name in rank])
-        return {name: value for name, value in result.items() if value is not None}
-
-
-def _mean(parts: Iterable[tuple[float, float]]) -> float | None:
-    total, count = (sum(column) for column in zip(*parts, strict=True))
-    return total / count if count else None
+        """Return all metrics by name, reduced over the ranks with ``counted`` true. All ranks must call this."""
+        known = iter(numbers(itertools.chain(self._sums.values(), *self._extremes.values())))
+        own = {key: next(known) for key in self._sums}
+        own |= {key: JOINS[key[0]]([next(known) for _ in values]) for key, values in self._extremes.items()}
+        ranks = gather(own if counted else {})
+        keys = dict.fromkeys(key for rank in ranks for key in rank)
+        joined = {key: JOINS[key[0]]([rank[key] for rank in ranks if key in rank]) for key in keys}
+        means = {n: joined["sum", n] / count for (kind, n), count in joined.items() if kind == "count" and count}
+        return means | {name: value for (kind, name), value in joined.items() if kind not in ("sum", "count")}
 
 
 def numbers(values: Iterable[float | torch.Tensor]) -> list[float]:
     """Convert numbers and () tensors to floats, with one copy to the host per device."""
-    given = list(values)
-    found = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in given]
+    result: list[Any] = list(values)
     places: dict[torch.device, list[int]] = defaultdict(list)
-    for place, value in enumerate(given):
+    for place, value in enumerate(result):
         if isinstance(value, torch.Tensor):
             places[value.device].append(place)
     for of_device in places.values():
-        read = torch.stack([given[place].detach().double().reshape(()) for place in of_device]).tolist()  # type: ignore[union-attr]
+        read = torch.stack([result[place].detach().double().reshape(()) for place in of_device]).tolist()
         for place, value in zip(of_device, read, strict=True):
-            found[place] = value
-    return found
+            result[place] = value
+    return [float(value) for value in result]
 
 
 class PhaseTimes:
-    """Wall-clock seconds of each phase of an optimizer step. No second is counted twice."""
+    """Wall-clock seconds of each phase of an optimizer step."""
 
     def __init__(self, synchronize: bool = False) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -100,13 +88,13 @@ class PhaseTimes:
         self.seconds[target] += seconds
 
     def begin_step(self) -> None:
-        """Start a new step. Seconds counted so far are dropped, because they belong to an evaluation."""
+        """Start a new step. Drop the seconds since the last one, which starting, logging, evaluating or saving took."""
         self.seconds.clear()
         self._step_began = time.perf_counter()
 
     def end_step(self) -> dict[str, float]:
         """Return the seconds of the step's phases, ``step_time``, and ``time/other``: seconds outside all phases. On a
-        GPU also ``train/alloc_retries``: how often its allocator found no memory, freed its cache and retried."""
+        GPU also ``train/alloc_retries``: how often torch's allocator found no memory, freed its cache and retried."""
         taken, step_time = self.take(), time.perf_counter() - self._step_began
         before, self._retries = self._retries, self._alloc_retries()
         retries = {"train/alloc_retries": float(self._retries - before)} if self._synchronize else {}

@@ -308,8 +308,9 @@ def planned(trainer: Any) -> dict[str, int]:
     from colograd.memory.table import PHASES
 
     plan = trainer.memory_plan
-    others = plan.total - plan.available
-    found = {phase: plan.total - others - plan.margin - plan.remains(phase) for phase in PHASES}
+    devices = plan.run.devices
+    others = devices.total - devices.available
+    found = {phase: devices.total - others - plan.margin - plan.remains(phase) for phase in PHASES}
     return {**found, "margin": plan.margin, "kv_bytes": plan.kv_bytes}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, Qwen2Config
 
+from colograd.config import ModelConfig
 from colograd.memory.description import STRATEGIES, WHOLE, Devices, PolicySizes, RunDescription
 from colograd.memory.estimate import RankBytes, bytes_per_rank
 from colograd.memory.shape import Lengths, Shape
@@ -61,7 +62,8 @@ def folder_of(name: str, place: Path) -> Path:
 def sizes(place: Path, rank: int = 0) -> tuple[Shape, PolicySizes]:
     """Return the sizes of a bfloat16 policy, with a LoRA of ``rank`` if above 0."""
     model: Any = outline(str(place), torch.bfloat16)
-    model = with_adapter(model, rank) if rank else model
+    lora = {"use_peft": True, "lora_r": rank, "lora_dropout": 0.0, "lora_target_modules": ["all-linear"]}
+    model = with_adapter(model, ModelConfig(**lora).peft_config()) if rank else model
     return Shape.of(model.config), PolicySizes.of(model, "adamw_split", 2)
 
 

@@ -19,7 +19,7 @@ from colograd.engine.arguments import engine_dtype, engine_kwargs
 from colograd.engine.protocol import EngineUse
 from colograd.memory import description as memory
 from colograd.memory.choice import auto, plan_or_raise
-from colograd.memory.description import PLANNED_TOKENS, Devices, RunDescription, Workload, describe_run
+from colograd.memory.description import PLANNED_TOKENS, Devices, RunDescription, describe_run
 from colograd.memory.shape import CacheNeed, Shape
 from colograd.memory.table import GIB, PHASES, MemoryPlan
 from colograd.policy.outline import outline
@@ -30,15 +30,23 @@ LLAMA = {
     "num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": HEADS,
     "num_key_value_heads": KEYS, "head_dim": HEAD, "vocab_size": VOCABULARY,
 }  # fmt: skip
+
+
+def described_as(**changes: bool) -> Any:
+    """The facts of a run that a plan reads."""
+    facts = dict.fromkeys(("sleeps", "offloads", "streams", "offloads_gradients"), False) | changes
+    return SimpleNamespace(devices=Devices(1, 100 * GIB, 98 * GIB), **facts)
+
+
 PLAN = MemoryPlan(
-    device="a GPU", total=100 * GIB, available=98 * GIB, engine_weights=10 * GIB, policy_weights=0, gradients=20 * GIB,
-    optimizer=30 * GIB, activations=15 * GIB, engine=3 * GIB, tokens=4096,
+    run=described_as(), engine_weights=10 * GIB, policy_weights=0, gradients=20 * GIB, optimizer=30 * GIB,
+    activations=15 * GIB, engine=3 * GIB, tokens=4096,
 )  # fmt: skip
 
 
 def described(config: GRPOConfig, model: Any, length: int, sequences: int, tokens: int, shared: bool) -> RunDescription:
     devices = memory.own_devices(config.device, model)
-    return describe_run(config, model, devices, Workload(length, sequences, tokens), shared=shared)
+    return describe_run(config, model, devices, length, sequences, tokens=tokens, shared=shared)
 
 
 def planned(*args: Any, strategy: str = "none", **sizes: Any) -> MemoryPlan:
@@ -67,9 +75,9 @@ def test_the_cache_gets_what_is_left_in_every_phase_in_which_it_exists() -> None
     assert PLAN.room == pytest.approx(min(sampling, training) * GIB, rel=1e-9) and training < sampling
     full = dataclasses.replace(PLAN, kv_bytes=PLAN.room)
     assert full.remains("training") == pytest.approx(0, abs=1), "a micro-batch may be trained while it is in use"
-    asleep = dataclasses.replace(PLAN, sleeps=True)
+    asleep = dataclasses.replace(PLAN, run=described_as(sleeps=True))
     assert asleep.room == pytest.approx(sampling * GIB, rel=1e-9), "it shares the space of gradients and activations"
-    both = dataclasses.replace(PLAN, sleeps=True, offloads=True)
+    both = dataclasses.replace(PLAN, run=described_as(sleeps=True, offloads=True))
     assert both.room == pytest.approx((sampling + 30) * GIB, rel=1e-9)
     assert dataclasses.replace(PLAN, policy_weights=10 * GIB).room == PLAN.room - 10 * GIB
     assert dataclasses.replace(PLAN, kv_bytes=GIB).room == PLAN.room, "of itself it takes nothing away"
@@ -85,7 +93,7 @@ def test_the_cache_is_no_larger_than_a_generation_can_use() -> None:
 
 def test_a_plan_takes_a_cache_of_one_sequence_only_beside_training() -> None:
     assert PLAN.takes(CacheNeed(1000, 15 * GIB, 400 * GIB)) and not PLAN.takes(CacheNeed(1000, 16 * GIB, 400 * GIB))
-    asleep = dataclasses.replace(PLAN, sleeps=True)
+    asleep = dataclasses.replace(PLAN, run=described_as(sleeps=True))
     assert asleep.takes(CacheNeed(1000, 40 * GIB, 400 * GIB)), "while it samples there is more room"
     crowded = dataclasses.replace(asleep, gradients=60 * GIB)
     assert crowded.room == asleep.room and not crowded.takes(CacheNeed(1000, GIB, GIB)), "but training must fit too"
@@ -102,7 +110,7 @@ def test_on_a_cpu_it_takes_a_quarter_of_what_is_free_and_one_sequence_always() -
 
 
 def test_the_table_is_aligned_and_adds_up() -> None:
-    plan = dataclasses.replace(PLAN, kv_bytes=5 * GIB, kv_tokens=40_960, sleeps=True)
+    plan = dataclasses.replace(PLAN, kv_bytes=5 * GIB, kv_tokens=40_960, run=described_as(sleeps=True))
     head, *lines = plan.table().splitlines()
     assert head.split() == ["memory", "of", "a", "rank:", "a", "GPU,", "100.00", "GiB", "sampling", "training"]
     assert len({len(line) for line in (head, *lines)}) == 1, "aligned"
@@ -165,7 +173,8 @@ def test_a_gpu_s_plan_counts_this_process_s_tensors_as_free(gpu: None) -> None:
     config, model = made(Cuda, max_tokens_per_microbatch=2048), llama()
     plan = planned(config, model, length=200, sequences=16, tokens=2048, shared=False)
     numel = sum(p.numel() for p in model.parameters())
-    assert (plan.total, plan.available, plan.tokens) == (10 * GIB, 19 * GIB // 2, 2048)
+    devices = plan.run.devices
+    assert (devices.total, devices.available, plan.tokens) == (10 * GIB, 19 * GIB // 2, 2048)
     assert (plan.engine_weights, plan.policy_weights, plan.optimizer) == (2 * numel, 2 * numel, 10 * numel)
     assert plan.kv_bytes == 17 * (200 + 128) * 2 * LAYERS * KEYS * HEAD * 2, "16 sequences and one to spare"
     shared = planned(config, model, length=200, sequences=16, tokens=2048, shared=True)
@@ -274,9 +283,9 @@ def test_ranks_of_one_engine_share_its_keys_down_to_one_head_each(ranks: int, he
 def test_on_a_cpu_sleep_and_offload_change_nothing(tmp_path: Any, settings: dict[str, Any]) -> None:
     config = tiny.config(tmp_path, vllm_enable_sleep_mode=True, **settings)
     plan = planned(config, llama(), 64, 8, 4096, False)
-    assert not plan.sleeps and not plan.offloads and plan.device.startswith("cpu")
+    assert not plan.run.sleeps and not plan.run.offloads and plan.run.devices.name.startswith("cpu")
     assert plan.kv_bytes == 9 * (64 + 128) * 2 * LAYERS * KEYS * HEAD * 2
-    assert 0 < plan.available <= plan.total
+    assert 0 < plan.run.devices.available <= plan.run.devices.total
 
 
 def test_a_run_is_the_same_before_its_model_is_loaded(tmp_path: Any, gpu: None) -> None:
@@ -300,6 +309,8 @@ def test_a_plan_knows_its_strategy_of_sharding(monkeypatch: pytest.MonkeyPatch, 
     assert {"gradients, 1/4", "optimizer state, 1/4", "gradients on their way"} <= set(names)
     assert plan.table().startswith("memory of a rank, sharding gradients over 4: a GPU, 10.00 GiB")
     assert planned(made(Cuda), model, 200, 16, 2048, True, strategy="auto").strategy == "none", "there is room for all"
+    own = planned(made(Cuda), model, 200, 16, 2048, True, strategy="mine.strategies:Mine")
+    assert own.optimizer == 10 * numel and "optimizer state" in [name for name, *_ in own.rows()], "as with none"
 
 
 def test_training_that_does_not_fit_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:

@@ -46,7 +46,7 @@ def test_every_way_fits_as_much_as_the_next_or_less(qwen: Path) -> None:
     assert rooms[0] < 0 < rooms[1] < min(rooms[2:])
     for strategy in STRATEGIES:
         plan = best_plan(run, strategy).with_cache(run.need)
-        assert (plan.strategy, plan.ranks) == (strategy, 8)
+        assert (plan.strategy, plan.run.devices.ranks) == (strategy, 8)
         assert fits(run, strategy) == (min(plan.remains(phase) for phase in PHASES) >= 0)
 
 

@@ -58,8 +58,9 @@ def test_tensors_keep_their_exact_value() -> None:
 
 def test_ranks_are_weighed_by_their_counts_and_totals_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 has 1 thing, rank 1 has 3: the mean is over 4 things, not over 2 means. Names may differ."""
-    means, totals = {"mean": (9.0, 3.0), "theirs": (4.0, 2.0)}, {"tokens": 30.0, "few": 2.0}
-    other = (means, totals, {"low": -2.0}, {"high": 0.5, "top": 1.0})
+    other = {("sum", "mean"): 9.0, ("count", "mean"): 3.0, ("sum", "theirs"): 4.0, ("count", "theirs"): 2.0}
+    other |= {("total", "tokens"): 30.0, ("total", "few"): 2.0}
+    other |= {("min", "low"): -2.0, ("max", "high"): 0.5, ("max", "top"): 1.0}
     monkeypatch.setattr(module, "gather", lambda local: [local, other])
     metrics = Metrics()
     metrics.update({"mean": (1.0, 1)}, {}, {})

@@ -56,13 +56,9 @@ def products(size: int = 2048, seed: int = 0, examples: int = 2) -> Dataset:
             rows.append({"prompt": [_message("system", "Use the tool."), *shown, question], "answer": str(a * b)})
             continue
         call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": f"{a} * {b}"}}}
+        calling = _message("assistant", "") | {"tool_calls": [call]}
         answer = _message("tool", str(a * b)) | {"name": "calculator"}
-        shown += [
-            question,
-            _message("assistant", "") | {"tool_calls": [call]},
-            answer,
-            _message("assistant", str(a * b)),
-        ]
+        shown += [question, calling, answer, _message("assistant", str(a * b))]
     return Dataset.from_list(rows)
 
 

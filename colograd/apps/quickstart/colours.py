@@ -76,16 +76,12 @@ def make_model(folder: Path, seed: int = 0) -> None:
     layers = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = {"model_type": "llama", "vocab_size": len(tokenizer), "head_dim": 32, "num_key_value_heads": 1}
     torch.manual_seed(seed)
-    model = hf.Idefics3ForConditionalGeneration(
-        hf.Idefics3Config(
-            text_config={**layers, **text, **ends, "max_position_embeddings": 128, "tie_word_embeddings": False},
-            vision_config={**layers, "image_size": SIDE, "patch_size": SIDE // 4},
-            scale_factor=2,
-            image_token_id=tokenizer.convert_tokens_to_ids(SPECIAL[0]),
-            tie_word_embeddings=False,
-            **ends,
-        )
-    )
+    config = hf.Idefics3Config(
+        text_config={**layers, **text, **ends, "max_position_embeddings": 128, "tie_word_embeddings": False},
+        vision_config={**layers, "image_size": SIDE, "patch_size": SIDE // 4}, scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids(SPECIAL[0]), tie_word_embeddings=False, **ends,
+    )  # fmt: skip
+    model = hf.Idefics3ForConditionalGeneration(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:

@@ -90,11 +90,9 @@ def _write_model(source: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, GgufConfig
 
     tokenizer = _tokenizer(source)
+    # The 4-bit weights are dequantised exactly to float32, and rounded once to bfloat16.
     model = AutoModelForCausalLM.from_pretrained(
-        source.parent,
-        gguf_file=source.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,  # The 4-bit weights are dequantised exactly to float32, and rounded once to bfloat16.
+        source.parent, gguf_file=source.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     ).to(torch.bfloat16)
     # In the GGUF file the model's name is wrong: it names the base model's training data.
     model.config._model_name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -113,8 +111,8 @@ def _tokenizer(source: Path) -> Any:
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     # transformers 5.17 reads four settings of this GGUF file wrongly: 1. The end-of-sequence token is "<|im_start|>",
-    # so completions would never end. 2. The pre-tokenizer doesn't split digits, although the file's type "smollm" means
-    # that. 3. The decoder is SentencePiece's. 4. Spaces are cleaned up.
+    # so completions would never end. 2. The pre-tokenizer doesn't split digits, although the file's type "smollm" needs
+    # that. 3. The decoder is SentencePiece's. 4. Decoding removes spaces before punctuation.
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])

@@ -12,6 +12,7 @@ from typing import Any
 from ...config.sharding import TENSOR
 from ...memory.choice import best_plan, fits
 from ...memory.description import RunDescription
+from ...memory.estimate import bytes_per_rank
 from ...memory.shape import again
 from ...memory.table import MemoryPlan, gib
 from .host_stream import device_bytes, on_way
@@ -114,7 +115,7 @@ def remedies(run: RunDescription, strategy: str, fit: Callable[..., bool]) -> It
     if not (run.offloads or run.streams) and fit(offloads=True):
         yield "offload_optimizer: sampling"
     if run.can_stream and not run.streams and fit(streams=True):
-        moved = gib(run.sizes.optimizer // run.devices.ranks)
+        moved = gib(bytes_per_rank(run, strategy).optimizer)
         yield f"offload_optimizer: stream ({moved} GiB each way over the bus per step)"
     goes_to_host = strategy != "fsdp" and run.ranks_per_sequence == 1
     if run.can_stream and not run.offloads_gradients and goes_to_host:

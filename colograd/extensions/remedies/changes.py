@@ -17,7 +17,7 @@ MOST_RANKS = 1024  # Largest number of ranks to propose.
 
 
 def remedies(run: RunDescription, strategy: str) -> str:
-    """Return a sentence without full stop that lists changes of settings. Each single change makes the run fit."""
+    """Return a sentence without full stop: changes of settings, each enough to make the run fit, or that none is."""
     if not (found := [*_changes(run, strategy)]):
         return "no single change would fit this device: take a smaller model or larger GPUs"
     return f"what would fit: {'; or '.join(found)}"
@@ -56,35 +56,25 @@ def _changes(run: RunDescription, strategy: str) -> Iterator[str]:
             yield f"sequence_parallel_size: {size} ({size} ranks share out each row's tokens)"
         if larger := next(_in_larger_engines(run), None):
             yield larger
-    if run.sizes.trained == run.sizes.elements:
-        adapted = with_adapter(run.sizes, adapter_elements(run.shape, LORA_RANK))
-        if fit("none", sizes=adapted, reference=0):
-            yield f"use_peft: true (LoRA, rank {LORA_RANK})"
+    whole = run.sizes.trained == run.sizes.elements
+    if whole and fit("none", sizes=with_adapter(run.sizes, run.shape), reference=0):
+        yield f"use_peft: true (LoRA, rank {LORA_RANK})"
     if (length := _shorter(run, strategy)) is not None:
         yield f"vllm_max_model_length: {length}, with completions and prompts shorter alike"
     if on_gpu and (more := _more_ranks(run)):
         yield more
 
 
-def with_adapter(sizes: PolicySizes, trained: int) -> PolicySizes:
-    """Return the sizes of the frozen model with a LoRA adapter of ``trained`` elements in the model's dtype."""
+def with_adapter(sizes: PolicySizes, shape: Shape) -> PolicySizes:
+    """Return the sizes of the frozen model with a LoRA adapter of rank `LORA_RANK` in the model's dtype. All linear
+    layers of a dense model have the adapter's matrices A and B."""
+    attention = 2 * (shape.hidden + shape.queries) + 2 * (shape.hidden + shape.keys)
+    trained = shape.layers * LORA_RANK * (attention + 3 * (shape.hidden + shape.intermediate))
     share = trained / max(sizes.trained, 1)
     return dataclasses.replace(
-        sizes,
-        elements=sizes.elements + trained,
-        trained=trained,
-        weights=sizes.weights + trained * sizes.itemsize,
-        gradients=int(sizes.gradients * share),
-        optimizer=int(sizes.optimizer * share),
-        largest=0,
-        matrix=0,
-    )
-
-
-def adapter_elements(shape: Shape, rank: int) -> int:
-    """Return the number of elements in LoRA's matrices A and B of all linear layers."""
-    attention = 2 * (shape.hidden + shape.queries) + 2 * (shape.hidden + shape.keys)
-    return shape.layers * rank * (attention + 3 * (shape.hidden + shape.intermediate))
+        sizes, elements=sizes.elements + trained, trained=trained, weights=sizes.weights + trained * sizes.itemsize,
+        gradients=int(sizes.gradients * share), optimizer=int(sizes.optimizer * share), largest=0, matrix=0,
+    )  # fmt: skip
 
 
 def _shorter(run: RunDescription, strategy: str) -> int | None:

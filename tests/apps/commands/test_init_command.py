@@ -77,11 +77,11 @@ def test_columns_are_found_and_the_reward_works(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--data", "gone.jsonl"], "there is no file gone.jsonl"),
-        (["--data", "bad.jsonl"], "bad.jsonl can't be read as jsonl"),
+        (["--data", "gone.jsonl"], "can't be loaded: there is no such file"),
+        (["--data", "bad.jsonl"], "'bad.jsonl' can't be loaded: line 1 isn't JSON"),
         (["--data", "rows.jsonl", "--prompt-column", "text"], "--prompt-column is 'text', but must be one of 'a', 'b'"),
         (["--data", "rows.jsonl"], "--prompt-column is '', but must be one of 'a', 'b'"),
-        (["--data", "rows.txt"], "rows.txt ends in '.txt'"),
+        (["--data", "rows.txt"], "it ends in '.txt': convert the file"),
         (["--model", "./gone"], "there is no folder ./gone"),
     ],
 )

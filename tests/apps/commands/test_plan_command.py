@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from paths import DOCS, RECIPES
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from colograd.apps import cli
 from colograd.apps import plan as command
@@ -257,6 +257,37 @@ def test_figures_are_those_of_a_run(qwen: Path, capsys: pytest.CaptureFixture[st
         assert strategies[strategy][8] == f"{plan.room / GIB:.1f}" and strategies[strategy][6] == f"{plan.tokens:,}"
 
 
+def test_an_adapter_on_experts_leaves_the_policy_unshared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM serves no adapter on experts: the engine gets merged copies, and the policy has weights of its own."""
+    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "hidden_size": 1024}
+    Qwen3MoeConfig(num_hidden_layers=8, vocab_size=4096, **experts).save_pretrained(tmp_path)
+    rank = ("--gpus", "1", "--gpu-memory", "16", "--context", "1024", "--lora-rank", "16")
+    _, merged, _ = planned(capsys, tmp_path, *rank)
+    assert float(merged["none"][1]) >= float(merged["none"][0]) > 0
+
+
+def test_a_class_of_the_users_is_planned_like_none(
+    qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(model=qwen) + "sharding: mine.strategies:Mine\n")
+    for memory, ends in (
+        ("80", "sharding: mine.strategies:Mine, planned like none, doesn't fit; "),
+        ("200", "sharding: mine.strategies:Mine fits, planned like none"),
+    ):
+        flags = ("--gpus", "8", "--gpu-memory", memory)
+        _, rows, after = planned(capsys, qwen, "--config", str(recipe), *flags)
+        _, plain, _ = planned(capsys, qwen, "--config", str(recipe), *flags, "--sharding", "none")
+        assert rows == {"mine.strategies:Mine": plain["none"]} and after.startswith(ends)
+
+
+def test_each_teacher_of_a_recipe_counts(qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(model=qwen) + f"teacher_model_name_or_path: {{one: {qwen}, two: {qwen}}}\n")
+    _, rows, _ = planned(capsys, qwen, "--config", str(recipe), "--gpus", "8", "--gpu-memory", "200")
+    assert float(rows["none"][1]) == pytest.approx(2 * 2 * large.PARAMETERS / GIB, abs=0.06)
+
+
 # -- recipes
 
 
@@ -282,7 +313,11 @@ def test_a_recipe_says_what_options_say(qwen: Path, tmp_path: Path, capsys: pyte
     assert cli.main(["plan", "--config", str(recipe), *gpus, *flags, "--completion", "256"]) == 0
     said = capsys.readouterr().out
     assert "sequences of up to 1,088 tokens, 64 per engine" in said and "(LoRA)" in said
-    assert "the adapter is planned on all linear layers, whichever the recipe names" in said
+    parts = [float(re.search(r"([\d.]+) M of them trained", said).group(1))]
+    for targets in (["q_proj", "v_proj"], ["q_proj"]):
+        assert cli.main(["plan", "--config", str(recipe), *gpus, *flags, "--lora_target_modules", *targets]) == 0
+        parts.append(float(re.search(r"([\d.]+) M of them trained", capsys.readouterr().out).group(1)))
+    assert parts[0] == parts[1] > parts[2], "peft's default for the architecture: queries and values"
 
 
 def test_recipe_without_prompt_limit_names_the_default(
