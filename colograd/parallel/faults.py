@@ -1,11 +1,11 @@
 """End all ranks together if one rank fails or dies while other ranks wait in a collective for this rank.
 
 `on_all_ranks` (in `ranks`) exchanges errors between collectives only, and a rank that waits in a collective can't be
-woken. So each rank keeps a TCP connection to rank 0. Rank 0 and the rank send each other signs of life (short messages
-every few seconds). Rank 0 learns of four kinds of failure. A rank that raises an error, or makes no progress (see
-`watchdog`), reports the failure. If a process dies, the system closes the connection. If a machine is lost, the
-connection times out. If a process is stopped, its signs of life end. Rank 0 then sends the failed rank's message to all
-ranks. Each rank ends by itself, or by force after `GRACE` seconds.
+woken. So each rank keeps a TCP connection to rank 0. Both ends send signs of life (short messages every few seconds).
+Each end learns of four kinds of failure. A rank that raises an error, or makes no progress (see `watchdog`), reports
+the failure. If a process dies, the system closes the connection. If a machine is lost, the connection times out. If a
+process is stopped, its signs of life end. Rank 0 then sends a message about the failure to all other ranks. Each rank
+that waits for the failed rank ends by itself, or by force after at most `GRACE` seconds.
 
 A process has one `FailureDetector`, from the first call of `ends_together` to `leave`. A run of one rank has only a
 watchdog.
@@ -35,11 +35,11 @@ from ..runtime import process
 from . import watchdog
 from .ranks import RankError, part, rank, time_limit, world_size
 
-GRACE = 10.0  # Seconds after a rank's failure until the ranks that wait for the failed rank are ended by force.
-GRACE_OF_HANGING = 5.0  # Seconds in place of GRACE if a rank made no progress, because other ranks waited already.
-DELIVERY = 0.5  # Seconds that a failing rank gives rank 0 to read the last message before the process ends.
-CAUSE = 5.0  # Seconds to wait for a connection, for a send, or for the reason of a lost connection.
-SILENCE = 30  # Seconds without an answer after which a machine counts as lost.
+GRACE = 10.0  # Maximum seconds until ranks that wait for a failed rank are ended by force.
+GRACE_OF_HANGING = 5.0  # Seconds in place of GRACE if a rank made no progress, because other ranks have waited already.
+DELIVERY = 0.5  # Seconds from a hanging rank's last message to the end of its process, to deliver the message.
+CAUSE = 5.0  # Maximum seconds to wait for a connection, for a send, or for the reason of a lost connection.
+SILENCE = 30  # Maximum seconds without an answer until a machine counts as lost.
 GONE = ""  # Value of `Fault.body` if the rank's process has ended or makes no progress.
 
 
@@ -48,7 +48,7 @@ class Fault:
     """The failure of a rank, as ranks send it to each other."""
 
     rank: int
-    body: str  # Name of the code that the rank left by an exception, e.g. "training 3". GONE: the process ended.
+    body: str  # The rank's last section (code in `ends_together`), e.g. "training 3". GONE: see the constant.
     text: str
     hangs: bool = False  # True if the process still exists, but makes no progress.
 
@@ -62,9 +62,9 @@ _numbers = itertools.count(1)  # all ranks create failure detectors in equal ord
 def ends_together(what: str) -> Iterator[None]:
     """Decorate a function that all ranks run together, so that the function ends on all ranks if one rank fails.
 
-    A rank fails if it raises an error, dies, or makes no progress for `rank_timeout` seconds. On each rank, the
-    function then raises `RankError` with the failed rank's message, or the process ends. If a decorated function calls
-    another decorated function, the inner call counts as part of the outer function.
+    A rank fails if it raises an error, dies, or makes no progress for `rank_timeout` seconds. On each other rank that
+    is still in the function, the function then raises `RankError` with a message about the failure, or the process ends
+    by force. If a decorated function calls another decorated function, the inner call is a part of the outer function.
 
     Args:
         what: the name of the function in messages, such as "training".
@@ -81,9 +81,10 @@ def ends_together(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def telling(what: str) -> Iterator[None]:
-    """Context manager: report an exception in the body to the other ranks at once, not when it leaves `ends_together`.
+    """Context manager: report an error in the body to the other ranks at once, not when it leaves `ends_together`.
 
-    Use it where the other ranks wait for the result of the body.
+    Use it where the other ranks wait for the result of the body. An error that follows from another rank's failure is
+    not reported.
 
     Args:
         what: the name of the body in messages.
@@ -98,19 +99,17 @@ def telling(what: str) -> Iterator[None]:
         raise
 
 
-stop_listeners: list[Callable[[str, float], None]] = []  # functions to call if another rank gets a stop signal
+stop_listeners: list[Callable[[str, float], None]] = []  # called with a signal's name and the seconds left
 
 
 def tell_stop(name: str, seconds: float) -> None:
-    """Send a signal that this rank received (e.g. SIGTERM) to all other ranks, with the seconds until the run must
-    end."""
+    """Make all other ranks call their `stop_listeners` with a signal's name and the seconds until the run must end."""
     if _present is not None:
         _present.send(stop=name, seconds=seconds)
 
 
 def leave() -> None:
-    """End the failure detection, because no collective follows and ranks may end at any time. `ends_together` restarts
-    it."""
+    """End the failure detection until the next `ends_together`: no collective follows, and ranks may end any time."""
     global _present
     if _present is not None:
         atexit.unregister(_present.leave)
@@ -119,7 +118,7 @@ def leave() -> None:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether ``error`` comes from a collective that failed because a different rank's process is gone."""
+    """Return whether ``error`` comes from a collective of torch, which fails e.g. if another rank's process is gone."""
     text = str(error)
     names_library = "/gloo/" in text or "NCCL" in text or "ProcessGroup" in text
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and names_library)
@@ -131,10 +130,10 @@ class _Link:
 
     connection: socket.socket
     rank: int  # Index of the rank at the other end.
-    last_words: str = ""  # Text of the last failure that this rank reported of itself.
-    signs: int = 1  # Number of "signs of life" (short messages) from this rank. 0 means that it was reported as silent.
-    stage: str = "the start"  # Description of this rank's progress in its last message.
-    silence: watchdog.Idle = field(default_factory=watchdog.Idle)  # Time since the last message from this rank.
+    last_words: str = ""  # Text of the last failure that the rank at the other end reported of itself.
+    signs: int = 1  # Counts the other end's signs of life (short messages). Set to 0 when its silence is reported.
+    stage: str = "the start"  # Work that the rank at the other end named in its last sign of life.
+    silence: watchdog.Idle = field(default_factory=watchdog.Idle)  # Time since the other end's last sign of life.
 
     def send(self, **message: Any) -> None:
         """Send a message as a line of JSON."""
@@ -147,9 +146,10 @@ class _Link:
 
 
 class FailureDetector:
-    """Reports a failure of this rank to all other ranks, and ends this rank's process if a different rank failed.
+    """Reports failures of this rank to the other ranks, and ends this process if it waits for a rank that failed.
 
-    Rank 0 has a link to each other rank, and sends the failures that it receives to all other ranks."""
+    Rank 0 has a link to each other rank, and sends the failures that it receives to all other ranks. Each other rank
+    has one link, to rank 0."""
 
     def __init__(self) -> None:
         self.rank = rank()
@@ -181,8 +181,8 @@ class FailureDetector:
             _start(self._accept, server, token)
         else:
             _start(self._connect)
-            # Wait for the connection, because rank 0 can't detect the death of a rank that hasn't connected. Don't wait
-            # longer, because rank 0 may start much later.
+            # Wait for the connection, because rank 0 can't detect the death of a rank that hasn't connected. Wait for
+            # at most CAUSE seconds, because rank 0 may start much later.
             self._is_connected.wait(CAUSE)
         self._watchdog.start()
 
@@ -230,13 +230,13 @@ class FailureDetector:
                 link.send(**message)
 
     def _fault(self) -> Fault | None:
-        """Return the first failure of a rank that this rank waits for: the failed rank has left the present section
-        (code that all ranks run together), has ended, or makes no progress."""
+        """Return the first failure that concerns this rank's last section (code that all ranks run together): the
+        failed rank raised an error in that section, has ended, or makes no progress. None without such a failure."""
         return next((fault for fault in self._faults if fault.body in (GONE, self._section)), None)
 
     def leave(self) -> None:
-        """Close the links after telling the other ranks that this rank ends: as planned, or by an uncaught
-        exception."""
+        """Send the other ranks the uncaught exception that ends this process, if there is one, and a goodbye. Then
+        close the links."""
         error = getattr(sys, "last_value", None)  # the uncaught exception that ends the process
         if error is not None:
             self._tell(Fault(self.rank, GONE, f"Rank {self.rank} failed: {type(error).__name__}: {error}"))
@@ -258,8 +258,8 @@ class FailureDetector:
                 link.send_fault(fault)
 
     def _receive(self, fault: Fault) -> None:
-        """Record the failure of a different rank. If this rank waits for the failed rank, start a thread that ends this
-        process after the grace period."""
+        """Record a rank's failure. If it is the first one that concerns the present section (see `_fault`), start a
+        thread that ends this process after the grace period."""
         with self._changed:
             self._faults.append(fault)
             self._changed.notify_all()
@@ -285,9 +285,9 @@ class FailureDetector:
         _exit(text)
 
     def _exchange_signs(self, passed: float) -> None:
-        """Send a sign of life (a short message), and check when other ranks sent a sign of life last. Time (``passed``
-        seconds since the last call) counts only in code that all ranks run together, where ranks wait for each
-        other."""
+        """Send a sign of life (a short message) over each link, and report ranks that have sent none for `rank_timeout`
+        seconds. Time (``passed`` seconds since the last call) counts only in code that all ranks run together, where
+        ranks wait for each other."""
         lost = []
         with self._sending:
             for link in self._links:
@@ -311,7 +311,7 @@ class FailureDetector:
 
     def _greet(self, connection: socket.socket, token: str) -> None:
         _prepare(connection, self.silence)
-        # A sender of other messages, or with another token, isn't a rank of this run.
+        # Drop a connection whose first message lacks the run's token, because it comes from another program.
         with (
             connection,
             connection.makefile("rb") as lines,
@@ -346,7 +346,8 @@ class FailureDetector:
             self._read(link, lines)
 
     def _read(self, link: _Link, lines: Iterable[bytes]) -> None:
-        """Read the messages of the rank at the other end of a link, until that rank leaves or is gone."""
+        """Send all earlier failures over a new link. Then read the messages of the rank at its other end, until that
+        rank leaves or is gone."""
         with self._sending:
             self._links.append(link)
             self._sockets.append(link.connection)

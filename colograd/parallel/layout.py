@@ -22,7 +22,7 @@ class RankLayout:
         rank           0 1 2 3 | 4 5 6 7
         data_rank      0 0 1 1 | 2 2 3 3    index of the engine; each engine samples 1 / data_size of a step's prompts
         engine_place   0 1 0 1 | 0 1 0 1    index of the rank in its engine
-        shard_group    (0 2 4 6), (1 3 5 7)  ranks with equal parts of the weights, which they divide among them
+        shard_group    (0 2 4 6), (1 3 5 7)  one rank per engine; if the policy is divided, all have the same part
         node           0 0 0 0 | 1 1 1 1
 
     With `policy_parts` 2 (tensor parallel) and `ranks_per_sequence` 2 (sequence parallel), 4 ranks train each row:
@@ -116,8 +116,8 @@ class Place:
 
 
 def check_places(places: Sequence[Place]) -> None:
-    """Raise a ValueError if nodes have different numbers of ranks, a node's ranks aren't consecutive, or two ranks have
-    one GPU."""
+    """Raise a ValueError if nodes have different numbers of ranks, a node's ranks aren't consecutive, or two ranks
+    share a GPU. ``places`` has all ranks, in rank order."""
     if len(places) == 1:
         return
     sizes = {place.ranks_per_node for place in places}
@@ -147,7 +147,7 @@ def check_places(places: Sequence[Place]) -> None:
 
 
 def check_engines(layout: RankLayout, places: Sequence[Place]) -> None:
-    """Raise a ValueError on all ranks if the ranks of a vLLM engine are on different machines."""
+    """Raise a ValueError if the ranks of a vLLM engine are on different machines."""
     size, on_node = layout.ranks_per_engine, layout.ranks_per_node
     for first in range(0, layout.world_size if size > 1 else 0, size):
         engine_places = places[first : first + size]

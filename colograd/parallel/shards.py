@@ -1,7 +1,7 @@
 """`Shard`: the part of a tensor that a tensor-parallel rank holds. `RankGroup`: ranks that exchange tensors.
 
-`sum_over_ranks` sums gradients once per optimizer step, several tensors in one collective. (DistributedDataParallel
-rejects float32 gradients of bfloat16 parameters, and would sum after each micro-batch.)
+`sum_over_ranks` sums gradients, several tensors in one collective. It is called once per optimizer step.
+(DistributedDataParallel rejects float32 gradients of bfloat16 parameters.)
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class RankGroup:
     place: int  # Index of this rank in `ranks`.
     group: Any
     on_host: Any = None  # Gloo process group of `ranks`, which `meets` and `gather` need.
-    exchanged: list[int] = field(default_factory=lambda: [0], compare=False)  # Number of collectives on the GPU.
+    # Number of exchanges of this group so far (sums, gathers and all-to-all; no broadcasts), which `meets` compares.
+    exchanged: list[int] = field(default_factory=lambda: [0], compare=False)
 
     def __deepcopy__(self, memo: Any) -> RankGroup:
         return self
@@ -124,8 +125,8 @@ class RankGroup:
         return tensor
 
     def meets(self, seconds: float) -> bool:
-        """Return whether all ranks of the group call `meets` within ``seconds``, after equally many collectives on the
-        GPU. If one rank were a collective behind, NCCL would pair its collective with the wrong one."""
+        """Return whether all ranks of the group call `meets` within ``seconds``, after equally many exchanges. If one
+        rank were an exchange behind, NCCL would pair this rank's next exchange with the other ranks' later one."""
         counted = torch.tensor([self.exchanged[0], -self.exchanged[0]])
         try:
             if self.size > 1:
@@ -209,8 +210,8 @@ class Lockstep:
 
 def parts_of(model: Any) -> Any:
     """Return a tensor-parallel model's attribute ``tensor_parts``, or None for any other model. The attribute has
-    ``engine`` (`RankGroup`), ``shards`` (parameter name -> this rank's `Shard`) and ``elements`` (number in the whole
-    model)."""
+    ``engine`` (`RankGroup`), ``shards`` (parameter name -> this rank's `Shard`) and ``elements`` (number of the whole
+    model's elements)."""
     return getattr(model, "tensor_parts", None)
 
 
@@ -242,8 +243,7 @@ def sum_over_ranks(
 
 
 def zero_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Set gradients that are None to zeros, so that the optimizer applies momentum and weight decay to all
-    parameters."""
+    """Set missing gradients of trained parameters to zeros. The optimizer then applies momentum and weight decay."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.grad is None:
             dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype

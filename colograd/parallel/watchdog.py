@@ -2,8 +2,8 @@
 
 A rank that waits for other ranks doesn't hang. The watchdog recognises waiting by the call stack, because all
 collectives of torch, transformers and vLLM pass through a few modules (`WAITING`). A process that runs no thread at all
-is detected by other ranks, because it sends them no signs of life (see `faults`). Time counts in ticks of the watchdog
-thread, so that no time passes while the process is stopped.
+is detected by other ranks, because it sends them no signs of life (see `faults`). Each check counts at most half of
+the time limit as passed, so that a process that was stopped and continues isn't ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIMIT = 1500.0  # Default of `rank_timeout`, below a collective's 1,800 s, becau
 TICK = 2.0  # Maximum seconds between two checks of the progress.
 LEAST_SILENCE = 5.0  # Minimum seconds without a sign of life until a rank counts as failed.
 STDERR = 2  # File descriptor of standard error. A notebook's sys.stderr has no descriptor.
-# Names of modules that wait for a different rank, or for the Hub. A rank that runs their code doesn't hang.
+# Names of modules that wait for a different rank, or for the Hub. While a rank runs their code, no time counts.
 WAITING = (
     "torch.distributed.distributed_c10d",
     "torch.distributed._functional_collectives",
@@ -81,16 +81,16 @@ class Idle:
         return self.seconds
 
     def is_silent(self, count: int | None, passed: float) -> bool:
-        """Return whether ``count``, a process's number of signs of life, hasn't changed for longer than
-        `rank_timeout`."""
+        """Return whether ``count``, a process's number of signs of life, hasn't changed for longer than `rank_timeout`
+        and `LEAST_SILENCE`. Without a time limit return False."""
         silent = self.look(count, passed)
         return _limit is not None and silent > max(_limit, LEAST_SILENCE)
 
 
 class Watchdog:
-    """A thread that checks every few seconds whether the training thread makes progress. If the thread hangs, all
-    stacks are written to standard error, and ``end`` is called with a description to end the process. Each check calls
-    ``each`` with the seconds since the last check."""
+    """A thread that checks every few seconds whether the training thread makes progress. If the training thread hangs,
+    all stacks are written to standard error, and ``end`` is called with a description to end the process. Each check
+    calls ``each`` with the seconds since the last check."""
 
     def __init__(self, end: Callable[[str], None], each: Callable[[float], None] = lambda passed: None) -> None:
         self._end, self._each = end, each
@@ -110,7 +110,7 @@ class Watchdog:
     @contextlib.contextmanager
     def inside(self, what: str) -> Iterator[None]:
         """Context manager: watch the calling thread while the body runs. At other times, e.g. at a notebook's prompt,
-        the thread may rest."""
+        the thread may rest. Inside another `inside` only report progress."""
         progress(what)
         if self._watched is not None:
             yield
@@ -139,8 +139,8 @@ class Watchdog:
             self._end(description)
 
     def _arm(self, seconds: float | None) -> None:
-        """Make `faulthandler` write all stacks after ``seconds``, because a call that holds the GIL blocks this thread.
-        None cancels it."""
+        """Make `faulthandler` write all stacks if `_arm` isn't called again within ``seconds`` and two checks, because
+        a call that holds the GIL blocks this thread. None cancels the order."""
         if seconds is not None:
             faulthandler.dump_traceback_later(seconds + 2 * tick(), file=STDERR)
         elif self._is_armed:
@@ -151,7 +151,7 @@ class Watchdog:
         last = time.monotonic()
         while not self._closed.wait(tick()):
             now = time.monotonic()
-            # Limit the time of one check, because the process may have been stopped since the last check.
+            # Limit the seconds that one check counts, because the process may have been stopped since the last check.
             self.look(min(now - last, (_limit or LIMIT) / 2))
             last = now
         self._arm(None)
