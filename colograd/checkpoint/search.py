@@ -32,7 +32,8 @@ def nothing_left(checkpoint: str, max_steps: int) -> str:
 
 
 def finished_checkpoint(wanted: str | bool | None, run_dir: str, max_steps: int) -> str | None:
-    """Return the last checkpoint of a run that has finished (trained ``max_steps`` and saved the model), else None."""
+    """Return the last checkpoint of a run that has finished (trained ``max_steps`` and saved the model). None if the
+    run hasn't finished, or if ``resume_from_checkpoint`` (``wanted``) isn't `true` or `auto`."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         state = json.loads(Path(run_dir, reading.STATE_FILE).read_text())  # a run writes this file after the model
         if is_search(wanted) and 0 < max_steps <= state.get("global_step", 0) in complete_steps(run_dir):
