@@ -34,7 +34,7 @@ from ...policy.logprobs import Compute, ForwardStep, Pass, calls
 
 @dataclass(frozen=True, slots=True)
 class TeacherHead:
-    """A teacher's output head. It computes no logits for tokens that only the teacher's vocabulary has."""
+    """A teacher's output head, which may have more tokens than the policy's head, and the settings of its logits."""
 
     weight: torch.Tensor  # Weight of the head without gradient, (V, hidden).
     bias: torch.Tensor | None
@@ -57,12 +57,12 @@ class TeacherHead:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def beside(self, micro_batch: MicroBatch, temperature: float, candidates: Candidates | None) -> TeacherLogits:
-        """Return the teacher's logits for a micro-batch's labels, from the micro-batch's field `teacher_states`."""
+        """Return `TeacherLogits` for a micro-batch's labels, from the micro-batch's field `teacher_states`."""
         return self.logits(micro_batch.scores["teacher_states"], temperature, candidates)
 
     def logits(self, states: torch.Tensor, temperature: float, candidates: Candidates | None = None) -> TeacherLogits:
-        """Return the teacher's logits for last hidden states (N, hidden) on the head's device. ``candidates`` are the
-        tokens that each label's distribution is over. None means the whole vocabulary."""
+        """Return `TeacherLogits` for last hidden states (N, hidden) on the head's device. ``candidates`` are the tokens
+        that each label's distribution is over. None means the whole vocabulary."""
         dtype = product_dtype(self.weight, states.device, self.wide)
         head = Head(temperature, dtype=dtype, wide=self.wide, candidates=candidates, **self.transform)
         return TeacherLogits(states.to(head.dtype), self.weight, self.bias, head)
@@ -70,8 +70,9 @@ class TeacherHead:
 
 @dataclass(slots=True, eq=False)
 class TeacherLogits:
-    """The teacher's logits y for the policy's N labels (target tokens), and running sums of KL(policy || teacher) over
-    vocabulary tiles. With the policy's logits x, the divergence is E_policy[x - y] - log sum e^x + log sum e^y."""
+    """Computes tiles of the teacher's logits y for the policy's N labels (target tokens), and running sums of
+    KL(policy || teacher) over tiles of the policy's vocabulary. With the policy's logits x, the divergence is
+    E_policy[x - y] - log sum e^x + log sum e^y."""
 
     states: torch.Tensor  # The teacher's last hidden states, (N, hidden).
     weight: torch.Tensor
@@ -207,7 +208,7 @@ def label_states(row: Pass) -> tuple[torch.Tensor, ...]:
 
 
 def label_top_tokens(k: int, row: Pass) -> tuple[torch.Tensor, ...]:
-    """Last step of a teacher's forward: return the K most probable tokens for each label (target token)."""
+    """Last step of a teacher's forward: return the K most probable tokens for each label, as `top_tokens` does."""
     hidden, head = row.label_states(), row.model.get_output_embeddings()
 
     def top(hidden: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ DIVERGENCES = {"exact": "teacher_states", "top_k": "teacher_top"}
 
 @dataclass(frozen=True, slots=True)
 class AdvantageTerm(LossTerm):
-    """Term of `distillation_kl: sampled`: add weight * (log teacher - log pi_old) of each token to its advantage."""
+    """Term of `distillation_kl: sampled`: add weight * (log teacher - log pi_old) to scored tokens' advantages."""
 
     weight: float
 
@@ -31,9 +31,9 @@ class AdvantageTerm(LossTerm):
     waits = "a teacher's term isn't trained early"
 
     def before(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
-        """Return the batch with the teacher's part added to the advantages. The mean of that part over the policy's
-        samples is minus the token's reverse KL divergence (MiniLLM, arXiv 2306.08543, eq. 3, without the part of later
-        tokens)."""
+        """Return the batch with the teacher's part added to the advantages. The mean of log teacher - log pi_old over
+        the policy's samples is minus the token's reverse KL divergence (MiniLLM, arXiv 2306.08543, eq. 3, without the
+        part of later tokens)."""
         gain = (batch.scores["teacher_logprobs"] - old).where(_taught(batch) > 0, 0.0)
         return dataclasses.replace(batch, advantages=batch.advantages + self.weight * gain)
 
@@ -44,7 +44,7 @@ class AdvantageTerm(LossTerm):
 
 @dataclass(frozen=True, slots=True)
 class DivergenceTerm(LossTerm):
-    """Term of `distillation_kl: exact` and `top_k`: the reverse KL divergence from the teacher over the vocabulary."""
+    """Term of `distillation_kl: exact` and `top_k`: the reverse KL divergence of `TeacherLogits` or `TeacherTop`."""
 
     weight: float
     field: str  # Micro-batch field with the teacher's values.

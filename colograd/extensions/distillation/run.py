@@ -17,7 +17,7 @@ SEVERAL = When("of several teachers", lambda models: isinstance(models, dict))
 
 
 def _is_no_mapping(models: Any) -> bool:
-    """Return whether a mapping of several teachers is invalid: empty, or with keys or values that aren't texts."""
+    """Return whether a mapping of teachers is invalid: empty, or with keys or values that aren't non-empty texts."""
     if not isinstance(models, dict):
         return False
     return not models or not all(word and isinstance(word, str) for pair in models.items() for word in pair)
@@ -44,7 +44,7 @@ CONFLICTS = (
     ),
     Conflict(
         SETTING, SEVERAL, "sharding", equal("fsdp"),
-        "several teachers can't be cut, as a rank may have no prompt of one that others ask",
+        "several teachers can't be cut by rows, as some ranks may have no prompt for a teacher that other ranks run",
         "set offload_teacher: true, or sharding: gradients",
         lambda settings: settings.cuts_weights and not settings.offload_teacher,
     ),
@@ -57,7 +57,7 @@ def prompt_columns(config: GRPOConfig) -> tuple[str, ...]:
 
 
 def check_teacher_column(prompts: Prompts, args: GRPOConfig) -> None:
-    """Raise a ValueError if, with several teachers, the dataset has no column of teachers or names an unknown one."""
+    """Raise a ValueError if a run with several teachers has a dataset that doesn't name one of them per prompt."""
     from ...data import PromptDataset
     from ...data.columns import columns_of
 

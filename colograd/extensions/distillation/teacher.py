@@ -6,7 +6,7 @@ a model                             the model, of any size or architecture with 
 an adapter on another base than     the adapter's base with the unmerged adapter
 the policy's, or of another shape
 an adapter on the policy's base     nothing: the policy's model runs with the teacher's adapter values in place of the
-with the trained adapter's shape    trained values
+with the trained adapter's shape    trained values (`_values_for` has all conditions)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ...policy.supported import Wanted, check_installed, features
 from ...runtime import cpu_products, registry
 from .head import TeacherHead, label_states, label_top_tokens
 
-# Fields of peft's adapter configuration that determine the factor of the adapter's product.
+# Fields of peft's adapter configuration that determine how the adapter's product is scaled.
 SCALE = ("lora_alpha", "r", "use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 
 
@@ -186,7 +186,7 @@ def check_teacher_context(config: GRPOConfig, policy: Policy, tokens: int) -> No
 
 
 def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
-    """Raise a ValueError if a token id of the policy is missing in the teacher's vocabulary, or means another token."""
+    """Raise a ValueError unless every token id of the policy means the same token in the teacher's tokenizer."""
     own, rows = (unwrap(model).get_output_embeddings().weight.shape[0] for model in (policy.model, found))
     if rows < own:
         raise ValueError(
@@ -222,7 +222,7 @@ def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
 
 
 def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
-    """Return the bytes of the teacher on the policy's device, before FSDP shards the teacher. FSDP adds one copy of the
+    """Return the teacher's bytes on the policy's device, with FSDP in total over all ranks. FSDP adds one copy of the
     head per rank with `distillation_kl: exact`. An offloaded teacher counts only such a copy. A teacher that runs as
     another adapter of the policy's model counts only the adapter."""
     source = _Source(config, policy)
@@ -278,7 +278,7 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
 
 def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | None:
     """Return the values of a teacher's adapter by the policy's parameter names, so that the policy's model can run as
-    the teacher. None: the teacher has another base, or its adapter another shape or scale than the policy's adapter."""
+    the teacher. None if it can't: another base or own loading settings, or an adapter of another shape or scale."""
     file = os.path.join(source.adapter, "adapter_model.safetensors")
     if policy.adapter is None or source.base != policy.path or not (source.adapter and os.path.isfile(file)):
         return None
@@ -315,9 +315,9 @@ def _of_its_groups(
     field: str, read: Callable[..., torch.Tensor], second: Any, model: Any, row: PackedRow, temperature: float,
     name: str,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute a teacher's values for a row, (N,). With several teachers compute only values of groups that have
-    ``name`` as their teacher. Values of all other groups stay as they are, or are UNTAUGHT. An empty ``name`` means a
-    single teacher."""
+    """Compute a teacher's values for a row's N labels, (N, ...). With several teachers compute only log-probabilities
+    of groups that have ``name`` as their teacher. Values of all other groups stay as they are, or are UNTAUGHT. An
+    empty ``name`` means a single teacher."""
     if not name:
         return read(second, model, row, temperature)
     lengths = [sum(len(rollout.completion_ids) for rollout in part.rollouts) for part in row.parts]

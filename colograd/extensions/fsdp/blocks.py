@@ -29,7 +29,7 @@ class Exchange(NamedTuple):
     summed: int = 0  # Number of gradient elements in a reduce-scatter. 0 means an all-gather of weights.
 
     def answer(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Take part in the exchange on a rank that has failed, because other ranks wait. Send zeros as gradients."""
+        """Take part in an exchange that other ranks wait for, after a failure of this rank. Send zeros as gradients."""
         if not self.summed:
             self.block.unshard()
             self.block.reshard()
@@ -53,12 +53,13 @@ class Blocks(NamedTuple):
         return [self.root, *self.embedding, *self.layers, *self.head]
 
     def backward(self, sizes: Mapping[Any, int], reshard: bool) -> Iterator[Exchange]:
-        """Yield the exchanges of a backward in order. A block's weights are gathered one block ahead. Root and
-        embedding come last, because their inputs have no gradient. A frozen tower has no exchange.
+        """Yield the exchanges of a backward in the order in which FSDP makes them. A layer's weights are gathered while
+        the layer after it is computed. Root and embedding come last, because their inputs have no gradient. A frozen
+        tower has no exchange.
 
         Args:
             sizes: number of gradient elements of each block.
-            reshard: whether blocks free their weights after the forward, so that the backward gathers them again.
+            reshard: whether layers free their weights after the forward, so that the backward gathers them again.
         """
         layers = [*reversed(self.decoder), *(block for block in reversed(self.tower) if sizes[block])]
         gathers = [Exchange(block) for block in layers if reshard]
@@ -72,7 +73,7 @@ class Blocks(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Comm:
-    """The collectives of a block, an all-gather of weights and a reduce-scatter of gradients."""
+    """FSDP's all-gather of a block's weights and reduce-scatter of its gradients, with reports to the strategy."""
 
     block: FSDPModule
     strategy: Any  # The `FullySharded` strategy. Its `on_gather` or `on_reduce` is called at each exchange.
@@ -136,18 +137,18 @@ def cut(
     if not any(parameter.requires_grad for module in blocks.tower for parameter in module.parameters()):
         keep_gradients_out(blocks.tower)
         for module in blocks.tower:
-            module.set_unshard_in_backward(False)  # A frozen tower has no backward that needs its weights.
+            module.set_unshard_in_backward(False)  # The backward doesn't need a frozen tower's weights.
     for module in blocks.embedding:
         shard(module, True).set_unshard_in_backward(False)
-    # Freeing the weights of head and root after a forward gains nothing, because their backward follows at once.
+    # The head and the root's own parameters stay whole after a forward, because the backward begins with the head.
     for module in (*blocks.head, model):
         shard(module, False)
     for block in blocks.all():
-        block.set_gradient_divide_factor(1.0)  # Gradients are summed, because losses have the whole step's denominator.
+        block.set_gradient_divide_factor(1.0)  # Sums of gradients, because the step's denominator divides them later.
         block.set_force_sum_reduction_for_comms(True)
         has_dtype = all(parameter.dtype == gradients for parameter in block.parameters())
         if has_dtype and hasattr(block, "set_reduce_scatter_unused_params"):
-            # torch makes the zeros for unused parameters in the parameters' dtype, which must be that of the sums.
+            # torch's zeros for unused parameters have the parameters' dtype, so this needs sums of the same dtype.
             block.set_reduce_scatter_unused_params(True)
         block.set_custom_all_gather(_Comm(block, strategy))
         block.set_custom_reduce_scatter(_Comm(block, strategy))
@@ -165,7 +166,7 @@ def ends(model: Any) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
 
 
 def check_blocks(model: torch.nn.Module, decoder: Sequence[torch.nn.Module]) -> None:
-    """Raise a ValueError if `fully_shard` can't shard the model. FSDP's errors come later, or on some ranks only."""
+    """Raise a ValueError if `fully_shard` can't shard the model. FSDP may raise later, or only on some ranks."""
     remedy = "Set sharding: gradients, which cuts only gradients and optimizer state."
     for name, parameter in model.named_parameters():
         if not parameter.dim():

@@ -26,7 +26,7 @@ from ...weights.mapping import Slice
 from ...weights.selection import Pairing, move
 from ...weights.sync import PlannedSync, bind, obstacle
 
-# Largest number of elements in one all-gather, except that each rank sends at least one row. A decoder layer has more.
+# Largest number of elements in one all-gather, except that each rank sends at least one row.
 ELEMENTS = 2**24
 
 
@@ -68,10 +68,10 @@ class Cut:
 
 
 def cuts_of(model: torch.nn.Module) -> list[Cut]:
-    """Return a `Cut` with this rank's rows for each parameter of a sharded model. Tied parameters count once."""
+    """Free a sharded model's whole weights. Return a `Cut` (this rank's rows) for each parameter, tied ones once."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # Free whole weights that an interrupted forward or backward has left.
+            module.reshard()  # A forward may leave whole weights, e.g. if it was interrupted.
     cuts = []
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor) and parameter.placements == (Shard(0),), f"{name} isn't cut by rows"
@@ -125,8 +125,8 @@ def _exchange(bucket: Sequence[tuple[Cut, range]], dtype: torch.dtype, device: t
 
 
 def place_of(part: Slice, rows: Rows) -> tuple[slice | torch.Tensor, torch.Tensor] | None:
-    """Return indices in a slice's ``destination`` and the values to write there, from ``rows``. None: no row belongs
-    there."""
+    """Return indices in a slice's ``destination``, and the values from ``rows`` to write there. None, or no indices:
+    the destination needs none of the rows."""
     if part.rows is not None:
         indices = ((part.rows >= rows.first) & (part.rows < rows.first + len(rows.values))).nonzero()[:, 0]
         return indices, rows.values[part.rows[indices] - rows.first]
@@ -145,7 +145,7 @@ class GatheredWeights(PlannedSync):
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice]) -> None:
         super().__init__(policy, engine)
         self.places: dict[str, list[Slice]] = {}
-        for part in slices:  # Without references to the whole parameters, so that their memory can be freed.
+        for part in slices:  # Keep no references to the whole parameters, so that their memory can be freed.
             place = dataclasses.replace(part, source=part.source.new_empty(0), packed=None, adapted=None)
             self.places.setdefault(part.name, []).append(place)
 
@@ -185,8 +185,8 @@ class GatheredWeights(PlannedSync):
 
 
 def gathered_weights(pairing: Pairing) -> GatheredWeights:
-    """Create `GatheredWeights`. If possible the policy shares the engine's memory until FSDP shards the policy, so that
-    the device never has two copies."""
+    """Create `GatheredWeights`. If every parameter can, the policy shares the engine's memory until FSDP shards the
+    policy, so that the device never has two copies."""
     if not any(obstacle(part) for part in pairing.slices):
         bind(pairing.slices)
         move(pairing.policy, pairing.device)  # Parameters are in place, so only buffers move.

@@ -1,9 +1,9 @@
 """FSDP2 (`fully_shard`): ranks shard the policy's weights, gradients and optimizer state by rows.
 
-Each forward gathers the weights block by block. By default each backward gathers them again
-(`fsdp_reshard_after_forward`). Gradients add up in their own precision, such as float32. The optimizer updates plain
-tensors: this rank's rows, in the memory that torch gathers from. Ranks exchange weights inside a forward. So a rank
-that fails still takes part in the exchanges that other ranks wait for. Then all ranks fail.
+Each forward gathers the weights block by block. By default each backward gathers the layers' weights again
+(`fsdp_reshard_after_forward`). Gradients add up in their own dtype, such as float32. The optimizer updates plain
+tensors: this rank's rows, in the memory that torch gathers from. Ranks exchange weights inside forwards and backwards.
+So a rank that fails still takes part in the exchanges that other ranks wait for. Then all ranks fail.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FullySharded(SharedParts):
     Args:
         model: the whole model, on any device. It is sharded in place, block by block.
         device: device that computes. None means the model's device.
-        reshard: whether a block's weights are freed after its forward, and gathered again for its backward.
+        reshard: whether a layer's weights are freed after its forward, and gathered again for its backward.
         offload: whether each rank's rows are in page-locked host memory. On a CPU `offload` has no effect.
     """
 
@@ -55,7 +55,7 @@ class FullySharded(SharedParts):
         dtypes = {getattr(p, "grad_dtype", None) or p.dtype for p in model.parameters() if p.requires_grad}
         self._gradients = max(dtypes, key=lambda dtype: dtype.itemsize)
         self._exchanges: list[Exchange] = []  # Exchanges of the running pass (a forward or backward) so far.
-        self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}  # Exchanges of a complete pass.
+        self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}  # Of the last complete pass.
         self._entered: dict[Any, None] = {}  # Models that have begun a forward. `discard` resets these models.
         self._began = False  # Whether a forward or backward has begun since `agree` was entered.
         # `_summed` has this rank's rows of one block's summed gradients. `_offset` counts the elements that parameters'
@@ -69,10 +69,10 @@ class FullySharded(SharedParts):
             block.reshard()
         for parameter in self._whole:
             if hasattr(parameter, "grad_dtype"):
-                parameter.grad_dtype = self._gradients  # A tied embedding adds up two gradients in one backward.
+                parameter.grad_dtype = self._gradients  # A tied embedding adds two gradients: don't round the sum.
         self.cuts = cuts_of(model)
         self._pieces: dict[str, Owned] = {}
-        # The block of each parameter. The root block has all parameters. It comes first: other blocks replace it.
+        # The block of each parameter. The root block comes first and has all parameters. Other blocks replace it.
         owner = {id(p): block for block in self.blocks.all() for p in block.parameters()}
         self._sizes: dict[Any, int] = dict.fromkeys(self.blocks.all(), 0)  # Gradient elements per block, with padding.
         for one in self.cuts:
@@ -115,7 +115,7 @@ class FullySharded(SharedParts):
                 del model.around_forward, model.tower_in_each_forward
 
     def _register(self, one: Cut, parameter: torch.nn.Parameter) -> None:
-        """Create an optimizer parameter that shares memory with this rank's rows, and a hook that sets its gradient."""
+        """Create an optimizer parameter in the memory of this rank's rows, and a hook that sets its gradient."""
         if one.local.numel():
             part = torch.nn.Parameter(one.local.view(-1))
             if part.dtype != self._gradients:
@@ -124,7 +124,7 @@ class FullySharded(SharedParts):
 
         def take(parameter: torch.Tensor) -> None:
             """Add this rank's rows of the block's summed gradients to the gradient of the optimizer's parameter."""
-            parameter.grad = None  # torch has rounded this gradient to the parameter's dtype.
+            parameter.grad = None  # torch may have rounded this gradient to the parameter's dtype.
             first, self._offset = self._offset, self._offset + one.share * one.row
             piece = self._pieces.get(one.name)
             if piece is not None:
@@ -162,16 +162,16 @@ class FullySharded(SharedParts):
 
     @contextmanager
     def _forward(self, blocks: Blocks) -> Iterator[None]:
-        """Context of a sharded model's forward: the forward fails on all ranks or on none."""
+        """Context of a sharded model's forward. A forward that fails on one rank fails on all ranks."""
         self._began = True
         with on_all_ranks("the forward"), self._answering(blocks.root, FORWARD):
             yield
-        if not torch.is_grad_enabled():  # No backward follows that frees the gathered weights, so free them now.
+        if not torch.is_grad_enabled():  # No backward follows, which would free the weights at its end.
             for block in blocks.all():
                 block.reshard()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward. If it fails on this rank, the rank still takes part in all exchanges. A collective."""
+        """Run the backward. A rank that fails still takes part in the remaining exchanges. A collective."""
         self._began = True
         with self._answering(self.model, BACKWARD):
             try:
@@ -182,7 +182,7 @@ class FullySharded(SharedParts):
 
     @contextmanager
     def _answering(self, model: torch.nn.Module, kind: str) -> Iterator[None]:
-        """Record the exchanges of a forward or backward. After a failure take part in its remaining exchanges."""
+        """Record a forward's or backward's exchanges. After a failure take part in those that the last one had more."""
         self._exchanges.clear()
         try:
             yield

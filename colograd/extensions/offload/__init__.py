@@ -1,4 +1,4 @@
-"""Optimizer state, gradients or activations of the training in host memory, in place of GPU memory."""
+"""Optimizer state, gradient sums or layer inputs of the training in host memory, in place of GPU memory."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "cheapest": "ways:cheapest",

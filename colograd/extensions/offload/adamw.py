@@ -16,8 +16,7 @@ from .host_stream import ELEMENTS, HostStream, Job
 
 
 class HostAdamW(AdamWSplit):
-    """AdamW that reads its state, gradients or both from host memory piece by piece (see `HostStream`). ``streamed``:
-    whether the state is in host memory."""
+    """AdamW that reads its state (if ``streamed``), gradients or both from host memory piece by piece."""
 
     host_gradients: Any = None  # An `OnHost` strategy. Its gradient sums replace the parameters' `grad`.
 
@@ -57,7 +56,7 @@ class HostAdamW(AdamWSplit):
     def _place(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         if not self.streamed:
             return super()._place(parameter, name)
-        watchdog.progress()  # Report progress, because page-locking a large model's state takes minutes.
+        watchdog.progress()  # Report progress, because page-locking a large model's state may take minutes.
         return host_empty(parameter.shape, DTYPES[name], parameter.device)
 
     def _loaded(self, parameter: torch.Tensor, name: str, saved: torch.Tensor) -> torch.Tensor:
@@ -78,8 +77,7 @@ def moves_of(config: GRPOConfig) -> OptimizerOffload | None:
 
 class OptimizerOffload:
     """Moves an optimizer's state to the host and back. Only the storage of the state's tensors changes, so references
-    to the tensors stay valid. Scalars (`step`) don't move. The next move reuses the host memory, which is pinned if
-    there is a GPU."""
+    to the tensors stay valid. Scalars (`step`) don't move. The next move reuses the (page-locked) host memory."""
 
     def __init__(self) -> None:
         self._host: dict[int, torch.Tensor] = {}

@@ -5,8 +5,7 @@ A job is a kernel with a few host tensors that it reads or changes. Jobs use two
 a kernel runs on one buffer and its results return to the host, the other buffer is filled. So both directions of the
 bus are busy at once.
 
-`HostSums` adds each gradient to the step's sum as soon as a backward has computed it, and then frees the gradient on
-the device.
+`HostSums` adds gradients to sums in host memory while the backward continues, and frees them on the device.
 """
 
 from __future__ import annotations
@@ -147,9 +146,9 @@ class _Lane:
 
 
 class HostSums:
-    """Gradient sums of one optimizer step, by key, in page-locked host memory that every step reuses. An addition runs
-    in parallel to the backward: the sum is copied to the device in pieces, added to, and copied back. Additions to a
-    sum run in the order of the calls, so that the sum equals a sum on the device bit for bit."""
+    """Gradient sums of one optimizer step, by key, in page-locked host memory that every step reuses. The first
+    gradient is copied there. For a later gradient the sum is copied to the device in pieces, added to, and copied back,
+    in parallel to the backward. Additions keep the order of the calls, so that sums have the bits of device sums."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -169,7 +168,7 @@ class HostSums:
         return self.places[key] if key in self else None
 
     def pop(self, key: Hashable) -> torch.Tensor | None:
-        """Return the gradient sum of a key like `get`, and forget it."""
+        """Return the gradient sum of a key like `get`, and then treat the step as one without this sum."""
         return None if self._arrived.pop(key, None) is None else self.places[key]
 
     @torch.no_grad()

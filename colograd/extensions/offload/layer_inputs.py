@@ -1,8 +1,8 @@
 """Inputs of checkpointed layers in host memory (`gradient_checkpointing: offload`).
 
 A checkpointed layer saves only its input, and is computed again in the backward. Here the input is copied to
-page-locked host memory while the next layers run. The input is copied back during the backward of the next layer. So
-the device holds the inputs of a few layers. Gradients are equal bit for bit with `gradient_checkpointing: true`.
+page-locked host memory while later layers run. The input is copied back during the backward of the layer after it. So
+the device holds the inputs of a few layers. Gradients are equal bit for bit to those without offloading.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LayerInputs:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not tensor.is_floating_point() or tensor.device.type != self.device.type:
-            return tensor  # Leave a few integers, or a tensor on the host, where they are.
+            return tensor  # Leave integers, and a tensor of another device, where they are.
         kept = _Input(self, tensor.detach(), self._last)
         self._last = weakref.ref(kept)
         self._on_way.append(self._last)
@@ -69,8 +69,8 @@ class LayerInputs:
         return kept.tensor
 
     def take_place(self, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Return page-locked host memory of at least ``nbytes``, and the event that must end before a write to it. Rows
-        differ in length. Memory that is too small is freed, so that in the end every piece fits the longest row."""
+        """Return host memory of at least ``nbytes``, and the event that must end before a write to it (None for new
+        memory). Rows differ in length. Memory that is too small is freed, so that later pieces fit the longest row."""
         self._largest = max(self._largest, nbytes)
         while self.free:
             place, read = self.free.pop()
@@ -82,8 +82,8 @@ class LayerInputs:
         return host_empty(torch.Size([self._largest]), torch.uint8, self.device), None
 
     def copy(self, place: torch.Tensor, tensor: torch.Tensor, stream: Any, after: Any) -> Any:
-        """Queue a copy of ``tensor`` to ``place`` on ``stream``, after the present stream's work and event ``after``.
-        Return the event of the copy's end."""
+        """Queue a copy of ``tensor`` to ``place`` on ``stream``, after the present stream's work and the event
+        ``after``, if it isn't None. Return the event of the copy's end."""
         present, end = self.torch.Event(), self.torch.Event()
         present.record(self.torch.current_stream())
         present.wait(stream)
@@ -96,7 +96,7 @@ class LayerInputs:
 
 
 class _Input:
-    """Input of one checkpointed layer. It is on the device, on the host, or on both during a copy."""
+    """Input of one checkpointed layer, on the host and, while the device needs or copies it, also on the device."""
 
     def __init__(self, owner: LayerInputs, tensor: torch.Tensor, before: Callable[[], _Input | None]) -> None:
         self.owner, self.shape, self.dtype = owner, tensor.shape, tensor.dtype
@@ -135,8 +135,8 @@ def inputs_of_run(model: Any, config: GRPOConfig) -> AbstractContextManager[None
 
 @contextmanager
 def inputs_on_host(model: Any, inputs: LayerInputs | None) -> Iterator[None]:
-    """Context that makes transformers' gradient checkpointing, if it is enabled inside, keep layers' inputs on the
-    host. ``inputs`` copies the inputs. None means no copies, because on a CPU all memory is host memory."""
+    """Context that makes transformers' gradient checkpointing, if it is enabled inside, keep layers' inputs on the host
+    until the context ends. ``inputs`` copies the inputs. None means no copies, because a CPU only has host memory."""
     usual = model._set_gradient_checkpointing
 
     def enable(enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any) -> None:

@@ -1,8 +1,7 @@
 """Sharding strategies for `offload_gradients`: each rank has the whole policy, and gradient sums are in host memory.
 
-Offloading changes neither the gradient sums nor the order of additions, so the sums stay equal bit for bit. The
-optimizer reads the sums piece by piece, and multiplies each piece by the clipping factor. So clipping doesn't have to
-write to host memory.
+Offloading doesn't change the order of additions, so the sums stay equal bit for bit. The optimizer reads the sums piece
+by piece, and multiplies each piece by a clipping factor below 1. So clipping doesn't have to write to host memory.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ class GradientsOnHost(PartsOnHost, SharedGradients):
 
 
 def on_host(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStrategy]:
-    """Return a strategy's variant with gradient sums in host memory, or with `offload_gradients` off the strategy."""
+    """Return the strategy class, or with `offload_gradients` its variant with gradient sums in host memory."""
     return ON_HOST[way.name] if config.offloads_gradients else way
 
 

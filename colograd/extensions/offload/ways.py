@@ -1,4 +1,4 @@
-"""Combinations of offloading settings (ways) that make a run fit on its GPU, and their seconds on the bus."""
+"""Combinations of offloading settings (ways) for a run's memory plan, and their seconds on the bus."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LeftOnDevice:
 @dataclass(frozen=True, slots=True)
 class Way:
     """A combination of offloading settings (one of `WAYS`), with the memory plan of a run that uses them. ``to_gpu``
-    and ``to_host`` are bytes over the bus per step, for all sequences of a generation at full length."""
+    and ``to_host`` are bytes over the bus of a step that trains a whole generation, with sequences of full length."""
 
     name: str
     run: RunDescription
@@ -53,8 +53,7 @@ class Way:
     to_host: int
 
     def seconds(self, speed: float) -> float:
-        """Return a step's seconds on the bus at ``speed`` GB/s per direction, with both directions at once. Gradients
-        and activations move during computation."""
+        """Return a step's seconds on the bus at ``speed`` GB/s per direction. Computation hides a part of them."""
         return max(self.to_gpu, self.to_host) / (speed * 1e9)
 
 
@@ -71,11 +70,11 @@ def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
 
 
 def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
-    """Count the bytes that a step moves over the bus to the GPU and to the host, in micro-batches of ``tokens``.
+    """Count bytes on the bus to GPU and host, of a step with a whole generation in micro-batches of ``tokens``.
 
     A streamed optimizer state comes to the GPU and goes back once. Gradients go to the host in each micro-batch. From
     the second micro-batch on, the gradient sums first come to the GPU. The sums come twice more, for the norm and for
-    the optimizer. Each layer's input goes to the host. All inputs except those of the last `KEPT` layers come back.
+    the optimizer. Each checkpointed input goes to the host. All but the last `KEPT` inputs come back.
     """
     sizes, lengths = run.sizes, run.lengths
     whole = run.sequences * lengths.completion + -(-run.sequences // lengths.group) * lengths.prompt
@@ -108,7 +107,7 @@ def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict
 
 
 def remedies(run: RunDescription, strategy: str, fit: Callable[..., bool]) -> Iterator[str]:
-    """Yield settings, with their cost, that each make the run fit into GPU memory. ``fit`` checks changed settings."""
+    """Yield texts of settings that make the run fit into GPU memory, with bytes on the bus. ``fit`` checks settings."""
     if not run.devices.on_gpu:
         return
     if not (run.offloads or run.streams) and fit(offloads=True):
