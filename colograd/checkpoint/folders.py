@@ -193,7 +193,7 @@ def set_aside(run_dir: str | Path, model: str = "") -> Path | None:
 
 
 def move_aside(run_dir: str | Path, paths: Sequence[Path]) -> Path:
-    """Move files and folders in a run's folder to a new folder in `_earlier`, named by the time. Return the new one."""
+    """Move files and folders in a run's folder to a new folder in `_earlier`, named by the time. Return that folder."""
     run_dir = Path(run_dir)
     name, number = time.strftime("%Y-%m-%d_%H%M%S"), 1
     while (aside := run_dir / EARLIER / (name if number == 1 else f"{name}-{number}")).exists():

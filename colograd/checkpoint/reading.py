@@ -31,7 +31,7 @@ COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")  # fields of `tra
 @contextmanager
 def reading(checkpoint: str | Path, what: str) -> Iterator[None]:
     """Context manager for code that reads a file ``what`` of a checkpoint. Errors of the code become a ValueError that
-    names the file and the checkpoint. `OSError`, `RankError`, an error of memory, and a plain ValueError stay."""
+    names the file and the checkpoint. OSError, `RankError`, OutOfMemoryError and plain ValueError aren't changed."""
     try:
         yield
     except (RankError, torch.OutOfMemoryError, OSError):

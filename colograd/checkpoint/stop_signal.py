@@ -187,7 +187,7 @@ class StopSignal:
         os._exit(self.status if getattr(sys, "last_value", None) is None else 1)
 
     def stop(self, name: str, seconds: float) -> None:
-        """Record a signal, maybe another rank's, and end this process after ``seconds``. Callable in any thread."""
+        """Record a signal of this or another rank, with a deadline in ``seconds``. Callable in any thread."""
         now = time.monotonic()
         self.received = self.received or name
         self._first = min(self._first, now)

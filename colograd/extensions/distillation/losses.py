@@ -44,7 +44,7 @@ class AdvantageTerm(LossTerm):
 
 @dataclass(frozen=True, slots=True)
 class DivergenceTerm(LossTerm):
-    """Term of `distillation_kl: exact` and `top_k`: the reverse KL divergence of `TeacherLogits` or `TeacherTop`."""
+    """Term of `distillation_kl: exact` and `top_k`: the reverse KL divergence that `TeacherStep` computes."""
 
     weight: float
     field: str  # Micro-batch field with the teacher's values.

@@ -57,7 +57,7 @@ def prompt_columns(config: GRPOConfig) -> tuple[str, ...]:
 
 
 def check_teacher_column(prompts: Prompts, args: GRPOConfig) -> None:
-    """Raise a ValueError if a run with several teachers has a dataset that doesn't name one of them per prompt."""
+    """Raise a ValueError if a run has several teachers, and a streamed dataset or a missing or wrong teacher column."""
     from ...data import PromptDataset
     from ...data.columns import columns_of
 

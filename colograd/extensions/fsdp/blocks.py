@@ -102,13 +102,13 @@ def cut(
     reshard: bool = True,
     offload: bool = False,
 ) -> Blocks:
-    """Apply `fully_shard` to a model in place, block by block, and move this rank's rows to ``device``.
+    """Apply `fully_shard` to a model in place, block by block, for computation on ``device``.
 
     Args:
         strategy: the `FullySharded` strategy, which is called at each exchange.
         gradients: dtype of gradient sums.
         reshard: whether layers free their whole weights after a forward.
-        offload: whether this rank's rows are in page-locked host memory.
+        offload: whether this rank's rows are moved to page-locked host memory, and not to ``device``.
     """
     tower: Any = tower_layers(model)
     decoder: Any = decoder_layers(model.get_decoder() if tower else model)

@@ -182,7 +182,7 @@ class FullySharded(SharedParts):
 
     @contextmanager
     def _answering(self, model: torch.nn.Module, kind: str) -> Iterator[None]:
-        """Record a forward's or backward's exchanges. After a failure take part in those that the last one had more."""
+        """Record the exchanges of a forward or backward. If it fails, take part in the exchanges still to come."""
         self._exchanges.clear()
         try:
             yield

@@ -20,7 +20,7 @@ import torch
 from ...parallel import watchdog
 from ...runtime.page_locked import host_empty
 
-ELEMENTS = 2**23  # Elements per job. 84 MB of 10 bytes each take 2 ms on the bus, far longer than a kernel's launch.
+ELEMENTS = 2**23  # Elements per job. At 10 bytes each, a job takes 2 ms on the bus, far longer than a kernel's launch.
 BUFFERS = 2
 ALIGNED = 256  # Alignment of buffers in bytes, like the allocator's blocks. Kernels load 16 bytes at a time.
 
@@ -148,7 +148,7 @@ class _Lane:
 class HostSums:
     """Gradient sums of one optimizer step, by key, in page-locked host memory that every step reuses. The first
     gradient is copied there. For a later gradient the sum is copied to the device in pieces, added to, and copied back,
-    in parallel to the backward. Additions keep the order of the calls, so that sums have the bits of device sums."""
+    in parallel to the backward. Additions keep the order of the calls, so that sums equal device sums bit for bit."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

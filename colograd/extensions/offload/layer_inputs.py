@@ -141,7 +141,7 @@ def inputs_on_host(model: Any, inputs: LayerInputs | None) -> Iterator[None]:
 
     def enable(enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any) -> None:
         given = {**getattr(gradient_checkpointing_func, "keywords", {})}
-        given.pop("offload", None)  # Leave out transformers' offloading, which copies on the computing stream.
+        given.pop("offload", None)  # Leave out transformers' own offloading, which copies on the computing stream.
         function = functools.partial(checkpoint if inputs is None else inputs.checkpoint, **given)
         usual(enable=enable, gradient_checkpointing_func=function, **options)
 
