@@ -2,5 +2,4 @@
 
 `search` finds the checkpoint to resume from. `manifest` and `reading` check a checkpoint's files. `folders` renames and
 deletes checkpoint folders, and moves an earlier run's files away. `writing` writes the files, either in a thread from
-copies in memory (`writing.HostFiles`) or while training waits. `stop_signal` handles Ctrl-C and signals like SIGTERM.
-"""
+copies in memory (`writing.HostFiles`) or while training waits. `stop_signal` handles signals such as SIGTERM."""

@@ -1,8 +1,7 @@
 """Commit, delete and check checkpoint folders, and handle the output folder of a run.
 
 A checkpoint is written to a temporary folder, flushed to the disk, and renamed to ``checkpoint-N`` at the end. So a
-folder ``checkpoint-N`` with a manifest is complete.
-"""
+folder ``checkpoint-N`` with a manifest is complete."""
 
 from __future__ import annotations
 
@@ -48,14 +47,10 @@ OF_MODEL = (
 SIGNS = ("_journal/step-*", "_report/*", "trainer_state.json", *CHECKPOINTS)  # entries that prove an earlier run
 
 
-def commit(aside: Path, final: Path, files: Manifest | None = None, keeps_old: bool = False) -> None:
-    """Flush all files to the disk, write the manifest, and rename the folder ``aside`` to the checkpoint ``final``. If
-    all files are flushed already, ``files`` has the manifest's entries. A folder ``final`` that exists is replaced and
-    deleted, or with ``keeps_old`` (for a damaged folder) renamed to ``refused-checkpoint-N``."""
-    if files is None:
-        files = {name: manifest.entry_of(aside / name) for name in manifest.files_of(aside)}
-        for name in files:
-            flush(aside / name)
+def commit(aside: Path, final: Path, files: Manifest, keeps_old: bool = False) -> None:
+    """Write the manifest with the entries ``files``, and rename the folder ``aside`` to the checkpoint ``final``. All
+    files must be flushed to the disk already. A folder ``final`` that exists is replaced and deleted, or with
+    ``keeps_old`` (for a damaged folder) renamed to ``refused-checkpoint-N``."""
     (aside / MANIFEST).write_text(manifest.as_text(files))
     flush(aside / MANIFEST)
     for path in (*(path for path in aside.rglob("*") if path.is_dir()), aside):  # folders store file names
@@ -206,11 +201,8 @@ def move_aside(run_dir: str | Path, paths: Sequence[Path]) -> Path:
 
 
 def check_file_system(run_dir: str | Path) -> None:
-    """Check that the file system of a run's folder can rename folders and append to files. Mounted buckets often can't.
-
-    Raises:
-        ValueError: the file system can't rename folders, or can't change or lengthen an existing file.
-    """
+    """Check that the file system of a run's folder can rename folders, and change and lengthen files. Mounted buckets
+    often can't. Otherwise raise a ValueError."""
     trial = Path(run_dir) / f".trial-{uuid.uuid4().hex}"
     renamed = trial.with_name(f"{trial.name}-renamed")
     need = "folders can't be made or renamed"

@@ -2,8 +2,7 @@
 
 The manifest is written after all files, and checked before a run resumes from the checkpoint. The checksum XXH3 (128
 bits) detects damage by disks, networks and copies at the speed of memory. It is no signature, because a program that
-can change the files can also change the manifest.
-"""
+can change the files can also change the manifest."""
 
 from __future__ import annotations
 

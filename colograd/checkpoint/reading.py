@@ -1,8 +1,7 @@
 """Validate a checkpoint's files before they are loaded. A damaged file causes one error that names the file.
 
 Checkpoints are untrusted input, because the manifest doesn't show who wrote the files. Only files of `torch.save` are
-unpickled, with ``weights_only`` and after their sizes were checked, so that a small file can't fill the memory.
-"""
+unpickled, with ``weights_only`` and after their sizes were checked, so that a small file can't fill the memory."""
 
 from __future__ import annotations
 
@@ -59,8 +58,8 @@ def unreadable(checkpoint: str | Path, what: str, error: BaseException | str) ->
 
 
 def look(checkpoint: str | Path) -> None:
-    """Check the format of a checkpoint's JSON, torch and safetensors files, without loading tensors. Raise a ValueError
-    if a file's format is wrong."""
+    """Check the format of a checkpoint's JSON, torch and safetensors files without loading tensors. Raise a ValueError
+    if one is wrong."""
     folder = Path(checkpoint)
     for path in (path for pattern in (*JSON, *PICKLED, "*.safetensors") for path in folder.glob(pattern)):
         try:

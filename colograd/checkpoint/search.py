@@ -105,8 +105,7 @@ def find_resume(
 
 
 def find_damage(checkpoint: str, layout: RankLayout, nodes_are_apart: bool, console: Console) -> str | None:
-    """Verify a checkpoint's files, divided among the ranks. Return a description of the first damage, or None. A
-    collective call: all ranks take part."""
+    """Verify a checkpoint's files, divided among the ranks. Return the first damage, or None. A collective call."""
     folder, damage, files = Path(checkpoint), None, None
     try:
         files = manifest.read(folder)

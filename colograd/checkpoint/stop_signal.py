@@ -10,8 +10,7 @@ Outside of the training, while the trainer is built or a finished model is saved
 separate `StopSignal` (`outside_training`) ends all ranks at once.
 
 After a stop with a deadline, the process ends by `StopSignal.end_process`. The interpreter's teardown would take
-seconds, and no timer runs in it, so that the process could outlive its deadline.
-"""
+seconds, and no timer runs in it, so that the process could outlive its deadline."""
 
 from __future__ import annotations
 
@@ -49,13 +48,8 @@ def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: flo
 
     Slurm sets a variable with the time of a job's end, which is the limit after an early warning
     (``--signal=USR1@120``). Neither Slurm nor Kubernetes sets a variable with the seconds between SIGTERM and SIGKILL.
-    torchrun waits `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds, or those of its option ``--shutdown-timeout``, which ranks
-    can't see. So ``stop_within`` replaces torchrun's limit.
-
-    Args:
-        now: seconds since 1970.
-        name: name of the signal.
-    """
+    torchrun waits `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds, or as its option ``--shutdown-timeout`` sets, but ranks
+    can't see the option. So ``stop_within`` replaces torchrun's limit. ``now`` is in seconds since 1970."""
     end = environ.get("SLURM_JOB_END_TIME", "")
     limits = [float(end) - now] if end.isdigit() else []
     limits = [limit for limit in limits if limit > 0]
@@ -67,12 +61,8 @@ def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: flo
 
 
 def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
-    """Return after how many seconds sampling or training is interrupted, and after how many the process is killed.
-
-    Args:
-        seconds: seconds until the deadline.
-        save_seconds: seconds that the last checkpoint took.
-    """
+    """Return after how many seconds sampling or training is interrupted, and after how many the process is killed, if
+    the deadline is in ``seconds``, and the last checkpoint took ``save_seconds``."""
     reserve = max(RESERVE, 2 * save_seconds)
     return seconds - min(reserve, seconds / 2), seconds - min(MARGIN, seconds / 5)
 
@@ -87,8 +77,7 @@ class StopSignal:
         speaks: whether to answer Ctrl-C with a line, because the run ends only after the present round.
         names: signals that stop the run in addition to Ctrl-C.
         stop_within: seconds from a signal to the end of the process. None: the limit of Slurm or torchrun, if any.
-        status: exit status after a stop.
-    """
+        status: exit status after a stop."""
 
     save_seconds = 0.0  # Seconds that the last checkpoint took.
     why = "as its time is over"  # Reason in the message of a process that ends by force.
@@ -102,7 +91,6 @@ class StopSignal:
         self.leave: Callable[[], None] = lambda: None  # Tells other ranks that the end of this rank is no failure.
         self._speaks, self._stop_within = speaks, stop_within
         self.names: dict[int, str] = {getattr(signal, name): name for name in names} | {signal.SIGINT: INTERRUPT}
-        self._replaced: dict[int, Any] = {}  # Handlers that `_notice` has replaced, by signal.
         self._timers: list[threading.Timer] = []
         self._reset()
 
@@ -118,11 +106,8 @@ class StopSignal:
         """Return a `StopSignal`, installed, that ends the process and the other ranks at the first signal.
 
         Ctrl-C still raises KeyboardInterrupt, and signals that the user's script handles keep its handlers. The object
-        refers to nothing of the trainer, so that a trainer that is never closed can be freed.
-
-        Args:
-            tell: sends the signal's name and the seconds left (0) to the other ranks.
-        """
+        refers to nothing of the trainer, so that a trainer that is never closed can be freed. ``tell`` sends the
+        signal's name and the seconds left (0) to the other ranks."""
         stop = cls(names=names, stop_within=0.0, status=status)
         stop.why, stop.tell = "because no training was under way", tell
         stop.names = {
@@ -146,7 +131,8 @@ class StopSignal:
             _wakeup[:] = waker, signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
             threading.Thread(target=_watch, args=(numbers,), name="colograd-stop", daemon=True).start()
         _installed.append(self)
-        self._replaced = {number: signal.signal(number, _notice) for number in self.names}
+        before = {number: signal.signal(number, _notice) for number in self.names}
+        self._replaced = {number: handler for number, handler in before.items() if handler is not _notice}
 
     def remove(self) -> None:
         """Restore the previous signal handlers. A deadline that is already set stays in force."""
@@ -155,9 +141,8 @@ class StopSignal:
         later = _installed[_installed.index(self) + 1 :]
         _installed.remove(self)
         for number, handler in self._replaced.items():
-            heir = next((each for each in later if each._replaced.get(number) is _notice), None)
-            if heir is not None:  # a `StopSignal` installed later, which now has to restore the earlier handler
-                heir._replaced[number] = handler
+            if heir := next((each for each in later if number in each.names), None):
+                heir._replaced.setdefault(number, handler)
             elif signal.getsignal(number) is _notice:  # leave a handler that the user's script has installed since
                 signal.signal(number, handler)
         if not _installed:
@@ -196,7 +181,7 @@ class StopSignal:
             if not self.has_deadline:
                 atexit.register(self.end_process)  # runs before exit functions that libraries registered earlier
             self._end_at = now + end
-            for delay, action in ((cut, self._cut), (end, self._end)):
+            for delay, action in ((cut, lambda: setattr(self, "is_cut", True)), (end, self._end)):
                 self._timers.append(timer := threading.Timer(delay, action))
                 timer.daemon = True
                 timer.start()
@@ -211,18 +196,6 @@ class StopSignal:
         if seconds is not None:
             self.tell(name, seconds)
             self.stop(name, seconds)
-
-    def notice(self, number: int) -> None:
-        if number == signal.SIGINT and self._noticed:  # not `received`: another rank may have reported the first Ctrl-C
-            self.remove()
-            raise KeyboardInterrupt
-        self._noticed = True
-        self.received = self.received or self.names[number]
-        if number == signal.SIGINT and self._speaks:  # not with print: the signal may interrupt a print
-            os.write(2, b"\nCtrl-C: the run ends with a checkpoint after this round; a second one ends it at once\n")
-
-    def _cut(self) -> None:
-        self.is_cut = True
 
     def _end(self) -> NoReturn:
         with contextlib.suppress(Exception):
@@ -246,8 +219,15 @@ def _watch(numbers: socket.socket) -> None:
 
 
 def _notice(number: int, frame: FrameType | None) -> None:
-    if (stop := _last_of(number)) is not None:
-        stop.notice(number)
+    if (stop := _last_of(number)) is None:
+        return
+    if number == signal.SIGINT and stop._noticed:  # not `received`: another rank may have reported the first Ctrl-C
+        stop.remove()
+        raise KeyboardInterrupt
+    stop._noticed = True
+    stop.received = stop.received or stop.names[number]
+    if number == signal.SIGINT and stop._speaks:  # not with print: the signal may interrupt a print
+        os.write(2, b"\nCtrl-C: the run ends with a checkpoint after this round; a second one ends it at once\n")
 
 
 def _last_of(number: int) -> StopSignal | None:

@@ -14,6 +14,7 @@ from .knob import knob
 # Tensor parallel sharding: each rank trains the tensors that its vLLM rank samples with. The suffix divides the
 # optimizer state (ZeRO-1) or also the gradients (ZeRO-2) among ranks that hold equal tensors.
 TENSOR = ("tensor", "tensor+optimizer", "tensor+gradients")
+OFFERED = registry.names("sharding")  # Sharding strategies of extensions: name -> extension.
 LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # Set by accelerate for FSDP and for DeepSpeed.
 
 
@@ -23,10 +24,10 @@ class ShardingKnobs(TrainingArguments):
 
     sharding: str = knob(
         "none",
-        one_of=("none", "optimizer", "gradients", *TENSOR, "fsdp", "auto"),
+        one_of=("none", "optimizer", "gradients", *OFFERED, "auto"),
         or_path=True,
         note=" in this version",
-        extension={**dict.fromkeys(TENSOR, "tensor_parallel"), "fsdp": "fsdp"},
+        extension=OFFERED,
     )
     """What is divided among ranks: `none`, `optimizer` (optimizer state, ZeRO-1), `gradients` (gradients too, ZeRO-2),
     `tensor` (with `vllm_tensor_parallel_size`: each rank trains the tensors that its engine's rank samples with;

@@ -2,11 +2,11 @@
 
 A step is as slow as its slowest rank, and completion lengths differ between ranks. Losses have the whole step's
 denominator and gradients are summed, so training a group on a different rank changes only rounding. Ranks that train
-each row together (tensor or sequence parallel) are a team: they get the same groups and count as one rank.
-"""
+each row together (tensor or sequence parallel) are a team: they get the same groups and count as one rank."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -59,26 +59,18 @@ def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks
 
 def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
     """Assign groups as `share_out` does. Then move or swap groups between the slowest and the fastest team (ranks that
-    train rows together) until the gap is below 1 % or no move narrows it. Undo all moves that save less than
-    `MIN_GAIN`."""
+    train rows together) until the gap is below 1 % or no move narrows it. Undo moves that save less than `MIN_GAIN`."""
     initial = share_out(costs, ranks_per_engine, ranks_per_row)
-    assigned = [list(row) for row in initial]
-
-    def cost_of(place: Place) -> float:
-        return costs[place[0]][place[1]]
-
-    loads = [sum(map(cost_of, row)) for row in initial]
+    assigned, cost_of = [list(row) for row in initial], dict[Place | None, float]({None: 0.0})
+    cost_of |= {(owner, index): each for owner, row in enumerate(costs) for index, each in enumerate(row)}
+    loads = [sum(cost_of[place] for place in row) for row in initial]
     slowest = max(loads)
     for _ in range(sum(len(row) for row in costs)):
         slow, fast = loads.index(max(loads)), loads.index(min(loads))
         gap = loads[slow] - loads[fast]
-        # A swap of group `give` (slow team) for group `take` (fast team) narrows the gap by twice their cost
-        # difference.
-        options: list[tuple[float, Place, Place | None]] = [
-            (cost_of(give) - (cost_of(take) if take else 0.0), give, take)
-            for give in assigned[slow]
-            for take in (None, *assigned[fast])
-        ]
+        # A swap of `give` (slow team's group) for `take` (fast team's) changes the gap by twice their cost difference.
+        pairs = itertools.product(assigned[slow], (None, *assigned[fast]))
+        options = [(cost_of[give] - cost_of[take], give, take) for give, take in pairs]
         useful = [option for option in options if 0.0 < option[0] < gap]
         if not useful or gap < 0.01 * loads[slow]:
             break

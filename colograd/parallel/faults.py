@@ -7,9 +7,7 @@ the failure. If a process dies, the system closes the connection. If a machine i
 process is stopped, its signs of life end. Rank 0 then sends a message about the failure to all other ranks. Each rank
 that waits for the failed rank ends by itself, or by force after at most `GRACE` seconds.
 
-A process has one `FailureDetector`, from the first call of `ends_together` to `leave`. A run of one rank has only a
-watchdog.
-"""
+A process has a `FailureDetector` from the first `ends_together` to `leave`. A run of one rank has only a watchdog."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -40,6 +38,7 @@ GRACE_OF_HANGING = 5.0  # Seconds in place of GRACE if a rank made no progress, 
 DELIVERY = 0.5  # Seconds from a hanging rank's last message to the end of its process, to deliver the message.
 CAUSE = 5.0  # Maximum seconds to wait for a connection, for a send, or for the reason of a lost connection.
 SILENCE = 30  # Maximum seconds without an answer until a machine counts as lost.
+LEAST_SILENCE = 5.0  # Minimum seconds without a sign of life until a rank counts as failed.
 GONE = ""  # Value of `Fault.body` if the rank's process has ended or makes no progress.
 
 
@@ -65,10 +64,7 @@ def ends_together(what: str) -> Iterator[None]:
     A rank fails if it raises an error, dies, or makes no progress for `rank_timeout` seconds. On each other rank that
     is still in the function, the function then raises `RankError` with a message about the failure, or the process ends
     by force. If a decorated function calls another decorated function, the inner call is a part of the outer function.
-
-    Args:
-        what: the name of the function in messages, such as "training".
-    """
+    ``what`` names the function in messages, such as "training"."""
     global _present
     if world_size() > 1 and _present is None:
         atexit.unregister(part)  # register `part` before `leave`, because atexit calls the last function first
@@ -84,11 +80,7 @@ def telling(what: str) -> Iterator[None]:
     """Context manager: report an error in the body to the other ranks at once, not when it leaves `ends_together`.
 
     Use it where the other ranks wait for the result of the body. An error that follows from another rank's failure is
-    not reported.
-
-    Args:
-        what: the name of the body in messages.
-    """
+    not reported. ``what`` names the body in messages."""
     try:
         yield
     except RankError:
@@ -131,9 +123,8 @@ class _Link:
     connection: socket.socket
     rank: int  # Index of the rank at the other end.
     last_words: str = ""  # Text of the last failure that the rank at the other end reported of itself.
-    signs: int = 1  # Counts the other end's signs of life (short messages). Set to 0 when its silence is reported.
-    stage: str = "the start"  # Work that the rank at the other end named in its last sign of life.
-    silence: watchdog.Idle = field(default_factory=watchdog.Idle)  # Time since the other end's last sign of life.
+    stage: str = "the start"  # Work that the rank at the other end named in its last sign of life (short message).
+    silence: float = 0.0  # Seconds since the other end's last sign of life. -inf if its silence was reported.
 
     def send(self, **message: Any) -> None:
         """Send a message as a line of JSON."""
@@ -235,8 +226,7 @@ class FailureDetector:
         return next((fault for fault in self._faults if fault.body in (GONE, self._section)), None)
 
     def leave(self) -> None:
-        """Send the other ranks the uncaught exception that ends this process, if there is one, and a goodbye. Then
-        close the links."""
+        """Send other ranks the uncaught exception that ends this process, if any, and a goodbye. Close the links."""
         error = getattr(sys, "last_value", None)  # the uncaught exception that ends the process
         if error is not None:
             self._tell(Fault(self.rank, GONE, f"Rank {self.rank} failed: {type(error).__name__}: {error}"))
@@ -268,8 +258,7 @@ class FailureDetector:
             _start(self._end, fault, section)
 
     def _end(self, fault: Fault, section: str) -> None:
-        """Wait for the grace period. Then end this process by force, unless it has finished ``section``, the code in
-        which it waits for the failed rank."""
+        """End this process by force after the grace period, unless it has finished the awaited ``section`` by then."""
         time.sleep(min(self.grace, GRACE_OF_HANGING) if fault.hangs else self.grace)
         with self._changed:
             waits = self._inside if self._section == section else ""
@@ -288,17 +277,18 @@ class FailureDetector:
         """Send a sign of life (a short message) over each link, and report ranks that have sent none for `rank_timeout`
         seconds. Time (``passed`` seconds since the last call) counts only in code that all ranks run together, where
         ranks wait for each other."""
-        lost = []
+        lost, limit = [], watchdog.limit()
         with self._sending:
             for link in self._links:
                 link.send(stage=watchdog.stage())
-                if link.signs and link.silence.is_silent(link.signs, passed if self._inside else 0.0):
+                link.silence += passed if self._inside else 0.0
+                if limit is not None and link.silence > max(limit, LEAST_SILENCE):
                     text = (
-                        f"Rank {link.rank} hasn't been heard of for {link.silence.seconds:,.0f} s (rank_timeout), last "
-                        f"in {link.stage}: its process is stopped, or in a call that blocks all of its threads."
+                        f"Rank {link.rank} hasn't been heard of for {link.silence:,.0f} s (rank_timeout), last in "
+                        f"{link.stage}: its process is stopped, or in a call that blocks all of its threads."
                     )
                     lost.append(Fault(link.rank, GONE, text, hangs=True))
-                    link.signs = 0  # Report a rank's failure only once.
+                    link.silence = float("-inf")
         for fault in lost:
             self._tell(fault)
             self._receive(fault)
@@ -311,19 +301,16 @@ class FailureDetector:
 
     def _greet(self, connection: socket.socket, token: str) -> None:
         _prepare(connection, self.silence)
-        # Drop a connection whose first message lacks the run's token, because it comes from another program.
-        with (
-            connection,
-            connection.makefile("rb") as lines,
-            contextlib.suppress(ValueError, TypeError, KeyError, OSError),
-        ):
+        # Drop a connection without the run's token in the first message, because it comes from another program.
+        broken = contextlib.suppress(ValueError, TypeError, KeyError, OSError)
+        with connection, connection.makefile("rb") as lines, broken:
             greeting = json.loads(lines.readline())
             if greeting["token"] == token:
                 self._read(_Link(connection, greeting["rank"]), lines)
 
     def _connect(self) -> None:
-        """Connect to rank 0, at the address that rank 0 has written to the process group's store, and read its
-        messages (runs on all other ranks)."""
+        """Read rank 0's address from the process group's store, connect, and read rank 0's messages. Runs on all other
+        ranks."""
         store = dist.distributed_c10d._get_default_store()
         until = time.monotonic() + time_limit().total_seconds()
         try:
@@ -346,8 +333,7 @@ class FailureDetector:
             self._read(link, lines)
 
     def _read(self, link: _Link, lines: Iterable[bytes]) -> None:
-        """Send all earlier failures over a new link. Then read the messages of the rank at its other end, until that
-        rank leaves or is gone."""
+        """Send earlier failures over a new link. Then read the other rank's messages, until it leaves or is gone."""
         with self._sending:
             self._links.append(link)
             self._sockets.append(link.connection)
@@ -361,8 +347,7 @@ class FailureDetector:
                 if "bye" in message:
                     return
                 if "stage" in message:
-                    link.stage = message["stage"]
-                    link.signs += 1
+                    link.stage, link.silence = message["stage"], 0.0
                 elif "stop" in message:
                     for listener in stop_listeners:
                         listener(message["stop"], message["seconds"])

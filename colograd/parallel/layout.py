@@ -1,5 +1,4 @@
-"""The layout of ranks: which prompts a rank gets, and which ranks share a vLLM engine, a shard of weights, or a
-node."""
+"""The layout of ranks: which prompts a rank gets, and which ranks share a vLLM engine, parts of weights, or a node."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ class RankLayout:
 
     @property
     def ranks_per_row(self) -> int:
-        """Number of consecutive ranks that train each row together: they hold parts of the policy or of the row's
-        tokens."""
+        """Number of consecutive ranks that train each row together, with parts of the policy or of the row's tokens."""
         return self.ranks_per_sequence * self.policy_parts
 
     @property

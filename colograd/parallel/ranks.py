@@ -93,8 +93,7 @@ def on_all_ranks(what: str) -> Iterator[None]:
 
     Raises:
         RankError: a different rank failed. (The failing rank raises its original exception.)
-        torch.OutOfMemoryError, Stopped: raised on every rank if no rank had any other error. `Stopped` has priority.
-    """
+        torch.OutOfMemoryError, Stopped: raised on every rank if no rank had any other error. `Stopped` has priority."""
     failure: BaseException | None = None
     watchdog.progress(what)
     try:
@@ -121,8 +120,7 @@ def on_all_ranks(what: str) -> Iterator[None]:
 
 
 def gather(value: T) -> list[T]:
-    """Gather a picklable ``value`` from each rank, through host memory. Return a list in rank order. A collective
-    call."""
+    """Gather a picklable ``value`` from each rank through host memory, in rank order. A collective call."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -135,8 +133,7 @@ def deliver(messages: Mapping[int, T], senders: Iterable[int]) -> dict[int, T]:
     """Send ``messages`` (receiver's rank -> message). Return sender's rank -> message for all ``senders``.
 
     A collective call, through host memory. In contrast to `gather`, a rank receives only the messages addressed to it,
-    so that the bytes don't grow with the number of ranks.
-    """
+    so that the bytes don't grow with the number of ranks."""
     group = None if _has_gloo() else _gloo_group(dist.group.WORLD)
     outgoing = {
         to: torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8) for to, message in messages.items()

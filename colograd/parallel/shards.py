@@ -1,8 +1,7 @@
 """`Shard`: the part of a tensor that a tensor-parallel rank holds. `RankGroup`: ranks that exchange tensors.
 
 `sum_over_ranks` sums gradients, several tensors in one collective. It is called once per optimizer step.
-(DistributedDataParallel rejects float32 gradients of bfloat16 parameters.)
-"""
+(DistributedDataParallel rejects float32 gradients of bfloat16 parameters.)"""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ Box = tuple[tuple[int, int], ...]  # Part of a tensor: (first index, last index 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A rank's part of a tensor: one box (index range per dimension), or several boxes concatenated along ``axis``.
-    Gate and up projections of a mixture's experts, halves of one tensor, need two boxes; all other tensors need one
-    box."""
+    Gate and up projections of a mixture's experts, halves of one tensor, need two boxes. Other tensors need one."""
 
     shape: tuple[int, ...]  # shape of the whole tensor (not of the part)
     boxes: tuple[Box, ...]
@@ -138,8 +136,7 @@ class RankGroup:
         return most == -least
 
     def gather(self, value: T) -> tuple[T, ...]:
-        """Gather a picklable ``value`` from each rank of the group, through host memory. Needs the gloo group
-        `on_host`."""
+        """Gather a picklable ``value`` from each rank of the group through host memory. Needs the group `on_host`."""
         values: list[Any] = [value]
         if self.size > 1:
             values = [None] * self.size
@@ -188,8 +185,7 @@ class Lockstep:
     ranks must construct it together.
 
     Decisions that depend on a clock, a user's function or a rank's state may differ between ranks. So only the leader
-    makes these decisions, and sends the results to the followers.
-    """
+    makes these decisions, and sends the results to the followers."""
 
     def __init__(self, layout: RankLayout) -> None:
         self.leads = layout.engine_place == 0
@@ -209,9 +205,8 @@ class Lockstep:
 
 
 def parts_of(model: Any) -> Any:
-    """Return a tensor-parallel model's attribute ``tensor_parts``, or None for any other model. The attribute has
-    ``engine`` (`RankGroup`), ``shards`` (parameter name -> this rank's `Shard`) and ``elements`` (number of the whole
-    model's elements)."""
+    """Return a tensor-parallel model's ``tensor_parts``, or None for any other model. It has ``engine`` (`RankGroup`),
+    ``shards`` (parameter name -> this rank's `Shard`) and ``elements`` (number of elements in the whole model)."""
     return getattr(model, "tensor_parts", None)
 
 
@@ -219,10 +214,8 @@ def sum_over_ranks(
     gradients: Sequence[torch.Tensor], device: torch.device | None = None, bucket_bytes: int = BUCKET,
     among: RankGroup | None = None,
 ) -> int:  # fmt: skip
-    """Sum tensors in place over the ranks in ``among`` (None means all ranks). Return the number of bytes summed.
-
-    The tensors must have equal order on all ranks. Tensors on a different device are copied to ``device`` to be summed.
-    """
+    """Sum tensors in place over the ranks in ``among`` (None means all ranks). Return the number of bytes summed. The
+    tensors must have equal order on all ranks. Tensors on another device are copied to ``device`` to be summed."""
     nbytes = 0
     by_dtype = itertools.groupby(gradients, key=lambda gradient: gradient.dtype)
     for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):

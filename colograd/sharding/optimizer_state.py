@@ -4,8 +4,7 @@ A rank writes ``optimizer-R-of-N.safetensors`` with a tensor ``parameter|first e
 that its optimizer updates. Without sharding one rank writes all parts. If a rank's part of a parameter isn't a range of
 elements (but some columns, for example), the ranges count elements of the part, and the file's header describes the
 part under ``shards``. Optimizers with other state, and older checkpoints of runs without sharding, use transformers'
-file ``optimizer.pt``.
-"""
+file ``optimizer.pt``."""
 
 from __future__ import annotations
 
@@ -48,12 +47,9 @@ def can_be_cut(optimizer: Optimizer, owned: Sequence[Owned]) -> bool:
     grouped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not all(id(parameter) in parts for parameter in (*grouped, *optimizer.state)):
         return False
-    for parameter, values in optimizer.state.items():
-        for value in values.values():
-            if not isinstance(value, torch.Tensor) or value.numel() not in (parameter.numel(), 1):
-                return False
-            if value.numel() == 1 and value.dim() and value.shape != parameter.shape:
-                return False
+    for p, v in ((p, v) for p, values in optimizer.state.items() for v in values.values()):
+        if not isinstance(v, torch.Tensor) or not (v.shape == p.shape or not v.dim() or v.numel() == p.numel() > 1):
+            return False
     try:
         json.dumps(_settings(optimizer.param_groups))
     except (TypeError, ValueError):

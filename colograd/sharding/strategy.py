@@ -61,13 +61,11 @@ class ShardingStrategy(ABC):
 
     Create the strategy when the policy is in its final memory, and before the policy's optimizer. An optimizer step
     calls `backward` for each micro-batch, then `sum_gradients`, `divide_gradients`, `clip`, and the optimizer's `step`.
-    Afterwards every rank has the new weights, or its part of them if the strategy divides the weights.
-    """
+    Afterwards every rank has the new weights, or its part of them if the strategy divides the weights."""
 
     model: torch.nn.Module
     traffic: Traffic = field(default_factory=Traffic)
 
-    name: ClassVar[str]  # Value of the setting `sharding` that selects the strategy.
     # Whether ranks communicate in backwards. Every such rank must then run the same number of backwards.
     meets_in_backward: ClassVar[bool] = False
     parts: int = 1  # Number of parts that the optimizer's state is divided into.
@@ -102,8 +100,11 @@ class ShardingStrategy(ABC):
         try:
             loss.backward()
         except BaseException as error:
-            if self.meets_in_backward:
-                drop_graph(loss, error)
+            if self.meets_in_backward:  # Free activations, because collectives that other ranks wait for need memory.
+                loss.detach_()  # frees the graph although callers refer to the loss
+                forget_frames(error)
+                if loss.is_cuda:
+                    torch.cuda.empty_cache()  # the failed allocation has left torch's cached memory fragmented
                 self.failed(error)
             raise
 
@@ -183,14 +184,6 @@ class ShardingStrategy(ABC):
     def load_weights(self, folder: Path) -> bool:
         """Read this rank's part of a saved model's weights. Return False, and read nothing, for an undivided model."""
         return False
-
-
-def drop_graph(loss: torch.Tensor, error: BaseException) -> None:
-    """Free the activations of a failed backward, because the collectives that other ranks wait for need memory."""
-    loss.detach_()  # frees the graph although callers refer to the loss
-    forget_frames(error)
-    if loss.is_cuda:
-        torch.cuda.empty_cache()  # the failed allocation has left torch's cached memory fragmented
 
 
 @torch.no_grad()

@@ -152,8 +152,7 @@ def completed(whole: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict
 
 def load_renamed(model: torch.nn.Module, folder: Path) -> bool:
     """Read the weights of ``folder`` into ``model``, if the model stacks experts, or has parameters that transformers
-    saves under other names. Otherwise return False, and read nothing. A missing parameter, or one of another shape,
-    raises a ValueError."""
+    saves under other names. Otherwise return False. A missing parameter, or one of another shape, is a ValueError."""
     parameters, names_of = dict(model.named_parameters(remove_duplicate=False)), all_names(model)
     has_experts = any(".experts." in name and name.rpartition(".")[2] in PARTS for name in parameters)
     if not has_experts and all(name in parameters for names in names_of.values() for name in names):

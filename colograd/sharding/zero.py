@@ -5,10 +5,9 @@ policy's tensors. An all-gather writes the elements of other ranks into the poli
 engine's memory, the engine gets the new weights by that all-gather. With `WholeCopies` (`sharding: none`) every rank
 has the whole summed gradient and the whole optimizer state (of its part of the policy, if the policy is divided).
 
-`strategy_of` selects the run's strategy. Extensions register further strategies (classes with a `name`) as "sharding",
-and variants of strategies as "sharding_variant". A variant is a function of the selected class and the configuration.
-It returns the class, or a subclass.
-"""
+`strategy_of` selects the run's strategy. Extensions register further strategies (classes) as "sharding:NAME" in their
+`HOOKS`, where NAME is the value of the setting `sharding`, and variants of strategies as "sharding_variant". A variant
+is a function of the selected class and the configuration. It returns the class, or a subclass."""
 
 from __future__ import annotations
 
@@ -51,11 +50,8 @@ class Bucket:
     """A group of parameters that are exchanged as one flat tensor, padded to one equal part per rank.
 
     This rank updates one part. The flat tensor exists only during an exchange. If the bucket has one parameter, and the
-    number of ranks divides its size, the parameter's memory is the flat tensor.
-
-    Args:
-        group: process group of the ranks. None means all ranks.
-    """
+    number of ranks divides its size, the parameter's memory is the flat tensor. ``group`` is the process group of the
+    ranks. None means all ranks."""
 
     def __init__(
         self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter], rank: int, ranks: int, group: Any = None
@@ -135,8 +131,6 @@ def buckets_of(
 
 
 class WholeCopies(ShardingStrategy):
-    name = "none"
-
     def sum_gradients(self) -> None:
         parameters, size = list(self.model.parameters()), world_size() if self.among is None else self.among.size
         if size > 1 or all(parameter.grad is None for parameter in parameters):  # no micro-batch has computed gradients
@@ -199,7 +193,6 @@ class SharedParts(ShardingStrategy):
 class SharedOptimizer(SharedParts):
     """ZeRO stage 1: ranks divide the optimizer's state. Gradients are whole until the sum after the last backward."""
 
-    name = "optimizer"
     shared_out, exchanged = "optimizer state", "once per step"
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -273,7 +266,6 @@ class SharedOptimizer(SharedParts):
 class SharedGradients(SharedOptimizer):
     """ZeRO stage 2: ranks divide gradients and optimizer state. Gradients are summed over ranks in each backward."""
 
-    name = "gradients"
     meets_in_backward, shared_out, exchanged = True, "optimizer state and gradients", "in each backward"
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -381,9 +373,8 @@ class SharedRows(ShardingStrategy):
             raise error
 
 
-STRATEGIES: dict[str, type[ShardingStrategy]] = {
-    way.name: way for way in (WholeCopies, SharedOptimizer, SharedGradients)
-}
+STRATEGIES: dict[str, type[ShardingStrategy]]
+STRATEGIES = {"none": WholeCopies, "optimizer": SharedOptimizer, "gradients": SharedGradients}
 
 
 def strategy_name(config: GRPOConfig) -> str:
@@ -394,7 +385,7 @@ def strategy_of(config: GRPOConfig) -> type[ShardingStrategy]:
     name = strategy_name(config)
     if is_import_path(name):
         return find_strategy(name)
-    way = STRATEGIES.get(name) or next(way for way in registry.hooks("sharding") if way.name == name)
+    way = STRATEGIES.get(name) or registry.hooks(f"sharding:{name}")[0]
     for variant in registry.hooks("sharding_variant"):
         way = variant(way, config)
     return way

@@ -2,5 +2,5 @@
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "gathered_weights": "rows:gathered_weights",
-    "sharding": "strategy:FullySharded",
+    "sharding:fsdp": "strategy:FullySharded",
 }

@@ -4,7 +4,7 @@ HOOKS: dict[str, str | tuple[str, ...]] = {
     "cheapest": "ways:cheapest",
     "conflicts": "conflicts:CONFLICTS",
     "host_remedies": "ways:remedies",
-    "left_on_device": "ways:LeftOnDevice",
+    "left_on_device": "ways:LEFT_ON_DEVICE",
     "optimizer": "adamw:host_adamw_of",
     "optimizer_moves": "adamw:moves_of",
     "sharding_variant": "on_host:on_host",

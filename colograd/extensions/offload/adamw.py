@@ -20,20 +20,18 @@ class HostAdamW(AdamWSplit):
 
     host_gradients: Any = None  # An `OnHost` strategy. Its gradient sums replace the parameters' `grad`.
 
-    def __init__(self, params: Iterable[Any], streamed: bool = False, **given: Any) -> None:
+    def __init__(self, params: Iterable[Any], streamed: bool = False, **settings: Any) -> None:
         self.streamed = streamed
-        super().__init__(params, **given)
+        super().__init__(params, **settings)
 
     def _run(self, device: torch.device, fused: tuple[list[Piece], Step], plain: tuple[list[Piece], Steps]) -> None:
         if not self.streamed and self.host_gradients is None:
             super()._run(device, fused, plain)
             return
-        factor = 1.0 if self.host_gradients is None else self.host_gradients.factor
-        read = [] if self.host_gradients is None else ["grad"]
+        factor, read = (1.0, []) if self.host_gradients is None else (self.host_gradients.factor, ["grad"])
 
         def job(piece: Piece, update: Callable[[Piece], None]) -> Job:
-            """Return the job that updates a piece of a parameter. The job works on device copies of the host's
-            tensors."""
+            """Return the job that updates a piece of a parameter, with device copies of the host's tensors."""
             state = [name for name in DTYPES if self.streamed and getattr(piece, name) is not None]
 
             def kernel(tensors: Sequence[torch.Tensor]) -> None:
@@ -49,9 +47,8 @@ class HostAdamW(AdamWSplit):
             job(piece, update) for wholes, update in updates for whole in wholes for piece in whole.cut(ELEMENTS)
         )
 
-    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        own: torch.Tensor | None = parameter.grad if self.host_gradients is None else self.host_gradients.of(parameter)
-        return own
+    def _gradient(self, parameter: torch.Tensor) -> Any:
+        return parameter.grad if self.host_gradients is None else self.host_gradients.of(parameter)
 
     def _place(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         if not self.streamed:
@@ -60,15 +57,13 @@ class HostAdamW(AdamWSplit):
         return host_empty(parameter.shape, DTYPES[name], parameter.device)
 
     def _loaded(self, parameter: torch.Tensor, name: str, saved: torch.Tensor) -> torch.Tensor:
-        if not self.streamed:
-            return super()._loaded(parameter, name, saved)
-        return self._place(parameter, name).copy_(saved)
+        on_device = super()._loaded
+        return self._place(parameter, name).copy_(saved) if self.streamed else on_device(parameter, name, saved)
 
 
 def host_adamw_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[type[AdamWSplit], dict[str, Any]] | None:
-    if args.streams_optimizer or args.offloads_gradients:
-        return HostAdamW, {"streamed": args.streams_optimizer}
-    return None
+    on_host = args.streams_optimizer or args.offloads_gradients
+    return (HostAdamW, {"streamed": args.streams_optimizer}) if on_host else None
 
 
 def moves_of(config: GRPOConfig) -> OptimizerOffload | None:
@@ -105,11 +100,10 @@ class OptimizerOffload:
     @torch.no_grad()
     def to_device(self) -> int:
         """Move the state from the host back to the device, and return the moved bytes."""
-        moved = sum(tensor.nbytes for tensor, _ in self._away)
         for tensor, device in self._away:
             tensor.data = torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
         self._wait()
-        self._away = []
+        moved, self._away = sum(tensor.nbytes for tensor, _ in self._away), []
         return moved
 
     def _wait(self) -> None:

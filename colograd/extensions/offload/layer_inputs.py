@@ -2,8 +2,7 @@
 
 A checkpointed layer saves only its input, and is computed again in the backward. Here the input is copied to
 page-locked host memory while later layers run. The input is copied back during the backward of the layer after it. So
-the device holds the inputs of a few layers. Gradients are equal bit for bit to those without offloading.
-"""
+the device holds the inputs of a few layers. Gradients are equal bit for bit to those without offloading."""
 
 from __future__ import annotations
 
@@ -23,18 +22,16 @@ from ...config import GRPOConfig
 from ...policy.lora import unwrap
 from ...runtime import process
 from ...runtime.page_locked import host_empty
+from .host_stream import HostStream
 
 KEPT = 2  # Number of layer inputs that are on the device at a time while they are copied to the host or back.
 
 
-class LayerInputs:
+class LayerInputs(HostStream):
     """Inputs of a model's checkpointed layers in host memory, which every micro-batch reuses."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        # The device's module in torch. On a CPU this is `torch.cpu`, and its streams do nothing.
-        self.torch: Any = torch.get_device_module(device)
-        self.leaving, self.coming = self.torch.Stream(), self.torch.Stream()
+        super().__init__(device)
         self.free: list[tuple[torch.Tensor, Any]] = []  # Unused host memory, with the event of the last copy from it.
         self._largest = 0  # Bytes of the largest input so far.
         self._on_way: collections.deque[weakref.ref[_Input]] = collections.deque()
@@ -58,11 +55,10 @@ class LayerInputs:
                 earlier.leave()
         return kept
 
-    def _unpack(self, kept: Any) -> torch.Tensor:
+    def _unpack(self, kept: Any) -> Any:
         if not isinstance(kept, _Input):
             return kept
         kept.fetch()
-        assert kept.tensor is not None
         (kept.come or kept.sent).wait(self.torch.current_stream())
         if (before := kept.before()) is not None:
             before.fetch()
@@ -81,19 +77,6 @@ class LayerInputs:
             raise torch.OutOfMemoryError(f"no host memory for the {self._largest:,} bytes of a layer's input")
         return host_empty(torch.Size([self._largest]), torch.uint8, self.device), None
 
-    def copy(self, place: torch.Tensor, tensor: torch.Tensor, stream: Any, after: Any) -> Any:
-        """Queue a copy of ``tensor`` to ``place`` on ``stream``, after the present stream's work and the event
-        ``after``, if it isn't None. Return the event of the copy's end."""
-        present, end = self.torch.Event(), self.torch.Event()
-        present.record(self.torch.current_stream())
-        present.wait(stream)
-        if after is not None:
-            after.wait(stream)
-        with self.torch.stream(stream):
-            place.copy_(tensor, non_blocking=True)
-        end.record(stream)
-        return end
-
 
 class _Input:
     """Input of one checkpointed layer, on the host and, while the device needs or copies it, also on the device."""
@@ -103,9 +86,9 @@ class _Input:
         self.tensor: torch.Tensor | None = tensor.contiguous()
         self.stream = owner.torch.current_stream()  # The stream that reuses the tensor's memory once it is freed.
         self.before = before
-        place, readable = owner.take_place(tensor.nbytes)
-        self.whole_place, self.place = place, place[: tensor.nbytes]
-        self.sent = owner.copy(self.place, self.tensor.view(-1).view(torch.uint8), owner.leaving, readable)
+        self.whole_place, readable = owner.take_place(tensor.nbytes)
+        self.place = self.whole_place[: tensor.nbytes]
+        self.sent = owner.copy(self.place, self.tensor.view(-1).view(torch.uint8), owner.emptying, readable)
         self.come: Any = None  # Event at the end of the copy to the device.
 
     def leave(self) -> None:
@@ -116,8 +99,8 @@ class _Input:
         """Queue the copy of the input from the host to the device, unless the input is on the device."""
         if self.tensor is None:
             self.tensor = torch.empty(self.shape, dtype=self.dtype, device=self.owner.device)
-            bytes_ = self.tensor.view(-1).view(torch.uint8)
-            self.come = self.owner.copy(bytes_, self.place, self.owner.coming, self.sent)
+            flat = self.tensor.view(-1).view(torch.uint8)
+            self.come = self.owner.copy(flat, self.place, self.owner.filling, self.sent)
 
     def __del__(self) -> None:
         """Release the input's device and host memory, which may be reused only after the queued copies have ended."""
@@ -128,9 +111,8 @@ class _Input:
 
 def inputs_of_run(model: Any, config: GRPOConfig) -> AbstractContextManager[None]:
     """Return `inputs_on_host` for `gradient_checkpointing: offload`, or else a context that does nothing."""
-    if not config.offloads_activations:
-        return nullcontext()
-    return inputs_on_host(unwrap(model), None if config.on_cpu else LayerInputs(config.device))
+    inputs = LayerInputs(config.device) if config.offloads_activations and not config.on_cpu else None
+    return inputs_on_host(unwrap(model), inputs) if config.offloads_activations else nullcontext()
 
 
 @contextmanager
@@ -140,8 +122,8 @@ def inputs_on_host(model: Any, inputs: LayerInputs | None) -> Iterator[None]:
     usual = model._set_gradient_checkpointing
 
     def enable(enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any) -> None:
-        given = {**getattr(gradient_checkpointing_func, "keywords", {})}
-        given.pop("offload", None)  # Leave out transformers' own offloading, which copies on the computing stream.
+        # Leave out transformers' own offloading, which copies on the computing stream.
+        given = {k: v for k, v in getattr(gradient_checkpointing_func, "keywords", {}).items() if k != "offload"}
         function = functools.partial(checkpoint if inputs is None else inputs.checkpoint, **given)
         usual(enable=enable, gradient_checkpointing_func=function, **options)
 
@@ -150,7 +132,7 @@ def inputs_on_host(model: Any, inputs: LayerInputs | None) -> Iterator[None]:
         yield
     finally:
         del model._set_gradient_checkpointing
-        for module in model.modules() if inputs is not None else ():
+        for module in model.modules():
             own: Any = getattr(module, "_gradient_checkpointing_func", None)
             if inputs is not None and getattr(own, "func", None) == inputs.checkpoint:
                 module._gradient_checkpointing_func = functools.partial(checkpoint, **own.keywords)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,21 +24,15 @@ STREAM: dict[str, Any] = {"streams": True, "offloads": False}
 GRADIENTS: dict[str, Any] = {"offloads_gradients": True}
 ACTIVATIONS: dict[str, Any] = {"offloads_activations": True, "checkpointing": 1}
 WAYS: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "activations": ACTIVATIONS,
-    "stream": STREAM,
-    "stream, activations": STREAM | ACTIVATIONS,
-    "gradients": GRADIENTS,
-    "gradients, activations": GRADIENTS | ACTIVATIONS,
-    "stream, gradients": STREAM | GRADIENTS,
-    "stream, gradients, activations": STREAM | GRADIENTS | ACTIVATIONS,
-}
+    "as it is": {}, "activations": ACTIVATIONS,
+    "stream": STREAM, "stream, activations": STREAM | ACTIVATIONS,
+    "gradients": GRADIENTS, "gradients, activations": GRADIENTS | ACTIVATIONS,
+    "stream, gradients": STREAM | GRADIENTS, "stream, gradients, activations": STREAM | GRADIENTS | ACTIVATIONS,
+}  # fmt: skip
 
 
-class LeftOnDevice:
-    inputs = KEPT
-    state, on_way = staticmethod(device_bytes), staticmethod(on_way)
-    sums = staticmethod(functools.partial(device_bytes, itemsize=4))
+SUMS = functools.partial(device_bytes, itemsize=4)
+LEFT_ON_DEVICE = types.SimpleNamespace(inputs=KEPT, state=device_bytes, on_way=on_way, sums=SUMS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +48,7 @@ class Way:
     to_host: int
 
     def seconds(self, speed: float) -> float:
-        """Return a step's seconds on the bus at ``speed`` GB/s per direction. Computation hides a part of them."""
+        """Return a step's seconds on the bus at ``speed`` GB/s per direction. Computation hides a part."""
         return max(self.to_gpu, self.to_host) / (speed * 1e9)
 
 
@@ -74,26 +69,21 @@ def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
 
     A streamed optimizer state comes to the GPU and goes back once. Gradients go to the host in each micro-batch. From
     the second micro-batch on, the gradient sums first come to the GPU. The sums come twice more, for the norm and for
-    the optimizer. Each checkpointed input goes to the host. All but the last `KEPT` inputs come back.
-    """
+    the optimizer. Each checkpointed input goes to the host. All but the last `KEPT` inputs come back."""
     sizes, lengths = run.sizes, run.lengths
     whole = run.sequences * lengths.completion + -(-run.sequences // lengths.group) * lengths.prompt
     own = max(1, -(-tokens // run.ranks_per_sequence))  # Tokens of a micro-batch on this rank.
-    passes, to_gpu, to_host = max(1, -(-whole // own)), 0, 0
-    if run.streams:
-        to_gpu, to_host = sizes.optimizer, sizes.optimizer
-    if run.offloads_gradients:
-        to_gpu, to_host = to_gpu + (passes + 1) * sizes.gradients, to_host + passes * sizes.gradients
-    if run.offloads_activations:
-        inputs, one = again(run.shape, run.checkpointing), whole * run.shape.hidden * sizes.itemsize
-        to_gpu, to_host = to_gpu + max(inputs - KEPT, 0) * one, to_host + inputs * one
-    return to_gpu, to_host
+    passes, state = max(1, -(-whole // own)), sizes.optimizer * run.streams
+    gradients = sizes.gradients * run.offloads_gradients
+    inputs = again(run.shape, run.checkpointing) * run.offloads_activations
+    one = whole * run.shape.hidden * sizes.itemsize
+    to_gpu = state + (passes + 1) * gradients + max(inputs - KEPT, 0) * one
+    return to_gpu, state + passes * gradients + inputs * one
 
 
 def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict[str, Any]:
-    """Return the offloading settings that make the run fit with the fewest seconds on the bus. Return {} if the run
-    fits without offloading, if no combination fits, or for FSDP and tensor parallelism. ``host``: bytes of host memory
-    that a rank may use."""
+    """Return the offloading settings that make the run fit with the fewest seconds on the bus, in ``host`` bytes of
+    host memory. Return {} if none are needed, if no combination fits, or for FSDP and tensor parallelism."""
     if strategy == "fsdp" or strategy in TENSOR:
         return {}
 
@@ -115,8 +105,7 @@ def remedies(run: RunDescription, strategy: str, fit: Callable[..., bool]) -> It
     if run.can_stream and not run.streams and fit(streams=True):
         moved = gib(run.sizes.optimizer // run.devices.ranks)
         yield f"offload_optimizer: stream ({moved} GiB each way over the bus per step)"
-    goes_to_host = strategy != "fsdp" and run.ranks_per_sequence == 1
-    if run.can_stream and not run.offloads_gradients and goes_to_host:
+    if run.can_stream and not run.offloads_gradients and strategy != "fsdp" and run.ranks_per_sequence == 1:
         moved = f"{gib(run.sizes.gradients)} GiB each way per micro-batch"
         if fit(offloads_gradients=True):
             yield f"offload_gradients: true ({moved})"

@@ -4,6 +4,8 @@ HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "conflicts:CONFLICTS",
     "loaded_policy": "model:check_policy",
     "model_feature": "model:InEngineLayout",
-    "sharding": ("strategy:TensorParallel", "strategy:TensorOptimizer", "strategy:TensorGradients"),
+    "sharding:tensor": "strategy:TensorParallel",
+    "sharding:tensor+optimizer": "strategy:TensorOptimizer",
+    "sharding:tensor+gradients": "strategy:TensorGradients",
     "weights_in_parts": "weights:weights_in_parts",
 }

@@ -132,8 +132,6 @@ class TensorStrategy(SharedRows):
 class TensorParallel(TensorStrategy, WholeCopies):
     """Strategy `sharding: tensor`: each rank has the gradient and optimizer state of its whole part of the policy."""
 
-    name = "tensor"
-
     def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
         return True
 
@@ -158,7 +156,6 @@ class TensorParallel(TensorStrategy, WholeCopies):
 class TensorOptimizer(TensorStrategy, SharedOptimizer):
     """Strategy `sharding: tensor+optimizer`: ranks with the same policy part divide its optimizer state (ZeRO-1)."""
 
-    name = "tensor+optimizer"
     state_of = "optimizer state"
 
 
@@ -166,6 +163,5 @@ class TensorGradients(TensorStrategy, SharedGradients):
     """Strategy `sharding: tensor+gradients`: ranks with the same policy part divide its optimizer state and
     gradients."""
 
-    name = "tensor+gradients"
     state_of = "optimizer state and gradients"
     backward = SharedGradients.backward
