@@ -1,8 +1,7 @@
 """Commit, delete and check checkpoint folders, and handle the output folder of a run.
 
 A checkpoint is written to a temporary folder, flushed to the disk, and renamed to ``checkpoint-N`` at the end. So a
-folder ``checkpoint-N`` is always complete.
-"""
+folder ``checkpoint-N`` with a manifest is complete."""
 
 from __future__ import annotations
 
@@ -48,14 +47,10 @@ OF_MODEL = (
 SIGNS = ("_journal/step-*", "_report/*", "trainer_state.json", *CHECKPOINTS)  # entries that prove an earlier run
 
 
-def commit(aside: Path, final: Path, files: Manifest | None = None, keeps_old: bool = False) -> None:
-    """Write the manifest, flush all files to the disk, and rename the folder ``aside`` to the checkpoint ``final``. If
-    all files are flushed already, ``files`` has the manifest's entries. A folder ``final`` that exists is deleted, or
-    with ``keeps_old`` (for a damaged folder) renamed."""
-    if files is None:
-        files = {name: manifest.entry_of(aside / name) for name in manifest.files_of(aside)}
-        for name in files:
-            flush(aside / name)
+def commit(aside: Path, final: Path, files: Manifest, keeps_old: bool = False) -> None:
+    """Write the manifest with the entries ``files``, and rename the folder ``aside`` to the checkpoint ``final``. All
+    files must be flushed to the disk already. A folder ``final`` that exists is replaced and deleted, or with
+    ``keeps_old`` (for a damaged folder) renamed to ``refused-checkpoint-N``."""
     (aside / MANIFEST).write_text(manifest.as_text(files))
     flush(aside / MANIFEST)
     for path in (*(path for path in aside.rglob("*") if path.is_dir()), aside):  # folders store file names
@@ -79,7 +74,7 @@ def discard(folder: Path) -> None:
 
 
 def sweep(run_dir: str | Path) -> None:
-    """Delete the remains of interrupted saves and deletions. Restore a checkpoint that a save had begun to replace."""
+    """Delete the remains of interrupted saves and deletions. Restore a checkpoint that has no replacement yet."""
     for replaced in Path(run_dir).glob(f"{REPLACED}-*"):
         final = replaced.with_name(replaced.name.removeprefix(f"{REPLACED}-"))
         if final.exists():
@@ -94,10 +89,10 @@ def sweep(run_dir: str | Path) -> None:
 def rotate(
     run_dir: str | Path, limit: int | None, best: str | None, newest: int | None = None, damaged: Collection[int] = ()
 ) -> None:
-    """Delete all checkpoints except the newest ``limit`` checkpoints and the ``best`` checkpoint. A limit of None or 0
-    keeps all. ``newest`` is the step that was just saved. Checkpoints of later steps were written before the run
-    resumed at an earlier step, so they are deleted first. ``damaged`` checkpoints don't count and are never deleted, so
-    that the damage can be examined."""
+    """Delete checkpoints until ``limit`` are left, the oldest first. The newest and the ``best`` one stay, even if the
+    limit is 1. A limit of None or 0 keeps all. ``newest`` is the step that was just saved. Checkpoints of later steps
+    were written before the run resumed at an earlier step, so they are deleted first. ``damaged`` checkpoints don't
+    count and are never deleted, so that the damage can be examined."""
     if limit is None or limit <= 0:
         return
     checkpoints = [Path(p) for p in sort_checkpoints(output_dir=str(run_dir), best_model_checkpoint=best)]
@@ -115,8 +110,8 @@ def step_of(folder: str | Path) -> int:
 
 
 def complete_steps(run_dir: str) -> list[int]:
-    """Return the steps of a run's complete checkpoints: folders with a manifest, or with `trainer_state.json` if an
-    older version wrote them. (Transformers may leave half-deleted checkpoints.)"""
+    """Return the steps of a run's complete checkpoints: folders with a manifest, or with `trainer_state.json` (older
+    versions wrote no manifest). Other folders may be half-deleted by transformers."""
     paths = sort_checkpoints(output_dir=run_dir, best_model_checkpoint=None) if os.path.isdir(run_dir) else []
     last_files = (MANIFEST, "trainer_state.json")
     return [step_of(path) for path in paths if any(os.path.isfile(os.path.join(path, name)) for name in last_files)]
@@ -163,8 +158,7 @@ def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
 
 
 def open_to_readers(folder: str | Path) -> None:
-    """Give the safetensors files in a folder the default permissions. The library makes them readable by the owner
-    only."""
+    """Give the safetensors files in a folder the default permissions. `save_file` lets only the owner read them."""
     probe = Path(folder, f".mode-{os.getpid()}")
     probe.touch()  # a new file shows the default mode; reading the umask would change it for all threads
     for file in Path(folder).glob("*.safetensors"):
@@ -181,8 +175,9 @@ def flush(path: Path) -> None:
 
 
 def set_aside(run_dir: str | Path, model: str = "") -> Path | None:
-    """Move all files of an earlier run to a new folder in `_earlier`, so that no reader mixes two runs. The folder
-    ``model``, which the new run starts from, stays. Return the new folder, or None if there was no earlier run."""
+    """Move an earlier run's records, checkpoints and model to a new folder in `_earlier`, so that no reader mixes two
+    runs. The folder ``model``, which the new run starts from, stays. If it is ``run_dir``, its model files stay. Return
+    the new folder, or None if there was no earlier run."""
     folder = Path(run_dir)
     if not any([*folder.glob(sign)] for sign in SIGNS):
         return None
@@ -193,7 +188,7 @@ def set_aside(run_dir: str | Path, model: str = "") -> Path | None:
 
 
 def move_aside(run_dir: str | Path, paths: Sequence[Path]) -> Path:
-    """Move files and folders in a run's folder to a new folder in `_earlier`, named by the time. Return this folder."""
+    """Move files and folders in a run's folder to a new folder in `_earlier`, named by the time. Return that folder."""
     run_dir = Path(run_dir)
     name, number = time.strftime("%Y-%m-%d_%H%M%S"), 1
     while (aside := run_dir / EARLIER / (name if number == 1 else f"{name}-{number}")).exists():
@@ -206,11 +201,8 @@ def move_aside(run_dir: str | Path, paths: Sequence[Path]) -> Path:
 
 
 def check_file_system(run_dir: str | Path) -> None:
-    """Check that the file system of a run's folder can rename folders and append to files. Mounted buckets often can't.
-
-    Raises:
-        ValueError: the file system can't rename folders, or can't change or lengthen an existing file.
-    """
+    """Check that the file system of a run's folder can rename folders, and change and lengthen files. Mounted buckets
+    often can't. Otherwise raise a ValueError."""
     trial = Path(run_dir) / f".trial-{uuid.uuid4().hex}"
     renamed = trial.with_name(f"{trial.name}-renamed")
     need = "folders can't be made or renamed"

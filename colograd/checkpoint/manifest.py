@@ -1,9 +1,8 @@
 """The manifest of a checkpoint (`manifest.json`): size and checksum of each file.
 
-The manifest is written after all files, and checked before a file is read. The checksum is XXH3 (128 bits): it detects
-damage by disks, networks and copies at the speed of memory. It is no signature, because a program that can change the
-files can also change the manifest.
-"""
+The manifest is written after all files, and checked before a run resumes from the checkpoint. The checksum XXH3 (128
+bits) detects damage by disks, networks and copies at the speed of memory. It is no signature, because a program that
+can change the files can also change the manifest."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ CHUNK = 2**24  # Number of bytes that are read or written at one time.
 
 
 class Damaged(ValueError):
-    """A checkpoint's files differ from the files that were written. The text names the first wrong file and why."""
+    """A checkpoint's manifest is invalid, or a file differs from it. The text names the first wrong file and why."""
 
 
 class Entry(NamedTuple):
@@ -55,7 +54,7 @@ def as_text(files: Manifest) -> str:
 
 def read(folder: Path) -> Manifest | None:
     """Read a checkpoint's manifest. Return None if the file is missing, because an older version wrote the checkpoint.
-    Raise `Damaged` if the manifest can't be read, or if it names a file outside of the checkpoint's folder."""
+    Raise `Damaged` if the manifest is invalid, is of another version, or names a file outside of the folder."""
     path = folder / MANIFEST
     if not path.exists():
         return None

@@ -1,8 +1,7 @@
 """Validate a checkpoint's files before they are loaded. A damaged file causes one error that names the file.
 
 Checkpoints are untrusted input, because the manifest doesn't show who wrote the files. Only files of `torch.save` are
-unpickled, with ``weights_only`` and after their sizes were checked, so that a small file can't fill the memory.
-"""
+unpickled, with ``weights_only`` and after their sizes were checked, so that a small file can't fill the memory."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")  # fields of `tra
 
 @contextmanager
 def reading(checkpoint: str | Path, what: str) -> Iterator[None]:
-    """Context manager for code that reads a file ``what`` of a checkpoint. Most errors of the code become a ValueError
-    that names the file and the checkpoint. A ValueError of the code isn't changed."""
+    """Context manager for code that reads a file ``what`` of a checkpoint. Errors of the code become a ValueError that
+    names the file and the checkpoint. OSError, `RankError`, OutOfMemoryError and plain ValueError aren't changed."""
     try:
         yield
     except (RankError, torch.OutOfMemoryError, OSError):
@@ -44,8 +43,7 @@ def reading(checkpoint: str | Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def loading(checkpoint: str | Path, part: str) -> Iterator[None]:
-    """Context manager for code that loads ``part`` of a checkpoint on all ranks. If it fails on one rank, all ranks
-    raise an error that names the part and the checkpoint."""
+    """Context manager for code that loads ``part`` of a checkpoint: `reading`, and an error is raised on all ranks."""
     with on_all_ranks(f"loading {part}"), reading(checkpoint, part):
         yield
 
@@ -60,8 +58,8 @@ def unreadable(checkpoint: str | Path, what: str, error: BaseException | str) ->
 
 
 def look(checkpoint: str | Path) -> None:
-    """Check the format of each checkpoint file that a resumed run reads, without loading tensors. Raise a ValueError if
-    a file's format is wrong."""
+    """Check the format of a checkpoint's JSON, torch and safetensors files without loading tensors. Raise a ValueError
+    if one is wrong."""
     folder = Path(checkpoint)
     for path in (path for pattern in (*JSON, *PICKLED, "*.safetensors") for path in folder.glob(pattern)):
         try:

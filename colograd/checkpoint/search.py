@@ -32,7 +32,8 @@ def nothing_left(checkpoint: str, max_steps: int) -> str:
 
 
 def finished_checkpoint(wanted: str | bool | None, run_dir: str, max_steps: int) -> str | None:
-    """Return the last checkpoint of a run that has finished (trained ``max_steps`` and saved the model), else None."""
+    """Return the last checkpoint of a run that has finished (trained ``max_steps`` and saved the model). None if the
+    run hasn't finished, or if ``resume_from_checkpoint`` (``wanted``) isn't `true` or `auto`."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         state = json.loads(Path(run_dir, reading.STATE_FILE).read_text())  # a run writes this file after the model
         if is_search(wanted) and 0 < max_steps <= state.get("global_step", 0) in complete_steps(run_dir):
@@ -104,8 +105,7 @@ def find_resume(
 
 
 def find_damage(checkpoint: str, layout: RankLayout, nodes_are_apart: bool, console: Console) -> str | None:
-    """Verify a checkpoint's files, divided among the ranks. Return a description of the first damage, or None. A
-    collective call: all ranks take part."""
+    """Verify a checkpoint's files, divided among the ranks. Return the first damage, or None. A collective call."""
     folder, damage, files = Path(checkpoint), None, None
     try:
         files = manifest.read(folder)

@@ -1,17 +1,16 @@
-"""Signals that stop a run: SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C, and the deadline of such a stop.
+"""Signals that stop a run (Ctrl-C and the setting `stop_signals`), and the deadline of such a stop.
 
-A stop without a deadline ends the round: the trainer reads `StopSignal.received` at the end of each step. With a
-deadline, a thread acts at two moments. `schedule` computes them. At the first one it sets `is_cut`: the engine stops
-between two of its steps, or training between two optimizer steps. At the second one it ends the process by force,
-because a long backward pass, reward function or save can't be interrupted. Nothing is lost then: scored groups are in
-the rollout log, and half a checkpoint is none.
+The trainer reads `StopSignal.received` at the end of each step. Without a deadline the run stops at the end of the
+round (the optimizer steps between two generations). With a deadline, timers act at two moments, which `schedule`
+computes. At the first moment `is_cut` becomes true: the engine stops between two of its steps, or training between two
+optimizer steps. At the second moment the process ends by force, because a long backward pass, reward function or save
+can't be interrupted. A resumed run continues from the last checkpoint, with scored groups from the rollout log.
 
-Outside of the training, while the trainer is built or a finished model is saved, no step can be finished. A second
-`StopSignal` (`outside_training`) then ends all ranks at once, with the same status.
+Outside of the training, while the trainer is built or a finished model is saved, no step can be finished. Then a
+separate `StopSignal` (`outside_training`) ends all ranks at once.
 
-A script that ends after such a stop ends by `StopSignal.end_process`. The interpreter's teardown would take seconds,
-and threads don't run in it, so that the process could outlive its deadline.
-"""
+After a stop with a deadline, the process ends by `StopSignal.end_process`. The interpreter's teardown would take
+seconds, and no timer runs in it, so that the process could outlive its deadline."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 INTERRUPT = "Ctrl-C"
-REPEATED = 2.0  # Seconds in which a launcher may send the scheduler's signal again.
-RESERVE = 10.0  # Seconds kept for the end of the run, if the deadline leaves twice as many.
+REPEATED = 2.0  # Seconds after the first signal in which a signal is ignored: launchers repeat a scheduler's signal.
+RESERVE = 10.0  # Minimum seconds kept for the last checkpoint. If fewer than twice as many are left: half of them.
 MARGIN = 2.0  # Seconds before the deadline at which the process ends by force. At most a fifth of the seconds left.
 TORCHRUN_GRACE = 30.0  # Seconds from SIGTERM to SIGKILL of torchrun's ranks, if its variable isn't set.
 TERMINATED = 143  # Exit status of a process that SIGTERM ended, 128 + 15.
@@ -45,16 +44,12 @@ def exit_status(setting: int | None, environ: Mapping[str, str]) -> int:
 
 
 def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: float, name: str) -> float | None:
-    """Return the seconds until the process must be gone; None: nobody sets a limit.
+    """Return the seconds until the process must have ended. None means that no limit is known.
 
-    Slurm sets a variable with a job's end, the limit after an early warning (``--signal=USR1@120``). Neither Slurm nor
-    Kubernetes sets one with the seconds between SIGTERM and SIGKILL. torchrun waits `TORCH_ELASTIC_SHUTDOWN_TIMEOUT`
-    seconds, and ranks can't see its option ``--shutdown-timeout``, so that ``stop_within`` replaces this limit.
-
-    Args:
-        now: seconds since 1970.
-        name: name of the signal.
-    """
+    Slurm sets a variable with the time of a job's end, which is the limit after an early warning
+    (``--signal=USR1@120``). Neither Slurm nor Kubernetes sets a variable with the seconds between SIGTERM and SIGKILL.
+    torchrun waits `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds, or as its option ``--shutdown-timeout`` sets, but ranks
+    can't see the option. So ``stop_within`` replaces torchrun's limit. ``now`` is in seconds since 1970."""
     end = environ.get("SLURM_JOB_END_TIME", "")
     limits = [float(end) - now] if end.isdigit() else []
     limits = [limit for limit in limits if limit > 0]
@@ -66,12 +61,8 @@ def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: flo
 
 
 def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
-    """Return after how many seconds the round is cut, and after how many the process ends by force.
-
-    Args:
-        seconds: seconds until the deadline.
-        save_seconds: seconds that the last checkpoint took.
-    """
+    """Return after how many seconds sampling or training is interrupted, and after how many the process is killed, if
+    the deadline is in ``seconds``, and the last checkpoint took ``save_seconds``."""
     reserve = max(RESERVE, 2 * save_seconds)
     return seconds - min(reserve, seconds / 2), seconds - min(MARGIN, seconds / 5)
 
@@ -79,15 +70,14 @@ def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
 class StopSignal:
     """Records the first signal, so that the trainer can write a checkpoint before it stops, and keeps the deadline.
 
-    A second signal ends the run at once. A second Ctrl-C interrupts as it would without the handler. If several are
-    installed, only the last one gets signals.
+    A second signal after more than `REPEATED` seconds ends the process at once. A second Ctrl-C raises
+    KeyboardInterrupt. If several `StopSignal`s have a signal in `names`, only the one installed last gets it.
 
     Args:
-        speaks: answer Ctrl-C with a line, because the end of the round may take a while.
+        speaks: whether to answer Ctrl-C with a line, because the run ends only after the present round.
         names: signals that stop the run in addition to Ctrl-C.
-        stop_within: seconds from a signal to the end of the process; None: the environment's limit, if it has one.
-        status: exit status after a stop.
-    """
+        stop_within: seconds from a signal to the end of the process. None: the limit of Slurm or torchrun, if any.
+        status: exit status after a stop."""
 
     save_seconds = 0.0  # Seconds that the last checkpoint took.
     why = "as its time is over"  # Reason in the message of a process that ends by force.
@@ -98,16 +88,15 @@ class StopSignal:
     ) -> None:  # fmt: skip
         self.status = status
         self.tell: Callable[[str, float], None] = lambda name, seconds: None  # Sends the seconds left to other ranks.
-        self.leave: Callable[[], None] = lambda: None  # Tells other ranks that this rank may end.
+        self.leave: Callable[[], None] = lambda: None  # Tells other ranks that the end of this rank is no failure.
         self._speaks, self._stop_within = speaks, stop_within
         self.names: dict[int, str] = {getattr(signal, name): name for name in names} | {signal.SIGINT: INTERRUPT}
-        self._replaced: dict[int, Any] = {}  # Handlers that `_notice` has replaced, by signal.
         self._timers: list[threading.Timer] = []
         self._reset()
 
     def _reset(self) -> None:
-        self.received = ""  # Name of the first signal. After a step or with a deadline: of any rank.
-        self.is_cut = False  # Whether the round must end now.
+        self.received = ""  # Name of the first signal of this rank, or another rank's that this rank knows of.
+        self.is_cut = False  # Whether sampling or training must be interrupted now.
         self._noticed = False  # Whether this process received a signal.
         self._first = float("inf")  # Times by `time.monotonic`: of the first signal, and of the deadline.
         self.forget_deadline()
@@ -116,12 +105,9 @@ class StopSignal:
     def outside_training(cls, names: Collection[str], status: int, tell: Callable[[str, float], None]) -> StopSignal:
         """Return a `StopSignal`, installed, that ends the process and the other ranks at the first signal.
 
-        Ctrl-C still raises KeyboardInterrupt, and a signal with a handler of the user's script keeps this handler. The
-        object refers to nothing of the trainer, so that a trainer that nobody closes can be freed.
-
-        Args:
-            tell: sends the signal's name and the seconds left (0) to the other ranks.
-        """
+        Ctrl-C still raises KeyboardInterrupt, and signals that the user's script handles keep its handlers. The object
+        refers to nothing of the trainer, so that a trainer that is never closed can be freed. ``tell`` sends the
+        signal's name and the seconds left (0) to the other ranks."""
         stop = cls(names=names, stop_within=0.0, status=status)
         stop.why, stop.tell = "because no training was under way", tell
         stop.names = {
@@ -133,7 +119,7 @@ class StopSignal:
         return stop
 
     def install(self) -> None:
-        """Install the handlers. Only the main thread can; in another (a notebook's worker) this does nothing."""
+        """Install the handlers, once. In a thread other than the main thread none can be installed, so do nothing."""
         if threading.current_thread() is not threading.main_thread() or self in _installed:
             self.received = ""
             return
@@ -141,11 +127,12 @@ class StopSignal:
         if not _installed:
             numbers, waker = socket.socketpair()
             waker.setblocking(False)
-            # Python's handlers wait for the end of a call of C, such as a collective. The thread doesn't.
+            # A Python handler waits for the end of a call of C, such as a collective. This thread doesn't wait.
             _wakeup[:] = waker, signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
             threading.Thread(target=_watch, args=(numbers,), name="colograd-stop", daemon=True).start()
         _installed.append(self)
-        self._replaced = {number: signal.signal(number, _notice) for number in self.names}
+        before = {number: signal.signal(number, _notice) for number in self.names}
+        self._replaced = {number: handler for number, handler in before.items() if handler is not _notice}
 
     def remove(self) -> None:
         """Restore the previous signal handlers. A deadline that is already set stays in force."""
@@ -154,16 +141,15 @@ class StopSignal:
         later = _installed[_installed.index(self) + 1 :]
         _installed.remove(self)
         for number, handler in self._replaced.items():
-            heir = next((each for each in later if each._replaced.get(number) is _notice), None)
-            if heir is not None:  # another trainer's, which must not restore this handler
-                heir._replaced[number] = handler
-            elif signal.getsignal(number) is _notice:  # else the user's script has installed another handler
+            if heir := next((each for each in later if number in each.names), None):
+                heir._replaced.setdefault(number, handler)
+            elif signal.getsignal(number) is _notice:  # leave a handler that the user's script has installed since
                 signal.signal(number, handler)
         if not _installed:
             waker, before = _wakeup
             if (present := signal.set_wakeup_fd(before)) != waker.fileno():
                 signal.set_wakeup_fd(present)
-            waker.close()  # The thread ends, because its socket has no other end.
+            waker.close()  # The thread that reads from the socket's other end then ends.
 
     def forget_deadline(self) -> None:
         """Cancel the deadline, because the training has finished."""
@@ -186,7 +172,7 @@ class StopSignal:
         os._exit(self.status if getattr(sys, "last_value", None) is None else 1)
 
     def stop(self, name: str, seconds: float) -> None:
-        """Stop this rank within so many seconds. Another rank got the signal. Callable in any thread."""
+        """Record a signal of this or another rank, with a deadline in ``seconds``. Callable in any thread."""
         now = time.monotonic()
         self.received = self.received or name
         self._first = min(self._first, now)
@@ -195,13 +181,13 @@ class StopSignal:
             if not self.has_deadline:
                 atexit.register(self.end_process)  # runs before exit functions that libraries registered earlier
             self._end_at = now + end
-            for delay, action in ((cut, self._cut), (end, self._end)):
+            for delay, action in ((cut, lambda: setattr(self, "is_cut", True)), (end, self._end)):
                 self._timers.append(timer := threading.Timer(delay, action))
                 timer.daemon = True
                 timer.start()
 
     def take(self, name: str) -> None:
-        """Begin the stop at the first signal. End the process at a second one, unless a launcher repeated the first."""
+        """Begin the stop at the first signal. End the process at a signal more than `REPEATED` seconds later."""
         now, first = time.monotonic(), self._first
         seconds: float | None = 0.0
         if now - first <= REPEATED:
@@ -210,18 +196,6 @@ class StopSignal:
         if seconds is not None:
             self.tell(name, seconds)
             self.stop(name, seconds)
-
-    def notice(self, number: int) -> None:
-        if number == signal.SIGINT and self._noticed:  # `received` may be another rank's, of the same Ctrl-C
-            self.remove()
-            raise KeyboardInterrupt
-        self._noticed = True
-        self.received = self.received or self.names[number]
-        if number == signal.SIGINT and self._speaks:  # not with print: the signal may interrupt one
-            os.write(2, b"\nCtrl-C: the run ends with a checkpoint after this round; a second one ends it at once\n")
-
-    def _cut(self) -> None:
-        self.is_cut = True
 
     def _end(self) -> NoReturn:
         with contextlib.suppress(Exception):
@@ -232,7 +206,7 @@ class StopSignal:
 
 
 _installed: list[StopSignal] = []  # in the order of their installation
-# The socket that Python's C handler writes each signal's number into, and the descriptor that was set before.
+# The socket that Python's C handler writes each signal's number into, and the previously set descriptor.
 _wakeup: list[Any] = []
 
 
@@ -245,8 +219,15 @@ def _watch(numbers: socket.socket) -> None:
 
 
 def _notice(number: int, frame: FrameType | None) -> None:
-    if (stop := _last_of(number)) is not None:
-        stop.notice(number)
+    if (stop := _last_of(number)) is None:
+        return
+    if number == signal.SIGINT and stop._noticed:  # not `received`: another rank may have reported the first Ctrl-C
+        stop.remove()
+        raise KeyboardInterrupt
+    stop._noticed = True
+    stop.received = stop.received or stop.names[number]
+    if number == signal.SIGINT and stop._speaks:  # not with print: the signal may interrupt a print
+        os.write(2, b"\nCtrl-C: the run ends with a checkpoint after this round; a second one ends it at once\n")
 
 
 def _last_of(number: int) -> StopSignal | None:

@@ -1,10 +1,8 @@
-"""Write checkpoints in a thread while training continues. A checkpoint is complete on all ranks, or it doesn't exist.
+"""Write checkpoints, if possible in a thread while training continues. A checkpoint folder exists only with all files.
 
 A thread of each rank writes the rank's files, from copies in memory (`Image`) or from temporary files. A leading rank
 (rank 0, or one rank per node if nodes share no file system) waits until all ranks have reported, writes the manifest,
-and renames the folder. Ranks report through the process group's store, and exchange the final result at the end of a
-step.
-"""
+and renames the folder. Ranks report through the process group's store, and exchange the final result after a step."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ from ..runtime.page_locked import host_pages
 from . import folders, manifest
 from .manifest import CHUNK, Entry
 
-ALONE = 5.0  # Seconds that a rank which ends by an error waits for the other ranks' files.
+ALONE = 5.0  # Seconds that a rank which ends by an error waits for other ranks' reports of their files.
 LONGEST = 900.0  # Maximum seconds that the end of a run waits for a checkpoint to be written.
 EVERY = 30.0  # Seconds between two messages about waiting for a save.
 POLL = 0.05  # Seconds between two checks for a different rank's report in the store.
@@ -51,10 +49,9 @@ class Image:
     """The bytes of one safetensors file in host memory: the header, followed by the tensors. ``layout`` is the header
     without offsets.
 
-    Training waits only while tensors are copied into images. Buffers are reused for the next save if the layout is
-    equal, because allocating memory takes longer than copying. For a GPU the buffers are page-locked: all copies are
-    queued, and training waits once at the end.
-    """
+    Training waits only while tensors are copied into images. `HostFiles` reuses an image for the next save if the
+    layout is equal, because allocating memory takes longer than copying. For a GPU the memory is page-locked: all
+    copies are queued, and training waits once at the end."""
 
     def __init__(
         self, layout: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device | None = None
@@ -78,8 +75,7 @@ class Image:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors into the image, except tensors that are views of the image. Copies from a GPU are asynchronous:
-        `HostFiles.take` waits for them."""
+        """Copy tensors into the image, except the image's own views. `HostFiles.take` waits for copies from a GPU."""
         for name, place in self.tensors.items():
             if place.numel() and tensors[name].data_ptr() != place.data_ptr():
                 place.copy_(tensors[name], non_blocking=tensors[name].is_cuda)
@@ -99,15 +95,13 @@ class HostFiles:
         self._queued = False  # Whether copies from a GPU may still be queued.
 
     def put(self, tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: Any = None) -> None:
-        """Save tensors as `safetensors.torch.save_file` does, but in host memory. `take` waits for copies from a
-        GPU."""
+        """Save tensors as `safetensors.torch.save_file` does, in host memory. `take` waits for copies from a GPU."""
         path = Path(path)
         layout: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         # Order tensors by falling element size, so that every tensor's offset is a multiple of its element size.
         for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
             layout[name] = {"dtype": NAMES[tensors[name].dtype], "shape": list(tensors[name].shape)}
-        image = self.kept.get(path.name)
-        if image is None or image.layout != layout:
+        if (image := self.kept.get(path.name)) is None or image.layout != layout:
             image = self.kept[path.name] = Image(layout, tensors, self._device)
         self._queued |= any(tensor.is_cuda for tensor in tensors.values())
         image.fill(tensors)
@@ -133,8 +127,8 @@ class HostFiles:
 
 @contextlib.contextmanager
 def saving_model(model: Any, write: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Context manager that changes ``model.save_pretrained`` in two ways. Every rank that calls it writes files,
-    because nodes may have separate folders (in transformers only rank 0 writes). ``write`` replaces
+    """Context manager that changes ``model.save_pretrained`` in two ways. Every rank that passes `is_main_process`
+    writes files, because nodes may have separate folders (in transformers only rank 0 writes). ``write`` replaces
     `safetensors.torch.save_file`."""
     original = getattr(modeling_utils, "safe_save_file", None)  # some versions of transformers lack `safe_save_file`
     model.should_save_on_this_rank = lambda is_main_process: is_main_process
@@ -178,7 +172,7 @@ class Save:
     leads: bool  # Whether this rank writes the manifest and renames the folder.
     leaders: Sequence[int]  # Ranks that rename a folder: rank 0, or one rank per node if nodes share no file system.
     members: Sequence[int]  # Ranks that write files into this folder.
-    afterwards: Callable[[], None]  # Called in a leading rank's thread when the folders of all nodes are complete.
+    afterwards: Callable[[], None]  # Called on a leading rank when the folders of all nodes are complete.
     keeps_old: bool = False  # Whether to keep an existing, damaged folder ``final`` under a new name.
     started: float = field(default_factory=time.monotonic)
     done: threading.Event = field(default_factory=threading.Event)
@@ -215,14 +209,13 @@ class Writer:
             self._run(save, number)
 
     def state(self) -> str | None:
-        """Return this rank's result of the present save: an error message, "" if it succeeded, None if it runs."""
+        """Return this rank's result of the present save: an error message, "" (success or no save), or None (runs)."""
         if self.present is None:
             return ""
         return self.present.error if self.present.done.is_set() else None
 
     def wait(self, say: Callable[[str], None], limit: float | None = None) -> None:
-        """Wait until this rank's files of the present save are written, for at most ``limit`` seconds (default: as long
-        as the end of a run waits). ``say`` prints messages."""
+        """Wait until this rank's part of the present save is done, or for ``limit`` seconds (default: `_longest`)."""
         save = self.present
         until = time.monotonic() + (_longest() if limit is None else limit)
         while save is not None and not save.done.wait(max(0.0, min(EVERY, until - time.monotonic()))):
@@ -240,7 +233,7 @@ class Writer:
         self.present = None
         return done
 
-    # Methods that run in the thread that writes the files.
+    # Methods that run in the thread that writes the files, or in the training thread if training waits.
 
     def _run(self, save: Save, number: int) -> None:
         try:
@@ -287,21 +280,20 @@ class Writer:
         self._store.set(self._keys[-1], json.dumps(note))
 
     def _read(self, subject: str, of: int) -> Any:
-        """Wait for the report of rank ``of`` on ``subject``, up to the deadline or `ddp_timeout`, and return the
-        report."""
+        """Wait for rank ``of``'s report on ``subject``, up to the deadline or `ddp_timeout`, and return the report."""
         key, started = f"{self._name}/{subject}/{of}", time.monotonic()
         while not self._store.check([key]):  # `get` would block the store for the training thread
             until = started + time_limit().total_seconds()
             if time.monotonic() > min(until, self._deadline):
-                reason = "this one ends by an error" if self._deadline < until else "ddp_timeout has passed"
+                reason = "this rank ends by an error" if self._deadline < until else "ddp_timeout has passed"
                 raise RuntimeError(f"rank {of} hasn't reported that its files are written: {reason}")
             time.sleep(POLL)
         return json.loads(self._store.get(key))
 
 
 def _longest() -> float:
-    """Return the maximum seconds to wait for a save. The time is shorter than a collective's time limit, because the
-    other ranks wait for this rank in the next collective."""
+    """Return the maximum seconds to wait for a save: `LONGEST`, or half of a collective's time limit if that is less,
+    because the other ranks wait for this rank in the next collective."""
     return min(LONGEST, time_limit().total_seconds() / 2) if world_size() > 1 else LONGEST
 
 
@@ -331,12 +323,9 @@ def why_in_foreground(config: GRPOConfig, callbacks: list[Any], optimizer_is_cut
         return f"{readers[0]}.on_save may read it"
     if not config.save_only_model and not optimizer_is_cut:
         return f"the state of optim: {config.optim} isn't made of tensors alone"
-    free, ranks = psutil.virtual_memory().available, process.local_world_size()
-    if (missing := max(copies - held, 0) * ranks) > SPARE * free:
-        return (
-            f"its copy would take {missing / 2**30:,.1f} GiB of host memory, of which {free / 2**30:,.1f} GiB are free"
-        )
-    return ""
+    free, missing = psutil.virtual_memory().available, max(copies - held, 0) * process.local_world_size()
+    need = f"its copy would take {missing / 2**30:,.1f} GiB of host memory, of which {free / 2**30:,.1f} GiB are free"
+    return need if missing > SPARE * free else ""
 
 
 def _reads_files(callback: TrainerCallback) -> bool:
@@ -344,5 +333,5 @@ def _reads_files(callback: TrainerCallback) -> bool:
     if getattr(type(callback), "on_save", None) is TrainerCallback.on_save or name == "TrackioCallback":
         return False  # `TrackioCallback.on_save` does nothing
     switches = {"WandbCallback": "_log_model", "MLflowCallback": "_log_artifacts", "CometCallback": "_log_checkpoints"}
-    switch = getattr(callback, switches[name], True) if name in switches else True
+    switch = getattr(callback, switches.get(name, ""), True)
     return getattr(switch, "value", switch) == "checkpoint" if name == "WandbCallback" else bool(switch)

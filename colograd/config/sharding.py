@@ -14,7 +14,8 @@ from .knob import knob
 # Tensor parallel sharding: each rank trains the tensors that its vLLM rank samples with. Ranks with equal tensors
 # divide the optimizer state if the suffix is `+optimizer` (ZeRO-1), and also the gradients if it is `+gradients`.
 TENSOR = ("tensor", "tensor+optimizer", "tensor+gradients")
-LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # Environment variables that accelerate sets.
+OFFERED = registry.names("sharding")  # Sharding strategies of extensions: name -> extension.
+LAUNCHERS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # Set by accelerate for FSDP and for DeepSpeed.
 
 
 @dataclass
@@ -22,9 +23,12 @@ class ShardingKnobs(TrainingArguments):
     """Settings of sharding."""
 
     sharding: str = knob(
-        "none", one_of=("none", "optimizer", "gradients", *TENSOR, "fsdp", "auto"), or_path=True,
-        note=" in this version", extension={**dict.fromkeys(TENSOR, "tensor_parallel"), "fsdp": "fsdp"},
-    )  # fmt: skip
+        "none",
+        one_of=("none", "optimizer", "gradients", *OFFERED, "auto"),
+        or_path=True,
+        note=" in this version",
+        extension=OFFERED,
+    )
     """What is divided among ranks: `none`, `optimizer` (optimizer state, ZeRO-1), `gradients` (gradients too, ZeRO-2),
     `tensor` (with `vllm_tensor_parallel_size`: each rank trains the tensors that its engine's rank samples with;
     `tensor+optimizer` and `tensor+gradients` divide the rest among engines), `fsdp` (weights too, FSDP2), or `auto`:

@@ -1,12 +1,12 @@
 """Assign scored groups to the ranks that train them, so that all ranks take about equally long.
 
-A step is as slow as its slowest rank, and completion lengths differ between ranks. Denominators are global and
-gradients are summed, so training a group on a different rank changes only rounding. Ranks that train each row together
-(tensor or sequence parallel) are a team: they get equal groups and count as one rank.
-"""
+A step is as slow as its slowest rank, and completion lengths differ between ranks. Losses have the whole step's
+denominator and gradients are summed, so training a group on a different rank changes only rounding. Ranks that train
+each row together (tensor or sequence parallel) are a team: they get the same groups and count as one rank."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +15,8 @@ from ..batch import ScoredGroup
 from ..runtime.sizes import size_of
 from .ranks import deliver, gather, rank
 
-Place = tuple[int, int]  # Identifies a group: (rank that sampled the group, index among this rank's groups).
-MIN_GAIN = 0.1  # Groups move only if this saves more than this fraction of the slowest team's cost.
+Place = tuple[int, int]  # Identifies a group: (rank that sampled the group, index among that rank's groups).
+MIN_GAIN = 0.1  # `plan` moves groups only if this saves more than this fraction of the slowest team's cost.
 
 
 def pair_cost(config: Any, num_parameters: int) -> float:
@@ -29,8 +29,8 @@ def pair_cost(config: Any, num_parameters: int) -> float:
 
 def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
     """Return the cost of training a group, in tokens: the number of tokens, plus ``pair`` (the cost of a query-key
-    pair, see `pair_cost`) for each pair. With ``share_prompts`` a prompt counts once per group, not once per
-    completion."""
+    pair in tokens, see `pair_cost`) for each query-key pair in attention. With ``share_prompts`` each distinct prompt
+    counts once per group, not once per completion."""
     rollouts = group.group.rollouts
     sizes = [(one.context, one.length) for rollout in rollouts for one in rollout.segments]
     if not share_prompts:
@@ -41,11 +41,11 @@ def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
 
 
 def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
-    """Assign groups to teams (ranks that train rows together), without moves between vLLM engines: in the order of
-    falling cost, each to the team with the least cost so far. A team may have several engines. ``costs`` has a list per
-    rank: the cost of each group that the rank sampled. Return a list per team: (rank that sampled the group, index
-    among this rank's groups) of each group."""
-    near = math.lcm(ranks_per_engine, ranks_per_row) // ranks_per_row  # number of teams that share engines
+    """Assign each group to the least loaded team (ranks that train rows together) in the group's block. A block is the
+    smallest number of consecutive ranks that has only whole teams and whole vLLM engines. ``costs`` has a list per
+    rank: the cost of each group that the rank sampled. A rank's costliest groups are assigned first. Return a list per
+    team: (rank that sampled the group, index among that rank's groups) of each group."""
+    near = math.lcm(ranks_per_engine, ranks_per_row) // ranks_per_row  # Number of teams in a block.
     assigned: list[list[Place]] = [[] for _ in range(len(costs) // ranks_per_row)]
     loads = [0.0] * len(assigned)
     for owner, row in enumerate(costs):
@@ -59,26 +59,18 @@ def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks
 
 def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
     """Assign groups as `share_out` does. Then move or swap groups between the slowest and the fastest team (ranks that
-    train rows together) until no move narrows the gap. If the slowest team saves less than `MIN_GAIN`, undo all moves.
-    """
+    train rows together) until the gap is below 1 % or no move narrows it. Undo moves that save less than `MIN_GAIN`."""
     initial = share_out(costs, ranks_per_engine, ranks_per_row)
-    assigned = [list(row) for row in initial]
-
-    def cost_of(place: Place) -> float:
-        return costs[place[0]][place[1]]
-
-    loads = [sum(map(cost_of, row)) for row in initial]
+    assigned, cost_of = [list(row) for row in initial], dict[Place | None, float]({None: 0.0})
+    cost_of |= {(owner, index): each for owner, row in enumerate(costs) for index, each in enumerate(row)}
+    loads = [sum(cost_of[place] for place in row) for row in initial]
     slowest = max(loads)
     for _ in range(sum(len(row) for row in costs)):
         slow, fast = loads.index(max(loads)), loads.index(min(loads))
         gap = loads[slow] - loads[fast]
-        # A swap of group `give` (slow team) for group `take` (fast team) narrows the gap by twice their cost
-        # difference.
-        options: list[tuple[float, Place, Place | None]] = [
-            (cost_of(give) - (cost_of(take) if take else 0.0), give, take)
-            for give in assigned[slow]
-            for take in (None, *assigned[fast])
-        ]
+        # A swap of `give` (slow team's group) for `take` (fast team's) changes the gap by twice their cost difference.
+        pairs = itertools.product(assigned[slow], (None, *assigned[fast]))
+        options = [(cost_of[give] - cost_of[take], give, take) for give, take in pairs]
         useful = [option for option in options if 0.0 < option[0] < gap]
         if not useful or gap < 0.01 * loads[slow]:
             break
@@ -99,8 +91,8 @@ def balance(
 ) -> tuple[list[ScoredGroup], int]:  # fmt: skip
     """Send scored groups between ranks, so that each rank gets the groups that it trains. A collective call.
 
-    Unless ``between_engines`` is true, a group is trained by ranks of the engine that sampled it. Return the groups
-    that this rank trains, and how many of these groups were sampled by engines of other ranks."""
+    Without ``between_engines`` a group stays in its block: consecutive ranks with only whole teams and whole vLLM
+    engines. Return the groups that this rank trains, and how many of them come from another block."""
     costs = gather([cost(group, pair, share_prompts) for group in groups])
     teams = (plan if between_engines else share_out)(costs, ranks_per_engine, ranks_per_row)
     assignment = [team for team in teams for _ in range(ranks_per_row)]
@@ -111,7 +103,7 @@ def balance(
 
 def exchange(groups: Sequence[ScoredGroup], assignment: Sequence[Sequence[Place]]) -> list[ScoredGroup]:
     """Send groups between ranks, and return the groups that this rank trains. A collective call. ``assignment``, equal
-    on all ranks, lists the groups for each rank: (rank that sampled the group, index among this rank's groups)."""
+    on all ranks, lists the groups for each rank: (rank that sampled the group, index among that rank's groups)."""
     me = rank()
     if all(owner == trainer for trainer, row in enumerate(assignment) for owner, _ in row):
         return [groups[index] for _, index in assignment[me]]

@@ -1,15 +1,13 @@
 """End all ranks together if one rank fails or dies while other ranks wait in a collective for this rank.
 
 `on_all_ranks` (in `ranks`) exchanges errors between collectives only, and a rank that waits in a collective can't be
-woken. So each rank keeps a TCP connection to rank 0. Rank 0 and the rank send each other signs of life (short messages
-every few seconds). Rank 0 learns of four kinds of failure. A rank that raises an error, or makes no progress (see
-`watchdog`), reports the failure. If a process dies, the system closes the connection. If a machine is lost, the
-connection times out. If a process is stopped, its signs of life end. Rank 0 then sends the failed rank's message to all
-ranks. Each rank ends by itself, or by force after `GRACE` seconds.
+woken. So each rank keeps a TCP connection to rank 0. Both ends send signs of life (short messages every few seconds).
+Each end learns of four kinds of failure. A rank that raises an error, or makes no progress (see `watchdog`), reports
+the failure. If a process dies, the system closes the connection. If a machine is lost, the connection times out. If a
+process is stopped, its signs of life end. Rank 0 then sends a message about the failure to all other ranks. Each rank
+that waits for the failed rank ends by itself, or by force after at most `GRACE` seconds.
 
-A process has one `FailureDetector`, from the first call of `ends_together` to `leave`. A run of one rank has only a
-watchdog.
-"""
+A process has a `FailureDetector` from the first `ends_together` to `leave`. A run of one rank has only a watchdog."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -35,11 +33,12 @@ from ..runtime import process
 from . import watchdog
 from .ranks import RankError, part, rank, time_limit, world_size
 
-GRACE = 10.0  # Seconds after a rank's failure until the ranks that wait for the failed rank are ended by force.
-GRACE_OF_HANGING = 5.0  # Seconds in place of GRACE if a rank made no progress, because other ranks waited already.
-DELIVERY = 0.5  # Seconds that a failing rank gives rank 0 to read the last message before the process ends.
-CAUSE = 5.0  # Seconds to wait for a connection, for a send, or for the reason of a lost connection.
-SILENCE = 30  # Seconds without an answer after which a machine counts as lost.
+GRACE = 10.0  # Maximum seconds until ranks that wait for a failed rank are ended by force.
+GRACE_OF_HANGING = 5.0  # Seconds in place of GRACE if a rank made no progress, because other ranks have waited already.
+DELIVERY = 0.5  # Seconds from a hanging rank's last message to the end of its process, to deliver the message.
+CAUSE = 5.0  # Maximum seconds to wait for a connection, for a send, or for the reason of a lost connection.
+SILENCE = 30  # Maximum seconds without an answer until a machine counts as lost.
+LEAST_SILENCE = 5.0  # Minimum seconds without a sign of life until a rank counts as failed.
 GONE = ""  # Value of `Fault.body` if the rank's process has ended or makes no progress.
 
 
@@ -48,7 +47,7 @@ class Fault:
     """The failure of a rank, as ranks send it to each other."""
 
     rank: int
-    body: str  # Name of the code that the rank left by an exception, e.g. "training 3". GONE: the process ended.
+    body: str  # The rank's last section (code in `ends_together`), e.g. "training 3". GONE: see the constant.
     text: str
     hangs: bool = False  # True if the process still exists, but makes no progress.
 
@@ -62,13 +61,10 @@ _numbers = itertools.count(1)  # all ranks create failure detectors in equal ord
 def ends_together(what: str) -> Iterator[None]:
     """Decorate a function that all ranks run together, so that the function ends on all ranks if one rank fails.
 
-    A rank fails if it raises an error, dies, or makes no progress for `rank_timeout` seconds. On each rank, the
-    function then raises `RankError` with the failed rank's message, or the process ends. If a decorated function calls
-    another decorated function, the inner call counts as part of the outer function.
-
-    Args:
-        what: the name of the function in messages, such as "training".
-    """
+    A rank fails if it raises an error, dies, or makes no progress for `rank_timeout` seconds. On each other rank that
+    is still in the function, the function then raises `RankError` with a message about the failure, or the process ends
+    by force. If a decorated function calls another decorated function, the inner call is a part of the outer function.
+    ``what`` names the function in messages, such as "training"."""
     global _present
     if world_size() > 1 and _present is None:
         atexit.unregister(part)  # register `part` before `leave`, because atexit calls the last function first
@@ -81,13 +77,10 @@ def ends_together(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def telling(what: str) -> Iterator[None]:
-    """Context manager: report an exception in the body to the other ranks at once, not when it leaves `ends_together`.
+    """Context manager: report an error in the body to the other ranks at once, not when it leaves `ends_together`.
 
-    Use it where the other ranks wait for the result of the body.
-
-    Args:
-        what: the name of the body in messages.
-    """
+    Use it where the other ranks wait for the result of the body. An error that follows from another rank's failure is
+    not reported. ``what`` names the body in messages."""
     try:
         yield
     except RankError:
@@ -98,19 +91,17 @@ def telling(what: str) -> Iterator[None]:
         raise
 
 
-stop_listeners: list[Callable[[str, float], None]] = []  # functions to call if another rank gets a stop signal
+stop_listeners: list[Callable[[str, float], None]] = []  # called with a signal's name and the seconds left
 
 
 def tell_stop(name: str, seconds: float) -> None:
-    """Send a signal that this rank received (e.g. SIGTERM) to all other ranks, with the seconds until the run must
-    end."""
+    """Make all other ranks call their `stop_listeners` with a signal's name and the seconds until the run must end."""
     if _present is not None:
         _present.send(stop=name, seconds=seconds)
 
 
 def leave() -> None:
-    """End the failure detection, because no collective follows and ranks may end at any time. `ends_together` restarts
-    it."""
+    """End the failure detection until the next `ends_together`: no collective follows, and ranks may end any time."""
     global _present
     if _present is not None:
         atexit.unregister(_present.leave)
@@ -119,7 +110,7 @@ def leave() -> None:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether ``error`` comes from a collective that failed because a different rank's process is gone."""
+    """Return whether ``error`` comes from a collective of torch, which fails e.g. if another rank's process is gone."""
     text = str(error)
     names_library = "/gloo/" in text or "NCCL" in text or "ProcessGroup" in text
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and names_library)
@@ -131,10 +122,9 @@ class _Link:
 
     connection: socket.socket
     rank: int  # Index of the rank at the other end.
-    last_words: str = ""  # Text of the last failure that this rank reported of itself.
-    signs: int = 1  # Number of "signs of life" (short messages) from this rank. 0 means that it was reported as silent.
-    stage: str = "the start"  # Description of this rank's progress in its last message.
-    silence: watchdog.Idle = field(default_factory=watchdog.Idle)  # Time since the last message from this rank.
+    last_words: str = ""  # Text of the last failure that the rank at the other end reported of itself.
+    stage: str = "the start"  # Work that the rank at the other end named in its last sign of life (short message).
+    silence: float = 0.0  # Seconds since the other end's last sign of life. -inf if its silence was reported.
 
     def send(self, **message: Any) -> None:
         """Send a message as a line of JSON."""
@@ -147,9 +137,10 @@ class _Link:
 
 
 class FailureDetector:
-    """Reports a failure of this rank to all other ranks, and ends this rank's process if a different rank failed.
+    """Reports failures of this rank to the other ranks, and ends this process if it waits for a rank that failed.
 
-    Rank 0 has a link to each other rank, and sends the failures that it receives to all other ranks."""
+    Rank 0 has a link to each other rank, and sends the failures that it receives to all other ranks. Each other rank
+    has one link, to rank 0."""
 
     def __init__(self) -> None:
         self.rank = rank()
@@ -181,8 +172,8 @@ class FailureDetector:
             _start(self._accept, server, token)
         else:
             _start(self._connect)
-            # Wait for the connection, because rank 0 can't detect the death of a rank that hasn't connected. Don't wait
-            # longer, because rank 0 may start much later.
+            # Wait for the connection, because rank 0 can't detect the death of a rank that hasn't connected. Wait for
+            # at most CAUSE seconds, because rank 0 may start much later.
             self._is_connected.wait(CAUSE)
         self._watchdog.start()
 
@@ -230,13 +221,12 @@ class FailureDetector:
                 link.send(**message)
 
     def _fault(self) -> Fault | None:
-        """Return the first failure of a rank that this rank waits for: the failed rank has left the present section
-        (code that all ranks run together), has ended, or makes no progress."""
+        """Return the first failure that concerns this rank's last section (code that all ranks run together): the
+        failed rank raised an error in that section, has ended, or makes no progress. None without such a failure."""
         return next((fault for fault in self._faults if fault.body in (GONE, self._section)), None)
 
     def leave(self) -> None:
-        """Close the links after telling the other ranks that this rank ends: as planned, or by an uncaught
-        exception."""
+        """Send other ranks the uncaught exception that ends this process, if any, and a goodbye. Close the links."""
         error = getattr(sys, "last_value", None)  # the uncaught exception that ends the process
         if error is not None:
             self._tell(Fault(self.rank, GONE, f"Rank {self.rank} failed: {type(error).__name__}: {error}"))
@@ -258,8 +248,8 @@ class FailureDetector:
                 link.send_fault(fault)
 
     def _receive(self, fault: Fault) -> None:
-        """Record the failure of a different rank. If this rank waits for the failed rank, start a thread that ends this
-        process after the grace period."""
+        """Record a rank's failure. If it is the first one that concerns the present section (see `_fault`), start a
+        thread that ends this process after the grace period."""
         with self._changed:
             self._faults.append(fault)
             self._changed.notify_all()
@@ -268,8 +258,7 @@ class FailureDetector:
             _start(self._end, fault, section)
 
     def _end(self, fault: Fault, section: str) -> None:
-        """Wait for the grace period. Then end this process by force, unless it has finished ``section``, the code in
-        which it waits for the failed rank."""
+        """End this process by force after the grace period, unless it has finished the awaited ``section`` by then."""
         time.sleep(min(self.grace, GRACE_OF_HANGING) if fault.hangs else self.grace)
         with self._changed:
             waits = self._inside if self._section == section else ""
@@ -285,20 +274,21 @@ class FailureDetector:
         _exit(text)
 
     def _exchange_signs(self, passed: float) -> None:
-        """Send a sign of life (a short message), and check when other ranks sent a sign of life last. Time (``passed``
-        seconds since the last call) counts only in code that all ranks run together, where ranks wait for each
-        other."""
-        lost = []
+        """Send a sign of life (a short message) over each link, and report ranks that have sent none for `rank_timeout`
+        seconds. Time (``passed`` seconds since the last call) counts only in code that all ranks run together, where
+        ranks wait for each other."""
+        lost, limit = [], watchdog.limit()
         with self._sending:
             for link in self._links:
                 link.send(stage=watchdog.stage())
-                if link.signs and link.silence.is_silent(link.signs, passed if self._inside else 0.0):
+                link.silence += passed if self._inside else 0.0
+                if limit is not None and link.silence > max(limit, LEAST_SILENCE):
                     text = (
-                        f"Rank {link.rank} hasn't been heard of for {link.silence.seconds:,.0f} s (rank_timeout), last "
-                        f"in {link.stage}: its process is stopped, or in a call that blocks all of its threads."
+                        f"Rank {link.rank} hasn't been heard of for {link.silence:,.0f} s (rank_timeout), last in "
+                        f"{link.stage}: its process is stopped, or in a call that blocks all of its threads."
                     )
                     lost.append(Fault(link.rank, GONE, text, hangs=True))
-                    link.signs = 0  # Report a rank's failure only once.
+                    link.silence = float("-inf")
         for fault in lost:
             self._tell(fault)
             self._receive(fault)
@@ -311,19 +301,16 @@ class FailureDetector:
 
     def _greet(self, connection: socket.socket, token: str) -> None:
         _prepare(connection, self.silence)
-        # A sender of other messages, or with another token, isn't a rank of this run.
-        with (
-            connection,
-            connection.makefile("rb") as lines,
-            contextlib.suppress(ValueError, TypeError, KeyError, OSError),
-        ):
+        # Drop a connection without the run's token in the first message, because it comes from another program.
+        broken = contextlib.suppress(ValueError, TypeError, KeyError, OSError)
+        with connection, connection.makefile("rb") as lines, broken:
             greeting = json.loads(lines.readline())
             if greeting["token"] == token:
                 self._read(_Link(connection, greeting["rank"]), lines)
 
     def _connect(self) -> None:
-        """Connect to rank 0, at the address that rank 0 has written to the process group's store, and read its
-        messages (runs on all other ranks)."""
+        """Read rank 0's address from the process group's store, connect, and read rank 0's messages. Runs on all other
+        ranks."""
         store = dist.distributed_c10d._get_default_store()
         until = time.monotonic() + time_limit().total_seconds()
         try:
@@ -346,7 +333,7 @@ class FailureDetector:
             self._read(link, lines)
 
     def _read(self, link: _Link, lines: Iterable[bytes]) -> None:
-        """Read the messages of the rank at the other end of a link, until that rank leaves or is gone."""
+        """Send earlier failures over a new link. Then read the other rank's messages, until it leaves or is gone."""
         with self._sending:
             self._links.append(link)
             self._sockets.append(link.connection)
@@ -360,8 +347,7 @@ class FailureDetector:
                 if "bye" in message:
                     return
                 if "stage" in message:
-                    link.stage = message["stage"]
-                    link.signs += 1
+                    link.stage, link.silence = message["stage"], 0.0
                 elif "stop" in message:
                     for listener in stop_listeners:
                         listener(message["stop"], message["seconds"])

@@ -1,5 +1,4 @@
-"""The layout of ranks: which prompts a rank gets, and which ranks share a vLLM engine, a shard of weights, or a
-node."""
+"""The layout of ranks: which prompts a rank gets, and which ranks share a vLLM engine, parts of weights, or a node."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ class RankLayout:
         rank           0 1 2 3 | 4 5 6 7
         data_rank      0 0 1 1 | 2 2 3 3    index of the engine; each engine samples 1 / data_size of a step's prompts
         engine_place   0 1 0 1 | 0 1 0 1    index of the rank in its engine
-        shard_group    (0 2 4 6), (1 3 5 7)  ranks with equal parts of the weights, which they divide among them
+        shard_group    (0 2 4 6), (1 3 5 7)  one rank per engine; if the policy is divided, all have the same part
         node           0 0 0 0 | 1 1 1 1
 
     With `policy_parts` 2 (tensor parallel) and `ranks_per_sequence` 2 (sequence parallel), 4 ranks train each row:
@@ -67,8 +66,7 @@ class RankLayout:
 
     @property
     def ranks_per_row(self) -> int:
-        """Number of consecutive ranks that train each row together: they hold parts of the policy or of the row's
-        tokens."""
+        """Number of consecutive ranks that train each row together, with parts of the policy or of the row's tokens."""
         return self.ranks_per_sequence * self.policy_parts
 
     @property
@@ -116,8 +114,8 @@ class Place:
 
 
 def check_places(places: Sequence[Place]) -> None:
-    """Raise a ValueError if nodes have different numbers of ranks, a node's ranks aren't consecutive, or two ranks have
-    one GPU."""
+    """Raise a ValueError if nodes have different numbers of ranks, a node's ranks aren't consecutive, or two ranks
+    share a GPU. ``places`` has all ranks, in rank order."""
     if len(places) == 1:
         return
     sizes = {place.ranks_per_node for place in places}
@@ -147,7 +145,7 @@ def check_places(places: Sequence[Place]) -> None:
 
 
 def check_engines(layout: RankLayout, places: Sequence[Place]) -> None:
-    """Raise a ValueError on all ranks if the ranks of a vLLM engine are on different machines."""
+    """Raise a ValueError if the ranks of a vLLM engine are on different machines."""
     size, on_node = layout.ranks_per_engine, layout.ranks_per_node
     for first in range(0, layout.world_size if size > 1 else 0, size):
         engine_places = places[first : first + size]

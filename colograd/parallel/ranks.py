@@ -50,16 +50,15 @@ def join(limit: timedelta, backend: str = "gloo") -> None:
 
 
 def attempt() -> int:
-    """Return how many times torchrun has restarted the ranks (`--max-restarts`), or 0 if rank 0 hosts the store.
-
-    If rank 0 hosts the store, the count is useless: a node that joins a running job counts from 0."""
+    """Return how many times torchrun has restarted the ranks. If rank 0 (not torchrun's agent) hosts the process
+    group's store, return 0, because nodes' counts may then differ: a node that joins a running job counts from 0."""
     outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if outlives else 0
 
 
 def part() -> None:
     """Destroy the process group at the end of the process. Otherwise gloo's threads may outlive the interpreter, so
-    that a successful process aborts (status -6). After an exception, do nothing, because other ranks may still wait."""
+    that a successful process aborts (status -6). After an uncaught exception do nothing: other ranks may wait."""
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()
 
@@ -74,17 +73,16 @@ def time_limit() -> timedelta:
 
 
 class RankError(RuntimeError):
-    """A different rank failed. The text is the failed rank's error message."""
+    """A different rank failed. The text has the failed rank's number and error message."""
 
     says_all = True  # An uncaught error with this attribute is printed as one line, without a traceback.
 
 
 class Stopped(Exception):
-    """Sampling or training was interrupted because the run's time is over (`stop_within`). All ranks raise this
-    error."""
+    """Sampling or training was interrupted on all ranks, because after a stop signal little time is left."""
 
 
-SHARED = (torch.OutOfMemoryError, Stopped)  # Errors that all ranks raise if one rank does. `Stopped` has priority.
+SHARED = (torch.OutOfMemoryError, Stopped)  # Raised on all ranks if all errors are of these types.
 
 
 @contextmanager
@@ -95,8 +93,7 @@ def on_all_ranks(what: str) -> Iterator[None]:
 
     Raises:
         RankError: a different rank failed. (The failing rank raises its original exception.)
-        torch.OutOfMemoryError, Stopped: raised on every rank if no rank had any other error, so that all can try again.
-    """
+        torch.OutOfMemoryError, Stopped: raised on every rank if no rank had any other error. `Stopped` has priority."""
     failure: BaseException | None = None
     watchdog.progress(what)
     try:
@@ -123,8 +120,7 @@ def on_all_ranks(what: str) -> Iterator[None]:
 
 
 def gather(value: T) -> list[T]:
-    """Gather a picklable ``value`` from each rank, through host memory. Return a list in rank order. A collective
-    call."""
+    """Gather a picklable ``value`` from each rank through host memory, in rank order. A collective call."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -134,11 +130,10 @@ def gather(value: T) -> list[T]:
 
 
 def deliver(messages: Mapping[int, T], senders: Iterable[int]) -> dict[int, T]:
-    """Send ``messages`` (receiver's rank -> message), and return the messages that ``senders`` sent to this rank.
+    """Send ``messages`` (receiver's rank -> message). Return sender's rank -> message for all ``senders``.
 
     A collective call, through host memory. In contrast to `gather`, a rank receives only the messages addressed to it,
-    so that the bytes don't grow with the number of ranks.
-    """
+    so that the bytes don't grow with the number of ranks."""
     group = None if _has_gloo() else _gloo_group(dist.group.WORLD)
     outgoing = {
         to: torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8) for to, message in messages.items()

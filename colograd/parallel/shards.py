@@ -1,8 +1,7 @@
 """`Shard`: the part of a tensor that a tensor-parallel rank holds. `RankGroup`: ranks that exchange tensors.
 
-`sum_over_ranks` sums gradients once per optimizer step, several tensors in one collective. (DistributedDataParallel
-rejects float32 gradients of bfloat16 parameters, and would sum after each micro-batch.)
-"""
+`sum_over_ranks` sums gradients, several tensors in one collective. It is called once per optimizer step.
+(DistributedDataParallel rejects float32 gradients of bfloat16 parameters.)"""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ Box = tuple[tuple[int, int], ...]  # Part of a tensor: (first index, last index 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A rank's part of a tensor: one box (index range per dimension), or several boxes concatenated along ``axis``.
-    Gate and up projections of a mixture's experts, halves of one tensor, need two boxes; all other tensors need one
-    box."""
+    Gate and up projections of a mixture's experts, halves of one tensor, need two boxes. Other tensors need one."""
 
     shape: tuple[int, ...]  # shape of the whole tensor (not of the part)
     boxes: tuple[Box, ...]
@@ -102,7 +100,8 @@ class RankGroup:
     place: int  # Index of this rank in `ranks`.
     group: Any
     on_host: Any = None  # Gloo process group of `ranks`, which `meets` and `gather` need.
-    exchanged: list[int] = field(default_factory=lambda: [0], compare=False)  # Number of collectives on the GPU.
+    # Number of exchanges of this group so far (sums, gathers and all-to-all; no broadcasts), which `meets` compares.
+    exchanged: list[int] = field(default_factory=lambda: [0], compare=False)
 
     def __deepcopy__(self, memo: Any) -> RankGroup:
         return self
@@ -124,8 +123,8 @@ class RankGroup:
         return tensor
 
     def meets(self, seconds: float) -> bool:
-        """Return whether all ranks of the group call `meets` within ``seconds``, after equally many collectives on the
-        GPU. If one rank were a collective behind, NCCL would pair its collective with the wrong one."""
+        """Return whether all ranks of the group call `meets` within ``seconds``, after equally many exchanges. If one
+        rank were an exchange behind, NCCL would pair this rank's next exchange with the other ranks' later one."""
         counted = torch.tensor([self.exchanged[0], -self.exchanged[0]])
         try:
             if self.size > 1:
@@ -137,8 +136,7 @@ class RankGroup:
         return most == -least
 
     def gather(self, value: T) -> tuple[T, ...]:
-        """Gather a picklable ``value`` from each rank of the group, through host memory. Needs the gloo group
-        `on_host`."""
+        """Gather a picklable ``value`` from each rank of the group through host memory. Needs the group `on_host`."""
         values: list[Any] = [value]
         if self.size > 1:
             values = [None] * self.size
@@ -180,8 +178,7 @@ class Lockstep:
     ranks must construct it together.
 
     Decisions that depend on a clock, a user's function or a rank's state may differ between ranks. So only the leader
-    makes these decisions, and sends the results to the followers.
-    """
+    makes these decisions, and sends the results to the followers."""
 
     def __init__(self, layout: RankLayout) -> None:
         self.leads = layout.engine_place == 0
@@ -201,9 +198,8 @@ class Lockstep:
 
 
 def parts_of(model: Any) -> Any:
-    """Return a tensor-parallel model's attribute ``tensor_parts``, or None for any other model. The attribute has
-    ``engine`` (`RankGroup`), ``shards`` (parameter name -> this rank's `Shard`) and ``elements`` (number in the whole
-    model)."""
+    """Return a tensor-parallel model's ``tensor_parts``, or None for any other model. It has ``engine`` (`RankGroup`),
+    ``shards`` (parameter name -> this rank's `Shard`) and ``elements`` (number of elements in the whole model)."""
     return getattr(model, "tensor_parts", None)
 
 
@@ -211,10 +207,8 @@ def sum_over_ranks(
     gradients: Sequence[torch.Tensor], device: torch.device | None = None, bucket_bytes: int = BUCKET,
     among: RankGroup | None = None,
 ) -> int:  # fmt: skip
-    """Sum tensors in place over the ranks in ``among`` (None means all ranks). Return the number of bytes summed.
-
-    The tensors must have equal order on all ranks. Tensors on a different device are copied to ``device`` to be summed.
-    """
+    """Sum tensors in place over the ranks in ``among`` (None means all ranks). Return the number of bytes summed. The
+    tensors must have equal order on all ranks. Tensors on another device are copied to ``device`` to be summed."""
     nbytes = 0
     by_dtype = itertools.groupby(gradients, key=lambda gradient: gradient.dtype)
     for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):
@@ -235,8 +229,7 @@ def sum_over_ranks(
 
 
 def zero_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Set gradients that are None to zeros, so that the optimizer applies momentum and weight decay to all
-    parameters."""
+    """Set missing gradients of trained parameters to zeros. The optimizer then applies momentum and weight decay."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.grad is None:
             dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype

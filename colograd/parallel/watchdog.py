@@ -2,9 +2,8 @@
 
 A rank that waits for other ranks doesn't hang. The watchdog recognises waiting by the call stack, because all
 collectives of torch, transformers and vLLM pass through a few modules (`WAITING`). A process that runs no thread at all
-is detected by other ranks, because it sends them no signs of life (see `faults`). Time counts in ticks of the watchdog
-thread, so that no time passes while the process is stopped.
-"""
+is detected by other ranks, because it sends them no signs of life (see `faults`). Each check counts at most half of
+the time limit as passed, so that a process that was stopped and continues isn't ended."""
 
 from __future__ import annotations
 
@@ -21,9 +20,8 @@ import torch.distributed as dist
 
 LIMIT = 1500.0  # Default of `rank_timeout`, below a collective's 1,800 s, because a collective's error names no rank.
 TICK = 2.0  # Maximum seconds between two checks of the progress.
-LEAST_SILENCE = 5.0  # Minimum seconds without a sign of life until a rank counts as failed.
 STDERR = 2  # File descriptor of standard error. A notebook's sys.stderr has no descriptor.
-# Names of modules that wait for a different rank, or for the Hub. A rank that runs their code doesn't hang.
+# Names of modules that wait for a different rank, or for the Hub. While a rank runs their code, no time counts.
 WAITING = (
     "torch.distributed.distributed_c10d",
     "torch.distributed._functional_collectives",
@@ -65,37 +63,16 @@ def finish(work: dist.Work) -> None:
     progress()
 
 
-class Idle:
-    """Measures for how many seconds a counter has not changed, by the caller's clock."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._count: int | None = None
-
-    def look(self, count: int | None, passed: float) -> float:
-        """Return for how many seconds ``count`` hasn't changed. ``passed`` is the seconds since the last call. A count
-        of None resets the time."""
-        is_same = count is not None and count == self._count
-        self.seconds = self.seconds + passed if is_same else 0.0
-        self._count = count
-        return self.seconds
-
-    def is_silent(self, count: int | None, passed: float) -> bool:
-        """Return whether ``count``, a process's number of signs of life, hasn't changed for longer than
-        `rank_timeout`."""
-        silent = self.look(count, passed)
-        return _limit is not None and silent > max(_limit, LEAST_SILENCE)
-
-
 class Watchdog:
-    """A thread that checks every few seconds whether the training thread makes progress. If the thread hangs, all
-    stacks are written to standard error, and ``end`` is called with a description to end the process. Each check calls
-    ``each`` with the seconds since the last check."""
+    """A thread that checks every few seconds whether the training thread makes progress. If the training thread hangs,
+    all stacks are written to standard error, and ``end`` is called with a description to end the process. Each check
+    calls ``each`` with the seconds since the last check."""
 
     def __init__(self, end: Callable[[str], None], each: Callable[[float], None] = lambda passed: None) -> None:
         self._end, self._each = end, each
         self._watched: int | None = None  # id of the watched thread, or None outside of `inside`
-        self._idle = Idle()
+        self._idle = 0.0  # Seconds since the watched thread's last progress.
+        self._seen: int | None = None  # Value of `_count` at the last check, or None if the thread waited then.
         self._is_armed = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="colograd-watchdog", daemon=True)
@@ -110,7 +87,7 @@ class Watchdog:
     @contextlib.contextmanager
     def inside(self, what: str) -> Iterator[None]:
         """Context manager: watch the calling thread while the body runs. At other times, e.g. at a notebook's prompt,
-        the thread may rest."""
+        the thread may rest. Inside another `inside` only report progress."""
         progress(what)
         if self._watched is not None:
             yield
@@ -132,15 +109,17 @@ class Watchdog:
         frame = None if self._watched is None else sys._current_frames().get(self._watched)
         is_watched = _limit is not None and frame is not None and not waits(frame)
         self._arm(_limit if is_watched else None)
-        idle = self._idle.look(_count if is_watched else None, passed)
-        if _limit is not None and frame is not None and idle > _limit:
-            description = describe(idle, frame)
+        count = _count if is_watched else None
+        self._idle = self._idle + passed if count is not None and count == self._seen else 0.0
+        self._seen = count
+        if _limit is not None and frame is not None and self._idle > _limit:
+            description = describe(self._idle, frame)
             faulthandler.dump_traceback(STDERR, all_threads=True)
             self._end(description)
 
     def _arm(self, seconds: float | None) -> None:
-        """Make `faulthandler` write all stacks after ``seconds``, because a call that holds the GIL blocks this thread.
-        None cancels it."""
+        """Make `faulthandler` write all stacks if `_arm` isn't called again within ``seconds`` and two checks, because
+        a call that holds the GIL blocks this thread. None cancels the order."""
         if seconds is not None:
             faulthandler.dump_traceback_later(seconds + 2 * tick(), file=STDERR)
         elif self._is_armed:
@@ -151,7 +130,7 @@ class Watchdog:
         last = time.monotonic()
         while not self._closed.wait(tick()):
             now = time.monotonic()
-            # Limit the time of one check, because the process may have been stopped since the last check.
+            # Limit the seconds that one check counts, because the process may have been stopped since the last check.
             self.look(min(now - last, (_limit or LIMIT) / 2))
             last = now
         self._arm(None)
@@ -170,8 +149,7 @@ def waits(frame: FrameType | None) -> bool:
 
 
 def describe(idle: float, frame: FrameType | None) -> str:
-    """Return an error message for a rank that made no progress for ``idle`` seconds, with calls on its stack
-    ``frame``."""
+    """Return an error message for a rank without progress for ``idle`` seconds, with calls on its stack ``frame``."""
     calls: list[str] = []
     while frame is not None and len(calls) < 4:
         calls.append(f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")

@@ -39,6 +39,15 @@ def hooks_of(extension: str, seam: str) -> tuple[Any, ...]:
     return tuple(offers)
 
 
+def names(seam: str) -> dict[str, str]:
+    """Return name -> extension of the offers that `HOOKS` list under "``seam``:name". Import no offer."""
+    offered: dict[str, str] = {}
+    for name in installed():
+        keys = importlib.import_module(f"{extensions.__name__}.{name}").HOOKS
+        offered |= {key.partition(":")[2]: name for key in keys if key.startswith(f"{seam}:")}
+    return offered
+
+
 def require(extension: str, setting: str, instead: str = "remove the setting") -> None:
     """Raise ValueError if an extension's folder is missing. ``setting`` is the text of the setting that needs the
     extension, such as `router_replay: true`. The error advises to restore the folder, or ``instead``."""

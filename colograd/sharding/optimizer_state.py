@@ -4,8 +4,7 @@ A rank writes ``optimizer-R-of-N.safetensors`` with a tensor ``parameter|first e
 that its optimizer updates. Without sharding one rank writes all parts. If a rank's part of a parameter isn't a range of
 elements (but some columns, for example), the ranges count elements of the part, and the file's header describes the
 part under ``shards``. Optimizers with other state, and older checkpoints of runs without sharding, use transformers'
-file ``optimizer.pt``.
-"""
+file ``optimizer.pt``."""
 
 from __future__ import annotations
 
@@ -42,18 +41,15 @@ State = Mapping[str, Mapping[str, Sequence[Stored]]]  # saved ranges by paramete
 
 
 def can_be_cut(optimizer: Optimizer, owned: Sequence[Owned]) -> bool:
-    """Return whether `save` can write an optimizer's state: tensors with as many elements as a parameter of ``owned``,
-    or with one element, and settings of parameter groups that are JSON values."""
+    """Return whether `save` can write an optimizer's state. All of its parameters must be parts in ``owned``. A state
+    must be a tensor of its parameter's size or a single number. Settings of parameter groups must be JSON values."""
     parts = {id(piece.part) for piece in owned}
     grouped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not all(id(parameter) in parts for parameter in (*grouped, *optimizer.state)):
         return False
-    for parameter, values in optimizer.state.items():
-        for value in values.values():
-            if not isinstance(value, torch.Tensor) or value.numel() not in (parameter.numel(), 1):
-                return False
-            if value.numel() == 1 and value.dim() and value.shape != parameter.shape:
-                return False
+    for p, v in ((p, v) for p, values in optimizer.state.items() for v in values.values()):
+        if not isinstance(v, torch.Tensor) or not (v.shape == p.shape or not v.dim() or v.numel() == p.numel() > 1):
+            return False
     try:
         json.dumps(_settings(optimizer.param_groups))
     except (TypeError, ValueError):
@@ -72,7 +68,8 @@ def _name(rank: int, ranks: int) -> str:
 def save(
     optimizer: Optimizer, owned: Sequence[Owned], folder: Path, rank: int, ranks: int, write: Write = save_file
 ) -> None:
-    """Write the optimizer state of this rank's parts ``owned`` into ``folder``, as file ``rank`` of ``ranks``."""
+    """Write the tensors of the optimizer state of this rank's parts ``owned`` into ``folder``, as file ``rank`` of
+    ``ranks``, with the settings of the parameter groups. ``write`` writes the file."""
     tensors = {}
     for piece in owned:
         for key, value in optimizer.state.get(piece.part, {}).items():
@@ -91,9 +88,9 @@ def save(
 def load(
     optimizer: Optimizer, owned: Sequence[Owned], folder: Path, order: Sequence[str] = (), rank: int = 0, ranks: int = 1
 ) -> None:
-    """Read the state of this rank's parts ``owned`` into the optimizer. A missing file, or a file of another model,
-    raises a ValueError. If this rank's file has all of its parts, other ranks' files may be missing. ``order`` has the
-    names of all trained parameters as in an optimizer without sharding."""
+    """Read the state of this rank's parts ``owned`` into the optimizer. Missing files or parts raise a ValueError. If
+    this rank's file has all of its parts, other ranks' files may be missing. ``order`` has the names of all trained
+    parameters in the order of an optimizer without sharding."""
     own, names = _name(rank, ranks), sorted(path.name for path in folder.glob(PATTERN))
     parts = {id(piece.part): piece for piece in owned}
     numbered = [parts[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
@@ -192,8 +189,8 @@ def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, A
 
 
 def _assemble(pieces: Sequence[Owned], stored: State) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """Assemble each part's state from saved ranges, in the part's shape. Several files may hold equal ranges. Return
-    the states by the part's index, and the names of parameters with missing elements."""
+    """Assemble each part's state from saved ranges, in the part's shape. Several files may hold the same range. Return
+    the states by the part's index, and the names of parameters without state or with missing elements."""
     states: dict[int, dict[str, Any]] = {}
     missing = []
     for index, piece in enumerate(pieces if stored else ()):

@@ -26,10 +26,10 @@ Write = Callable[[dict[str, torch.Tensor], str | Path, dict[str, str]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A range of a parameter's elements that this rank's optimizer updates, and its view of the parameter."""
+    """A range of a parameter's elements that this rank's optimizer updates, and the tensor that has these elements."""
 
     name: str
-    part: torch.Tensor  # View of the parameter's elements.
+    part: torch.Tensor  # Tensor in the optimizer's groups, in memory of the policy.
     start: int  # First element, counted in the flattened parameter, or in the flattened ``shard``.
     stop: int  # Last element + 1.
     shard: Shard | None = None  # This rank's part of the parameter. None if the part is a range of elements.
@@ -61,20 +61,18 @@ class ShardingStrategy(ABC):
 
     Create the strategy when the policy is in its final memory, and before the policy's optimizer. An optimizer step
     calls `backward` for each micro-batch, then `sum_gradients`, `divide_gradients`, `clip`, and the optimizer's `step`.
-    Afterwards every rank has the new weights, or its part of them if the strategy divides the weights.
-    """
+    Afterwards every rank has the new weights, or its part of them if the strategy divides the weights."""
 
     model: torch.nn.Module
     traffic: Traffic = field(default_factory=Traffic)
 
-    name: ClassVar[str]  # Value of the setting `sharding` that selects the strategy.
-    # Whether ranks communicate in backwards. Every rank must then run the same number of backwards.
+    # Whether ranks communicate in backwards. Every such rank must then run the same number of backwards.
     meets_in_backward: ClassVar[bool] = False
     parts: int = 1  # Number of parts that the optimizer's state is divided into.
 
     @property
     def among(self) -> RankGroup | None:
-        """The group of ranks that sum gradients and divide the optimizer's state. None means all ranks."""
+        """The group of ranks that sum gradients, and may divide the optimizer's state. None means all ranks."""
         return None
 
     @classmethod
@@ -90,28 +88,28 @@ class ShardingStrategy(ABC):
         return ""
 
     def share(self, optimizer: Optimizer) -> None:  # noqa: B027 (the optimizer may update all parameters)
-        """Leave only this rank's parts in the optimizer's groups. Gather weights after each step, unless a rank keeps
-        only its part of the weights."""
+        """Leave only this rank's parts in the optimizer's groups. Call `gather_weights` after each step, if a step
+        updates only a part of the weights that this rank has."""
 
     def agree(self, what: str) -> AbstractContextManager[None]:
-        """Return a context that raises an error of any rank on all ranks, if ranks communicate in `backward`."""
+        """Return a context that raises an error of any rank on all ranks, only if ranks communicate in `backward`."""
         return on_all_ranks(what) if self.meets_in_backward else contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of one micro-batch.
-
-        If ranks communicate in the backward, a rank keeps its part of the sum.
-        """
+        """Run the backward of one micro-batch. Some strategies also sum its gradients over ranks."""
         try:
             loss.backward()
         except BaseException as error:
-            if self.meets_in_backward:
-                drop_graph(loss, error)
+            if self.meets_in_backward:  # Free activations, because collectives that other ranks wait for need memory.
+                loss.detach_()  # frees the graph although callers refer to the loss
+                forget_frames(error)
+                if loss.is_cuda:
+                    torch.cuda.empty_cache()  # the failed allocation has left torch's cached memory fragmented
                 self.failed(error)
             raise
 
     def failed(self, error: BaseException) -> None:  # noqa: B027 (most strategies have no waiting ranks)
-        """Handle an error that this rank had before the backward. Other ranks wait in the backward's collectives."""
+        """Handle an error in this rank's backward, because other ranks may wait in the backward's collectives."""
 
     @abstractmethod
     def sum_gradients(self) -> None:
@@ -159,8 +157,8 @@ class ShardingStrategy(ABC):
         """Return the parts of trained parameters that this rank's optimizer updates."""
 
     def gather_weights(self) -> None:  # noqa: B027 (each rank may have updated all weights)
-        """Copy the weights that each rank has updated to all other ranks. Do nothing if a rank keeps only its part of
-        the weights."""
+        """Copy the weights that each rank has updated to all other ranks. Do nothing if each rank's optimizer updates
+        all weights that the rank has."""
 
     def cuts_optimizer(self, optimizer: Optimizer, owned: Sequence[Owned]) -> bool:
         """Return whether `save_optimizer` can write the state of this optimizer."""
@@ -168,12 +166,12 @@ class ShardingStrategy(ABC):
 
     @abstractmethod
     def save_optimizer(self, optimizer: Optimizer, folder: Path, keep: bool = True, write: Write = save_file) -> bool:
-        """Write this rank's part of the optimizer state. Only with ``keep`` write state that is equal on all ranks.
+        """Write this rank's part of the optimizer state. Without ``keep`` leave out state that other ranks write.
         Return False, and write nothing, if the state can't be divided by elements of parameters."""
 
     @abstractmethod
     def load_optimizer(self, optimizer: Optimizer, folder: Path) -> bool:
-        """Read optimizer state of any number of ranks. Return False if the caller must load transformers' file."""
+        """Read the optimizer state that any number of ranks wrote. False: the caller must load ``optimizer.pt``."""
 
     def close(self) -> None:  # noqa: B027 (most strategies have nothing to undo)
         """Undo the strategy's changes of the model, so that another trainer can train the model."""
@@ -188,16 +186,8 @@ class ShardingStrategy(ABC):
         return False
 
 
-def drop_graph(loss: torch.Tensor, error: BaseException) -> None:
-    """Free the activations of a failed backward. Other ranks wait in collectives, and the collectives need memory."""
-    loss.detach_()  # frees the graph although callers refer to the loss
-    forget_frames(error)
-    if loss.is_cuda:
-        torch.cuda.empty_cache()  # the failed allocation has left torch's cached memory fragmented
-
-
 @torch.no_grad()
 def squared_norm(gradients: Iterable[torch.Tensor]) -> float:
-    """Return the sum of squares in float64, so that its float32 root doesn't depend on the division into parts."""
+    """Return the sum of squares, in float64 so that it hardly depends on how ranks divide the gradients."""
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
     return float(torch.stack(norms).square().sum()) if norms else 0.0

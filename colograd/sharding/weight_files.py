@@ -1,5 +1,5 @@
-"""Readers of a saved model's safetensors files. Each rank reads only its rows. The readers stack a mixture's experts,
-because transformers saves experts one by one, and its Trainer doesn't stack them when it loads a checkpoint."""
+"""Readers of a saved model's safetensors files. A rank can read only its rows. The readers stack a mixture's experts,
+because transformers may save experts one by one, and its Trainer doesn't stack them when it loads a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..parallel.shards import Shard
 
 # PARTS: names of an expert's matrices in saved files, in the order in which a parameter of the model stacks them.
 PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-MOST_ELEMENTS = 2**24  # Maximum elements per read if a rank reads whole rows to keep some columns.
+MOST_ELEMENTS = 2**24  # Maximum elements per read (at least a row) if a rank reads whole rows to keep some columns.
 BLOCKS = (".mlp.", ".block_sparse_moe.")  # Two names of an MoE block: in transformers, and in some checkpoints.
 
 
@@ -151,9 +151,8 @@ def completed(whole: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict
 
 
 def load_renamed(model: torch.nn.Module, folder: Path) -> bool:
-    """Read the weights of ``folder`` into ``model``, if transformers saves parameters under other names, or experts one
-    by one. Otherwise return False, and read nothing. A missing parameter, or one of another shape, raises a
-    ValueError."""
+    """Read the weights of ``folder`` into ``model``, if the model stacks experts, or has parameters that transformers
+    saves under other names. Otherwise return False. A missing parameter, or one of another shape, is a ValueError."""
     parameters, names_of = dict(model.named_parameters(remove_duplicate=False)), all_names(model)
     has_experts = any(".experts." in name and name.rpartition(".")[2] in PARTS for name in parameters)
     if not has_experts and all(name in parameters for names in names_of.values() for name in names):
@@ -181,14 +180,15 @@ def float32_weights(folder: Path, stacked_names: Iterable[str] = ()) -> Iterator
 
 @torch.no_grad()
 def load_whole(model: Any, folder: str) -> None:
-    """Copy the weights in ``folder`` into an undivided ``model``. Files may have names of old transformers versions."""
+    """Copy the weights in ``folder`` into an undivided ``model``. The files may have parameter names of old versions of
+    transformers. A missing weight, or one of another shape, raises a ValueError."""
     loaded, found = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
     if missing := sorted(found["missing_keys"]):
         raise ValueError(
             f"{folder!r} lacks {len(missing)} policy weights ({', '.join(missing[:3])}): the folder is of "
-            "another model, or a file is missing."
+            "another model, or a file is missing. Use a complete checkpoint of the policy's model."
         )
     for (name, parameter), saved in zip(model.named_parameters(), loaded.parameters(), strict=True):
         if parameter.shape != saved.shape:
-            raise ValueError(f"{name} has shape {tuple(saved.shape)} in {folder!r}: the file is of another model.")
+            raise ValueError(f"{name} has shape {tuple(saved.shape)} in {folder!r}. Use a checkpoint of the policy.")
         parameter.copy_(saved)

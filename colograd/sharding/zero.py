@@ -3,12 +3,11 @@
 With ZeRO the optimizer of a rank has views of its N-th of every bucket (group of parameters), and writes into the
 policy's tensors. An all-gather writes the elements of other ranks into the policy's tensors. If the policy shares the
 engine's memory, the engine gets the new weights by that all-gather. With `WholeCopies` (`sharding: none`) every rank
-has the whole summed gradient and the whole optimizer state.
+has the whole summed gradient and the whole optimizer state (of its part of the policy, if the policy is divided).
 
-`strategy_of` selects the run's strategy. Extensions register further strategies (classes with a `name`) as "sharding",
-and variants of strategies as "sharding_variant". A variant is a function of the selected class and the configuration.
-It returns the class, or a subclass.
-"""
+`strategy_of` selects the run's strategy. Extensions register further strategies (classes) as "sharding:NAME" in their
+`HOOKS`, where NAME is the value of the setting `sharding`, and variants of strategies as "sharding_variant". A variant
+is a function of the selected class and the configuration. It returns the class, or a subclass."""
 
 from __future__ import annotations
 
@@ -51,11 +50,8 @@ class Bucket:
     """A group of parameters that are exchanged as one flat tensor, padded to one equal part per rank.
 
     This rank updates one part. The flat tensor exists only during an exchange. If the bucket has one parameter, and the
-    number of ranks divides its size, the parameter's memory is the flat tensor.
-
-    Args:
-        group: process group of the ranks. None means all ranks.
-    """
+    number of ranks divides its size, the parameter's memory is the flat tensor. ``group`` is the process group of the
+    ranks. None means all ranks."""
 
     def __init__(
         self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter], rank: int, ranks: int, group: Any = None
@@ -123,8 +119,8 @@ class Bucket:
 def buckets_of(
     model: torch.nn.Module, rank: int, ranks: int, elements: int = ELEMENTS, group: Any = None
 ) -> list[Bucket]:
-    """Return the trained parameters in buckets of one dtype and of at most ``elements`` elements, in about the order of
-    their gradients in a backward. ``group`` is the process group of the ranks; None means all ranks."""
+    """Return the trained parameters in buckets of one dtype and at most ``elements`` elements (or one parameter), in
+    about the order of their gradients in a backward. ``group``: process group of the ranks. None means all ranks."""
     trained = [(name, p) for name, p in reversed(list(model.named_parameters())) if p.requires_grad]
     buckets = []
     for _, same_kind in itertools.groupby(trained, key=lambda item: (item[1].dtype, item[1].device)):
@@ -135,8 +131,6 @@ def buckets_of(
 
 
 class WholeCopies(ShardingStrategy):
-    name = "none"
-
     def sum_gradients(self) -> None:
         parameters, size = list(self.model.parameters()), world_size() if self.among is None else self.among.size
         if size > 1 or all(parameter.grad is None for parameter in parameters):  # no micro-batch has computed gradients
@@ -167,7 +161,7 @@ class WholeCopies(ShardingStrategy):
 
 
 class SharedParts(ShardingStrategy):
-    """The base of strategies where one rank has the summed gradient and the optimizer state of a trained element."""
+    """Base class of strategies that divide the summed gradient and the optimizer state among the ranks `among`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -197,9 +191,8 @@ class SharedParts(ShardingStrategy):
 
 
 class SharedOptimizer(SharedParts):
-    """ZeRO stage 1: ranks divide the optimizer's state. Each rank has whole gradients until a step's last backward."""
+    """ZeRO stage 1: ranks divide the optimizer's state. Gradients are whole until the sum after the last backward."""
 
-    name = "optimizer"
     shared_out, exchanged = "optimizer state", "once per step"
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -271,9 +264,8 @@ class SharedOptimizer(SharedParts):
 
 
 class SharedGradients(SharedOptimizer):
-    """ZeRO stage 2: ranks divide gradients and optimizer state. A bucket's gradients are summed during the backward."""
+    """ZeRO stage 2: ranks divide gradients and optimizer state. Gradients are summed over ranks in each backward."""
 
-    name = "gradients"
     meets_in_backward, shared_out, exchanged = True, "optimizer state and gradients", "in each backward"
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -292,7 +284,8 @@ class SharedGradients(SharedOptimizer):
             hook.remove()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward. If this rank fails, it sends zeros in the remaining collectives of the backward."""
+        """Run the backward, and sum its gradients over ranks. If this rank's backward fails, the rank sends zeros in
+        the remaining collectives, which other ranks wait for."""
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._next, self._amid = 0, self._goes_alike(loss)
         try:
@@ -305,7 +298,7 @@ class SharedGradients(SharedOptimizer):
             self._finish()
 
     def _goes_alike(self, loss: torch.Tensor) -> bool:
-        """Return whether ranks sum buckets during this backward. If not, ranks sum all buckets after the backward."""
+        """Return whether ranks sum buckets while this backward runs. If not, ranks sum all buckets after it."""
         return True
 
     def _on_gradient(self, index: int) -> None:
@@ -321,7 +314,7 @@ class SharedGradients(SharedOptimizer):
             self._next += 1
 
     def sum_gradients(self) -> None:
-        """Set gradients of buckets without a summed gradient to zeros, e.g. in a step without a micro-batch."""
+        """Set missing gradient sums to zeros, e.g. in a step without a micro-batch. `backward` has summed the rest."""
         for bucket in self.buckets:
             if not self._has(bucket):
                 zeros = torch.zeros(bucket.part, dtype=bucket.gradient_dtype, device=bucket.parameters[0].device)
@@ -330,11 +323,10 @@ class SharedGradients(SharedOptimizer):
 
 @contextlib.contextmanager
 def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
-    """Report an error in the context to the ranks of the row, which wait in a collective.
+    """Report an error in the context to the other ranks. The ranks that train the same ``row`` wait in a collective.
 
-    The ranks do equal work, so all of them may run out of memory at the same operation. Then no rank waits, nothing is
-    reported, and all ranks can try again.
-    """
+    These ranks do equal work, so all of them may run out of memory at the same operation. Then no rank waits, nothing
+    is reported, and all ranks can try again."""
     shortage: torch.OutOfMemoryError | None = None
     with telling(what):
         try:
@@ -349,9 +341,9 @@ def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
 
 
 class SharedRows(ShardingStrategy):
-    """A strategy where ranks train each row together, e.g. tensor parallelism. Combine it with a strategy that divides
-    the optimizer state. The ranks communicate in each forward and backward. So a rank that fails must report the
-    failure to the waiting ranks."""
+    """Base class of strategies where ranks train each row together, e.g. tensor parallelism. A further base class sums
+    the gradients, and may divide optimizer state. The ranks communicate in each forward and backward. So a rank that
+    fails must report the failure to the waiting ranks."""
 
     meets_in_backward = True
 
@@ -365,7 +357,7 @@ class SharedRows(ShardingStrategy):
         """The group of ranks that train a row together."""
 
     def share_frozen(self, model: torch.nn.Module) -> None:
-        """Report errors in the frozen model's forward. The model is a copy of the divided policy."""
+        """Report errors in the forward of a frozen model, which is divided like the policy, to waiting ranks."""
         self._around(model)
 
     def _around(self, model: torch.nn.Module) -> None:
@@ -381,9 +373,8 @@ class SharedRows(ShardingStrategy):
             raise error
 
 
-STRATEGIES: dict[str, type[ShardingStrategy]] = {
-    way.name: way for way in (WholeCopies, SharedOptimizer, SharedGradients)
-}
+STRATEGIES: dict[str, type[ShardingStrategy]]
+STRATEGIES = {"none": WholeCopies, "optimizer": SharedOptimizer, "gradients": SharedGradients}
 
 
 def strategy_name(config: GRPOConfig) -> str:
@@ -394,14 +385,14 @@ def strategy_of(config: GRPOConfig) -> type[ShardingStrategy]:
     name = strategy_name(config)
     if is_import_path(name):
         return find_strategy(name)
-    way = STRATEGIES.get(name) or next(way for way in registry.hooks("sharding") if way.name == name)
+    way = STRATEGIES.get(name) or registry.hooks(f"sharding:{name}")[0]
     for variant in registry.hooks("sharding_variant"):
         way = variant(way, config)
     return way
 
 
 def find_strategy(path: str) -> type[ShardingStrategy]:
-    """Import the user's `ShardingStrategy` class from ``path``. Another object, or a missing one, is a ValueError."""
+    """Import the user's `ShardingStrategy` class from ``path``. Raise a ValueError if there is no complete one."""
     way = find_object(path, "sharding", lambda value: isinstance(value, type))
     if not (isinstance(way, type) and issubclass(way, ShardingStrategy)):
         raise ValueError(
@@ -417,8 +408,8 @@ def find_strategy(path: str) -> type[ShardingStrategy]:
 
 
 def check_sharding(config: GRPOConfig, optimizer: Any) -> None:
-    """Raise a ValueError if the user's strategy can't be found, or if the user's optimizer is combined with one of
-    Colograd's: the optimizer's state may need whole parameters."""
+    """Raise a ValueError if the user's strategy can't be found, or if an ``optimizer`` was passed to the trainer and
+    ``sharding`` names one of Colograd's strategies except `none`: the optimizer may need whole parameters."""
     if is_import_path(config.sharding):
         find_strategy(config.sharding)
         return

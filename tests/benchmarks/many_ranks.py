@@ -131,7 +131,7 @@ def one_step(way: str, options: argparse.Namespace, ranks: int) -> dict[str, Any
             with counted.making_groups(), mock.patch.object(RankGroup, "gather", lambda self, value: every):
                 split(model, every[0], layout)
             accumulate_in_float32(model.parameters())
-            strategy = next(each for each in registry.hooks("sharding") if each.name == way)(model)
+            strategy = registry.hooks(f"sharding:{way}")[0](model)
             strategy.share(AdamWSplit(model.parameters(), lr=1e-6))
             with counted.counting():
                 for _ in range(options.rows):

@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     for name, content in FILES.items():
         (aside / name).parent.mkdir(parents=True, exist_ok=True)
         (aside / name).write_bytes(content)
-    commit(aside, tmp_path / "checkpoint-3")
+    commit(aside, tmp_path / "checkpoint-3", {name: manifest.entry_of(aside / name) for name in FILES})
     return tmp_path / "checkpoint-3"
 
 

@@ -109,7 +109,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp saved": {
         **BF16, **SAVED, "sharding": "fsdp", "fsdp_offload_params": True,
         # parameters of ordinary host memory: `?` is FSDP's thread of the backward
-        "waits": {"?", "extensions/fsdp/rows.py _exchange", "extensions/fsdp/strategy.py FullySharded.state_dict",
+        "waits": {"?", "extensions/fsdp/rows.py gathered", "extensions/fsdp/strategy.py FullySharded.state_dict",
                   "extensions/fsdp/strategy.py FullySharded._register.<locals>.take"},
     },
     "tensor": {**BF16, "sharding": "tensor", "model": "two key heads", "vllm_tensor_parallel_size": 2},

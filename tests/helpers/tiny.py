@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from colograd.runtime import process
@@ -95,6 +96,13 @@ def make_model(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def head_only(weight: torch.Tensor, bias: torch.Tensor, scale: float, softcap: float) -> Any:
+    """A head, and the configuration from which its logits are computed: what is read of a teacher."""
+    text = SimpleNamespace(logits_scaling=1 / scale, final_logit_softcapping=softcap)
+    head, config = SimpleNamespace(weight=weight, bias=bias), SimpleNamespace(get_text_config=lambda: text)
+    return SimpleNamespace(config=config, get_output_embeddings=lambda: head)
 
 
 def _qwen3_moe(shape: dict[str, Any]) -> Any:

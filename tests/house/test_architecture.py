@@ -121,12 +121,12 @@ def test_every_seam_is_described_offered_and_asked() -> None:
     offered: set[str] = set()
     for path in FILES:
         for node in ast.walk(tree(path)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("hooks", "hooks_of"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("hooks", "hooks_of", "names"):
                 seam = node.args[-1]
                 if isinstance(seam, ast.Constant):
                     asked["core" if owner(own_name(path)) == "core" else "extensions"].add(str(seam.value))
     for name in ("apps", *(f"extensions.{name}" for name in registry.installed())):
-        offered |= importlib.import_module(f"colograd.{name}").HOOKS.keys()
+        offered |= {key.partition(":")[0] for key in importlib.import_module(f"colograd.{name}").HOOKS}
     page = (ROOT / "docs" / "architecture.md").read_text()
     assert offered == asked["core"] | asked["extensions"]
     assert not {seam for seam in asked["core"] if f"`{seam}`" not in page}
@@ -230,7 +230,8 @@ def test_one_room_knows_each_way_of_sharding() -> None:
     from colograd.runtime import registry
     from colograd.sharding.zero import STRATEGIES
 
-    classes = {way.__name__ for way in (*STRATEGIES.values(), *registry.hooks("sharding"))}
+    offered = [registry.hooks(f"sharding:{name}")[0] for name in registry.names("sharding")]
+    classes = {way.__name__ for way in (*STRATEGIES.values(), *offered)}
     told = {"config", "sharding", "memory", "apps", "weights", "policy", "extensions"}
     for path in FILES:
         room, source = own_name(path).split("/")[0], path.read_text()

@@ -346,7 +346,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda _: config(sharding="zero2"),
         "sharding 'zero2'",
         "isn't supported in this version",
-        r"choose one of none, optimizer, gradients, tensor, tensor\+optimizer, tensor\+gradients, fsdp, auto",
+        r"choose one of none, optimizer, gradients, fsdp, tensor, tensor\+optimizer, tensor\+gradients, auto",
     ),
     "the engine's layout of an engine that is a rank's alone": (
         lambda _: config(sharding="tensor"),

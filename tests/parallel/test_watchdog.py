@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import launcher
@@ -17,7 +19,7 @@ from needs import needs
 from paths import SCRIPTS
 
 from colograd.parallel import faults, watchdog
-from colograd.parallel.watchdog import Idle, Watchdog
+from colograd.parallel.watchdog import Watchdog
 
 JUDGE = "reward function 'judge'"
 
@@ -79,10 +81,19 @@ def test_progress_waiting_and_rest_are_no_hanging() -> None:
 
 def test_process_without_signs_of_life_is_missed() -> None:
     watchdog.set_limit(20)
-    silence = Idle()
-    assert not any(silence.is_silent(signs, 15.0) for signs in (1, 2, 3, 3))
-    assert silence.is_silent(3, 15.0) and silence.seconds == 30
-    assert not silence.is_silent(4, 15.0)
+    detector, told = object.__new__(faults.FailureDetector), []
+    link = faults._Link(SimpleNamespace(sendall=lambda line: None), rank=3)  # type: ignore[arg-type]
+    detector._links, detector._sending, detector._inside = [link], threading.Lock(), "training"
+    detector._tell, detector._receive = told.append, lambda fault: None  # type: ignore[method-assign,assignment]
+    for _ in range(2):
+        detector._exchange_signs(15.0)
+        link.silence, sign = 0.0, link.silence
+        assert sign == 15.0 and not told
+    for _ in range(4):
+        detector._exchange_signs(15.0)
+    assert [fault.text.partition(",")[0] for fault in told] == [
+        "Rank 3 hasn't been heard of for 30 s (rank_timeout)"
+    ], "the failure is reported once"
 
 
 def test_stages_come_from_agreements_and_phases() -> None:

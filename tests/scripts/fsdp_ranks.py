@@ -219,7 +219,7 @@ def taught(model: Any, way: ShardingStrategy) -> float:
     """Return the error that cutting adds to the divergence from a teacher of another size, which is cut too."""
 
     teacher, row = fresh(layers=4, hidden=64).eval(), collate(rows()[rank()])
-    head = TeacherHead.of(teacher).copied_to(CPU)  # before it is cut, as `teacher_of` does
+    head = TeacherHead.of(teacher, CPU)  # before it is cut, as `teacher_of` does
     found = []
     for policy in (fresh(), model):
         if policy is model:

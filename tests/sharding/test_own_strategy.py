@@ -14,8 +14,6 @@ from colograd.sharding.zero import WholeCopies
 class Counting(WholeCopies):
     """Trains like `sharding: none`, and counts backwards."""
 
-    name = "counting"
-
     def __init__(self, model) -> None:
         super().__init__(model)
         self.backwards = 0

@@ -1,4 +1,4 @@
-"""On-policy distillation: the reverse KL divergence from a teacher model is added to the loss."""
+"""On-policy distillation: a teacher model's log-probabilities change the advantages, or its KL divergence the loss."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "run:CONFLICTS",

@@ -1,12 +1,9 @@
 """Reverse KL divergence KL(policy || teacher) per label (target token), computed one vocabulary tile at a time.
 
 `TeacherLogits` computes the divergence from the teacher's logits (`distillation_kl: exact`). `TeacherTop` computes it
-from the teacher's most probable tokens (`top_k`). The policy's head calls these methods of one of the two classes:
-
-    forward     `sums` begins the running sums, `gaps` and `add` read a tile of the policy's logits, `result` returns
-                the divergence
-    backward    `spread` returns the divergence's gradient for a tile of logits
-"""
+from the teacher's most probable tokens (`top_k`). In its forward the policy's head calls `sums` (begin the running
+sums), `gaps` and `add` (read a tile of the policy's logits) and `result` (return the divergence) of one of the two
+classes. In its backward it calls `spread` (return the divergence's gradient for a tile of logits)."""
 
 from __future__ import annotations
 
@@ -16,62 +13,47 @@ from typing import Any
 
 import torch
 
-from ...batch import MicroBatch
-from ...policy.head import (
-    FLOAT32_PRODUCTS,
-    HIDDEN,
-    Candidates,
-    Head,
-    Spread,
-    cast,
-    logit_transform,
-    parts,
-    product_dtype,
-    tile_shape,
-)
+from ...policy.head import HIDDEN, Candidates, Head, Spread, cast, parts, tile_shape
 from ...policy.logprobs import Compute, ForwardStep, Pass, calls
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherHead:
-    """A teacher's output head. It computes no logits for tokens that only the teacher's vocabulary has."""
+    """A teacher's output head, which may have more tokens than the policy's head."""
 
+    model: Any  # The teacher. Its configuration determines how logits are computed.
     weight: torch.Tensor  # Weight of the head without gradient, (V, hidden).
     bias: torch.Tensor | None
-    transform: dict[str, Any]
-    wide: bool
 
     @classmethod
-    def of(cls, model: Any) -> TeacherHead:
+    def of(cls, model: Any, device: torch.device | None = None) -> TeacherHead:
+        """Return a model's head, or a copy on ``device`` for a teacher that is offloaded or sharded by FSDP."""
         head = model.get_output_embeddings()
-        bias, wide = getattr(head, "bias", None), getattr(head, FLOAT32_PRODUCTS, False)
-        return cls(head.weight.detach(), None if bias is None else bias.detach(), logit_transform(model), wide)
-
-    def copied_to(self, device: torch.device) -> TeacherHead:
-        """Copy the head into separate memory on ``device``, for a teacher that is offloaded or sharded by FSDP."""
-        bias = None if self.bias is None else self.bias.to(device, copy=True)
-        return TeacherHead(self.weight.to(device, copy=True), bias, self.transform, self.wide)
+        weight, bias = head.weight.detach(), getattr(head, "bias", None)
+        bias = None if bias is None else bias.detach()
+        if device is not None:
+            weight, bias = weight.to(device, copy=True), None if bias is None else bias.to(device, copy=True)
+        return cls(model, weight, bias)
 
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-    def beside(self, micro_batch: MicroBatch, temperature: float, candidates: Candidates | None) -> TeacherLogits:
-        """Return the teacher's logits for a micro-batch's labels, from the micro-batch's field `teacher_states`."""
-        return self.logits(micro_batch.scores["teacher_states"], temperature, candidates)
+    def beside(self, row: Pass) -> TeacherLogits:
+        return self.logits(row.batch.scores["teacher_states"], row.temperature, row.candidates)
 
     def logits(self, states: torch.Tensor, temperature: float, candidates: Candidates | None = None) -> TeacherLogits:
-        """Return the teacher's logits for last hidden states (N, hidden) on the head's device. ``candidates`` are the
-        tokens that each label's distribution is over. None means the whole vocabulary."""
-        dtype = product_dtype(self.weight, states.device, self.wide)
-        head = Head(temperature, dtype=dtype, wide=self.wide, candidates=candidates, **self.transform)
+        """Return `TeacherLogits` for last hidden states (N, hidden) on the head's device. ``candidates`` are the tokens
+        that each label's distribution is over. None means the whole vocabulary."""
+        head = Head.of(self.model, temperature, states.device, candidates)
         return TeacherLogits(states.to(head.dtype), self.weight, self.bias, head)
 
 
 @dataclass(slots=True, eq=False)
 class TeacherLogits:
-    """The teacher's logits y for the policy's N labels (target tokens), and running sums of KL(policy || teacher) over
-    vocabulary tiles. With the policy's logits x, the divergence is E_policy[x - y] - log sum e^x + log sum e^y."""
+    """Computes tiles of the teacher's logits y for the policy's N labels (target tokens), and running sums of
+    KL(policy || teacher) over tiles of the policy's vocabulary. With the policy's logits x, the divergence is
+    E_policy[x - y] - log sum e^x + log sum e^y."""
 
     states: torch.Tensor  # The teacher's last hidden states, (N, hidden).
     weight: torch.Tensor
@@ -82,8 +64,7 @@ class TeacherLogits:
     maximum: torch.Tensor = field(init=False)  # Largest y of the tiles so far, (N,).
 
     def tile(self, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Compute a tile of the teacher's logits, (n labels, c vocabulary entries), with temperature, cap and
-        candidates."""
+        """Compute a tile of the teacher's logits, (n labels, c tokens), with temperature, cap and candidates."""
         part, bias = cast(self.weight, self.bias, vocabulary, self.head.dtype)
         tile = self.head.logits(self.states[row], part, bias)
         self.head.finish_(tile, row, vocabulary)
@@ -108,8 +89,8 @@ class TeacherLogits:
         self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the divergence (N,) and the teacher's log sum e^y (N,). ``total`` is the policy's sum of e^(x - max
-        x), and ``normaliser`` is the policy's log sum e^x."""
+        """Return the divergence (N,) and the teacher's log sum e^y (N,). The policy's sum of e^(x - max x) is
+        ``total``, its log sum e^x is ``normaliser``."""
         theirs = self.maximum + self.total.log()
         return self.gap / total - normaliser + theirs, theirs
 
@@ -138,9 +119,8 @@ class TeacherTop:
     own: torch.Tensor = field(init=False)  # The policy's logits of these tokens, (N, K).
 
     @classmethod
-    def beside(cls, micro_batch: MicroBatch, temperature: float, candidates: Candidates | None) -> TeacherTop:
-        """Read the tokens from a micro-batch's field `teacher_top`."""
-        ids, logprobs = micro_batch.scores["teacher_top"].unbind(1)
+    def beside(cls, row: Pass) -> TeacherTop:
+        ids, logprobs = row.batch.scores["teacher_top"].unbind(1)
         return cls(ids.long(), logprobs)
 
     def sums(self, like: torch.Tensor) -> TeacherTop:
@@ -148,8 +128,7 @@ class TeacherTop:
         return self
 
     def columns(self, row: slice, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the column of each top token in a tile, (n, K), with 0 for tokens outside the tile, and whether the
-        tile contains the token, (n, K) bool."""
+        """Return each top token's column in a tile (0 if it isn't there), and whether it is there, (n, K) each."""
         ids = self.ids[row]
         inside = (ids >= vocabulary.start) & (ids < vocabulary.stop)
         return (ids - vocabulary.start).where(inside, 0), inside
@@ -157,9 +136,9 @@ class TeacherTop:
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Return ``first`` (the entropy's gradient, or None) plus the divergence's gradient for a tile's logits. For a
-        token of probability p the divergence's gradient is p (gap - KL). For a top token the gap is log p - log q, with
-        the teacher's probability q. All tokens outside the top K share one gap, of their total probabilities."""
+        """Return ``first`` plus the divergence's gradient, like `TeacherLogits.spread`. For a token of probability p it
+        is p (gap - KL). For a top token the gap is log p - log q, with the teacher's probability q. All tokens outside
+        the top K share one gap, of their total probabilities."""
         divergence, of_teacher = saved
         own, of_rest = of_teacher[:, :-1], of_teacher[:, -1]
         slope, constant = torch.zeros_like(gradient), gradient * (divergence - of_rest)
@@ -169,12 +148,9 @@ class TeacherTop:
         return Spread(slope, constant, more=(index, (own * gradient[:, None]).where(inside, 0.0)))
 
     def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> None:
-        """Read the top tokens' logits from a tile of the policy's logits. Return None, because `add` needs no gaps."""
+        """Read the top tokens' logits from a tile of the policy's logits. Without a result the head calls no `add`."""
         index, inside = self.columns(row, vocabulary)
         self.own[row] = torch.where(inside, tile.gather(1, index), self.own[row])
-
-    def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
-        """Do nothing, because `gaps` has already read the tile's logits."""
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the divergence (N,), and values for its gradient, (N, K + 1): p (g - r) for each top token, and r.
@@ -190,24 +166,25 @@ class TeacherTop:
 
 
 class TeacherStep(ForwardStep):
-    """Forward step of the policy that computes, in addition to log-probabilities, the KL divergence from a teacher."""
+    """Forward step of the policy that computes, in addition to log-probabilities, the KL divergence from a teacher.
+    ``head`` makes the teacher's distribution from the micro-batch's field `teacher_states` or `teacher_top`."""
 
     def __init__(self, head: TeacherHead | type[TeacherTop]) -> None:
         self.head = head
 
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
-        row.other = lambda row: self.head.beside(row.batch, row.temperature, row.candidates)
+        row.other = self.head.beside
         return inner(row)
 
 
 def label_states(row: Pass) -> tuple[torch.Tensor, ...]:
     """Last step of a teacher's forward: return the head's inputs for N labels (target tokens), (N, hidden)."""
-    hidden, head = row.label_states(), TeacherHead.of(row.model)
-    return (hidden.to(product_dtype(head.weight, hidden.device, head.wide)),)
+    hidden = row.label_states()
+    return (hidden.to(Head.of(row.model, row.temperature, hidden.device).dtype),)
 
 
 def label_top_tokens(k: int, row: Pass) -> tuple[torch.Tensor, ...]:
-    """Last step of a teacher's forward: return the K most probable tokens for each label (target token)."""
+    """Last step of a teacher's forward: return the K most probable tokens for each label, as `top_tokens` does."""
     hidden, head = row.label_states(), row.model.get_output_embeddings()
 
     def top(hidden: torch.Tensor) -> torch.Tensor:
@@ -219,13 +196,11 @@ def label_top_tokens(k: int, row: Pass) -> tuple[torch.Tensor, ...]:
 
 
 def top_tokens(logits: TeacherLogits, k: int) -> torch.Tensor:
-    """Compute the K most probable tokens for each label (target token): ids and log-probabilities, (N, 2, K)
-    float32."""
+    """Compute each label's K most probable tokens: ids and log-probabilities, (N, 2, K) float32."""
     found, tile = [], tile_shape(len(logits.states), len(logits.weight), logits.states.device)
     for row in parts(len(logits.states), tile[0]):
         best = logits.states.new_empty((row.stop - row.start, 0), dtype=logits.head.exact)
-        ids = best.long()
-        total = torch.zeros_like(best.sum(1))
+        ids, total = best.long(), torch.zeros_like(best.sum(1))
         # The maximum begins with a finite value, because -inf minus -inf is NaN.
         maximum = torch.full_like(total, torch.finfo(total.dtype).min / 2)
         for vocabulary in parts(len(logits.weight), tile[1]):

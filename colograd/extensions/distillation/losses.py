@@ -17,13 +17,10 @@ from ...policy.logprobs import ForwardStep
 from .head import TeacherStep, TeacherTop
 from .teacher import UNTAUGHT
 
-# Value of the setting `distillation_kl` -> micro-batch field with the teacher's values for the loss term.
-DIVERGENCES = {"exact": "teacher_states", "top_k": "teacher_top"}
-
 
 @dataclass(frozen=True, slots=True)
 class AdvantageTerm(LossTerm):
-    """Term of `distillation_kl: sampled`: add weight * (log teacher - log pi_old) of each token to its advantage."""
+    """Term of `distillation_kl: sampled`: add weight * (log teacher - log pi_old) to scored tokens' advantages."""
 
     weight: float
 
@@ -31,41 +28,35 @@ class AdvantageTerm(LossTerm):
     waits = "a teacher's term isn't trained early"
 
     def before(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
-        """Return the batch with the teacher's part added to the advantages. The mean of that part over the policy's
-        samples is minus the token's reverse KL divergence (MiniLLM, arXiv 2306.08543, eq. 3, without the part of later
-        tokens)."""
+        """Change the advantages. The mean of log teacher - log pi_old over the policy's samples is minus the token's
+        reverse KL divergence (MiniLLM, arXiv 2306.08543, eq. 3, without the part of later tokens)."""
         gain = (batch.scores["teacher_logprobs"] - old).where(_taught(batch) > 0, 0.0)
         return dataclasses.replace(batch, advantages=batch.advantages + self.weight * gain)
 
     def observe(self, old: torch.Tensor, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> Means:
-        batch, taught = tokens.batch, _taught(tokens.batch)
-        return {"teacher_kl": ((old - batch.scores["teacher_logprobs"]).where(taught > 0, 0.0).sum(), taught.sum())}
+        taught, theirs = _taught(tokens.batch), tokens.batch.scores["teacher_logprobs"]
+        return {"teacher_kl": ((old - theirs).where(taught > 0, 0.0).sum(), taught.sum())}
 
 
 @dataclass(frozen=True, slots=True)
 class DivergenceTerm(LossTerm):
-    """Term of `distillation_kl: exact` and `top_k`: the reverse KL divergence from the teacher over the vocabulary."""
+    """Term of `distillation_kl: exact` and `top_k`: the reverse KL divergence that `TeacherStep` computes."""
 
     weight: float
-    field: str  # Micro-batch field with the teacher's values.
+    needs: tuple[str]  # Micro-batch field with the teacher's values.
 
     waits = AdvantageTerm.waits
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return (self.field,)
-
     def steps(self, second_models: Mapping[str, Any]) -> tuple[ForwardStep, ...]:
-        return (TeacherStep(TeacherTop if self.field == "teacher_top" else second_models[self.field].head),)
+        (field,) = self.needs
+        return (TeacherStep(TeacherTop if field == "teacher_top" else second_models[field].head),)
 
     def of_tokens(self, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.weight * self._in_loss(tokens.batch, values)
+        return self.weight * values["divergence"].where(tokens.batch.loss_mask > 0, 0.0)
 
     def observe(self, old: torch.Tensor, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> Means:
-        return {"teacher_kl": (self._in_loss(tokens.batch, values).detach().sum(), tokens.batch.loss_mask.sum())}
-
-    def _in_loss(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return values["divergence"].where(batch.loss_mask > 0, 0.0)
+        mask = tokens.batch.loss_mask
+        return {"teacher_kl": (values["divergence"].detach().where(mask > 0, 0.0).sum(), mask.sum())}
 
 
 def _taught(batch: MicroBatch) -> torch.Tensor:
@@ -77,5 +68,6 @@ def teacher_term(config: GRPOConfig, policy: Any) -> LossTerm | None:
     """Return the distillation term of a run. None: the run has no teacher, or `distillation_weight` is 0."""
     if not config.distils or config.distillation_weight == 0:
         return None
-    field = DIVERGENCES.get(config.distillation_kl)
-    return DivergenceTerm(config.distillation_weight, field) if field else AdvantageTerm(config.distillation_weight)
+    field = {"exact": "teacher_states", "top_k": "teacher_top"}.get(config.distillation_kl)
+    weight = config.distillation_weight
+    return DivergenceTerm(weight, (field,)) if field else AdvantageTerm(weight)

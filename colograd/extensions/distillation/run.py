@@ -1,39 +1,25 @@
-"""Checks of a run with teachers: settings that can't be combined with a teacher or that need one, the dataset's column
-that names each prompt's teacher, and a run without rewards."""
+"""Checks of a run with teachers: conflicts of settings, the dataset's column of teachers, a run without rewards."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...batch import TEACHER
 from ...config import GRPOConfig
 from ...config.conflicts import ANY, SET, UNSET, Conflict, When, equal, other_than
 
-if TYPE_CHECKING:  # The configuration reads `CONFLICTS`, and must not import the datasets' libraries.
-    from ...training.preparation import Prompts
-
 SETTING = "teacher_model_name_or_path"
 SEVERAL = When("of several teachers", lambda models: isinstance(models, dict))
-
-
-def _is_no_mapping(models: Any) -> bool:
-    """Return whether a mapping of several teachers is invalid: empty, or with keys or values that aren't texts."""
-    if not isinstance(models, dict):
-        return False
-    return not models or not all(word and isinstance(word, str) for pair in models.items() for word in pair)
-
-
+MALFORMED = When("an empty mapping, or one of other things than texts", lambda models: (
+    isinstance(models, dict) and not (models and all(w and isinstance(w, str) for pair in models.items() for w in pair))
+))  # fmt: skip
 CONFLICTS = (
     Conflict(
-        SETTING, When("an empty mapping, or one of other things than texts", _is_no_mapping), "", ANY,
+        SETTING, MALFORMED, "", ANY,
         "must map a teacher's name to a model", "write {math: Qwen/Qwen3-8B, code: ./my_coder}, say",
     ),
-    *(
-        Conflict(
-            name, SET, SETTING, UNSET, "there is no teacher", f"set teacher_model_name_or_path, or remove {name}"
-        )
-        for name in ("teacher_model_revision", "teacher_model_init_kwargs", "offload_teacher")
-    ),
+    *(Conflict(name, SET, SETTING, UNSET, "there is no teacher", f"set teacher_model_name_or_path, or remove {name}")
+      for name in ("teacher_model_revision", "teacher_model_init_kwargs", "offload_teacher")),
     Conflict(
         "distillation_weight", When("0 or below", lambda weight: not weight > 0), SETTING, SET,
         "it must be positive", "raise it, or remove teacher_model_name_or_path",
@@ -44,7 +30,7 @@ CONFLICTS = (
     ),
     Conflict(
         SETTING, SEVERAL, "sharding", equal("fsdp"),
-        "several teachers can't be cut, as a rank may have no prompt of one that others ask",
+        "several teachers can't be cut by rows, as some ranks may have no prompt for a teacher that other ranks run",
         "set offload_teacher: true, or sharding: gradients",
         lambda settings: settings.cuts_weights and not settings.offload_teacher,
     ),
@@ -56,9 +42,9 @@ def prompt_columns(config: GRPOConfig) -> tuple[str, ...]:
     return (TEACHER,) if isinstance(config.teacher_model_name_or_path, dict) else ()
 
 
-def check_teacher_column(prompts: Prompts, args: GRPOConfig) -> None:
-    """Raise a ValueError if, with several teachers, the dataset has no column of teachers or names an unknown one."""
-    from ...data import PromptDataset
+def check_teacher_column(prompts: Any, args: GRPOConfig) -> None:
+    """Raise a ValueError if a run has several teachers, and a streamed dataset or a missing or wrong teacher column."""
+    from ...data import PromptDataset  # Only here: the configuration reads `CONFLICTS`, without the data's libraries.
     from ...data.columns import columns_of
 
     if not isinstance(args.teacher_model_name_or_path, dict):
@@ -79,8 +65,7 @@ def check_teacher_column(prompts: Prompts, args: GRPOConfig) -> None:
 
 
 def goes_without_rewards(args: GRPOConfig) -> bool:
-    """Return whether a run without reward functions is possible, because the run has a teacher. Raise a ValueError if
-    another setting of the run needs rewards."""
+    """Return whether the run has a teacher. Then it needs no rewards: a setting that needs them is a ValueError."""
     if not args.distils:
         return False
     if args.dynamic_sampling:

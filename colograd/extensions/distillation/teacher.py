@@ -1,13 +1,8 @@
 """Teacher model of on-policy distillation: loading, checks, and computation of the teacher's values for packed rows.
 
-The setting `teacher_model_name_or_path` decides what is loaded:
-
-a model                             the model, of any size or architecture with the policy's tokens
-an adapter on another base than     the adapter's base with the unmerged adapter
-the policy's, or of another shape
-an adapter on the policy's base     nothing: the policy's model runs with the teacher's adapter values in place of the
-with the trained adapter's shape    trained values
-"""
+`teacher_model_name_or_path` names a model of any size or architecture with the policy's tokens, or an adapter. For an
+adapter on the policy's base, with the trained adapter's shape, nothing is loaded: the policy's model runs with the
+teacher's adapter values (`_values_for` has all conditions). Any other adapter is loaded with its base, unmerged."""
 
 from __future__ import annotations
 
@@ -34,26 +29,18 @@ from ...policy.supported import Wanted, check_installed, features
 from ...runtime import cpu_products, registry
 from .head import TeacherHead, label_states, label_top_tokens
 
-# Fields of peft's adapter configuration that determine the factor of the adapter's product.
+# Fields of peft's adapter configuration that determine how the adapter's product is scaled.
 SCALE = ("lora_alpha", "r", "use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 
 
 class Teacher(FrozenModel):
-    """Teacher as a separate model in addition to the policy.
-
-    Args:
-        head: the teacher's head on the device, with `distillation_kl: exact`.
-        top: number of most probable tokens per label (target token), with `distillation_kl: top_k`.
-    """
+    """Teacher as a separate model in addition to the policy. ``head``: its head, with `distillation_kl: exact`."""
 
     of_policy = False
 
-    def __init__(
-        self, name: str, model: torch.nn.Module, device: torch.device, offload: bool, head: TeacherHead | None = None,
-        top: int = 0,
-    ) -> None:  # fmt: skip
-        super().__init__(model, device, offload)
-        self.name, self.head, self.top = name, head, top
+    def __init__(self, config: GRPOConfig, model: Any, offload: bool, head: TeacherHead | None = None) -> None:
+        super().__init__(model, config.device, offload)
+        self.name, self.head, self.top = str(config.teacher_model_name_or_path), head, config.distillation_top_k
 
     def describe(self) -> str:
         dtype, packed = str(self.model.dtype).removeprefix("torch."), len(packed_weights(unwrap(self.model)))
@@ -63,13 +50,12 @@ class Teacher(FrozenModel):
 
 
 class OtherAdapter(Teacher):
-    """Teacher that is the policy's model with another adapter: while the teacher runs, the teacher's adapter values
-    replace the trained values."""
+    """Teacher that is the policy's model with another adapter's values in place of the trained ones while it runs."""
 
     of_policy = True
 
-    def __init__(self, name: str, model: Any, values: dict[str, torch.Tensor], top: int = 0) -> None:
-        super().__init__(name, model, model.device, False, TeacherHead.of(unwrap(model)), top)
+    def __init__(self, config: GRPOConfig, model: Any, values: dict[str, torch.Tensor]) -> None:
+        super().__init__(config, model, False, TeacherHead.of(unwrap(model)))
         parameters = dict(model.named_parameters())
         self.values = [(parameters[key], value.to(parameters[key])) for key, value in values.items()]
 
@@ -97,8 +83,9 @@ class _Source:
         self.loading = copy.copy(config)
         self.loading.model_init_kwargs = arguments
         self.revision = arguments.get("revision")
-        # Whether code from the model's repository may run.
-        self.trust = bool(arguments.get("trust_remote_code", config.trust_remote_code))
+        self.trust = bool(
+            arguments.get("trust_remote_code", config.trust_remote_code)
+        )  # May the repository's code run?
         saved = adapter_folder(self.name)
         self.adapter = "" if saved is None else self.name  # Folder of the teacher's adapter. Empty means no adapter.
         # Folder or Hub id of the teacher's model without adapter.
@@ -108,13 +95,13 @@ class _Source:
                 f"teacher_model_name_or_path {self.name!r} holds an adapter that doesn't name its base: set "
                 "base_model_name_or_path in its adapter_config.json."
             )
+        self.path = self.adapter or self.base
 
     @property
     def quantization(self) -> dict[str, Any] | None:
         """Quantisation settings of the teacher, as in a checkpoint's config.json. None: the teacher isn't quantised."""
-        path = self.adapter or self.base
-        found = (of(self.configuration(), self.loading, path) for of in registry.hooks("quantization"))
-        return next(filter(None, found), None)
+        offers = (of(self.configuration(), self.loading, self.path) for of in registry.hooks("quantization"))
+        return next(filter(None, offers), None)
 
     def configuration(self) -> Any:
         return AutoConfig.from_pretrained(self.base, revision=self.revision, trust_remote_code=self.trust)
@@ -131,8 +118,7 @@ _outline = functools.lru_cache(maxsize=8)(outline)
 
 
 def configs_of(config: GRPOConfig) -> dict[str, GRPOConfig]:
-    """Return a configuration for each teacher by name, in which that teacher is the only one. A single teacher has the
-    name "" and the unchanged configuration."""
+    """Return a configuration with one teacher for each teacher by name. A single teacher has the name ""."""
     configs = {name: copy.copy(config) if name else config for name in config.teachers}
     for name in filter(None, configs):
         configs[name].teacher_model_name_or_path = config.teachers[name]
@@ -152,20 +138,18 @@ def check_teacher(policy: Policy, config: GRPOConfig, samples: bool = True) -> P
                 f"The policy is {own}, but teacher {source.name!r} is {kind}, a model type that processes images "
                 f"differently: choose a teacher of the policy's model type, {own}."
             )
-        settings = source.quantization
-        wanted = Wanted(
-            source.configuration(), source.loading, source.adapter or source.base, has_adapter=True, has_images=False
-        )
+        is_packed = source.quantization is not None
+        wanted = Wanted(source.configuration(), source.loading, source.path, has_adapter=True, has_images=False)
         check_installed(wanted)
         for feature in registry.hooks_of("quantized", "model_feature"):
             feature().check(wanted)
-        if settings is not None and config.offload_teacher:
+        if is_packed and config.offload_teacher:
             raise ValueError(
                 "offload_teacher is true, but a quantised teacher can't leave its device: set offload_teacher: false, "
                 "or remove the teacher's quantisation."
             )
-        if config.cuts_weights and (settings is not None or source.adapter) and not config.offload_teacher:
-            what = "quantised" if settings is not None else "an adapter on its base"
+        if config.cuts_weights and (is_packed or source.adapter) and not config.offload_teacher:
+            what = "quantised" if is_packed else "an adapter on its base"
             raise ValueError(
                 f"The teacher {source.name!r} is {what}, which sharding: fsdp can't cut by rows: set sharding: "
                 "gradients, or choose a teacher that is a whole model."
@@ -185,9 +169,9 @@ def check_teacher_context(config: GRPOConfig, policy: Policy, tokens: int) -> No
             )
 
 
-def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
-    """Raise a ValueError if a token id of the policy is missing in the teacher's vocabulary, or means another token."""
-    own, rows = (unwrap(model).get_output_embeddings().weight.shape[0] for model in (policy.model, found))
+def _check_tokens(source: _Source, model: Any, policy: Policy) -> None:
+    """Raise a ValueError unless every token id of the policy means the same token in the teacher's tokenizer."""
+    own, rows = (unwrap(model).get_output_embeddings().weight.shape[0] for model in (policy.model, model))
     if rows < own:
         raise ValueError(
             f"The teacher {source.name!r} has {rows:,} tokens in its vocabulary, and the policy {own:,}, so that the "
@@ -196,12 +180,9 @@ def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
     if source.base == policy.path and source.revision is None:
         return
     has_own = bool(source.adapter) and os.path.isfile(os.path.join(source.adapter, "tokenizer_config.json"))
+    path, revision = (source.adapter, None) if has_own else (source.base, source.revision)
     try:
-        theirs = AutoTokenizer.from_pretrained(
-            source.adapter if has_own else source.base,
-            revision=None if has_own else source.revision,
-            trust_remote_code=source.trust,
-        ).get_vocab()
+        theirs = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=source.trust).get_vocab()
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -209,8 +190,7 @@ def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
             "compared with the policy's: put the tokenizer's files into the teacher's folder."
         ) from None
     ours = policy.tokenizer.get_vocab()
-    others = [token for token, index in ours.items() if theirs.get(token) != index]
-    if others:
+    if others := [token for token, index in ours.items() if theirs.get(token) != index]:
         first = min(others, key=ours.__getitem__)
         there = "and isn't among" if first not in theirs else f"and id {theirs[first]} among"
         raise ValueError(
@@ -222,14 +202,14 @@ def _check_tokens(source: _Source, found: Any, policy: Policy) -> None:
 
 
 def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
-    """Return the bytes of the teacher on the policy's device, before FSDP shards the teacher. FSDP adds one copy of the
+    """Return the teacher's bytes on the policy's device, with FSDP in total over all ranks. FSDP adds one copy of the
     head per rank with `distillation_kl: exact`. An offloaded teacher counts only such a copy. A teacher that runs as
     another adapter of the policy's model counts only the adapter."""
     source = _Source(config, policy)
     if _values_for(source, policy) is not None:
         return os.path.getsize(os.path.join(source.adapter, "adapter_model.safetensors"))
-    found, exact = source.outline(), config.distillation_kl == "exact"
-    head = TeacherHead.of(found).nbytes if exact else 0  # An offloaded or sharded teacher has a copy of its head there.
+    found = source.outline()
+    head = TeacherHead.of(found).nbytes if config.distillation_kl == "exact" else 0
     if offloads(config, config.offload_teacher):
         return head
     packed = to_pack(found, source.quantization or {})
@@ -240,9 +220,8 @@ def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
 def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
     """Load the configured teacher. All ranks load the same teacher, after the policy is on its device."""
     source = _Source(config, policy)
-    values = _values_for(source, policy)
-    if values is not None:
-        return OtherAdapter(source.name, policy.model, values, config.distillation_top_k)
+    if (values := _values_for(source, policy)) is not None:
+        return OtherAdapter(config, policy.model, values)
     try:
         model: Any = from_name(source.base, source.loading, adapter=source.adapter)
     except ValueError as error:
@@ -267,18 +246,17 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
             buffer.data = buffer.data.to(config.device)
     else:
         model.to(config.device)
-    head = TeacherHead.of(unwrap(model)) if config.distillation_kl == "exact" else None
-    if head is not None and stays:
-        head = head.copied_to(config.device)
+    exact = config.distillation_kl == "exact"
+    head = TeacherHead.of(unwrap(model), config.device if stays else None) if exact else None
     if offload:
         for parameter in model.parameters():
             parameter.data = parameter.data.pin_memory()
-    return Teacher(source.name, model, config.device, offload, head, config.distillation_top_k)
+    return Teacher(config, model, offload, head)
 
 
 def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | None:
     """Return the values of a teacher's adapter by the policy's parameter names, so that the policy's model can run as
-    the teacher. None: the teacher has another base, or its adapter another shape or scale than the policy's adapter."""
+    the teacher. None if it can't: another base or own loading settings, or an adapter of another shape or scale."""
     file = os.path.join(source.adapter, "adapter_model.safetensors")
     if policy.adapter is None or source.base != policy.path or not (source.adapter and os.path.isfile(file)):
         return None
@@ -301,35 +279,30 @@ UNTAUGHT = float("inf")  # Stands for a teacher's log-probability where the prom
 
 
 def _states(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:
-    """Compute the teacher's last hidden states for a row's target tokens, on the host, because they are large."""
-    states, _ = PolicyForward(model, temperature)(prepared(row), label_states)
-    return states.cpu()
+    return PolicyForward(model, temperature)(prepared(row), label_states)[0].cpu()  # To the host, because it is large.
 
 
 def _top(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:
-    found, _ = PolicyForward(model, temperature)(prepared(row), functools.partial(label_top_tokens, second.top))
-    return found.cpu()
+    return PolicyForward(model, temperature)(prepared(row), functools.partial(label_top_tokens, second.top))[0].cpu()
 
 
 def _of_its_groups(
     field: str, read: Callable[..., torch.Tensor], second: Any, model: Any, row: PackedRow, temperature: float,
     name: str,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute a teacher's values for a row, (N,). With several teachers compute only values of groups that have
-    ``name`` as their teacher. Values of all other groups stay as they are, or are UNTAUGHT. An empty ``name`` means a
-    single teacher."""
+    """Compute a teacher's values for a row's N labels, (N, ...). An empty ``name`` means a single teacher. One of
+    several teachers computes only log-probabilities of its groups. Other groups' values stay, or are UNTAUGHT."""
     if not name:
         return read(second, model, row, temperature)
     lengths = [sum(len(rollout.completion_ids) for rollout in part.rollouts) for part in row.parts]
     values = row.scores.get(field)
     values = torch.full((sum(lengths),), UNTAUGHT, device=row.device) if values is None else values.clone()
-    own = [index for index, part in enumerate(row.parts) if str(part.example.get(TEACHER) or "") == name]
-    if own:
-        places = values.split(lengths)
-        parts = tuple(row.parts[index] for index in own)
+    places = [*zip(row.parts, values.split(lengths), strict=True)]
+    if own := [(part, place) for part, place in places if str(part.example.get(TEACHER) or "") == name]:
+        parts, places_of = zip(*own, strict=True)
         said = read(second, model, PackedRow(parts, row.mask_truncated, row.device), temperature)
-        for index, of_part in zip(own, said.split([lengths[index] for index in own]), strict=True):
-            places[index].copy_(of_part)
+        for place, of_part in zip(places_of, said.split([*map(len, places_of)]), strict=True):
+            place.copy_(of_part)
     return values
 
 

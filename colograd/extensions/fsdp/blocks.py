@@ -1,23 +1,20 @@
 """Blocks of a model for FSDP2: an embedding, a layer, a head, or the model with its remaining parameters.
 
-`fully_shard` gathers a block's weights in one exchange, and reduces a block's gradients in one exchange.
-"""
+`fully_shard` gathers a block's weights in one exchange, and reduces a block's gradients in one exchange."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ...parallel import watchdog
 from ...parallel.ranks import world_size
-from ...parallel.shards import all_gather
 from ...policy.layers import decoder_layers
 from ...policy.towers import keep_gradients_out, tower_layers
 from ...runtime.page_locked import host_empty
@@ -29,7 +26,7 @@ class Exchange(NamedTuple):
     summed: int = 0  # Number of gradient elements in a reduce-scatter. 0 means an all-gather of weights.
 
     def answer(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Take part in the exchange on a rank that has failed, because other ranks wait. Send zeros as gradients."""
+        """Take part in an exchange that other ranks wait for, after a failure of this rank. Send zeros as gradients."""
         if not self.summed:
             self.block.unshard()
             self.block.reshard()
@@ -42,7 +39,7 @@ class Blocks(NamedTuple):
     root: Any  # The whole model as a block, for the parameters outside the other blocks.
     decoder: list[Any]
     embedding: list[Any]  # The input embedding. Empty for a tied embedding, which belongs to the root block.
-    head: list[Any]
+    head: list[Any]  # Empty if the embedding is.
     tower: list[Any]  # Layers of the vision tower.
 
     @property
@@ -53,13 +50,10 @@ class Blocks(NamedTuple):
         return [self.root, *self.embedding, *self.layers, *self.head]
 
     def backward(self, sizes: Mapping[Any, int], reshard: bool) -> Iterator[Exchange]:
-        """Yield the exchanges of a backward in order. A block's weights are gathered one block ahead. Root and
-        embedding come last, because their inputs have no gradient. A frozen tower has no exchange.
-
-        Args:
-            sizes: number of gradient elements of each block.
-            reshard: whether blocks free their weights after the forward, so that the backward gathers them again.
-        """
+        """Yield the exchanges of a backward in FSDP's order. A layer's weights are gathered while the layer after it is
+        computed. Root and embedding come last, because their inputs have no gradient. A frozen tower has no exchange.
+        ``sizes``: each block's gradient elements. ``reshard``: whether the backward gathers the layers' weights again,
+        because layers have freed them after the forward."""
         layers = [*reversed(self.decoder), *(block for block in reversed(self.tower) if sizes[block])]
         gathers = [Exchange(block) for block in layers if reshard]
         sums = [Exchange(block, sizes[block]) for block in (*self.head, *layers)]
@@ -70,48 +64,29 @@ class Blocks(NamedTuple):
         yield from (Exchange(block, sizes[block]) for block in (self.root, *self.embedding))
 
 
-@dataclass(eq=False, slots=True)
-class _Comm:
-    """The collectives of a block, an all-gather of weights and a reduce-scatter of gradients."""
-
-    block: FSDPModule
-    strategy: Any  # The `FullySharded` strategy. Its `on_gather` or `on_reduce` is called at each exchange.
+class _Comm(functools.partial):
+    """A function that runs FSDP's collectives, with the method `allocate` that FSDP needs."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any = None, async_op: Any = False
-    ) -> dist.Work | None:
-        work: dist.Work | None
-        if op is None:
-            self.strategy.on_gather(self.block, output_tensor)
-            work = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        else:
-            self.strategy.on_reduce(self.block, input_tensor, output_tensor)
-            work = reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        return work
-
 
 def cut(
-    model: torch.nn.Module,
-    device: torch.device,
-    strategy: Any,
-    gradients: torch.dtype,
-    reshard: bool = True,
+    model: Any, device: torch.device, exchange: Callable[..., Any], gradients: torch.dtype, reshard: bool = True,
     offload: bool = False,
-) -> Blocks:
-    """Apply `fully_shard` to a model in place, block by block, and move this rank's rows to ``device``.
+) -> Blocks:  # fmt: skip
+    """Apply `fully_shard` to a model in place, block by block, for computation on ``device``.
 
     Args:
-        strategy: the `FullySharded` strategy, which is called at each exchange.
+        exchange: function of a block and a collective's arguments that runs the collective.
         gradients: dtype of gradient sums.
         reshard: whether layers free their whole weights after a forward.
-        offload: whether this rank's rows are in page-locked host memory.
-    """
+        offload: whether this rank's rows are moved to page-locked host memory, and not to ``device``."""
     tower: Any = tower_layers(model)
     decoder: Any = decoder_layers(model.get_decoder() if tower else model)
-    blocks = Blocks(model, decoder, *ends(model), tower)
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    are_apart = None not in ends and ends[0].weight is not ends[1].weight
+    blocks = Blocks(model, decoder, [ends[0]] if are_apart else [], [ends[1]] if are_apart else [], tower)
     check_blocks(model, blocks.layers)
     rule: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (world_size(),)),
@@ -136,36 +111,26 @@ def cut(
     if not any(parameter.requires_grad for module in blocks.tower for parameter in module.parameters()):
         keep_gradients_out(blocks.tower)
         for module in blocks.tower:
-            module.set_unshard_in_backward(False)  # A frozen tower has no backward that needs its weights.
+            module.set_unshard_in_backward(False)  # The backward doesn't need a frozen tower's weights.
     for module in blocks.embedding:
         shard(module, True).set_unshard_in_backward(False)
-    # Freeing the weights of head and root after a forward gains nothing, because their backward follows at once.
+    # The head and the root's own parameters stay whole after a forward, because the backward begins with the head.
     for module in (*blocks.head, model):
         shard(module, False)
     for block in blocks.all():
-        block.set_gradient_divide_factor(1.0)  # Gradients are summed, because losses have the whole step's denominator.
+        block.set_gradient_divide_factor(1.0)  # Sums of gradients, because the step's denominator divides them later.
         block.set_force_sum_reduction_for_comms(True)
         has_dtype = all(parameter.dtype == gradients for parameter in block.parameters())
         if has_dtype and hasattr(block, "set_reduce_scatter_unused_params"):
-            # torch makes the zeros for unused parameters in the parameters' dtype, which must be that of the sums.
+            # torch's zeros for unused parameters have the parameters' dtype, so this needs sums of the same dtype.
             block.set_reduce_scatter_unused_params(True)
-        block.set_custom_all_gather(_Comm(block, strategy))
-        block.set_custom_reduce_scatter(_Comm(block, strategy))
+        block.set_custom_all_gather(_Comm(exchange, block))
+        block.set_custom_reduce_scatter(_Comm(exchange, block))
     return blocks
 
 
-def ends(model: Any) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
-    """Return a list with the input embedding and a list with the head. Both are empty if the two share a tensor."""
-    if not hasattr(model, "get_input_embeddings"):
-        return [], []
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding is None or head is None or embedding.weight is head.weight:
-        return [], []
-    return [embedding], [head]
-
-
 def check_blocks(model: torch.nn.Module, decoder: Sequence[torch.nn.Module]) -> None:
-    """Raise a ValueError if `fully_shard` can't shard the model. FSDP's errors come later, or on some ranks only."""
+    """Raise a ValueError if `fully_shard` can't shard the model. FSDP may raise later, or only on some ranks."""
     remedy = "Set sharding: gradients, which cuts only gradients and optimizer state."
     for name, parameter in model.named_parameters():
         if not parameter.dim():

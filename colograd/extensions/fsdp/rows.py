@@ -1,9 +1,7 @@
-"""Parameters that FSDP2 shards by rows, an all-gather of the rows with a limit on memory, and weight sync `gathered`: a
-publish gathers rows of all ranks, a few at a time, into each engine.
+"""Parameters that FSDP2 shards by rows, an all-gather of the rows with a limit on memory, and weight sync `gathered`.
 
-A publish casts rows to the engine's dtype before the all-gather, and copies them straight into the engine's tensors. So
-no whole block of the policy is in memory in addition to the engine's weights.
-"""
+A publish gathers rows of all ranks, a few at a time. It casts rows to the engine's dtype before the all-gather, and
+copies them into the engine's tensors. So no whole block of the policy is in memory besides the engine's weights."""
 
 from __future__ import annotations
 
@@ -19,14 +17,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ...engine.protocol import Engine
 from ...parallel import watchdog
-from ...parallel.ranks import rank, world_size
+from ...parallel.ranks import world_size
 from ...parallel.shards import all_gather, in_buckets
 from ...weights import proof
 from ...weights.mapping import Slice
 from ...weights.selection import Pairing, move
 from ...weights.sync import PlannedSync, bind, obstacle
 
-# Largest number of elements in one all-gather, except that each rank sends at least one row. A decoder layer has more.
+# Largest number of elements in one all-gather, except that each rank sends at least one row.
 ELEMENTS = 2**24
 
 
@@ -61,17 +59,12 @@ class Cut:
         """Return the range of rows that rank ``owner`` has."""
         return range(min(owner * self.share, self.shape[0]), min((owner + 1) * self.share, self.shape[0]))
 
-    @property
-    def start(self) -> int:
-        """Index of this rank's first element in the flattened parameter."""
-        return self.rows_of(rank()).start * self.row
-
 
 def cuts_of(model: torch.nn.Module) -> list[Cut]:
-    """Return a `Cut` with this rank's rows for each parameter of a sharded model. Tied parameters count once."""
+    """Free a sharded model's whole weights. Return a `Cut` (this rank's rows) for each parameter, tied ones once."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # Free whole weights that an interrupted forward or backward has left.
+            module.reshard()  # A forward may leave whole weights, e.g. if it was interrupted.
     cuts = []
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor) and parameter.placements == (Shard(0),), f"{name} isn't cut by rows"
@@ -81,52 +74,41 @@ def cuts_of(model: torch.nn.Module) -> list[Cut]:
 
 @torch.no_grad()
 def gathered(
-    cuts: Sequence[Cut],
-    device: torch.device,
-    dtype_of: Callable[[str], torch.dtype] | None = None,
+    cuts: Sequence[Cut], device: torch.device, dtype_of: Callable[[str], torch.dtype] | None = None,
     elements: int = ELEMENTS,
-) -> Iterator[Rows]:
+) -> Iterator[Rows]:  # fmt: skip
     """Yield all rows of all parameters, on every rank. A collective. A `Rows` is valid until the next one is yielded.
 
     Args:
-        cuts: the parameters with this rank's rows.
         device: device of the collectives and of the yielded rows.
         dtype_of: function from a parameter's name to the dtype of its yielded rows. None keeps the parameter's dtype.
-        elements: largest number of elements in one all-gather.
-    """
+        elements: largest number of elements in one all-gather."""
     pieces = []
     for cut in cuts:  # Divide a rank's rows into ranges that are small enough for all ranks to send one at once.
         step = max(1, elements // (cut.row * world_size()))
         pieces += [(cut, range(first, min(first + step, cut.share))) for first in range(0, cut.share, step)]
 
-    def dtype(piece: tuple[Cut, range]) -> torch.dtype:
-        return dtype_of(piece[0].name) if dtype_of else piece[0].local.dtype
-
-    for sent_dtype, group in itertools.groupby(pieces, key=dtype):
+    dtype = dtype_of or {cut.name: cut.local.dtype for cut in cuts}.__getitem__
+    for sent_dtype, group in itertools.groupby(pieces, key=lambda piece: dtype(piece[0].name)):
         for bucket in in_buckets(group, elements // world_size(), lambda piece: piece[0].row * len(piece[1])):
-            yield from _exchange(bucket, sent_dtype, device)
-
-
-def _exchange(bucket: Sequence[tuple[Cut, range]], dtype: torch.dtype, device: torch.device) -> Iterator[Rows]:
-    sizes = [cut.row * len(rows) for cut, rows in bucket]
-    sent = torch.empty(sum(sizes), dtype=dtype, device=device)
-    for (cut, rows), room in zip(bucket, sent.split(sizes), strict=True):
-        values = cut.local[rows.start : rows.stop].reshape(-1)
-        room[: values.numel()].copy_(values)
-    received = torch.empty(world_size() * len(sent), dtype=dtype, device=device)
-    all_gather(received, sent)
-    watchdog.progress()
-    for owner, part in enumerate(received.split(len(sent))):
-        for (cut, rows), values in zip(bucket, part.split(sizes), strict=True):
-            actual = cut.rows_of(owner)[rows.start : rows.stop]  # Indices of the owner's rows, without padding.
-            if actual:
-                shape = (len(actual), *cut.shape[1:])
-                yield Rows(cut.name, actual.start, values[: cut.row * len(actual)].view(shape), cut.shape[0])
+            sizes = [cut.row * len(rows) for cut, rows in bucket]
+            sent = torch.empty(sum(sizes), dtype=sent_dtype, device=device)
+            for (cut, rows), room in zip(bucket, sent.split(sizes), strict=True):
+                values = cut.local[rows.start : rows.stop].reshape(-1)
+                room[: values.numel()].copy_(values)
+            received = torch.empty(world_size() * len(sent), dtype=sent_dtype, device=device)
+            all_gather(received, sent)
+            watchdog.progress()
+            for owner, part in enumerate(received.split(len(sent))):
+                for (cut, rows), values in zip(bucket, part.split(sizes), strict=True):
+                    actual = cut.rows_of(owner)[rows.start : rows.stop]  # Without padding.
+                    if actual:
+                        shape = (len(actual), *cut.shape[1:])
+                        yield Rows(cut.name, actual.start, values[: cut.row * len(actual)].view(shape), cut.shape[0])
 
 
 def place_of(part: Slice, rows: Rows) -> tuple[slice | torch.Tensor, torch.Tensor] | None:
-    """Return indices in a slice's ``destination`` and the values to write there, from ``rows``. None: no row belongs
-    there."""
+    """Return indices in a slice's ``destination``, and values of ``rows`` to write there. None or no indices: none."""
     if part.rows is not None:
         indices = ((part.rows >= rows.first) & (part.rows < rows.first + len(rows.values))).nonzero()[:, 0]
         return indices, rows.values[part.rows[indices] - rows.first]
@@ -145,7 +127,7 @@ class GatheredWeights(PlannedSync):
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice]) -> None:
         super().__init__(policy, engine)
         self.places: dict[str, list[Slice]] = {}
-        for part in slices:  # Without references to the whole parameters, so that their memory can be freed.
+        for part in slices:  # Keep no references to the whole parameters, so that their memory can be freed.
             place = dataclasses.replace(part, source=part.source.new_empty(0), packed=None, adapted=None)
             self.places.setdefault(part.name, []).append(place)
 
@@ -166,10 +148,8 @@ class GatheredWeights(PlannedSync):
 
     def differing(self) -> list[str]:
         """Return the names of parameters that differ from the engine's weights. A collective."""
-        differences: dict[str, bool] = {}
-        for name, destination, where, values in self._rows():
-            differences[name] = differences.get(name, False) or not torch.equal(destination[where], values)
-        return [name for name, differs in differences.items() if differs]
+        rows = self._rows()
+        return [*dict.fromkeys(name for name, to, where, values in rows if not torch.equal(to[where], values))]
 
     def _rows(self) -> Iterator[tuple[str, torch.Tensor, slice | torch.Tensor, torch.Tensor]]:
         """Yield rows of all parameters: parameter name, engine tensor, indices in the tensor, values in its dtype."""
@@ -185,8 +165,8 @@ class GatheredWeights(PlannedSync):
 
 
 def gathered_weights(pairing: Pairing) -> GatheredWeights:
-    """Create `GatheredWeights`. If possible the policy shares the engine's memory until FSDP shards the policy, so that
-    the device never has two copies."""
+    """Create `GatheredWeights`. If every parameter can, the policy shares the engine's memory until FSDP shards the
+    policy, so that the device never has two copies."""
     if not any(obstacle(part) for part in pairing.slices):
         bind(pairing.slices)
         move(pairing.policy, pairing.device)  # Parameters are in place, so only buffers move.

@@ -1,10 +1,9 @@
 """FSDP2 (`fully_shard`): ranks shard the policy's weights, gradients and optimizer state by rows.
 
-Each forward gathers the weights block by block. By default each backward gathers them again
-(`fsdp_reshard_after_forward`). Gradients add up in their own precision, such as float32. The optimizer updates plain
-tensors: this rank's rows, in the memory that torch gathers from. Ranks exchange weights inside a forward. So a rank
-that fails still takes part in the exchanges that other ranks wait for. Then all ranks fail.
-"""
+Each forward gathers the weights block by block. By default each backward gathers the layers' weights again
+(`fsdp_reshard_after_forward`). Gradients add up in their own dtype, such as float32. The optimizer updates plain
+tensors: this rank's rows, in the memory that torch gathers from. Ranks exchange weights inside forwards and backwards.
+So a rank that fails still takes part in the exchanges that other ranks wait for. Then all ranks fail."""
 
 from __future__ import annotations
 
@@ -23,9 +22,10 @@ from torch.distributed.tensor import DTensor
 from ...config import GRPOConfig
 from ...parallel.faults import telling
 from ...parallel.ranks import on_all_ranks, rank
-from ...sharding.strategy import Owned, drop_graph
+from ...parallel.shards import all_gather
+from ...sharding.strategy import Owned
 from ...sharding.weight_files import WeightFiles, all_names, completed
-from ...sharding.zero import SharedParts
+from ...sharding.zero import SharedParts, reduce_scatter
 from .blocks import Blocks, Exchange, cut
 from .rows import Cut, cuts_of, gathered
 
@@ -38,24 +38,23 @@ class FullySharded(SharedParts):
     Args:
         model: the whole model, on any device. It is sharded in place, block by block.
         device: device that computes. None means the model's device.
-        reshard: whether a block's weights are freed after its forward, and gathered again for its backward.
-        offload: whether each rank's rows are in page-locked host memory. On a CPU `offload` has no effect.
-    """
+        reshard: whether a layer's weights are freed after its forward, and gathered again for its backward.
+        offload: whether each rank's rows are in page-locked host memory. On a CPU `offload` has no effect."""
 
-    name = "fsdp"
     meets_in_backward = True
+    device: Any = None
 
     def __init__(
         self, model: torch.nn.Module, device: torch.device | None = None, reshard: bool = True, offload: bool = False
     ) -> None:
         super().__init__(model)
-        self._device = device or next(model.parameters()).device
-        self._reshard, self._offload = reshard, offload and self._device.type != "cpu"
+        self.device = device or next(model.parameters()).device
+        self._reshard, self._offload = reshard, offload and self.device.type != "cpu"
         # Gradients are summed in the widest gradient dtype of a trained parameter.
         dtypes = {getattr(p, "grad_dtype", None) or p.dtype for p in model.parameters() if p.requires_grad}
         self._gradients = max(dtypes, key=lambda dtype: dtype.itemsize)
         self._exchanges: list[Exchange] = []  # Exchanges of the running pass (a forward or backward) so far.
-        self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}  # Exchanges of a complete pass.
+        self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}  # The last complete pass.
         self._entered: dict[Any, None] = {}  # Models that have begun a forward. `discard` resets these models.
         self._began = False  # Whether a forward or backward has begun since `agree` was entered.
         # `_summed` has this rank's rows of one block's summed gradients. `_offset` counts the elements that parameters'
@@ -68,11 +67,10 @@ class FullySharded(SharedParts):
             self._whole += [p for p in block.parameters() if p.requires_grad and not isinstance(p, DTensor)]
             block.reshard()
         for parameter in self._whole:
-            if hasattr(parameter, "grad_dtype"):
-                parameter.grad_dtype = self._gradients  # A tied embedding adds up two gradients in one backward.
+            parameter.grad_dtype = self._gradients  # A tied embedding adds two gradients: don't round the sum.
         self.cuts = cuts_of(model)
         self._pieces: dict[str, Owned] = {}
-        # The block of each parameter. The root block has all parameters. It comes first: other blocks replace it.
+        # The block of each parameter. The root block comes first and has all parameters. Other blocks replace it.
         owner = {id(p): block for block in self.blocks.all() for p in block.parameters()}
         self._sizes: dict[Any, int] = dict.fromkeys(self.blocks.all(), 0)  # Gradient elements per block, with padding.
         for one in self.cuts:
@@ -95,12 +93,8 @@ class FullySharded(SharedParts):
             f"parts, one per rank (FSDP2){where}; {len(self.blocks.all())} blocks, gathered one at a time"
         )
 
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
     def _cut(self, model: Any, reshard: bool) -> Blocks:
-        blocks = cut(model, self._device, self, self._gradients, reshard, self._offload)
+        blocks = cut(model, self.device, self._exchange, self._gradients, reshard, self._offload)
         self._pattern[model, FORWARD] = [Exchange(block) for block in blocks.all()]
         model.around_forward = functools.partial(self._forward, blocks)
         model.tower_in_each_forward = bool(blocks.tower)
@@ -115,16 +109,17 @@ class FullySharded(SharedParts):
                 del model.around_forward, model.tower_in_each_forward
 
     def _register(self, one: Cut, parameter: torch.nn.Parameter) -> None:
-        """Create an optimizer parameter that shares memory with this rank's rows, and a hook that sets its gradient."""
+        """Create an optimizer parameter in the memory of this rank's rows, and a hook that sets its gradient."""
         if one.local.numel():
             part = torch.nn.Parameter(one.local.view(-1))
             if part.dtype != self._gradients:
                 part.grad_dtype = self._gradients
-            self._pieces[one.name] = Owned(one.name, part, one.start, one.start + part.numel())
+            start = one.rows_of(rank()).start * one.row
+            self._pieces[one.name] = Owned(one.name, part, start, start + part.numel())
 
         def take(parameter: torch.Tensor) -> None:
             """Add this rank's rows of the block's summed gradients to the gradient of the optimizer's parameter."""
-            parameter.grad = None  # torch has rounded this gradient to the parameter's dtype.
+            parameter.grad = None  # torch may have rounded this gradient to the parameter's dtype.
             first, self._offset = self._offset, self._offset + one.share * one.row
             piece = self._pieces.get(one.name)
             if piece is not None:
@@ -133,20 +128,24 @@ class FullySharded(SharedParts):
 
         parameter.register_post_accumulate_grad_hook(take)
 
-    def on_gather(self, block: FSDPModule, whole: torch.Tensor) -> None:
-        self._exchanges.append(Exchange(block))
-        self.traffic.gathered += whole.nbytes
-
-    def on_reduce(self, block: FSDPModule, whole: torch.Tensor, rows: torch.Tensor) -> None:
-        if whole.numel() != self._sizes[block]:
+    def _exchange(
+        self, block: FSDPModule, output_tensor: torch.Tensor, input_tensor: torch.Tensor, op: Any = None, **kwargs: Any
+    ) -> Any:
+        """Record and run a collective of a block: an all-gather of weights, or with ``op`` the sum of gradients."""
+        if op is None:
+            self._exchanges.append(Exchange(block))
+            self.traffic.gathered += output_tensor.nbytes
+            return all_gather(output_tensor, input_tensor, **kwargs)
+        if (size := input_tensor.numel()) != self._sizes[block]:
             raise RuntimeError(
-                f"Gradients of a {type(block).__name__.removeprefix('FSDP')} have {whole.numel():,} elements, not "
+                f"Gradients of a {type(block).__name__.removeprefix('FSDP')} have {size:,} elements, not "
                 f"{self._sizes[block]:,}: the loss doesn't depend on one of its parameters. Freeze parameters that "
                 "have no effect (requires_grad_(False)), or set sharding: gradients."
             )
-        self._exchanges.append(Exchange(block, whole.numel()))
-        self.traffic.reduced += whole.nbytes
-        self._summed, self._offset = rows, 0
+        self._exchanges.append(Exchange(block, size))
+        self.traffic.reduced += input_tensor.nbytes
+        self._summed, self._offset = output_tensor, 0
+        return reduce_scatter(output_tensor, input_tensor, op=op, **kwargs)
 
     @contextmanager
     def agree(self, what: str) -> Iterator[None]:
@@ -162,27 +161,23 @@ class FullySharded(SharedParts):
 
     @contextmanager
     def _forward(self, blocks: Blocks) -> Iterator[None]:
-        """Context of a sharded model's forward: the forward fails on all ranks or on none."""
+        """Context of a sharded model's forward. A forward that fails on one rank fails on all ranks."""
         self._began = True
         with on_all_ranks("the forward"), self._answering(blocks.root, FORWARD):
             yield
-        if not torch.is_grad_enabled():  # No backward follows that frees the gathered weights, so free them now.
+        if not torch.is_grad_enabled():  # No backward follows, which would free the weights at its end.
             for block in blocks.all():
                 block.reshard()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward. If it fails on this rank, the rank still takes part in all exchanges. A collective."""
+        """Run the backward. A rank that fails still takes part in the remaining exchanges. A collective."""
         self._began = True
         with self._answering(self.model, BACKWARD):
-            try:
-                loss.backward()
-            except Exception as error:
-                drop_graph(loss, error)
-                raise
+            super().backward(loss)
 
     @contextmanager
     def _answering(self, model: torch.nn.Module, kind: str) -> Iterator[None]:
-        """Record the exchanges of a forward or backward. After a failure take part in its remaining exchanges."""
+        """Record the exchanges of a forward or backward. If it fails, take part in the exchanges still to come."""
         self._exchanges.clear()
         try:
             yield
@@ -191,7 +186,7 @@ class FullySharded(SharedParts):
                 self._entered[model] = None
             traceback.clear_frames(error.__traceback__)  # Free activations, because the exchanges need memory.
             for exchange in self._pattern[model, kind][len(self._exchanges) :]:
-                exchange.answer(self._device, self._gradients)
+                exchange.answer(self.device, self._gradients)
             raise
         self._pattern[model, kind] = tuple(self._exchanges)
         self._entered[model] = None
@@ -223,7 +218,7 @@ class FullySharded(SharedParts):
     @telling("saving")
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
         whole = {one.name: torch.empty(one.shape, dtype=one.local.dtype) for one in self.cuts if keep}
-        for rows in gathered(cuts_of(self.model), self._device):
+        for rows in gathered(cuts_of(self.model), self.device):
             if keep:
                 whole[rows.name][rows.first : rows.first + len(rows.values)].copy_(rows.values)
         return completed(whole, self.model) if keep else {}

@@ -16,14 +16,13 @@ from .host_stream import ELEMENTS, HostStream, Job
 
 
 class HostAdamW(AdamWSplit):
-    """AdamW that reads its state, gradients or both from host memory piece by piece (see `HostStream`). ``streamed``:
-    whether the state is in host memory."""
+    """AdamW that reads its state (if ``streamed``), gradients or both from host memory piece by piece."""
 
     host_gradients: Any = None  # An `OnHost` strategy. Its gradient sums replace the parameters' `grad`.
 
-    def __init__(self, params: Iterable[Any], streamed: bool = False, **given: Any) -> None:
+    def __init__(self, params: Iterable[Any], streamed: bool = False, **settings: Any) -> None:
         self.streamed = streamed
-        super().__init__(params, **given)
+        super().__init__(params, **settings)
 
     def reserve(self) -> None:
         """Page-lock the memory of the streamed state in the background. Call once the parameters are final."""
@@ -40,12 +39,10 @@ class HostAdamW(AdamWSplit):
         if not self.streamed and self.host_gradients is None:
             super()._run(device, fused, plain)
             return
-        factor = 1.0 if self.host_gradients is None else self.host_gradients.factor
-        read = [] if self.host_gradients is None else ["grad"]
+        factor, read = (1.0, []) if self.host_gradients is None else (self.host_gradients.factor, ["grad"])
 
         def job(piece: Piece, update: Callable[[Piece], None]) -> Job:
-            """Return the job that updates a piece of a parameter. The job works on device copies of the host's
-            tensors."""
+            """Return the job that updates a piece of a parameter, with device copies of the host's tensors."""
             state = [name for name in DTYPES if self.streamed and getattr(piece, name) is not None]
 
             def kernel(tensors: Sequence[torch.Tensor]) -> None:
@@ -61,26 +58,23 @@ class HostAdamW(AdamWSplit):
             job(piece, update) for wholes, update in updates for whole in wholes for piece in whole.cut(ELEMENTS)
         )
 
-    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        own: torch.Tensor | None = parameter.grad if self.host_gradients is None else self.host_gradients.of(parameter)
-        return own
+    def _gradient(self, parameter: torch.Tensor) -> Any:
+        return parameter.grad if self.host_gradients is None else self.host_gradients.of(parameter)
 
     def _place(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         if not self.streamed:
             return super()._place(parameter, name)
-        watchdog.progress()  # Report progress, because page-locking a large model's state takes minutes.
+        watchdog.progress()  # Report progress, because page-locking a large model's state may take minutes.
         return host_empty(parameter.shape, DTYPES[name], parameter.device)
 
     def _loaded(self, parameter: torch.Tensor, name: str, saved: torch.Tensor) -> torch.Tensor:
-        if not self.streamed:
-            return super()._loaded(parameter, name, saved)
-        return self._place(parameter, name).copy_(saved)
+        on_device = super()._loaded
+        return self._place(parameter, name).copy_(saved) if self.streamed else on_device(parameter, name, saved)
 
 
 def host_adamw_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[type[AdamWSplit], dict[str, Any]] | None:
-    if args.streams_optimizer or args.offloads_gradients:
-        return HostAdamW, {"streamed": args.streams_optimizer}
-    return None
+    on_host = args.streams_optimizer or args.offloads_gradients
+    return (HostAdamW, {"streamed": args.streams_optimizer}) if on_host else None
 
 
 def moves_of(config: GRPOConfig) -> OptimizerOffload | None:
@@ -89,8 +83,7 @@ def moves_of(config: GRPOConfig) -> OptimizerOffload | None:
 
 class OptimizerOffload:
     """Moves an optimizer's state to the host and back. Only the storage of the state's tensors changes, so references
-    to the tensors stay valid. Scalars (`step`) don't move. The next move reuses the host memory, which is pinned if
-    there is a GPU."""
+    to the tensors stay valid. Scalars (`step`) don't move. The next move reuses the (page-locked) host memory."""
 
     def __init__(self) -> None:
         self._host: dict[int, torch.Tensor] = {}
@@ -118,11 +111,10 @@ class OptimizerOffload:
     @torch.no_grad()
     def to_device(self) -> int:
         """Move the state from the host back to the device, and return the moved bytes."""
-        moved = sum(tensor.nbytes for tensor, _ in self._away)
         for tensor, device in self._away:
             tensor.data = torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
         self._wait()
-        self._away = []
+        moved, self._away = sum(tensor.nbytes for tensor, _ in self._away), []
         return moved
 
     def _wait(self) -> None:

@@ -7,7 +7,7 @@ from ...config.conflicts import SET, Conflict, equal, other_than
 CONFLICTS = (
     Conflict(
         "offload_gradients", SET, "sharding", equal("fsdp"),
-        "then gradients go to the host together with a rank's rows",
+        "fsdp moves gradients to the host only with a rank's rows of weights",
         "set fsdp_offload_params: true in its place, or sharding: gradients",
     ),
     Conflict(
@@ -18,7 +18,7 @@ CONFLICTS = (
     ),
     Conflict(
         "offload_gradients", SET, "optim", other_than("auto", "adamw_split"),
-        "that optimizer takes gradients from the GPU alone", "set optim: adamw_split, or offload_gradients: false",
+        "that optimizer takes gradients only from the GPU", "set optim: adamw_split, or offload_gradients: false",
         lambda settings: settings.offloads_gradients,
     ),
 )  # fmt: skip

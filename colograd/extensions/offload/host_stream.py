@@ -3,15 +3,12 @@ stream`), and sums of gradients (`offload_gradients`).
 
 A job is a kernel with a few host tensors that it reads or changes. Jobs use two buffers on the device by turns. While
 a kernel runs on one buffer and its results return to the host, the other buffer is filled. So both directions of the
-bus are busy at once.
-
-`HostSums` adds each gradient to the step's sum as soon as a backward has computed it, and then frees the gradient on
-the device.
-"""
+bus are busy at once. `HostSums` adds gradients to sums in host memory while the backward continues."""
 
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +18,7 @@ import torch
 from ...parallel import watchdog
 from ...runtime.page_locked import host_empty
 
-ELEMENTS = 2**23  # Elements per job. 84 MB of 10 bytes each take 2 ms on the bus, far longer than a kernel's launch.
+ELEMENTS = 2**23  # Elements per job. At 10 bytes each, a job takes 2 ms on the bus, far longer than a kernel's launch.
 BUFFERS = 2
 ALIGNED = 256  # Alignment of buffers in bytes, like the allocator's blocks. Kernels load 16 bytes at a time.
 
@@ -36,8 +33,7 @@ class Job(NamedTuple):
 
 
 def device_bytes(nbytes: int, itemsize: int = ITEMSIZE) -> int:
-    """Return the device bytes of the two buffers, for ``nbytes`` of optimizer state (or, with an ``itemsize`` of 4, of
-    gradient sums) in host memory."""
+    """Return the buffers' device bytes, for ``nbytes`` of optimizer state on the host. ``itemsize``: per element."""
     return min(nbytes, BUFFERS * ELEMENTS * itemsize)
 
 
@@ -54,17 +50,27 @@ class HostStream:
     def __init__(self, device: torch.device, apart: bool = False) -> None:
         self.device = device
         # The device's module in torch. On a CPU this is `torch.cpu`, and its streams do nothing.
-        self._torch: Any = torch.get_device_module(device)
-        self.filling, self.emptying = self._torch.Stream(), self._torch.Stream()
-        self._apart = self._torch.Stream() if apart else None
-        self._lanes: list[_Lane] = []
+        self.torch: Any = torch.get_device_module(device)
+        self.filling, self.emptying = self.torch.Stream(), self.torch.Stream()
+        self._apart = self.torch.Stream() if apart else None
+        # Two buffers on the device by index, each with an event at the end of the last copy from the buffer.
+        self._buffers: dict[int, tuple[torch.Tensor, Any]] = {}
         self._turns = itertools.cycle(range(BUFFERS))
 
     def event(self, stream: Any = None) -> Any:
         """Return an event that ends after all work that is now queued on a stream. None means the present stream."""
-        event = self._torch.Event()
-        event.record(stream or self._torch.current_stream())
+        event = self.torch.Event()
+        event.record(stream or self.torch.current_stream())
         return event
+
+    def copy(self, place: torch.Tensor, tensor: torch.Tensor, stream: Any, after: Any = None) -> Any:
+        """Queue a copy of ``tensor`` to ``place`` on ``stream``, after the present stream's work and the event
+        ``after``, if it isn't None. Return the event of the copy's end."""
+        for event in filter(None, (self.event(), after)):
+            event.wait(stream)
+        with self.torch.stream(stream):
+            place.copy_(tensor, non_blocking=True)
+        return self.event(stream)
 
     @torch.no_grad()
     def run(self, jobs: Iterable[Job]) -> None:
@@ -74,82 +80,45 @@ class HostStream:
         self.wait()
 
     @torch.no_grad()
-    def push(self, job: Job, made: Any = None, arrived: Any = None) -> None:
-        """Queue a job. The host doesn't wait for the job's end. ``made``: event that the kernel waits for. ``arrived``:
-        event after which the job's host tensors may be read."""
-        present = self._torch.current_stream()
-        computing = self._apart or present
-        self._lanes = self._lanes or [_Lane(self._torch, self.device) for _ in range(BUFFERS)]
-        lane, host = self._lanes[next(self._turns)], (*job.written, *job.read)
-        lane.make_room(host, present, self.filling)
-        lane.emptied.wait(self.filling)
-        if arrived is not None:
-            arrived.wait(self.filling)
-        with self._torch.stream(self.filling):
-            for place, tensor in zip(lane.tensors, host, strict=True):
+    def push(self, job: Job, arrived: Any = None) -> None:
+        """Queue a job. It reads its host tensors after the event ``arrived``, and runs its kernel after the present
+        stream's work. The host doesn't wait for the job's end."""
+        present = self.torch.current_stream()
+        computing, turn, host = self._apart or present, next(self._turns), (*job.written, *job.read)
+        sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in host]
+        buffer, emptied = self._buffers.get(turn, (None, None))
+        if buffer is None or sum(sizes) > len(buffer):
+            if emptied is not None:
+                emptied.synchronize()  # Wait until the smaller buffer's memory can be reused.
+            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+            self.event(present).wait(self.filling)  # Earlier users of the new buffer's memory are done after this.
+        parts = zip(itertools.accumulate([0, *sizes]), host, strict=False)
+        tensors = [buffer[start : start + t.nbytes].view(t.dtype).view(t.shape) for start, t in parts]
+        for event in filter(None, (emptied, arrived)):
+            event.wait(self.filling)
+        with self.torch.stream(self.filling):
+            for place, tensor in zip(tensors, host, strict=True):
                 place.copy_(tensor, non_blocking=True)
-        lane.filled.record(self.filling)
-        lane.filled.wait(computing)
-        if made is not None:
-            made.wait(computing)
-        with self._torch.stream(computing):
-            job.kernel(lane.tensors)
-        lane.computed.record(computing)
-        lane.computed.wait(self.emptying)
-        with self._torch.stream(self.emptying):
-            for place, tensor in zip(job.written, lane.tensors, strict=False):
+        for event in (self.event(self.filling), self.event(present)):
+            event.wait(computing)
+        with self.torch.stream(computing):
+            job.kernel(tensors)
+        self.event(computing).wait(self.emptying)
+        with self.torch.stream(self.emptying):
+            for place, tensor in zip(job.written, tensors, strict=False):
                 place.copy_(tensor, non_blocking=True)
-        lane.emptied.record(self.emptying)
-
-    @torch.no_grad()
-    def send(self, place: torch.Tensor, tensor: torch.Tensor, made: Any) -> None:
-        """Queue a copy of a device's ``tensor`` to the host tensor ``place``, after the event ``made``."""
-        made.wait(self.emptying)
-        with self._torch.stream(self.emptying):
-            place.copy_(tensor, non_blocking=True)
-
-    def sent(self) -> Any:
-        """Return an event that ends when all copies to the host that are now queued have arrived."""
-        return self.event(self.emptying)
-
-    def let_wait(self, event: Any) -> None:
-        """Make the present stream wait for ``event``, so that memory isn't reused while a copy still reads it."""
-        event.wait(self._torch.current_stream())
+        self._buffers[turn] = buffer, self.event(self.emptying)
 
     def wait(self) -> None:
         """Make the host wait until all jobs are done, and free the buffers on the device."""
-        self.sent().synchronize()
-        self._lanes = []
-
-
-class _Lane:
-    """One of two buffers on the device: views with the shapes of a job's tensors, and events of the job's stages."""
-
-    def __init__(self, module: Any, device: torch.device) -> None:
-        self.device, self.filled, self.computed, self.emptied = device, module.Event(), module.Event(), module.Event()
-        self.tensors: list[torch.Tensor] = []
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
-
-    def make_room(self, host: Sequence[torch.Tensor], present: Any, filling: Any) -> None:
-        """Set ``tensors`` to views of the buffer with the shapes of ``host``. Enlarge a buffer that is too small."""
-        sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in host]
-        if sum(sizes) > len(self._buffer):
-            if len(self._buffer):
-                self.emptied.synchronize()  # Wait until the smaller buffer's memory can be reused.
-            self._buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-            self.computed.record(present)  # Earlier users of the new buffer's memory are done after this event.
-            self.computed.wait(filling)
-        starts = itertools.accumulate([0, *sizes])
-        self.tensors = [
-            self._buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip(starts, host, strict=False)
-        ]
+        self.event(self.emptying).synchronize()
+        self._buffers = {}
 
 
 class HostSums:
-    """Gradient sums of one optimizer step, by key, in page-locked host memory that every step reuses. An addition runs
-    in parallel to the backward: the sum is copied to the device in pieces, added to, and copied back. Additions to a
-    sum run in the order of the calls, so that the sum equals a sum on the device bit for bit."""
+    """Gradient sums of one optimizer step, by key, in page-locked host memory that every step reuses. The first
+    gradient is copied there. For a later gradient the sum is copied to the device in pieces, added to, and copied back,
+    in parallel to the backward. Additions keep the order of the calls, so that sums equal device sums bit for bit."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -159,17 +128,12 @@ class HostSums:
         # Gradients on their way to the host, each with an event at the end of its copy.
         self._on_way: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()
 
-    def __contains__(self, key: Hashable) -> bool:
-        """Return whether this step has added a gradient to the sum of ``key``."""
-        return key in self._arrived
-
     def get(self, key: Hashable) -> torch.Tensor | None:
-        """Return the gradient sum of a key. Call `settle` first. None means that this step has added nothing to the
-        sum."""
-        return self.places[key] if key in self else None
+        """Return the gradient sum of a key, or None if this step has added nothing to it. Call `settle` first."""
+        return self.places[key] if key in self._arrived else None
 
     def pop(self, key: Hashable) -> torch.Tensor | None:
-        """Return the gradient sum of a key like `get`, and forget it."""
+        """Return the gradient sum of a key like `get`, and then treat the step as one without this sum."""
         return None if self._arrived.pop(key, None) is None else self.places[key]
 
     @torch.no_grad()
@@ -177,27 +141,26 @@ class HostSums:
         """Queue the addition of a gradient to the sum of ``key``. The caller must not change the gradient any more."""
         place = self._place(key, gradient)
         flat, total = gradient.contiguous().view(-1), place.view(-1)
-        stream, ready = self._stream, self._stream.event()
-        if (arrived := self._arrived.get(key)) is None:
-            stream.send(total, flat, ready)
+        stream, arrived = self._stream, self._arrived.get(key)
+        if arrived is None:
+            stream.copy(total, flat, stream.emptying)
         else:
             for piece, part in zip(flat.split(ELEMENTS), total.split(ELEMENTS), strict=True):
-                stream.push(Job(lambda sums, piece=piece: sums[0].add_(piece), [part]), ready, arrived)  # type: ignore[misc]
-        self._arrived[key] = stream.sent()
+                stream.push(Job(lambda sums, piece=piece: sums[0].add_(piece), [part]), arrived)  # type: ignore[misc]
+        self._arrived[key] = stream.event(stream.emptying)
         self._on_way.append((self._arrived[key], flat))
-        while sum(tensor.nbytes for _, tensor in self._on_way) > LIMIT:
-            event, _ = self._on_way.popleft()
-            stream.let_wait(event)
+        self.let_go(LIMIT)
 
-    def let_go(self) -> None:
-        """Free gradients of earlier backwards on the device. The present stream waits for their copies to the host."""
-        while self._on_way:
-            self._stream.let_wait(self._on_way.popleft()[0])
+    def let_go(self, most: int = 0) -> None:
+        """Free gradients on the device, the oldest first, until at most ``most`` bytes are in transfer. The present
+        stream waits for their copies to the host, so that memory isn't reused while a copy still reads it."""
+        while sum(tensor.nbytes for _, tensor in self._on_way) > most:
+            self._on_way.popleft()[0].wait(self._stream.torch.current_stream())
 
-    def zero(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype) -> None:
-        """Set the gradient sum of a key to zeros. Call `settle` first."""
-        self._place(key, like, dtype).zero_()
-        self._arrived[key] = self._stream.sent()
+    def zero(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
+        """Set the gradient sum of a parameter to zeros. Call `settle` first."""
+        self._place(parameter, parameter, dtype).zero_()
+        self._arrived[parameter] = self._stream.event(self._stream.emptying)
 
     def settle(self) -> None:
         self._stream.wait()
@@ -213,16 +176,12 @@ class HostSums:
         """Return the sum of squares of all gradient sums, computed in float64. Call `settle` first."""
         norms: list[torch.Tensor] = []
         pieces = [piece for key in self._arrived for piece in self.places[key].view(-1).split(ELEMENTS)]
-
-        def measure(tensors: Any) -> None:
-            norms.append(torch.linalg.vector_norm(tensors[0], dtype=torch.float64))
-
-        HostStream(self.device).run(Job(measure, read=[piece]) for piece in pieces)
+        norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float64)
+        HostStream(self.device).run(Job(lambda read: norms.append(norm(read[0])), read=[piece]) for piece in pieces)
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
     def _place(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        place = self.places.get(key)
-        if place is None:
+        if key not in self.places:
             watchdog.progress()
-            place = self.places[key] = host_empty(like.shape, dtype or like.dtype, self.device)
-        return place
+            self.places[key] = host_empty(like.shape, dtype or like.dtype, self.device)
+        return self.places[key]

@@ -1,9 +1,8 @@
 """Inputs of checkpointed layers in host memory (`gradient_checkpointing: offload`).
 
 A checkpointed layer saves only its input, and is computed again in the backward. Here the input is copied to
-page-locked host memory while the next layers run. The input is copied back during the backward of the next layer. So
-the device holds the inputs of a few layers. Gradients are equal bit for bit with `gradient_checkpointing: true`.
-"""
+page-locked host memory while later layers run. The input is copied back during the backward of the layer after it. So
+the device holds the inputs of a few layers. Gradients are equal bit for bit to those without offloading."""
 
 from __future__ import annotations
 
@@ -23,18 +22,16 @@ from ...config import GRPOConfig
 from ...policy.lora import unwrap
 from ...runtime import process
 from ...runtime.page_locked import host_empty
+from .host_stream import HostStream
 
 KEPT = 2  # Number of layer inputs that are on the device at a time while they are copied to the host or back.
 
 
-class LayerInputs:
+class LayerInputs(HostStream):
     """Inputs of a model's checkpointed layers in host memory, which every micro-batch reuses."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        # The device's module in torch. On a CPU this is `torch.cpu`, and its streams do nothing.
-        self.torch: Any = torch.get_device_module(device)
-        self.leaving, self.coming = self.torch.Stream(), self.torch.Stream()
+        super().__init__(device)
         self.free: list[tuple[torch.Tensor, Any]] = []  # Unused host memory, with the event of the last copy from it.
         self._largest = 0  # Bytes of the largest input so far.
         self._on_way: collections.deque[weakref.ref[_Input]] = collections.deque()
@@ -49,7 +46,7 @@ class LayerInputs:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not tensor.is_floating_point() or tensor.device.type != self.device.type:
-            return tensor  # Leave a few integers, or a tensor on the host, where they are.
+            return tensor  # Leave integers, and a tensor of another device, where they are.
         kept = _Input(self, tensor.detach(), self._last)
         self._last = weakref.ref(kept)
         self._on_way.append(self._last)
@@ -58,19 +55,18 @@ class LayerInputs:
                 earlier.leave()
         return kept
 
-    def _unpack(self, kept: Any) -> torch.Tensor:
+    def _unpack(self, kept: Any) -> Any:
         if not isinstance(kept, _Input):
             return kept
         kept.fetch()
-        assert kept.tensor is not None
         (kept.come or kept.sent).wait(self.torch.current_stream())
         if (before := kept.before()) is not None:
             before.fetch()
         return kept.tensor
 
     def take_place(self, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Return page-locked host memory of at least ``nbytes``, and the event that must end before a write to it. Rows
-        differ in length. Memory that is too small is freed, so that in the end every piece fits the longest row."""
+        """Return host memory of at least ``nbytes``, and the event that must end before a write to it (None for new
+        memory). Rows differ in length. Memory that is too small is freed, so that later pieces fit the longest row."""
         self._largest = max(self._largest, nbytes)
         while self.free:
             place, read = self.free.pop()
@@ -81,31 +77,18 @@ class LayerInputs:
             raise torch.OutOfMemoryError(f"no host memory for the {self._largest:,} bytes of a layer's input")
         return host_empty(torch.Size([self._largest]), torch.uint8, self.device), None
 
-    def copy(self, place: torch.Tensor, tensor: torch.Tensor, stream: Any, after: Any) -> Any:
-        """Queue a copy of ``tensor`` to ``place`` on ``stream``, after the present stream's work and event ``after``.
-        Return the event of the copy's end."""
-        present, end = self.torch.Event(), self.torch.Event()
-        present.record(self.torch.current_stream())
-        present.wait(stream)
-        if after is not None:
-            after.wait(stream)
-        with self.torch.stream(stream):
-            place.copy_(tensor, non_blocking=True)
-        end.record(stream)
-        return end
-
 
 class _Input:
-    """Input of one checkpointed layer. It is on the device, on the host, or on both during a copy."""
+    """Input of one checkpointed layer, on the host and, while the device needs or copies it, also on the device."""
 
     def __init__(self, owner: LayerInputs, tensor: torch.Tensor, before: Callable[[], _Input | None]) -> None:
         self.owner, self.shape, self.dtype = owner, tensor.shape, tensor.dtype
         self.tensor: torch.Tensor | None = tensor.contiguous()
         self.stream = owner.torch.current_stream()  # The stream that reuses the tensor's memory once it is freed.
         self.before = before
-        place, readable = owner.take_place(tensor.nbytes)
-        self.whole_place, self.place = place, place[: tensor.nbytes]
-        self.sent = owner.copy(self.place, self.tensor.view(-1).view(torch.uint8), owner.leaving, readable)
+        self.whole_place, readable = owner.take_place(tensor.nbytes)
+        self.place = self.whole_place[: tensor.nbytes]
+        self.sent = owner.copy(self.place, self.tensor.view(-1).view(torch.uint8), owner.emptying, readable)
         self.come: Any = None  # Event at the end of the copy to the device.
 
     def leave(self) -> None:
@@ -116,8 +99,8 @@ class _Input:
         """Queue the copy of the input from the host to the device, unless the input is on the device."""
         if self.tensor is None:
             self.tensor = torch.empty(self.shape, dtype=self.dtype, device=self.owner.device)
-            bytes_ = self.tensor.view(-1).view(torch.uint8)
-            self.come = self.owner.copy(bytes_, self.place, self.owner.coming, self.sent)
+            flat = self.tensor.view(-1).view(torch.uint8)
+            self.come = self.owner.copy(flat, self.place, self.owner.filling, self.sent)
 
     def __del__(self) -> None:
         """Release the input's device and host memory, which may be reused only after the queued copies have ended."""
@@ -128,20 +111,19 @@ class _Input:
 
 def inputs_of_run(model: Any, config: GRPOConfig) -> AbstractContextManager[None]:
     """Return `inputs_on_host` for `gradient_checkpointing: offload`, or else a context that does nothing."""
-    if not config.offloads_activations:
-        return nullcontext()
-    return inputs_on_host(unwrap(model), None if config.on_cpu else LayerInputs(config.device))
+    inputs = LayerInputs(config.device) if config.offloads_activations and not config.on_cpu else None
+    return inputs_on_host(unwrap(model), inputs) if config.offloads_activations else nullcontext()
 
 
 @contextmanager
 def inputs_on_host(model: Any, inputs: LayerInputs | None) -> Iterator[None]:
-    """Context that makes transformers' gradient checkpointing, if it is enabled inside, keep layers' inputs on the
-    host. ``inputs`` copies the inputs. None means no copies, because on a CPU all memory is host memory."""
+    """Context that makes transformers' gradient checkpointing, if it is enabled inside, keep layers' inputs on the host
+    until the context ends. ``inputs`` copies the inputs. None means no copies, because a CPU only has host memory."""
     usual = model._set_gradient_checkpointing
 
     def enable(enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any) -> None:
-        given = {**getattr(gradient_checkpointing_func, "keywords", {})}
-        given.pop("offload", None)  # Leave out transformers' offloading, which copies on the computing stream.
+        # Leave out transformers' own offloading, which copies on the computing stream.
+        given = {k: v for k, v in getattr(gradient_checkpointing_func, "keywords", {}).items() if k != "offload"}
         function = functools.partial(checkpoint if inputs is None else inputs.checkpoint, **given)
         usual(enable=enable, gradient_checkpointing_func=function, **options)
 
@@ -150,7 +132,7 @@ def inputs_on_host(model: Any, inputs: LayerInputs | None) -> Iterator[None]:
         yield
     finally:
         del model._set_gradient_checkpointing
-        for module in model.modules() if inputs is not None else ():
+        for module in model.modules():
             own: Any = getattr(module, "_gradient_checkpointing_func", None)
             if inputs is not None and getattr(own, "func", None) == inputs.checkpoint:
                 module._gradient_checkpointing_func = functools.partial(checkpoint, **own.keywords)

@@ -1,9 +1,7 @@
 """Sharding strategies for `offload_gradients`: each rank has the whole policy, and gradient sums are in host memory.
 
-Offloading changes neither the gradient sums nor the order of additions, so the sums stay equal bit for bit. The
-optimizer reads the sums piece by piece, and multiplies each piece by the clipping factor. So clipping doesn't have to
-write to host memory.
-"""
+Offloading doesn't change the order of additions, so the sums stay equal bit for bit. The optimizer reads the sums piece
+by piece, and multiplies each piece by a clipping factor below 1. So clipping doesn't have to write to host memory."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from ...parallel.ranks import world_size
 from ...parallel.shards import sum_over_ranks
 from ...runtime.page_locked import host_empty, reserve
 from ...sharding.strategy import ShardingStrategy
-from ...sharding.zero import Bucket, SharedGradients, SharedOptimizer, WholeCopies
+from ...sharding.zero import Bucket, SharedGradients, SharedOptimizer, WholeCopies, strategy_name
 from .adamw import HostAdamW
 from .host_stream import HostSums
 
@@ -36,6 +34,11 @@ class OnHost(ShardingStrategy):
     def backward(self, loss: torch.Tensor) -> None:
         self.sums.let_go()  # Free gradients on the device, because the head's backward needs memory.
         super().backward(loss)
+
+    def share(self, optimizer: Any) -> None:
+        super().share(optimizer)
+        optimizer.host_gradients = self
+        optimizer.register_step_post_hook(lambda *_: self.discard())
 
     def of(self, part: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient sum of an optimizer's parameter, in the parameter's shape. None: it got no gradient."""
@@ -85,23 +88,20 @@ class WholeOnHost(AddedInBackward, WholeCopies):
     """Strategy of `sharding: none` with `offload_gradients`: one gradient sum in host memory per parameter."""
 
     def share(self, optimizer: Any) -> None:
-        optimizer.host_gradients = self
-        optimizer.register_step_post_hook(lambda *_: self.discard())
-        reserve((p.numel() * _sum_dtype(p).itemsize for p in self.trained), self.sums.device)
+        super().share(optimizer)
+        reserve((p.numel() * _dtype_of_sum(p).itemsize for p in self.trained), self.sums.device)
 
     def sum_gradients(self) -> None:
-        sums = self.sums
-        sums.settle()
-        if world_size() > 1 or not any(parameter in sums for parameter in self.trained):
+        self.sums.settle()
+        if world_size() > 1 or not self.gradients():
             for parameter in self.trained:
-                if parameter not in sums:
-                    sums.zero(parameter, parameter, getattr(parameter, "grad_dtype", None) or parameter.dtype)
+                if self.sums.get(parameter) is None:
+                    self.sums.zero(parameter, _dtype_of_sum(parameter))
         if world_size() > 1:
-            self.traffic.reduced += sum_over_ranks(self.gradients(), sums.device)
+            self.traffic.reduced += sum_over_ranks(self.gradients(), self.sums.device)
 
 
-def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's gradient."""
+def _dtype_of_sum(parameter: torch.Tensor) -> torch.dtype:
     dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
     return dtype
 
@@ -115,18 +115,13 @@ class PartsOnHost(OnHost, SharedOptimizer):
 
     def of(self, part: torch.Tensor) -> torch.Tensor | None:
         bucket, place = self._where[part]
-        total = self.sums.get(bucket)
-        return None if total is None else total[place]
-
-    def share(self, optimizer: Any) -> None:
-        SharedOptimizer.share(self, optimizer)
-        optimizer.host_gradients = self
+        return None if (total := self.sums.get(bucket)) is None else total[place]
 
     def _keep(self, bucket: Bucket, summed: torch.Tensor) -> None:
         self.sums.add(bucket, summed)
 
     def _has(self, bucket: Bucket) -> bool:
-        return bucket in self.sums
+        return self.sums.get(bucket) is not None
 
     def sum_gradients(self) -> None:
         super().sum_gradients()
@@ -162,10 +157,15 @@ class GradientsOnHost(PartsOnHost, SharedGradients):
         reserve((bucket.part * bucket.gradient_dtype.itemsize for bucket in self.buckets), self.sums.device)
 
 
+# Variants of strategies with gradient sums in host memory. FSDP isn't here, because it has `fsdp_offload_params`.
+ON_HOST: dict[str, type[ShardingStrategy]]
+ON_HOST = {"none": WholeOnHost, "optimizer": OptimizerOnHost, "gradients": GradientsOnHost}
+
+
 def on_host(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStrategy]:
-    """Return a strategy's variant with gradient sums in host memory, or with `offload_gradients` off the strategy. With
-    `offload_optimizer: stream` the variant reserves host memory for the optimizer's state, too."""
-    way = ON_HOST[way.name] if config.offloads_gradients else way
+    """Return the strategy class, or with `offload_gradients` its variant with gradient sums in host memory. With
+    `offload_optimizer: stream` the class also reserves host memory for the optimizer's state."""
+    way = ON_HOST[strategy_name(config)] if config.offloads_gradients else way
     if not config.streams_optimizer:
         return way
 
@@ -176,11 +176,3 @@ def on_host(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStr
                 optimizer.reserve()
 
     return Reserving
-
-
-# Variants of strategies with gradient sums in host memory. FSDP isn't here, because it has `fsdp_offload_params`.
-ON_HOST: dict[str, type[ShardingStrategy]] = {
-    "none": WholeOnHost,
-    "optimizer": OptimizerOnHost,
-    "gradients": GradientsOnHost,
-}

@@ -1,10 +1,11 @@
-"""Combinations of offloading settings (ways) that make a run fit on its GPU, and their seconds on the bus."""
+"""Combinations of offloading settings (ways) for a run's memory plan, and their seconds on the bus."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,27 +25,21 @@ STREAM: dict[str, Any] = {"streams": True, "offloads": False}
 GRADIENTS: dict[str, Any] = {"offloads_gradients": True}
 ACTIVATIONS: dict[str, Any] = {"offloads_activations": True, "checkpointing": 1}
 WAYS: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "activations": ACTIVATIONS,
-    "stream": STREAM,
-    "stream, activations": STREAM | ACTIVATIONS,
-    "gradients": GRADIENTS,
-    "gradients, activations": GRADIENTS | ACTIVATIONS,
-    "stream, gradients": STREAM | GRADIENTS,
-    "stream, gradients, activations": STREAM | GRADIENTS | ACTIVATIONS,
-}
+    "as it is": {}, "activations": ACTIVATIONS,
+    "stream": STREAM, "stream, activations": STREAM | ACTIVATIONS,
+    "gradients": GRADIENTS, "gradients, activations": GRADIENTS | ACTIVATIONS,
+    "stream, gradients": STREAM | GRADIENTS, "stream, gradients, activations": STREAM | GRADIENTS | ACTIVATIONS,
+}  # fmt: skip
 
 
-class LeftOnDevice:
-    inputs = KEPT
-    state, on_way = staticmethod(device_bytes), staticmethod(on_way)
-    sums = staticmethod(functools.partial(device_bytes, itemsize=4))
+SUMS = functools.partial(device_bytes, itemsize=4)
+LEFT_ON_DEVICE = types.SimpleNamespace(inputs=KEPT, state=device_bytes, on_way=on_way, sums=SUMS)
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
     """A combination of offloading settings (one of `WAYS`), with the memory plan of a run that uses them. ``to_gpu``
-    and ``to_host`` are bytes over the bus per step, for all sequences of a generation at full length."""
+    and ``to_host`` are bytes over the bus of a step that trains a whole generation, with sequences of full length."""
 
     name: str
     run: RunDescription
@@ -54,8 +49,7 @@ class Way:
     to_host: int
 
     def seconds(self, speed: float) -> float:
-        """Return a step's seconds on the bus at ``speed`` GB/s per direction, with both directions at once. Gradients
-        and activations move during computation."""
+        """Return a step's seconds on the bus at ``speed`` GB/s per direction. Computation hides a part."""
         return max(self.to_gpu, self.to_host) / (speed * 1e9)
 
 
@@ -72,30 +66,25 @@ def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
 
 
 def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
-    """Count the bytes that a step moves over the bus to the GPU and to the host, in micro-batches of ``tokens``.
+    """Count bytes on the bus to GPU and host, of a step with a whole generation in micro-batches of ``tokens``.
 
     A streamed optimizer state comes to the GPU and goes back once. Gradients go to the host in each micro-batch. From
     the second micro-batch on, the gradient sums first come to the GPU. The sums come twice more, for the norm and for
-    the optimizer. Each layer's input goes to the host. All inputs except those of the last `KEPT` layers come back.
-    """
+    the optimizer. Each checkpointed input goes to the host. All but the last `KEPT` inputs come back."""
     sizes, lengths = run.sizes, run.lengths
     whole = run.sequences * lengths.completion + -(-run.sequences // lengths.group) * lengths.prompt
     own = max(1, -(-tokens // run.ranks_per_sequence))  # Tokens of a micro-batch on this rank.
-    passes, to_gpu, to_host = max(1, -(-whole // own)), 0, 0
-    if run.streams:
-        to_gpu, to_host = sizes.optimizer, sizes.optimizer
-    if run.offloads_gradients:
-        to_gpu, to_host = to_gpu + (passes + 1) * sizes.gradients, to_host + passes * sizes.gradients
-    if run.offloads_activations:
-        inputs, one = again(run.shape, run.checkpointing), whole * run.shape.hidden * sizes.itemsize
-        to_gpu, to_host = to_gpu + max(inputs - KEPT, 0) * one, to_host + inputs * one
-    return to_gpu, to_host
+    passes, state = max(1, -(-whole // own)), sizes.optimizer * run.streams
+    gradients = sizes.gradients * run.offloads_gradients
+    inputs = again(run.shape, run.checkpointing) * run.offloads_activations
+    one = whole * run.shape.hidden * sizes.itemsize
+    to_gpu = state + (passes + 1) * gradients + max(inputs - KEPT, 0) * one
+    return to_gpu, state + passes * gradients + inputs * one
 
 
 def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict[str, Any]:
-    """Return the offloading settings that make the run fit with the fewest seconds on the bus. Return {} if the run
-    fits without offloading, if no combination fits, or for FSDP and tensor parallelism. ``host``: bytes of host memory
-    that a rank may use."""
+    """Return the offloading settings that make the run fit with the fewest seconds on the bus, in ``host`` bytes of
+    host memory. Return {} if none are needed, if no combination fits, or for FSDP and tensor parallelism."""
     if strategy == "fsdp" or strategy in TENSOR:
         return {}
 
@@ -109,7 +98,7 @@ def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict
 
 
 def remedies(run: RunDescription, strategy: str, fit: Callable[..., bool]) -> Iterator[str]:
-    """Yield settings, with their cost, that each make the run fit into GPU memory. ``fit`` checks changed settings."""
+    """Yield texts of settings that make the run fit into GPU memory, with bytes on the bus. ``fit`` checks settings."""
     if not run.devices.on_gpu:
         return
     if not (run.offloads or run.streams) and fit(offloads=True):
@@ -117,8 +106,7 @@ def remedies(run: RunDescription, strategy: str, fit: Callable[..., bool]) -> It
     if run.can_stream and not run.streams and fit(streams=True):
         moved = gib(bytes_per_rank(run, strategy).optimizer)
         yield f"offload_optimizer: stream ({moved} GiB each way over the bus per step)"
-    goes_to_host = strategy != "fsdp" and run.ranks_per_sequence == 1
-    if run.can_stream and not run.offloads_gradients and goes_to_host:
+    if run.can_stream and not run.offloads_gradients and strategy != "fsdp" and run.ranks_per_sequence == 1:
         moved = f"{gib(run.sizes.gradients)} GiB each way per micro-batch"
         if fit(offloads_gradients=True):
             yield f"offload_gradients: true ({moved})"

@@ -4,6 +4,8 @@ HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "conflicts:CONFLICTS",
     "loaded_policy": "strategy:check_policy",
     "model_feature": "strategy:InEngineLayout",
-    "sharding": ("strategy:TensorParallel", "strategy:TensorOptimizer", "strategy:TensorGradients"),
+    "sharding:tensor": "strategy:TensorParallel",
+    "sharding:tensor+optimizer": "strategy:TensorOptimizer",
+    "sharding:tensor+gradients": "strategy:TensorGradients",
     "weights_in_parts": "strategy:weights_in_parts",
 }

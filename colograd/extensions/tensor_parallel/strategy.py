@@ -239,8 +239,6 @@ class TensorStrategy(SharedRows):
 class TensorParallel(TensorStrategy, WholeCopies):
     """Strategy `sharding: tensor`: each rank has the gradients and optimizer state of its whole policy part."""
 
-    name, shared_out = "tensor", ""
-
     def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
         return True
 
@@ -265,11 +263,11 @@ class TensorParallel(TensorStrategy, WholeCopies):
 class TensorOptimizer(TensorStrategy, SharedOptimizer):
     """Strategy `sharding: tensor+optimizer`: ranks with the same policy part divide its optimizer state (ZeRO-1)."""
 
-    name = "tensor+optimizer"
+    state_of = "optimizer state"
 
 
 class TensorGradients(TensorStrategy, SharedGradients):
     """Strategy `sharding: tensor+gradients`: ranks with the same policy part also divide its gradients (ZeRO-2)."""
 
-    name = "tensor+gradients"
+    state_of = "optimizer state and gradients"
     backward = SharedGradients.backward

@@ -337,7 +337,7 @@ def test_the_exact_divergence_and_its_gradient_are_trl_s(
     rows = fill({"teacher_states": teacher}, rows_of(policy, budget=20), 0.7)
     head = teacher.head
     if offload:  # the head's remaining copy
-        head = head.copied_to(CPU)
+        head = TeacherHead.of(teacher.model, CPU)
         teacher.model.get_output_embeddings().weight.zero_()
     forward = PolicyForward(policy.model, 0.7, steps=(TeacherStep(head),))
     total, tokens = 0.0, 0
@@ -370,7 +370,7 @@ def test_a_divergence_and_an_entropy_have_gradients_together(monkeypatch, cap, e
     hidden, weight, bias = torch.randn(7, 6, **kind), torch.randn(11, 6, **kind), torch.randn(11, **kind)
     given = [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
     transform = {"scale": 0.5, "softcap": cap}
-    teacher = TeacherHead(torch.randn(13, 5, **kind), torch.randn(13, **kind), transform, False)
+    teacher = TeacherHead.of(tiny.head_only(torch.randn(13, 5, **kind), torch.randn(13, **kind), 0.5, cap))
     states, labels = torch.randn(7, 5, **kind), torch.randint(0, 11, (7,))
     weights = torch.randn(3, 7, **kind)
 

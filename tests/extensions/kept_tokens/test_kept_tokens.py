@@ -45,7 +45,7 @@ def test_values_and_gradients_are_those_of_a_softmax_over_what_was_kept(monkeypa
     ids = torch.cat([row.nonzero()[:, 0] for row in left if not row.all()])
     kept = Candidates(KeptTokens(ids.int(), counts.int()), torch.device("cpu"))
     transform = {"scale": 0.5, "softcap": cap}
-    teacher = TeacherHead(torch.randn(13, 5, **kind), torch.randn(13, **kind), transform, False)
+    teacher = TeacherHead.of(tiny.head_only(torch.randn(13, 5, **kind), torch.randn(13, **kind), 0.5, cap))
 
     def plain(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         logits = 0.5 * (h @ w.t() + b)

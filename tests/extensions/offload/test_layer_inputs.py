@@ -111,7 +111,7 @@ def test_a_few_inputs_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None
     loss = a_pass(inputs, 5, weights)
     assert len(inputs._on_way) == KEPT
     loss.backward()
-    assert sum(stream is inputs.coming for stream in copies) == 6 - KEPT
+    assert sum(stream is inputs.filling for stream in copies) == 6 - KEPT
 
 
 def test_a_model_can_be_copied_and_keeps_no_host_memory_afterwards() -> None:

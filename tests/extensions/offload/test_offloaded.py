@@ -24,7 +24,7 @@ class Counting(LayerInputs):
         self.sent = sent
 
     def copy(self, place: torch.Tensor, tensor: torch.Tensor, stream: Any, after: Any) -> Any:
-        if stream is self.leaving:
+        if stream is self.emptying:
             self.sent.append(tensor)
         return super().copy(place, tensor, stream, after)
 
