@@ -1,6 +1,6 @@
 """The branches of a completion that is a tree, such as an agent's session with several contexts.
 
-In a packed row each branch is a segment. It attends to its parents and to the prompt, or to the prompt's first tokens.
+In a packed row each branch is a segment. It attends to the branches that it continues and to a prefix of the prompt.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Branches(Rider):
-    """The branches of a rollout. A rollout without this rider isn't a tree."""
+    """Rider (data that travels with a rollout): the branches of its completion. Other completions aren't trees."""
 
     branches: tuple[Branch, ...]
 
@@ -89,8 +89,8 @@ class RowBranches(RowRider):
     parts: list[tuple[int, list[tuple[Branch, ...]]]]  # Per prompt: number of tokens, branches of its completions.
 
     def applied(self, row: MicroBatch) -> MicroBatch:
-        """Return the row with a segment per branch. The first token of a branch is predicted at the last token of its
-        parent. The order of the tokens doesn't change."""
+        """Return the row with a segment per branch. The first token of a branch is predicted at the last token that the
+        branch continues (of a branch or the prompt). The order of the tokens doesn't change."""
         position_ids, logit_positions = list[torch.Tensor](), list[torch.Tensor]()
         lengths, attends_to = list[int](), list[tuple[int, ...]]()
         at = 0  # Number of the row's tokens laid out so far.

@@ -2,8 +2,8 @@
 
 The chat template writes the messages as text. If the text begins with the session's text up to an earlier reply, the
 request continues the exact ids up to that reply, and only the remaining text is tokenised. If the template or the agent
-has rewritten earlier messages (dropped reasoning, a compacted context), the whole text is tokenised. The parts of
-replies that the text still contains keep their sampled ids.
+has rewritten earlier messages (dropped reasoning, a compacted context), nothing is continued. In text that must be
+tokenised, parts of earlier replies (of `DISTINCT` or more characters) keep their sampled ids.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 from ...usercode.untrusted import parse_json
 
 PROBE = "colograd-probe-7f3a"  # Content of a test message, which no template contains.
-DISTINCT = 8  # Minimum characters of a text to search for, because a shorter text may occur anywhere.
-REASONING = ("reasoning", "reasoning_content", "thinking")  # Names of the field with reasoning in chat templates.
+DISTINCT = 8  # Minimum characters of a reply's part to search for, because a shorter text may occur anywhere.
+REASONING = ("reasoning", "reasoning_content", "thinking")  # Names of a message's field with reasoning in templates.
 
 
 class UnreadableMessages(ValueError):
@@ -28,7 +28,7 @@ class UnreadableMessages(ValueError):
 
 
 class TooLong(UnreadableMessages):
-    """A request's messages have more characters than the tokens of the model's context can have."""
+    """A request's prompt is longer than the model's context. The error's text is the length in characters or tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Turn:
     """A turn: a reply of the model, and the conversation up to the reply."""
 
     # Texts of the conversation with the reply: as read and sampled, and as the template writes the messages. A request
-    # continues this turn if the request's text begins with one of these texts.
+    # can continue this turn only if the request's text begins with one of these texts.
     texts: tuple[str, ...]
     ids: list[int]  # Ids of the conversation with the reply, as read and sampled.
     wrote: list[int]  # Ids of the reply, at the end of `ids`.
@@ -74,7 +74,7 @@ class ChatFormat:
             self.write(asked, {})
             text = self.write(answered, {}, begins=False)
         except UnreadableMessages as error:
-            raise ValueError(f"an agent needs a chat template that writes a conversation, but {error}") from None
+            raise ValueError(f"an agent needs another chat template (set chat_template_path): {error}") from None
         if PROBE not in text:
             raise ValueError(
                 f"the chat template of {tokenizer.name_or_path} doesn't write an assistant's message: set "
@@ -95,7 +95,7 @@ class ChatFormat:
             raise UnreadableMessages(f"the chat template of {whose} can't write these messages: {problem}") from None
 
     def encode(self, text: str, behind: int | None = None) -> list[int]:
-        """Return the ids of a text behind the token ``behind``. Some tokenizers encode a text's start differently."""
+        """Tokenise a text that follows the token ``behind``. Some tokenizers encode the start of a text differently."""
         if not text:
             return []
         if behind in self.end_texts:
@@ -133,7 +133,7 @@ class SessionContexts:
             for number, turn in enumerate(self.turns)
             if turn is not None
             and turn.place < len(keys)
-            and keys[turn.place] == turn.key  # excludes turns with a different reply of the same beginning
+            and keys[turn.place] == turn.key  # excludes a reply that only begins like the request's message
             for begun in turn.texts
             if text.startswith(begun)
         ]
@@ -157,7 +157,7 @@ class SessionContexts:
 
         Args:
             context: the context that was answered. None: the request had no messages, and nothing continues it.
-            whole: whether the reply contains all sampled text. False means that a stop string was cut off.
+            whole: whether the reply contains all sampled text. False means that it was cut at a stop string.
         """
         self.turns.append(None)
         if context is None or not wrote:
@@ -199,7 +199,8 @@ class SessionContexts:
         yield text[at:]
 
     def _runs(self, turn: Turn, text: str, at: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield (index in the text, sampled ids) for the parts of a turn's reply that ``text[at:]`` still contains."""
+        """Yield (index in the text, sampled ids) for the parts (of `DISTINCT` or more characters) of a turn's
+        reply that ``text[at:]`` still contains."""
         ids = turn.wrote[:-1] if turn.wrote[-1] in self.form.ends else turn.wrote
         said = self.form.decode(ids)
         for whole, of_whole in ((self.form.decode(turn.wrote), turn.wrote), (said, ids)):
@@ -235,8 +236,8 @@ class SessionContexts:
 
 
 def as_written(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message of the API in the format of chat templates. Content parts become one text, arguments of calls
-    become objects, reasoning gets all its names, nulls are dropped."""
+    """Return a message of the API in the format of chat templates. Content parts become one text, JSON arguments
+    of calls become objects, reasoning is stored under each name in `REASONING`, nulls are dropped."""
     found = {name: value for name, value in message.items() if value is not None}
     content = found.get("content")
     if isinstance(content, list):
@@ -261,7 +262,7 @@ def as_written(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _key(message: Mapping[str, Any]) -> str:
-    """Return a message's key from its content and calls. A reply and the program's copy of it have equal keys."""
+    """Return a message's key, made from its content and calls. A reply and the program's copy of it have equal keys."""
     written = as_written(message)
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in written.get("tool_calls", ())]
     return json.dumps([str(written["content"]).strip(), calls], sort_keys=True, default=str)

@@ -1,7 +1,7 @@
 """The HTTP endpoint that agents' programs call: OpenAI's chat completions, completions, models; Anthropic's messages.
 
 `served` runs the endpoint on loopback, in a thread, during a generation. A request's API key identifies its session.
-Streamed tokens are sent while they are sampled. A streamed request for several answers gets all answers at the end.
+Streamed text is sent while tokens are sampled. A streamed request for several answers gets all answers at the end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STOP_SECONDS = 10.0  # Maximum seconds to wait for the server's thread to end.
 KEEP_ALIVE_SECONDS = 600  # Seconds to keep an idle connection, because a tool may run for long between two requests.
 
 
-GONE = object()  # Stands for an answer once the program has closed the connection.
+GONE = object()  # Stands for the tokens of an answer after the program has closed the connection.
 
 
 class _Events(StreamingResponse):
@@ -132,7 +132,7 @@ class Endpoint:
 
             @closing.callback
             def withdraw() -> None:
-                """Drop unfinished works, because the answer is complete or nobody waits for it."""
+                """Drop the request's unfinished works, e.g. because the program has disconnected."""
                 session.working.difference_update(works)
                 for work in works:
                     if not work.future.done():
@@ -142,7 +142,7 @@ class Endpoint:
             session.working.update(works)
             for work in works:
                 self.queue.put(work)
-            if session.why_closed:  # a thread that didn't see these requests has closed the session
+            if session.why_closed:  # another thread closed the session, and may not have seen these works
                 self.close(session, session.why_closed)
             done = asyncio.gather(*(work.future for work in works))
             done.add_done_callback(lambda _: news.put_nowait(None))
@@ -195,7 +195,7 @@ class Endpoint:
         try:
             for event in stream.end(choices()):
                 yield event
-        except BadRequest as error:  # the session ended while this answer was streamed
+        except BadRequest as error:  # the session ended before this answer did
             told = self.api.error(stream.call.api, error.status, error.code, str(error))
             yield f"event: error\ndata: {json.dumps(told)}\n\n"
 

@@ -1,4 +1,4 @@
-"""`AgentFeature`: adds an agent to a run. Runs of the agent's program (sessions) are the completions."""
+"""`AgentFeature`: adds an agent to a run. Each completion is then a run of the agent's program (a session)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .session import AgentSettings
 from .sessions import Agent, AgentSessions, SessionLog, agent_reward
 from .turn_rewards import with_turn_rewards
 
-MESSAGES = 4096  # tokens reserved behind the longest prompt for an agent's messages and tools
+MESSAGES = 4096  # Tokens of context, in addition to the longest prompt, for an agent's messages and tool descriptions.
 
 
 class AgentFeature(SourceFeature):
@@ -59,11 +59,11 @@ class AgentFeature(SourceFeature):
     def check_policy(self, policy: Policy, config: GRPOConfig) -> None:
         if policy.processor is not None:
             raise ValueError(
-                f"agent is set, but {policy.path} reads images, and agents' sessions are texts: choose a text model."
+                f"agent is set, but {policy.path} reads images, and an agent's sessions are texts: choose a text model."
             )
 
     def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> AgentSessions:
-        """Return the rollout source of agent sessions. During training a log records the finished sessions."""
+        """Return the rollout source of agent sessions. A run with a rollout log also records ended sessions."""
         tokenizer, arguments = policy.tokenizer, dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
         form = ChatFormat(tokenizer, arguments, [token for token in policy.end_tokens if token is not None])
         api = ChatAPI(

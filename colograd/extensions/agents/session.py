@@ -1,6 +1,6 @@
 """`Session`: one run of an agent's program for one completion: API key, limits, requests and answers.
 
-A `WorkQueue` passes requests from the endpoint's thread to the engine's thread, which runs them between steps.
+A `WorkQueue` passes requests from the HTTP endpoint's thread to the engine's thread, which submits them to the engine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .tree import TokenTree
 @dataclass(eq=False, slots=True)
 class Work:
     """A session's request to the engine. ``future`` belongs to the endpoint's event loop. If ``more`` isn't None, the
-    event loop calls it with all sampled tokens whenever there are new tokens."""
+    loop calls it with all tokens so far after each engine step that sampled tokens and didn't end the request."""
 
     prompt: Sequence[int]
     sampling: Sampling
@@ -47,14 +47,14 @@ class Work:
         self.tell(lambda: None if self.future.done() else self.future.set_exception(error))
 
     def tell(self, then: Callable[..., object], *arguments: object) -> None:
-        """Call a function in the endpoint's event loop."""
+        """Call a function in the endpoint's event loop, unless the loop is closed."""
         loop = self.future.get_loop()
         if not loop.is_closed():
             loop.call_soon_threadsafe(then, *arguments)
 
 
 class WorkQueue:
-    """Requests to an engine. Any thread may add requests. The thread that owns the engine runs them in `step`."""
+    """Requests to an engine. Any thread may add requests. The engine's thread runs the requests in `step`."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -75,7 +75,8 @@ class WorkQueue:
         self._changed.set()
 
     def step(self, idle_seconds: float) -> None:
-        """Submit new requests, run one engine step, and answer finished requests. Without requests, wait briefly."""
+        """Submit new requests, run one engine step, and answer finished requests. Without requests, wait briefly for
+        new ones."""
         self._changed.clear()
         if dropped := [name for name, work in self._running.items() if work.is_dropped]:
             self.engine.abort(dropped)
@@ -107,26 +108,26 @@ class WorkQueue:
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """The settings of an agent's sessions."""
+    """The settings of an agent's sessions on one engine."""
 
     timeout: float | None  # Maximum seconds of a session. None means no limit.
-    at_once: int  # Maximum number of sessions at the same time.
-    requests: int  # Maximum number of a session's requests to the HTTP endpoint.
-    parallel: int  # Maximum number of a session's unfinished completions. A request for n completions adds n.
-    refuses: bool  # Whether requests with sampling settings other than the run's are errors.
+    at_once: int  # Maximum number of sessions that run at the same time.
+    requests: int  # Maximum number of a session's requests for completions.
+    parallel: int  # Maximum number of a session's unfinished completions: n for each prompt of a request.
+    refuses: bool  # Whether other sampling settings than the run's are errors. False: answered, untrained.
     raises: bool  # Whether a failed session ends the run. False leaves its group untrained.
     body: int = 32 * 2**20  # Maximum bytes of a request's body.
 
 
 @dataclass(eq=False)
 class Session:
-    """The state of one run of an agent's program. The endpoint's thread and the engine's thread call its methods."""
+    """The state of one run of an agent's program. The HTTP endpoint's and the engine's threads call the methods."""
 
     prompt: Prompt
     index: int  # index of the completion in its group
     form: ChatFormat
     settings: AgentSettings
-    is_repeated: bool = False  # Whether the session runs a second time.
+    is_repeated: bool = False  # Whether this is the second run, because a signal ended the first.
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(32)}")
     turns: list[dict[str, Any]] = field(default_factory=list)  # one dict per answer of the model
     why_closed: str = ""  # The reason why the session is over. Empty: it isn't over.
@@ -149,11 +150,12 @@ class Session:
                 raise self.over()
             most, total = self.settings.requests, self._open_requests + n
             if self._requests >= most:
-                told = f"this session has made {most} requests, the maximum that agent_requests allows."
+                told = f"this session has made {most} requests, as many as agent_requests allows: raise it in the run."
                 raise BadRequest(told, 403, "session_limit")
             if total > (most := self.settings.parallel):
                 told = (
-                    f"this session would have {total} completions open at once, but may have {most} (agent_parallel)."
+                    f"this session would have {total} completions open at once, but agent_parallel allows {most}: wait "
+                    "for answers before further requests."
                 )
                 raise BadRequest(told, 429, "too_many_requests")
             self._requests, self._open_requests = self._requests + 1, total
@@ -172,7 +174,8 @@ class Session:
             self._open_requests -= n
 
     def seed_text(self, ids: Sequence[int]) -> str:
-        """Return a text for a request's seed: a digest of the context, and the number of equal contexts before."""
+        """Return a text for a request's seed: the session's index, a digest of the context, and the number of the
+        session's requests with this context so far."""
         digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).hexdigest()
         with self._lock:
             self._asked[digest] += 1
@@ -197,7 +200,7 @@ class Session:
                 self.turns.append({**turn, "trained": not call.shaping, **seconds})
 
     def _path(self, number: int | None) -> list[dict[str, Any]]:
-        """Return the answers (turns) of the conversation that ends with turn ``number``, oldest first."""
+        """Return the answers (turns) of the conversation that ends with answer ``number``, oldest first."""
         path = []
         while number is not None:
             path.append(self.turns[number])
@@ -208,18 +211,19 @@ class Session:
         return BadRequest(f"this session is over: {self.why_closed}.", 410, "session_over")
 
     def close(self, why: str) -> None:
-        """End the session for the reason ``why``. Later answers aren't recorded."""
+        """End the session for the reason ``why``, unless it has ended. Later answers aren't recorded."""
         with self._lock:
             self.why_closed = self.why_closed or why
 
     def rollout(self, version: int, columns: dict[str, Any]) -> Rollout:
-        """Return the session's contexts and answers as a rollout with branches. A session without answers becomes one
-        untrained token. The rollout's messages are the last conversation, without its initial messages."""
+        """Return the session's contexts and answers as a rollout. Its prompt is the shortest context. A session without
+        answers becomes one untrained token. `Rollout.messages` are those of the last answer's conversation, from that
+        conversation's first answer on."""
         messages: list[dict[str, Any]] = []
         for place, turn in enumerate(self._path(len(self.turns) - 1 if self.turns else None)):
             messages += [*(turn["messages"] if place else ()), turn["reply"]]
         further: dict[str, Any] = {"messages": tuple(messages), "columns": columns}
-        # Sort by length of the contexts, so that a context comes before its continuations, and times have no influence.
+        # Sort by length of the contexts, so that a context comes before its continuations, and timing has no influence.
         numbered = sorted(enumerate(self._samples), key=lambda s: (len(s[1][0]), s[1][0], list(s[1][1].ids)))
         tree = TokenTree(numbered[0][1][0] if numbered else [])
         for number, (read, wrote, trained) in numbered:
@@ -227,7 +231,7 @@ class Session:
         truncated = bool(self.turns) and self.turns[-1]["finish"] == "length"
         rollout = tree.rollout(version, FinishReason.LENGTH if truncated else FinishReason.STOP, **further)
         for number, turn in enumerate(self.turns):
-            turn["at"] = tree.places.get(number, 0)  # an answer without tokens has index 0
+            turn["at"] = tree.places.get(number, 0)  # 0 for an answer without tokens
         ids = array("i", [min(self.form.ends, default=0)])
         nothing = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
         return rollout or Rollout(self.prompt.input, ids, *nothing, FinishReason.ABORT, version, **further)

@@ -1,7 +1,7 @@
 """`AgentSessions`: a rollout source that runs the user's program, which calls the model over HTTP.
 
-Each completion of a group is a session: one run of the program with its own API key. Hundreds of sessions decode in one
-batch, because all requests go into the queue of one engine.
+Each completion of a group is a session: one run of the program with its own API key. Sessions that run at the same time
+decode in one batch, because their requests go into the queue of one engine.
 """
 
 from __future__ import annotations
@@ -42,35 +42,35 @@ from .programs import CommandProgram, FunctionProgram
 from .session import AgentSettings, Session, WorkQueue
 from .turn_rewards import FAILURE, JUDGED, SESSION, problem_with
 
-POLL = 0.05  # Maximum seconds of a wait while the engine has no requests.
-REWARD = "agent_reward"  # Column of a rollout with the program's reward.
+POLL = 0.05  # Maximum seconds of one wait for the programs while the engine has no requests.
+REWARD = "agent_reward"  # Column of a rollout with the reward that the program returned.
 TERMINATED = {  # Exit statuses of commands (or their shells) that a scheduler's signal ended.
     status for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2) for status in (-number, 128 + number)
 }
-GIVEN = ("base_url", "api_key", "model", "row")  # Parameters that an agent function may take.
-LARGEST_SCRIPT = 2**20  # Maximum bytes of a program's file in the digest. Larger files are interpreters.
+GIVEN = ("base_url", "api_key", "model", "row")  # Arguments that an agent function can get.
+LARGEST_SCRIPT = 2**20  # Maximum bytes of an executable that counts as a script. A larger one is an interpreter.
 SUFFIX = ".sessions"
-HEAD = -1  # Position of a file's first record, which has the conditions of the sessions.
-PLACE = 4  # Bytes before a session's record, which hold the session's index in its group.
+HEAD = -1  # Position number of a log file's first record, which holds the conditions of the sessions.
+PLACE = 4  # Number of bytes at a record's beginning that hold the session's index in its group.
 
 
 class SessionLog:
-    """A log of the finished agent sessions of unfinished groups, so that a resumed run doesn't repeat them.
+    """A log of finished agent sessions. A resumed run reads it, and repeats only the sessions that aren't in the log.
 
         RUN/_journal/step-00000012/rank-00000.sessions     conditions, then a record per session, like a group of one
 
-    Methods raise no errors, because a missing record only means that a killed run repeats the session.
+    Failed reads and writes raise no errors, because a missing record only makes a resumed run repeat the session.
 
     Args:
-        conditions: JSON-serializable conditions of the sessions. Files with other conditions are deleted.
+        conditions: weights and settings of the sessions, as JSON values. A file with other conditions is deleted.
     """
 
     def __init__(self, folder: Path, rank: int, conditions: Mapping[str, Any]) -> None:
         self._path, self._head = folder / f"rank-{rank:05d}{SUFFIX}", json.dumps(dict(conditions)).encode()
-        self._file: RecordFile | None = None  # Opened when the first session ends, because most runs have no agent.
-        self._found: dict[int, dict[int, bytes]] = {}  # Recorded bytes: prompt's position -> index in the group.
+        self._file: RecordFile | None = None  # Opened when the first session ends.
+        self._found: dict[int, dict[int, bytes]] = {}  # Records by prompt position and index in the group.
         for path in sorted(folder.glob(f"rank-*{SUFFIX}")):
-            with contextlib.suppress(OSError):  # another rank has deleted the file
+            with contextlib.suppress(OSError):  # e.g. another rank has deleted the file
                 records = read_records(path)
                 if next(records, None) != Record(HEAD, self._head):
                     path.unlink()
@@ -80,7 +80,7 @@ class SessionLog:
                     of_prompt[int.from_bytes(record.content[:PLACE], "big")] = record.content[PLACE:]
 
     def add(self, prompt: Prompt, index: int, rollout: Rollout) -> None:
-        """Write a finished session. When `add` returns, the record survives the end of the process."""
+        """Write a finished session, so that its record survives the end of this process. A failed write is ignored."""
         group = Group(prompt.example, (rollout,), prompt.position)
         recorded = RewardedGroup(group, torch.zeros(1, 1), Logged({}, {}))
         with contextlib.suppress(OSError, pa.ArrowException, *NONSENSE):
@@ -91,10 +91,10 @@ class SessionLog:
             self._file.append(Record(prompt.position, index.to_bytes(PLACE, "big") + group_bytes(recorded)))
 
     def recall(self, prompt: Prompt) -> dict[int, Rollout]:
-        """Return a prompt's recorded sessions as rollouts, by their index in the group."""
+        """Return a prompt's sessions in the log as rollouts, by their index in the group."""
         rollouts = {}
         for index, content in self._found.get(prompt.position, {}).items():
-            with contextlib.suppress(JournalError):  # the record belongs to a different prompt: skip it
+            with contextlib.suppress(JournalError):  # The record is damaged or of another prompt.
                 rollouts[index] = group_of(content, prompt).group.rollouts[0]
         return rollouts
 
@@ -107,9 +107,9 @@ class SessionLog:
 @dataclass(frozen=True, slots=True)
 class Agent:
     """The user's agent program: a function, or a command. A function gets base_url, api_key, model and row (the
-    dataset's row, a dict), if it has parameters of these names. A command has OPENAI_BASE_URL, OPENAI_API_KEY,
-    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and COLOGRAD_MODEL in its environment, and gets the row as JSON on its
-    standard input."""
+    dataset's row, a dict), if it has parameters of these names or takes ``**kwargs``. A command has OPENAI_BASE_URL,
+    OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and COLOGRAD_MODEL in its environment, and gets the row as
+    JSON on its standard input."""
 
     name: str
     function: Callable[..., Any] | None
@@ -117,7 +117,7 @@ class Agent:
 
     @classmethod
     def of(cls, given: Any) -> Agent:
-        """Return an agent from a function or a command line. Raise if the function needs other parameters."""
+        """Make an agent from a function or a command line. Raise ValueError if a function needs other arguments."""
         if isinstance(given, str):
             command = tuple(shlex.split(given))
             if not command:
@@ -129,14 +129,14 @@ class Agent:
         needed = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         if unknown := [name for name in needed if name not in GIVEN]:
             raise ValueError(
-                f"agent {getattr(given, '__name__', given)!r} takes {unknown[0]!r}, but gets only {', '.join(GIVEN)}: "
+                f"agent {getattr(given, '__name__', given)!r} needs {unknown[0]!r}, but gets only {', '.join(GIVEN)}: "
                 "rename the parameter, or give it a default (the dataset's columns are in `row`)."
             )
         return cls(getattr(given, "__name__", type(given).__name__), given)
 
     def digest(self) -> str:
-        """Return a digest of a function's source, or of a command's words and of the files that the words name. The
-        program's file is included if it is small enough for a script. Larger files are interpreters."""
+        """Return a digest of a function's source, or of a command's words and the files that the words name. The
+        command's executable is included only if it is small enough for a script: an interpreter isn't user code."""
         if self.function is not None:
             return code_digest(self.function)
         found = hashlib.blake2b("\0".join(self.command).encode(), digest_size=8)
@@ -148,7 +148,7 @@ class Agent:
         return found.hexdigest()
 
     def start(self, address: str, key: str, model: str, row: Mapping[str, Any]) -> CommandProgram | FunctionProgram:
-        """Start the program for one session. Return the running program."""
+        """Start the program for one session, and return the running program."""
         if self.function is None:
             environment = {
                 "OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": address,
@@ -166,7 +166,7 @@ class AgentSessions:
     """A rollout source that samples groups of agent sessions.
 
     Args:
-        log: returns the log of finished sessions, or None. Sessions in the log aren't run again.
+        log: function that returns the log of finished sessions, or None. Sessions in the log aren't run again.
     """
 
     def __init__(
@@ -175,20 +175,20 @@ class AgentSessions:
     ) -> None:  # fmt: skip
         self.engine, self.agent, self.api, self.form, self.settings = engine, agent, api, form, settings
         self.log = log
-        self.may_fail = True  # Failed sessions get no reward, see `turn_rewards`.
-        self.counts: dict[str, float] = defaultdict(float)  # Sums of the metrics ``agent/...`` since `take_counts`.
+        self.may_fail = True  # A group with a failed session gets no rewards, see `turn_rewards`.
+        self.counts: dict[str, float] = defaultdict(float)  # Sums of the metrics ``agent/...`` until `take_counts`.
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """See `RolloutSource.generate`. The seed of a request depends on the session and the context, not on time."""
-        from .endpoint import Endpoint, served  # with a web server, which takes a moment to import
+        """See `RolloutSource.generate`. A request's seed doesn't depend on time, see `Session.seed_text`."""
+        from .endpoint import Endpoint, served  # imported here, because its web server takes a moment to import
 
         self.engine.require(version)
         if not prompts:  # in an evaluation a rank may have no prompts
             return
         log, size, running = self.log(), sampling.n, list[Session]()
-        # Ended sessions by the prompt's position and the index in the group. The log may have recorded some sessions.
+        # Rollouts of ended sessions, by prompt position and index in the group: at first those that the log holds.
         known = {prompt.position: log.recall(prompt) if log is not None else {} for prompt in prompts}
         over = {at: {index: each for index, each in own.items() if index < size} for at, own in known.items()}
         pairs = [(prompt, index) for prompt in prompts for index in range(size) if index not in over[prompt.position]]
@@ -199,7 +199,7 @@ class AgentSessions:
         def stop(sessions: Sequence[Session], why: str) -> None:
             for session in sessions:
                 endpoint.close(session, why)
-                session.program.stop()  # also kills processes that the command left behind
+                session.program.stop()  # also kills what a command left in its process group
 
         with contextlib.ExitStack() as closing:
             closing.callback(queue.close)
@@ -226,7 +226,7 @@ class AgentSessions:
                     running.remove(session)
                     prompt, index = session.prompt, session.index
                     if outcome.kind == "died" and outcome.value[0] in TERMINATED and not session.is_repeated:
-                        # A scheduler has sent a signal to all processes of the job. Run the session once more.
+                        # Run the session once more: a scheduler probably sent the signal to all the job's processes.
                         stop([session], "its program was terminated")
                         waiting.insert(0, Session(prompt, index, self.form, self.settings, is_repeated=True))
                         continue
@@ -237,7 +237,7 @@ class AgentSessions:
                         log.add(prompt, index, rollout)
 
     def _end(self, session: Session, outcome: Outcome, version: int) -> Rollout:
-        """Count an ended session, and return its rollout."""
+        """Count an ended session, and return its rollout. If it failed, `agent_on_error: raise` raises RuntimeError."""
         if outcome.kind == "late":
             self.counts["agent/timeouts"] += 1
         columns, failure = returned(outcome)
@@ -250,8 +250,8 @@ class AgentSessions:
             if self.settings.raises:
                 raise RuntimeError(
                     f"agent {self.agent.name!r}, prompt {session.prompt.position}, session {session.index}: "
-                    f"{failure} Correct the program, or set agent_on_error: abstain (groups of failed sessions "
-                    "aren't trained)."
+                    f"{failure} Correct the program, or set agent_on_error: abstain (a group with a failed "
+                    "session isn't trained)."
                 )
         return session.rollout(version, {**columns, SESSION: session.turns, FAILURE: failure})
 
@@ -263,7 +263,7 @@ class AgentSessions:
 
 
 def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
-    """Return a program's value as columns for reward functions, and the reason of a failure or ""."""
+    """Convert a program's outcome to columns for reward functions, and to the reason of its failure or ""."""
     none: dict[str, Any] = {REWARD: None}
     if outcome.kind == "late":
         return none, f"it took longer than agent_timeout ({outcome.seconds:g} s)."
@@ -283,7 +283,7 @@ def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
         further = {str(name): each for name, each in value.items() if name != "reward"}
         value = value.get("reward")
     if taken := {REWARD, FAILURE, SESSION, JUDGED} & further.keys():
-        return none, f"it returned {taken.pop()!r}, which is the trainer's own name: rename it."
+        return none, f"it returned a dict with {taken.pop()!r}, the trainer's own name for a column: rename the key."
     if value is None:
         return {**none, **further}, ""
     try:
@@ -293,7 +293,7 @@ def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
     if not math.isfinite(reward):
         return none, (
             f"it returned {reprlib.repr(value)}, but must return a finite number (the reward), None (reward functions "
-            "decide), or a dict with `reward` and columns for them."
+            "decide), or a dict with `reward` and further columns for reward functions."
         )
     return {REWARD: reward, **further}, ""
 

@@ -26,16 +26,16 @@ class Node:
 
     ids: array[int]
     logprobs: array[float] | None  # None means that the model read the tokens.
-    trained: bool  # Whether the tokens were sampled with the run's settings.
+    trained: bool  # Whether the tokens were sampled with the run's settings. Read tokens aren't trained.
     children: list[Node] = field(default_factory=list)
-    number: int | None = None  # number of the answer that begins with this node
+    number: int | None = None  # Number of the answer that begins with this node.
 
 
 class TokenTree:
-    """The contexts and answers of one session as a tree of tokens. ``prompt`` is the first request's context."""
+    """One session's contexts and answers as a tree of tokens. ``prompt`` is the context that becomes the prompt."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self.places: dict[int, int] = {}  # index of an answer's first token in the completion, by the answer's number
+        self.places: dict[int, int] = {}  # answer's number -> index of its first token in the completion
         self._roots: list[Node] = []
         self._prompt = array("i", prompt)
         self._read(self._prompt)
@@ -46,7 +46,7 @@ class TokenTree:
     ) -> None:  # fmt: skip
         """Add a request's context ``read`` and answer ``wrote``. The requests that it continues must be in the tree.
         Tokens of a context that are already in the tree are shared. Answers are never shared: two equal samples remain
-        two answers, and both are trained. ``number`` is the answer's key in `places`."""
+        two answers. ``number`` is the answer's key in `places`."""
         children = self._read(array("i", read))
         if len(wrote):
             children.append(Node(array("i", wrote), array("f", logprobs), trained, number=number))
@@ -69,7 +69,7 @@ class TokenTree:
         return children
 
     def rollout(self, version: int, reason: FinishReason, **further: Any) -> Rollout | None:
-        """Return the session as a rollout with the first request's context as prompt. None if no tokens follow it."""
+        """Return the session as a rollout, and set `places`. Return None if the tree has no tokens but the prompt's."""
         asked, ids, logprobs = self._prompt, array("i"), array("f")
         sampled: list[bool] = []
         branches: list[Branch] = []

@@ -1,7 +1,7 @@
 """Rewards and advantages of single answers (turns) in an agent's session.
 
-The program returns `turn_rewards`, or a reward function returns a list in place of one number for a session. A column
-of the group's rollouts carries the rewards into the rollout log and to the advantages.
+The program returns `turn_rewards`, or a reward function returns a list in place of one number for a session. Columns of
+the session's rollout carry these rewards into the rollout log and to the advantages.
 
 A group with a failed session gets no rewards: every reward function abstains, and the group isn't trained.
 """
@@ -25,11 +25,11 @@ from ...rewards.calling import checked_values, value_error
 from ...rewards.functions import RewardFunction
 from ...rollout.stages import BeginScore, Stages
 
-FAILURE = "agent_failure"  # Column of a rollout with the reason of a failure, or an empty text.
-SESSION = "session"  # Column of a rollout with the agent's answers.
+FAILURE = "agent_failure"  # Column of a rollout with the reason why its session failed, or an empty text.
+SESSION = "session"  # Column of a rollout with the model's answers in its session, a dict per answer.
 JUDGED = "judged_turns"  # Column of a rollout: {name of a reward function: rewards of the single answers}.
 TURN_REWARDS = "turn_rewards"  # Column of a rollout with the program's reward for each answer.
-WITHIN_GROUPS = ("group", "mean")  # Values of `scale_rewards` that divide within a group.
+WITHIN_GROUPS = ("group", "mean")  # Values of `scale_rewards` that divide advantages by a number of the group.
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -39,8 +39,8 @@ def _rule_broken(values: Any, answers: int) -> str:
     if fine and all(isinstance(each, numbers.Real) and abs(each) <= LARGEST for each in values):
         return ""
     return (
-        f"{reprlib.repr(values)}, but must be a list of finite numbers, one for each of its {answers} answers in the "
-        "order in which they came (of `n` answers to a request, one each)."
+        f"{reprlib.repr(values)}, but must be a list of finite numbers, one for each of the {answers} answers to the "
+        "session, in the order of the answers (a request with `n` has n answers)."
     )
 
 
@@ -58,7 +58,7 @@ class TurnRewards:
         self._of_groups: dict[int, dict[str, list[Any]]] = {}  # Prompt position -> function's name -> list per session.
 
     def check(self, reward: RewardFunction, groups: Sequence[Group], values: Any) -> list[float]:
-        """Check a function's values as `checked_values` does. A list counts as its mean, and is stored for `take`."""
+        """Check a function's values as `checked_values` does. A list for a session counts as its mean, and is stored."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         values = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values
         is_list = isinstance(values, (list, tuple)) or (isinstance(values, np.ndarray) and values.ndim > 0)
@@ -95,7 +95,7 @@ class TurnRewards:
         """Write a scored group's stored lists into its sessions' column `JUDGED`, in place of present ones."""
         of_functions = self._of_groups.pop(group.position, {})
         for index, rollout in enumerate(group.rollouts):
-            columns: Any = rollout.columns  # A dict that belongs to the session.
+            columns: Any = rollout.columns  # a dict that only this rollout has
             columns.pop(JUDGED, None)
             if own := {name: turns[index] for name, turns in of_functions.items() if turns[index] is not None}:
                 columns[JUDGED] = own
@@ -114,7 +114,7 @@ def with_turn_rewards(
         weights: weight by name of a reward function.
 
     Returns:
-        [sum C], one advantage per completion token. ``advantages`` itself without turn rewards or if a session failed.
+        [sum C], one advantage per completion token. If no answer has a reward or a session failed: ``advantages``.
     """
     of_sessions: list[list[float]] = []  # per session one reward per answer, or an empty list
     for rollout in group.rollouts:
@@ -137,7 +137,8 @@ def with_turn_rewards(
 
 
 def agent_stages(sampler: Any) -> Callable[[Stages], Stages] | None:
-    """Return a function that changes agents' stages: failed groups abstain, and answers may have rewards, or None."""
+    """Return a function that changes the stages of a run with agents: a group with a failed session gets no rewards,
+    and reward functions may return lists for sessions. Return None for a run without agents."""
     if not getattr(sampler.source, "may_fail", False):
         return None
     turns, functions = TurnRewards(), len(sampler.scorer.rewards)
@@ -152,18 +153,18 @@ def has_failed(group: Group) -> bool:
 
 
 class Judging:
-    """`PendingRewards` of agents' groups. Failed groups get NaN, and reward functions aren't called for them.
+    """`PendingRewards` of agents' groups. Groups with a failed session get NaN without a call of reward functions.
 
     Args:
-        begin: starts to score the groups that didn't fail.
+        begin: starts to score the groups without a failed session.
         functions: R, the number of reward functions.
-        turns: has the rewards of single answers, which `result` adds to the groups.
+        turns: has the rewards of single answers. `result` writes them into columns of the groups' rollouts.
     """
 
     def __init__(self, begin: BeginScore, functions: int, turns: TurnRewards, groups: Sequence[Group]) -> None:
         self._groups, self._turns = groups, turns
         for group in groups:
-            turns.take(group)  # Reward functions don't get rewards of an earlier scoring.
+            turns.take(group)  # So reward functions don't get rewards of an earlier scoring as a column.
         self._judged = torch.tensor([not has_failed(group) for group in groups for _ in group.rollouts])
         self._rewards = torch.full((len(self._judged), functions), torch.nan)
         whole = [group for group in groups if not has_failed(group)]

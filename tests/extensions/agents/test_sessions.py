@@ -85,7 +85,7 @@ def test_each_answer_may_have_a_reward_of_its_own(trained: Any) -> None:
             of_turn = slice(turn["at"], turn["at"] + turn["tokens"])
             assert of_tokens[of_turn].sign().unique().tolist() == [sign] and all(sampled[of_turn])
     (group,) = run(trainer, lambda row: {"reward": 1.0, "turn_rewards": [1.0]}, raises=False)
-    assert all("one for each of its 0 answers" in rollout.columns["agent_failure"] for rollout in group.rollouts)
+    assert all("one for each of the 0 answers" in rollout.columns["agent_failure"] for rollout in group.rollouts)
 
 
 def test_what_is_sampled_depends_on_the_session_and_not_on_time(trained: Any) -> None:

@@ -3,7 +3,7 @@
 vLLM's parsers extract tool calls and reasoning from sampled tokens. This module doesn't sample. A `Stream` writes the
 server-sent events of an answer while its tokens are sampled. The events add up to the message of a response without
 streaming. So text is held back while a parser may still find a tool call or reasoning in the text, or a stop string may
-begin in the text. The last events send such text and calls.
+begin in the text. The last events send the text that was held back, and the tool calls.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template": (), "truncate_prompt_tokens": (), "prompt_embeds": (), "kv_transfer_params": (),
     "ec_transfer_params": (), "vllm_xargs": (), "include_stop_str_in_output": (False,),
 }  # fmt: skip
-# Arguments of a tokenizer's `apply_chat_template` that requests may not set, because the template doesn't get them.
+# Names that a request's `chat_template_kwargs` may not have, because they are options of `apply_chat_template`.
 NO_ARGUMENTS = {
     "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors",
     "padding", "truncation", "max_length",
@@ -48,7 +48,7 @@ TOOL_PARSERS = (
 )  # fmt: skip
 MARKERS = "<[{|"  # First characters of tool calls and of special tokens.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # Stands for a last character that lacks some of its tokens.
-OFTEN = 16  # A stream's text is parsed again after growing by 1/16, because parsing it for each token takes n² time.
+OFTEN = 16  # A stream is parsed again after 1/16 more tokens, because parsing it for each token takes n² time.
 REASONING_PARSERS = (("<|channel|>", "openai_gptoss"), ("enable_thinking", "qwen3"), ("<think>", "deepseek_r1"))
 
 
@@ -76,9 +76,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of the n answers to a request, parsed from sampled tokens."""
+    """One answer to a request, parsed from sampled tokens."""
 
-    message: dict[str, Any]  # Assistant message in the API's form. With `completions` it has only the content.
+    message: dict[str, Any]  # Assistant message in the form of OpenAI's chat API. `completions`: only the content.
     finish_reason: str  # "stop", "length" or "tool_calls".
     stop: str | None  # Stop string that ended the answer, or None.
     ids: Sequence[int]
@@ -106,7 +106,7 @@ class ChatAPI:
         if reasoning_parser is None:
             reasoning_parser = next((name for part, name in REASONING_PARSERS if part in template), "")
         self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
-        # The model should unlearn malformed tool calls, so they are no errors. vLLM's tracebacks for them are hidden.
+        # Malformed tool calls aren't errors, because the model should unlearn them. So hide vLLM's tracebacks for them.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         try:
             self._parser: Any = ParserManager.get_parser(
@@ -127,7 +127,7 @@ class ChatAPI:
             return self._read(api, body, sampling)
         except BadRequest:
             raise
-        except Exception as error:  # vLLM's models and parsers raise many types for a malformed request
+        except Exception as error:  # vLLM's request classes raise many types for a malformed request
             raise BadRequest(f"{type(error).__name__}: {error}") from None
 
     def _read(self, api: str, body: Any, sampling: Sampling) -> Call:
@@ -139,7 +139,7 @@ class ChatAPI:
         n = 1 if request.n is None else request.n
         if n < 1:
             raise BadRequest(f"n is {n}, but `n` must be at least 1.")
-        fields = vars(request)  # because getattr of a deprecated field would warn
+        fields = vars(request)  # `getattr` of a deprecated field would warn
         most = fields.get("max_completion_tokens") or fields.get("max_tokens")
         if most is not None and most < 1:
             raise BadRequest(f"max_tokens is {most}, but `max_tokens` must be at least 1.")
@@ -162,9 +162,9 @@ class ChatAPI:
         if api == "completions":
             prompt = request.prompt
             if (request.logprobs or 0) > 1:
-                raise BadRequest(f"logprobs is {request.logprobs}, but only the sampled token's is available: use 1.")
+                raise BadRequest(f"logprobs is {request.logprobs}, but only the sampled token has one: use 1.")
             if prompt is None or prompt == []:
-                raise BadRequest("prompt is missing.")
+                raise BadRequest("prompt is missing or empty: set a text or token ids.")
             one = isinstance(prompt, str) or isinstance(prompt[0], int)
             further: dict[str, Any] = {"prompts": [prompt] if one else list(prompt)}
         else:
@@ -182,7 +182,7 @@ class ChatAPI:
         return Call(api, request, own, shaping, stops, **further)
 
     def _with_tools(self, request: Any, arguments: dict[str, Any]) -> Any:
-        """Return a chat request with the output structure of its tools. Add its settings to the template arguments."""
+        """Return a request with the output structure that `tool_choice` requires. Add tools etc. to ``arguments``."""
         if others := NO_ARGUMENTS & arguments.keys():
             raise BadRequest(f"chat_template_kwargs has {min(others)}, which this endpoint doesn't support: remove it.")
         if request.reasoning_effort is not None:
@@ -194,7 +194,7 @@ class ChatAPI:
             return request
         if not self.tool_parser:
             raise BadRequest(
-                "tools were given, but no parser of this model's tool calls is known: the run must set "
+                "the request has tools, but no parser of this model's tool calls is known: the run must set "
                 "agent_tool_parser."
             )
         if request.tool_choice is None:
@@ -202,7 +202,7 @@ class ChatAPI:
         arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
         if request.tool_choice == "none":
             return request
-        try:  # adds the output structure that the request's tool_choice requires
+        try:
             return self._parser_of(request, arguments).adjust_request(request)
         except (ValueError, TypeError, KeyError) as error:
             raise BadRequest(f"tools: {error}") from None
@@ -253,7 +253,7 @@ class ChatAPI:
         return Choice(message, reason, stop, ids, sample.logprobs)
 
     def readable(self, call: Call, ids: Sequence[int]) -> dict[str, str]:
-        """Return the beginnings of ``reasoning`` and ``content`` that further tokens can't change."""
+        """Return the beginnings of an unfinished ``reasoning`` and ``content`` that later tokens can't change."""
         text = self._text(call, ids)
         if call.stops:
             text = text[: max(0, len(text) - max(map(len, call.stops)) + 1)]
@@ -289,15 +289,15 @@ class ChatAPI:
             ]
         elif content is None:
             message["content"] = ""
-        return dict(clean(message))  # e.g. surrogates, written as JSON escapes in a call's arguments
+        return dict(clean(message))  # replaces lone surrogates, e.g. from JSON escapes in a call
 
     def response(self, call: Call, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
-        """Return the body of a response that isn't streamed."""
+        """Return the body of a response. A streamed response takes its last events from this body."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
         from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 
         written, parts = sum(len(choice.ids) for choice in choices), list[dict[str, Any]]()
-        # With logprobs 0 a request gets the log-probability of the sampled token, with False none.
+        # `logprobs: 0` means the sampled token's log-probability, but False means none.
         wants_logprobs = call.request.logprobs is not None and call.request.logprobs is not False
         for index, choice in enumerate(choices):
             tokens = [self.tokenizer.decode([token]) for token in choice.ids] if wants_logprobs else []
@@ -385,7 +385,7 @@ class Stream:
     def __init__(self, api: ChatAPI, call: Call, prompt_tokens: int) -> None:
         self.api, self.call, self.prompt_tokens = api, call, prompt_tokens
         self._sent = {"reasoning": "", "content": ""}
-        self._read = 0  # number of tokens when the text was last parsed
+        self._read = 0  # Number of the answer's tokens in the last parse, see `OFTEN`.
         self._shared = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": api.model}
 
     def begin(self) -> Iterator[str]:
@@ -393,7 +393,7 @@ class Stream:
             yield self._part(index, {"role": "assistant", "content": ""})
 
     def more(self, ids: Sequence[int]) -> Iterator[str]:
-        """Yield events for the new text of a request with a single answer. ``ids`` are the answer's tokens so far."""
+        """Yield events for a single answer's new text, if enough of its tokens ``ids`` so far are new (`OFTEN`)."""
         if len(ids) < self._read + max(1, self._read // OFTEN):
             return
         self._read = len(ids)
@@ -401,14 +401,14 @@ class Stream:
             yield from self._new(name, text)
 
     def _new(self, name: str, text: str) -> Iterator[str]:
-        """Yield events for the part of a single answer's text that isn't sent."""
+        """Yield events for the unsent rest of ``text``. Yield none if ``text`` doesn't continue the sent text."""
         sent = self._sent[name]
         if text != sent and text.startswith(sent):
             self._sent[name] = text
             yield from self._delta(0, name, text[len(sent) :])
 
     def end(self, choices: Sequence[Choice]) -> Iterator[str]:
-        """Yield the last events: the unsent text of a single answer, or the whole texts of several answers."""
+        """Yield the last events: unsent text of a single answer or whole texts of several, then calls and usage."""
         whole = self.api.response(self.call, choices, self.prompt_tokens)
         for index, choice in enumerate(choices):
             for name in ("reasoning", "content"):
@@ -460,7 +460,7 @@ class _Completions(Stream):
 class _Messages(Stream):
     """Events in the form of Anthropic's messages API, where a request has one answer."""
 
-    _block, _open = -1, ""  # Index of the last content block, and the block's type while open.
+    _block, _open = -1, ""  # Index of the last content block, and its type while the block is open.
 
     def begin(self) -> Iterator[str]:
         message: dict[str, Any] = {
