@@ -58,7 +58,7 @@ class TurnRewards:
         self._of_groups: dict[int, dict[str, list[Any]]] = {}  # Prompt position -> function's name -> list per session.
 
     def check(self, reward: RewardFunction, groups: Sequence[Group], values: Any) -> list[float]:
-        """Check a function's values as `checked_values` does. A list for a session counts as its mean, and is stored."""
+        """Check a function's values as `checked_values` does. A session's list counts as its mean, and is stored."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         values = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values
         is_list = isinstance(values, (list, tuple)) or (isinstance(values, np.ndarray) and values.ndim > 0)

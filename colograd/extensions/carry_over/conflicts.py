@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from ...config import GRPOConfig
 from ...config.conflicts import ANY, SET, Conflict, When, equal, other_than
 
-# Sampling parameters that work for a completion in several requests. `stop`, `min_tokens` and others need a whole
-# request.
+# Sampling parameters that work for a completion in several requests. `stop`, `min_tokens` and others need the whole
+# completion in one request.
 OF_A_TOKEN = ("top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos")
 LEAVE = "leave one of the two out"
 UNCORRECTED = "that leaves tokens of older weights uncorrected"

@@ -2,7 +2,7 @@
 
 More groups are in flight than a round trains. When the round has enough whole groups, all other completions stop where
 they are. The next round continues these completions, and keeps their tokens with the log-probabilities of the weights
-that sampled them. A round waits for groups of the maximum age, so that no token is older than `carry_over_max_age`.
+that sampled them. A round waits for groups that are `carry_over_max_age` rounds old, to limit the age of tokens.
 
 A recorded round is read from the rollout log, together with the groups that the round left in flight. A round that was
 killed before its end is sampled again from its beginning, because the place where an unfinished completion stops
@@ -57,7 +57,7 @@ class CarryOverFeature(SourceFeature):
 
 
 class CarryOver:
-    """Rollout source that keeps groups that a round doesn't train, in ``in_flight``, for the next round."""
+    """Rollout source that stores the groups that a round doesn't train in ``in_flight``, for the next round."""
 
     def __init__(self, engine: Engine, in_flight: InFlight) -> None:
         self.engine, self.in_flight = engine, in_flight
@@ -65,8 +65,8 @@ class CarryOver:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Yield the first `InFlight.takes` groups of a training round that finish, or all groups of an evaluation. The
-        arguments are those of `RolloutSource.generate`."""
+        """Yield `InFlight.takes` groups of a training round: those that it must finish because of their age, and those
+        that finish first. Yield all groups of an evaluation. For the arguments see `RolloutSource.generate`."""
         if purpose != "train":
             yield from self.engine.generate(prompts, sampling, version=version, seed=seed, purpose=purpose)
             return
@@ -87,7 +87,7 @@ class CarryOver:
 
 class _Round:
     """The groups of one round of sampling: unfinished groups, and whole groups that aren't yielded yet. ``due`` are the
-    positions of groups that the round must wait for, because of their age. ``takes``: number of groups to yield."""
+    positions of groups that the round must yield because of their age. ``takes`` is the number of groups to yield."""
 
     def __init__(self, engine: Engine, groups: Sequence[Group], due: set[int], takes: int) -> None:
         self.engine, self.due, self.lacks = engine, due, takes
@@ -102,7 +102,7 @@ class _Round:
             for index, each in enumerate(group.rollouts):
                 if each.finish_reason is not FinishReason.ABORT:
                     continue
-                own = request_seed(seed, position, purpose) + index  # The seed as in one request of n completions.
+                own = request_seed(seed, position, purpose) + index  # Same seed as in one request for n completions.
                 ids = each.completion_ids
                 if ids:  # A continued completion needs new random numbers, independent of its earlier tokens.
                     own = request_seed(seed, position, f"{purpose}/{index}/{len(ids)}")
@@ -134,7 +134,7 @@ def carried_round(trainer: Any) -> CarriedRound | None:
 
 
 class CarriedRound(PlainRound):
-    """A round of sampling that leaves groups in flight. The first step trains the prompts that were drawn first."""
+    """A round of sampling that leaves groups in flight. Of its groups, the first step trains those begun first."""
 
     longest_first = False  # The engine gets the oldest prompts first.
 
@@ -148,7 +148,7 @@ class CarriedRound(PlainRound):
         self.tallies.append(self.counts)
 
     def counts(self, steps: Sequence[SampledStep]) -> dict[str, float]:
-        """Return metrics of the round that ended: the number of groups in flight, and 0 as a summand of the ages."""
+        """Return metrics of the round that ended: the number of groups in flight, and 0.0 to add to the sum of ages."""
         return {"carry_over/groups": float(len(self.in_flight.groups)), "carry_over/ages": 0.0}
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
@@ -164,7 +164,7 @@ class CarriedRound(PlainRound):
             end = read_round_end(journal.round_folder(version) / name, prompts.get, self.ranks)
             if end is None:
                 journal.lacks(
-                    f"{journal.folder} doesn't say which groups a round of {self.ranks} rank(s) took at step {version} "
+                    f"{journal.folder} doesn't say which groups a round of {self.ranks} rank(s) used at step {version} "
                     "(carry_over): replay the run on as many ranks as it had."
                 )
         scored = None if end is None else self._recorded(pool, end, stages)

@@ -1,8 +1,8 @@
-"""Sharing of finished groups between ranks: which groups are sampled and scored, and which rank trains a group.
+"""Sharing of finished groups between ranks: which groups are sampled and scored, and which rank trains each group.
 
 A rank that decodes can't take part in a collective. So ranks write small values and the bytes of groups to torch's
-rendezvous store, and a counter in the store decides which rank takes a group. No group is sent until a rank has trained
-all groups that it sampled, and looks for further groups.
+rendezvous store, and a counter in the store decides which rank takes a group. No group is written until a rank has
+trained all groups that it sampled, and looks for further groups.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...parallel.layout import RankLayout
 from ...riders import Media
 
 _numbers = itertools.count(1)  # Numbers of `FinishedGroups` objects, equal on all ranks.
-EVERY = 0.1  # Seconds between two checks whether another rank wants groups.
+EVERY = 0.1  # Minimum seconds between two checks whether another rank wants groups.
 LARGEST = 4 * 2**20  # Maximum bytes of an offered group, because torch's store closes a connection that sends 8 MiB.
 
 
@@ -55,8 +55,8 @@ class FinishedGroups:
         self._store: dist.Store = _store()  # In a round: the store with a prefix of the round.
 
     def begin(self, positions: Iterable[int]) -> None:
-        """Begin a round (the prompts sampled with one set of weights) on all ranks, with a collective between two
-        rounds. ``positions`` are those of this rank's groups in the next optimizer step."""
+        """Begin a round (the prompts sampled with one set of weights). Between two rounds all ranks must meet in a
+        collective. ``positions`` are those of this rank's groups in the next optimizer step."""
         if self._round:  # Delete the last round's values in the store. The first ranks also delete shared values.
             rank, first_of_engine = self.layout.rank, not self.layout.engine_place
             notes = [f"{kind}/{rank}/{index}" for index in range(self._offered) for kind in ("group", "taken")]
@@ -135,7 +135,7 @@ class FinishedGroups:
         """Take finished groups for a row of ``budget`` tokens, and return them. Empty: there is no group to take. This
         rank's groups come first, then other ranks', each time the largest first. A group above the budget is taken
         without further groups. When all ranks have sampled, take only a fraction of one rank's remaining groups, so
-        that all ranks end at the same time."""
+        that all ranks end at about the same time."""
         hungry = self._store.add(self._wanted, 0)
         if hungry:
             self._offer()

@@ -1,13 +1,14 @@
 """`OverlappedRound`: a step's finished groups are trained before the step's last group is sampled.
 
-A rank that has sampled trains its groups while other ranks still decode, and takes finished groups from these ranks.
+A rank that has sampled trains its groups while other ranks still decode. Then it takes finished groups of ranks that
+decode: ranks of all engines with `balance_ranks`, else the first rank of its own engine.
 
 No weight changes before the optimizer's step, so groups are on-policy whenever they are trained. Gradients add up
-without normalisation, and ranks exchange no gradients meanwhile. When all ranks have sampled, they continue in smaller
-and smaller micro-batches until no rank trains. Groups that are left are balanced, packed and trained as usual.
+without normalisation, and ranks exchange no gradients meanwhile. When all ranks have sampled, they take smaller and
+smaller micro-batches, until no rank trains. Groups that are left are balanced, packed and trained as usual.
 
-The rows that are trained early are the step's first rows. They are recorded in the folder of the round (the prompts
-sampled with one set of weights), so that a resumed or replayed step is equal bit for bit.
+The rows that are trained early are the step's first rows. The folder of the round (the prompts sampled with one set of
+weights) records them, so that a resumed or replayed step with as many ranks can train the same rows in the same order.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from ...sharding import strategy_of
 from ...training.learner import loss_pass, step_batch
 from .finished_groups import FinishedGroups
 
-EVERY = 0.01  # Seconds between two polls for finished groups.
+EVERY = 0.01  # Seconds between two polls for finished groups, on up to 8 ranks.
 FILE = "partition.jsonl"
-LARGEST = 2**26  # Maximum number of bytes that are read from the file.
+LARGEST = 2**26  # Maximum number of bytes that are read from a round's `FILE`.
 
 Piece = tuple[int, tuple[int, ...]]  # Position of a group, and the indices of its completions in one micro-batch.
 Row = tuple[Piece, ...]  # Pieces of groups in one micro-batch. A dummy micro-batch has one piece with position NOBODY.
@@ -51,7 +52,7 @@ Partition = tuple[tuple[Row, ...], ...]  # Rows of each rank.
 
 
 def read_partition(folder: Path, step: int) -> Partition | None:
-    """Read which first rows each rank trained when a step was trained first. None: the step had no first rows."""
+    """Return each rank's first rows (trained before sampling ended) of a step from a round's folder, or None."""
 
     def row_of(pieces: Sequence[tuple[int, Sequence[int]]]) -> Row:
         return tuple((int(position), tuple(map(int, indices))) for position, indices in pieces)
@@ -86,21 +87,21 @@ def fits(partition: Partition, sizes: Mapping[int, int]) -> bool:
 
 @dataclass
 class EarlyRows:
-    """Rows of the next optimizer step that this rank has trained before all groups were sampled."""
+    """This rank's first rows of the next optimizer step: trained before all groups were sampled, or recorded so."""
 
-    groups: list[ScoredGroup] = field(default_factory=list)  # Groups that this rank has trained, from any rank.
-    rows: list[PackedRow] = field(default_factory=list)  # Packed rows of the groups, with computed gradients.
+    groups: list[ScoredGroup] = field(default_factory=list)  # Groups of the rows, sampled by any rank.
+    rows: list[PackedRow] = field(default_factory=list)  # Packed rows of the groups.
     metrics: Metrics = field(default_factory=Metrics)  # Metrics of the rows' losses.
 
 
 @dataclass(frozen=True, slots=True)
 class FirstRows:
-    """A step's groups on this rank: groups of first rows (trained early), and groups that must be packed."""
+    """A step's groups on this rank: groups of first rows (trained before sampling ended), and groups to be packed."""
 
     rest: list[ScoredGroup]  # Groups that must still be packed.
     early: EarlyRows = field(default_factory=EarlyRows)  # First rows of this rank, and their groups.
-    trained: bool = False  # Whether the gradients of the first rows are computed.
-    moved: int = 0  # Number of groups of the first rows that another engine sampled.
+    trained: bool = False  # Whether the first rows' gradients are already computed. False: rows of a record.
+    moved: int = 0  # Number of groups of this rank's first rows that another engine sampled.
     partition: Partition = ()  # First rows of all ranks.
 
 
@@ -108,10 +109,10 @@ def first_rows(
     groups: Sequence[ScoredGroup], early: EarlyRows | None, recorded: Partition | None, rules: PackingRules
 ) -> FirstRows:
     """Divide a step's groups into groups of first rows (trained early) and groups that must be packed. A collective,
-    unless both ``early`` and ``recorded`` are None.
+    unless ``early`` is None and ``recorded`` is None or ignored.
 
     Args:
-        groups: groups with a gradient that this rank sampled.
+        groups: groups to train that this rank sampled.
         early: rows that this rank has trained before all groups were sampled.
         recorded: first rows of all ranks in an earlier training of the step. They come first again, untrained. The
             record is ignored if ranks train rows together, because it may give these ranks different rows. The
@@ -135,7 +136,7 @@ def first_rows(
     else:
         held, partition, trained = gather(own), recorded, False
         if len(recorded) != len(held) or not fits(recorded, dict(entry for of_rank in held for entry in of_rank)):
-            return FirstRows([*groups])  # The record doesn't fit, so the step is equal to it only up to rounding.
+            return FirstRows([*groups])  # Other groups were recorded: the step is equal up to rounding.
         early = _as_recorded(groups, recorded, held, rules)
     owners = {position: owner for owner, of_rank in enumerate(held) for position, _ in of_rank}
     # If memory ran out on the rank that took a group, the group has no rows. The rank that sampled the group packs it.
@@ -171,8 +172,7 @@ def _as_recorded(
 
 
 def why_not(trainer: Any) -> str:
-    """Return the reason why no group of a step can be trained before all are sampled. Empty: groups can be trained
-    early."""
+    """Return why no group of a step can be trained before all groups are sampled. Empty: groups can be."""
     config: GRPOConfig = trainer.args
     objective, replaced = trainer.learner.objective, trainer.replaced
     reasons: list[tuple[Any, str]] = [
@@ -229,7 +229,8 @@ def overlapped_round(trainer: Any) -> OverlappedRound | None:
 
 class OverlappedRound(PlainRound):
     """A round (the prompts sampled with one set of weights) whose first optimizer step is partly trained during
-    sampling. A step that was recorded is trained again in the recorded micro-batches, after sampling."""
+    sampling. If the rollout log records first rows for the step, nothing is trained during sampling, and these rows
+    are trained first."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer.times, trainer.args.reward_call == "all")
@@ -246,7 +247,7 @@ class OverlappedRound(PlainRound):
         self.early = None
 
     def accepts(self, scored: ScoredGroup) -> bool:
-        """Return whether a group has a gradient, and was sampled with the present weights."""
+        """Return whether a group is to be trained, and was sampled with the present weights."""
         step = self.trainer.state.global_step
         return self._is_trained(scored) and all(rollout.policy_version == step for rollout in scored.group.rollouts)
 
@@ -299,7 +300,7 @@ class OverlappedRound(PlainRound):
                 rows = plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
                 early.rows += self.train_rows(rows, early.metrics)
                 continue
-            # Done after the exception is dropped, because it holds activations. Other ranks get the groups later.
+            # Freed after the exception is dropped, because it holds activations. The groups' samplers pack them later.
             self.learner.free_gradients()
             return EarlyRows(early.groups)
         return early
@@ -370,7 +371,7 @@ class _SharedScoring(InScoring):
         self._share()
 
     def _share(self) -> None:
-        """Compute the advantages of groups that have rewards, and add the groups to the finished groups."""
+        """Compute the advantages of new groups that have rewards, and add the groups to the finished groups."""
         for recorded in self.rewarded.values():
             if self._finished.wants(recorded.group.position):
                 advantages = self.stages.compute_advantages(recorded.group, recorded.rewards.clone())

@@ -1,8 +1,8 @@
 """`Conversations`: a rollout source for completions with tool calls, sampled by the engine in one common queue.
 
 When the model ends an assistant message (a turn) with tool calls, the calls run while the engine decodes other
-conversations. The tokens of the tools' answers are appended and masked from the loss, and the model continues.
-Sampled tokens are never tokenised again.
+conversations (except calls in the main thread). The tokens of the tools' answers are appended and masked from the loss,
+and the model continues. Sampled tokens are never tokenised again.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Talk = Generator["str | Answers", Any, "Conversation"]
 
 @dataclass(slots=True)
 class Conversation:
-    """One unfinished completion: assistant messages (turns) with tools' answers between them."""
+    """One completion, finished or not: assistant messages (turns) with tools' answers between them."""
 
     prompt: Prompt
     index: int  # index of the completion in its group
     environment: Environment | None
     input: ModelInput  # Tokens of the prompt, with the text that the environment's `reset` returned.
-    asked: Any  # Messages of the prompt, with the content that `reset` returned.
+    asked: Any  # The prompt as in the dataset, with the content that `reset` returned.
     read: ModelInput  # Tokens that the engine reads for the next turn: the input and all later tokens.
     ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
@@ -80,7 +80,7 @@ class Conversations:
 
     Args:
         rules: tokenise a prompt that an environment's `reset` has changed.
-        max_iterations: maximum number of turns of a conversation that may call tools. None means no limit.
+        max_iterations: maximum number of turns of a conversation whose tool calls run. None means no limit.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Conversations:
         return conversation
 
     def _add_answers(self, conversation: Conversation, answers: Answers, max_tokens: int) -> bool:
-        """Append the tools' answers. Return False if the answers are too long."""
+        """Append the tools' answers, unless they leave no room for a further token: then return False."""
         own, images = conversation.prompt.example.get("chat_template_kwargs"), self.shows_images
         room = min(max_tokens, self.engine.context - len(conversation.input)) - len(conversation.ids)
         messages = self.tools.told(answers, images)

@@ -6,7 +6,8 @@
                               on the event loop)
     main_thread_tools         in the thread that requests the outcome: the main thread, between two engine steps
 
-A slow tool delays only its own conversation. If a call exceeds the timeout, the model reads an error as its answer.
+A slow tool delays only its own conversation, but a call in the main thread delays all. If a call outside the main
+thread exceeds the timeout, the model reads an error as the tool's answer.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from .environments import Advise, Environment, Environments, factory_names, on_t
 COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
 PARTS = ("text", "image", "image_url", "audio", "video")  # types of content parts in chat templates
 # Texts of Python's errors when a thread other than the main thread sets a signal handler (for `signal.alarm`), or uses
-# a database connection that the main thread opened.
+# an SQLite connection that another thread opened.
 NEEDS_MAIN = ("signal only works in main thread", "SQLite objects created in a thread can only be used in that same")
 
 
 def run_call(future: Future[Outcome], function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Run a call in this thread and set the future. Do nothing if the call has run or was cancelled."""
+    """Run a call in this thread, and set ``future`` to its outcome. Do nothing if the call has run or was cancelled."""
     if future.done() or not future.set_running_or_notify_cancel():
         return
     started = time.perf_counter()
@@ -77,7 +78,7 @@ class RunningCall:
         return self.run is not None or self.future.done() or time.monotonic() > self.deadline
 
     def abandon(self) -> None:
-        """Cancel the call. If an environment's thread still runs the call, the environment becomes stuck."""
+        """Cancel the call. If an environment's thread hasn't finished the call, the environment becomes stuck."""
         if self.environment is not None and self.run is None and not self.future.done():
             self.environment.stuck = True
         self.future.cancel()
@@ -85,7 +86,7 @@ class RunningCall:
 
 @dataclass(slots=True)
 class Answers:
-    """The pending outcomes of all tool calls in one assistant message."""
+    """The pending outcomes of all tool calls in one assistant message, or of an environment's `reset`."""
 
     calls: list[RunningCall]
     timeout: float | None
@@ -96,7 +97,8 @@ class Answers:
         return all(call.done() for call in self.calls)
 
     def outcomes(self) -> list[tuple[str, Outcome]]:
-        """Return (tool's name, outcome) for each call, in order. A call that hasn't ended gets the outcome ``late``."""
+        """Return (tool's name, outcome) for each call, in order. Calls of the main thread run now. Other calls that
+        haven't ended get the outcome ``late``."""
         outcomes = []
         for call in self.calls:
             if call.run is not None:
@@ -130,7 +132,7 @@ class Toolbox:
         workers: number of processes for the sync tools. 0 means that sync tools run in threads.
         timeout: maximum seconds of a call. None means no limit. Calls in the main thread have no limit.
         main_thread: names of tools and environments that work only in the main thread.
-        most_environments: maximum number of environments that conversations use at once. None means no limit.
+        most_environments: maximum number of environments in use at once (at least one group's). None means no limit.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class Toolbox:
         timeout: float | None = None, main_thread: Sequence[str] | None = None, most_environments: int | None = None,
     ) -> None:  # fmt: skip
         self.timeout = timeout
-        self.counts: dict[str, float] = defaultdict(float)  # Sums of the metrics ``tools/...`` since `take_counts`.
+        self.counts: dict[str, float] = defaultdict(float)  # Sums of the metrics ``tools/...`` until `take_counts`.
         # Callback that gets a tool's name and the start and end times of a call.
         self.on_call: Callable[[str, float, float], None] | None = None
         self._tools: dict[str, Callable[..., Any]] = {}
@@ -148,10 +150,10 @@ class Toolbox:
             name = getattr(function, "__name__", None)
             if not callable(function) or not name:
                 raise ValueError(
-                    f"tools holds {function!r}, but a tool must be a function: give functions or import paths."
+                    f"tools has {function!r}, but a tool must be a function: use functions or import paths."
                 )
             if name in self._tools:
-                raise ValueError(f"two tools are called {name!r}, by which the model calls them: rename one.")
+                raise ValueError(f"two tools are called {name!r}, but the model needs distinct names: rename one.")
             self._tools[name] = function
         if isinstance(environment_factory, str):
             environment_factory = find_object(environment_factory, "environment_factory", callable)
@@ -258,8 +260,8 @@ class Toolbox:
         return RunningCall(name, future, deadline, environment=environment, declarable=declarable)
 
     def _advise_main_thread(self, name: str, outcome: Outcome) -> None:
-        """Warn once about each tool or environment if its failed call needs the main thread. Run the later calls of a
-        tool that runs in a thread there."""
+        """If a failed call needed the main thread, warn once about its tool or environment. A tool that ran in a thread
+        runs in the main thread from then on."""
         needs_main = outcome.kind == "raised" and any(part in outcome.value[1] for part in NEEDS_MAIN)
         if not needs_main or ("main thread", name) in self._warned:
             return
@@ -267,16 +269,16 @@ class Toolbox:
         remedy = f"set main_thread_tools: [{name}]"
         if name in self._tools and name not in self._pool:
             self._main_thread.add(name)
-            remedy = f"from now on it runs there (from the first call with main_thread_tools: [{name}])"
+            remedy = f"from now on it runs there (set main_thread_tools: [{name}] to run its first call there too)"
         warnings.warn(
-            f"{name} failed outside the main thread, which alone may set a signal handler or use a connection that was "
-            f"opened there: {remedy}, and the engine waits meanwhile. With tool_workers a tool runs in a process of "
-            "its own.",
+            f"{name} failed outside the main thread. Only the main thread may set a signal handler or use a connection "
+            f"that was opened in it: {remedy}. The engine waits for calls in the main thread. With tool_workers a tool "
+            "runs in a worker process.",
             stacklevel=3,
         )
 
     def told(self, answers: Answers, images: bool = False) -> list[dict[str, Any]]:
-        """Wait for the calls. Return one message of role `tool` per call, with the returned value or the error."""
+        """Return one message of role `tool` per call, with the returned value or an error (e.g. late)."""
         messages = []
         for name, outcome in answers.outcomes():
             self.counts["tools/seconds"] += outcome.seconds
@@ -294,7 +296,7 @@ class Toolbox:
         return messages
 
     def refused(self, messages: Sequence[dict[str, Any]], error: Exception) -> list[dict[str, Any]]:
-        """Return tools' messages, with ``error`` as the content of each message that has images. Warn once per tool."""
+        """Return tools' messages with ``error`` as content of the messages that have images. Warn once about a tool."""
         shown = []
         for message in messages:
             if isinstance(shown_content(message["content"], images=True), list):
@@ -311,19 +313,19 @@ class Toolbox:
         if (kind, name) not in self._warned:
             self._warned.add((kind, name))
             warnings.warn(
-                f"{what}. The model is told so, now and whenever it happens again; the share of failed calls is "
-                f"tools/failures of tools/calls.{remedy}",
+                f"{what}. The model reads the error, now and at later failures. The metric tools/failures counts "
+                f"failed calls.{remedy}",
                 stacklevel=3,
             )
 
     def take_counts(self) -> dict[str, float]:
-        """Return the sums ``tools/calls``, ``/failures``, ``/timeouts`` and ``/seconds``, and reset the sums."""
+        """Return the sums ``tools/calls``, ``/failures``, ``/timeouts`` and ``/seconds``, and set the sums to 0."""
         taken = dict.fromkeys(COUNTS, 0.0) | self.counts
         self.counts.clear()
         return taken
 
     def close(self) -> None:
-        """End the workers and the environments' threads."""
+        """End the worker processes and the environments' threads."""
         self.environments.close()
         self._pool.close()
 
@@ -364,10 +366,10 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def answer_content(outcome: Outcome, images: bool = False) -> Any:
-    """Return the content of the message with a tool's outcome. ``images``: whether the model reads images. A list stays
-    a list, because reward functions get a list in TRL. The model reads the list's `shown_content`. Any other value
-    becomes text. Lone surrogates are replaced, because no tokenizer accepts them. Raise a RuntimeError if the call
-    failed, a ValueError if the value can't be shown to the model."""
+    """Return the content of the message with a tool's outcome. ``images``: whether the model reads images. A list that
+    can be copied stays a list, because reward functions get a list in TRL. The model reads the list's `shown_content`.
+    Any other value becomes text. Lone surrogates are replaced, because no tokenizer accepts them. Raise a RuntimeError
+    if the call failed, a ValueError if the value can't be shown to the model."""
     if outcome.kind == "late":
         raise RuntimeError(f"timed out after {outcome.seconds:g} s")
     if outcome.kind == "died":
@@ -384,7 +386,7 @@ def answer_content(outcome: Outcome, images: bool = False) -> Any:
 
 
 def shown_content(content: Any, images: bool) -> Any:
-    """Return a tool's value for the model: text, or content parts if the value has images and ``images`` is true."""
+    """Return a tool's value for the model: content parts if the value has images and ``images`` is true, else text."""
     if not images or not _is_parts(content) or all(part["type"] != "image" for part in content):
         return text_of(content)
     (in_rgb,) = registry.hooks_of("images", "picture")
@@ -408,7 +410,7 @@ def _is_parts(content: Any) -> bool:
 
 
 def text_of(content: Any) -> str:
-    """Return a tool's value as text. A list of content parts becomes the joined texts of its parts."""
+    """Return a tool's value as text: text parts are joined. Raise a ValueError if a list has other content parts."""
     if not _is_parts(content):
         return str(clean(str(content)))
     if others := [part["type"] for part in content if part["type"] != "text"]:

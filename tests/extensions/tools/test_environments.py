@@ -197,7 +197,7 @@ def test_where_a_tool_of_the_user_raised_is_said_once() -> None:
 
     box, asked = Toolbox([stock]), ToolCall("stock", {"item": "sofa"})
     place = rf"tests/extensions/tools/test_environments\.py:{stock.__code__.co_firstlineno + 6}"
-    with pytest.warns(UserWarning, match=rf"tool 'stock' raised KeyError: 'sofa' \({place}\)\. The model is told so"):
+    with pytest.warns(UserWarning, match=rf"tool 'stock' raised KeyError: 'sofa' \({place}\)\. The model reads the error"):
         told = answers(box, asked)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -39,7 +39,7 @@ class RouterLog(EngineFeature):
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
         self.itself = False  # Whether vLLM returns the experts. Otherwise this object observes vLLM's routers.
-        # Experts [n, L, K] by request name and completion index. n may exceed the number of tokens.
+        # Experts [n, L, K] by request name and completion index. n may exceed the number of tokens: rows to fill later.
         self._seen: dict[str, dict[int, torch.Tensor]] = {}
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -107,7 +107,7 @@ class RouterLog(EngineFeature):
         return result
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
-        """Add a `RoutedExperts` rider to each completion. All completions of a request share the prompt's tensor."""
+        """Add a `RoutedExperts` rider to each completion of a request. They all share the prompt's tensor."""
         outputs = sorted(output.outputs, key=lambda completion: int(completion.index))
         parts, first = [], None
         for completion, one in zip(outputs, sampled, strict=True):
