@@ -175,7 +175,7 @@ class InFlight:
 
     def load(self, folder: str | Path, rank: int, ranks: int, prompt_at: Callable[[int], Prompt]) -> str:
         """Load this rank's groups in flight from a checkpoint, or a part of all ranks' groups if this rank's
-        file is missing or was written by another number of ranks. Return a warning if groups are missing, or else an empty text."""
+        file is missing or was written by another number of ranks. Return a warning about missing groups, or ""."""
         own = read_round_end(Path(folder, FILE.format(rank=rank)), prompt_at, ranks)
         if own is None:
             files = [*Path(folder).glob(FILE.format(rank="*"))]

@@ -44,7 +44,7 @@ ROWS = pa.schema(
 class RoutedExperts(Rider):
     """Rider (per-token data of a rollout): the experts that the engine's routers chose, K per token in each of L
     layers. The experts of the last token are unknown, because the engine never read that token. The tensors are int8
-    (int16 above 128 experts): a token takes L * K (or 2 * L * K) bytes. A group's rollouts share the tensor `prompt`."""
+    (int16 above 128 experts): a token takes L * K or 2 * L * K bytes. A group's rollouts share the tensor `prompt`."""
 
     prompt: torch.Tensor  # Experts of the prompt's tokens, [P, L, K].
     completion: torch.Tensor  # Experts of the completion's tokens, [C, L, K].
