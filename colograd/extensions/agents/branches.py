@@ -86,7 +86,7 @@ class End(NamedTuple):
 class RowBranches(RowRider):
     """The layout of a row with trees. `applied` divides its prompts and completions into the branches' segments."""
 
-    parts: list[tuple[int, list[tuple[Branch, ...]]]]  # Per prompt: number of tokens, branches of its completions.
+    parts: list[tuple[int, list[tuple[Branch, ...]]]]  # Per prompt: number of tokens, branches of each completion.
 
     def applied(self, row: MicroBatch) -> MicroBatch:
         """Return the row with a segment per branch. The first token of a branch is predicted at the last token that the
@@ -104,7 +104,7 @@ class RowBranches(RowRider):
             return End((*before.path, len(lengths) - 1), before.tokens + count, at - 1)
 
         for prompt, completions in self.parts:
-            # A prompt is split into segments where a branch begins after only a part of the prompt.
+            # Split the prompt into segments wherever a branch continues only the prompt's first tokens.
             cuts = {branch.prompt for branches in completions for branch in branches if branch.after is None}
             ends = {0: End((), 0, at)}  # `ends`: number of prompt tokens -> `End` after this prefix of the prompt.
             for first, last in itertools.pairwise((0, *sorted(cuts - {0, prompt}), prompt)):

@@ -80,7 +80,7 @@ class ChatFormat:
                 f"the chat template of {tokenizer.name_or_path} doesn't write an assistant's message: set "
                 "chat_template_path."
             )
-        self.end = text[text.index(PROBE) + len(PROBE) :]  # the template's text behind an assistant message's content
+        self.end = text[text.index(PROBE) + len(PROBE) :]  # What the template writes behind a message's content.
         self.end_texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in self.ends}
 
     def write(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], begins: bool = True) -> str:
@@ -116,7 +116,7 @@ class SessionContexts:
     def __init__(self, form: ChatFormat) -> None:
         self.form = form
         self.turns: list[Turn | None] = []  # Turns of all replies. None: no request can continue the turn.
-        self._by_key: dict[str, list[Turn]] = {}  # Turns by the key of their replies.
+        self._by_key: dict[str, list[Turn]] = {}  # Turns by the key of their replies, oldest first.
 
     def context(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], most: int | None = None
@@ -144,7 +144,7 @@ class SessionContexts:
             turn = self.turns[after]
             assert turn is not None
             ids, messages_before = list(turn.ids), turn.place + 1
-            # In some templates the token that ends a turn is also the beginning of the next message.
+            # In some templates the token that ends a reply also begins the next message. Don't repeat it.
             end = self.form.end_texts.get(ids[-1], "")
             if end and not text.endswith(end, 0, at) and text.startswith(end, at):
                 at += len(end)
@@ -165,7 +165,7 @@ class SessionContexts:
         message, key = as_written(reply), _key(reply)
         try:
             text = self.form.write([*context.messages, message], context.arguments, begins=False)
-        except UnreadableMessages:  # e.g. a template that requires answers behind tool calls
+        except UnreadableMessages:  # E.g. the template requires tools' answers behind calls.
             return
         texts = [context.text + self.form.decode(wrote)]
         if whole:
@@ -182,12 +182,12 @@ class SessionContexts:
     def _pieces(self, messages: Sequence[dict[str, Any]], known: int, text: str, at: int) -> Iterator[str | list[int]]:
         """Yield ``text[at:]`` in pieces: sampled ids where the text repeats model replies, and the texts between them.
         ``known`` is the number of messages that end before ``at``."""
-        turns: dict[int, Turn] = {}  # turns by message index; of equal replies the last message gets the newest turn
+        turns: dict[int, Turn] = {}  # Turns by message index. Of equal replies, the last message gets the newest turn.
         left = {key: [*equal] for key, equal in self._by_key.items()}
         for index in reversed(range(len(messages))):
             if messages[index].get("role") == "assistant" and (equal := left.get(_key(messages[index]))):
                 turns[index] = equal.pop()
-        behind = at  # index in the text behind the earlier messages
+        behind = at  # Index in the text where the last message before `index` ends.
         for index in range(known, len(messages)):
             for first, ids in self._runs(turns[index], text, max(at, behind)) if index in turns else ():
                 yield text[at:first]
@@ -216,7 +216,7 @@ class SessionContexts:
             places.append(len(known))
         content = str(turn.message["content"]).strip()
         last = text.find(content, at) + len(content)
-        read = 0  # index in the reply's text behind the parts found so far
+        read = 0  # Index in the reply's text behind the parts processed so far.
         for name in ("reasoning", "content", "tool_calls"):
             part = str(turn.message.get(name) or "").strip()
             if name == "tool_calls" and part:
@@ -226,7 +226,7 @@ class SessionContexts:
             read = inside + len(part)
             first = text.find(part, at)
             if first < 0 or (name == "reasoning" and last - len(content) <= first and first + len(part) <= last):
-                continue  # the template dropped the part, or it occurs only within the content
+                continue  # The template dropped the part, or `content` only contains its text.
             at = first + len(part)
             # Select the sampled tokens that lie completely in the part's text.
             low, high = bisect.bisect_left(places, inside), bisect.bisect_right(places, read) - 1

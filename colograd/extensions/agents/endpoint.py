@@ -62,7 +62,7 @@ class Endpoint:
     ) -> None:  # fmt: skip
         self.api, self.queue, self.sampling, self.context, self.refuses = api, queue, sampling, context, refuses
         self._seed, self._purpose = seeds
-        self.sessions: dict[str, Session] = {}  # sessions by API key, including ended sessions
+        self.sessions: dict[str, Session] = {}  # Sessions by API key, including ended sessions.
         routes = [Route(path, self._answering(api_name), methods=["POST"]) for path, api_name in APIS.items()]
         routes.append(Route("/v1/models", self._answering("models"), methods=["GET"]))
         handlers: Mapping[Any, Callable[..., Any]] = {404: self._no_such_path, 405: self._no_such_path}
@@ -125,7 +125,7 @@ class Endpoint:
             for ids, _ in contexts:
                 text = f"{self._purpose}/{session.seed_text(ids)}"
                 works.append(Work(ids, call.sampling, request_seed(self._seed, session.prompt.position, text)))
-            # Each item is the list of all tokens so far. None: sampling has ended. GONE: the client disconnected.
+            # Items of `news` are lists of all tokens so far. None: sampling has ended. GONE: the program disconnected.
             news: asyncio.Queue[Any] = asyncio.Queue()
             if call.request.stream and count == 1:
                 works[0].more = news.put_nowait
@@ -142,7 +142,7 @@ class Endpoint:
             session.working.update(works)
             for work in works:
                 self.queue.put(work)
-            if session.why_closed:  # another thread closed the session, and may not have seen these works
+            if session.why_closed:  # The engine's thread closed it, perhaps before these works.
                 self.close(session, session.why_closed)
             done = asyncio.gather(*(work.future for work in works))
             done.add_done_callback(lambda _: news.put_nowait(None))
@@ -195,7 +195,7 @@ class Endpoint:
         try:
             for event in stream.end(choices()):
                 yield event
-        except BadRequest as error:  # the session ended before this answer did
+        except BadRequest as error:  # The session ended before the answer.
             told = self.api.error(stream.call.api, error.status, error.code, str(error))
             yield f"event: error\ndata: {json.dumps(told)}\n\n"
 
@@ -235,7 +235,7 @@ class Endpoint:
     def close(self, session: Session, why: str) -> None:
         """End a session and fail its open requests. Any thread may call this method."""
         session.close(why)
-        for work in session.working.copy():  # a copy, because the endpoint's thread changes the set
+        for work in session.working.copy():  # A copy, because the endpoint's thread may change the set.
             self.queue.drop(work)
             work.fail(session.over())
 

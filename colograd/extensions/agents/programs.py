@@ -43,7 +43,7 @@ class FunctionProgram:
     async function has its own event loop, and `stop` cancels the function. A sync function can't be stopped."""
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-        self.future: Future[Outcome] = Future()  # the function's end completes the future; `stop` doesn't
+        self.future: Future[Outcome] = Future()  # Completed by the function's end, not by `stop`.
         self._function, self._arguments = function, dict(arguments)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
@@ -52,7 +52,7 @@ class FunctionProgram:
     def stop(self) -> None:
         """Cancel an async function, without waiting for its end. A sync function goes on."""
         if self._loop is not None and self._task is not None:
-            with contextlib.suppress(RuntimeError):  # raised if the event loop is already closed
+            with contextlib.suppress(RuntimeError):  # Raised if the function's event loop is already closed.
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
     def _run(self) -> None:
@@ -67,7 +67,7 @@ class FunctionProgram:
             if inspect.isawaitable(value):
                 value = asyncio.run(awaited(value))
             outcome = Outcome("value", value, time.perf_counter() - started)
-        except BaseException as error:  # SystemExit would end the thread, and the session would wait in vain
+        except BaseException as error:  # SystemExit would end only this thread, and the session would wait.
             outcome = raised_outcome(error)
         self.future.set_result(outcome)
 
@@ -81,7 +81,7 @@ class CommandProgram:
         if shutil.which(command[0]) is None:
             raise FileNotFoundError(f"the command {command[0]!r} isn't found on PATH: install it, or correct agent.")
         self.future: Future[Outcome] = Future()
-        with tempfile.TemporaryFile() as row:  # a pipe could block if the command doesn't read it
+        with tempfile.TemporaryFile() as row:  # A file, because a pipe blocks if the command doesn't read it.
             row.write(json.dumps(given, default=str).encode())
             row.seek(0)
             self._process = subprocess.Popen(
@@ -98,13 +98,13 @@ class CommandProgram:
     def _run(self) -> None:
         started, process, output = time.perf_counter(), self._process, b""
         assert process.stdout is not None
-        while part := os.read(process.stdout.fileno(), 2**16):  # keep the end: output may be endless
+        while part := os.read(process.stdout.fileno(), 2**16):  # Keep only the end, because output may be endless.
             output = (output + part)[-MOST_OUTPUT:]
         status = process.wait()
         process.stdout.close()
         seconds, printed = time.perf_counter() - started, output.decode(errors="replace")
         value = None
-        with contextlib.suppress(ValueError, IndexError):  # the last line isn't JSON, or there is none
+        with contextlib.suppress(ValueError, IndexError):  # The last line isn't JSON, or there is no output.
             value = parse_json(printed.strip().splitlines()[-1])
         died = Outcome("died", (status, printed[-SHOWN:]), seconds)
         self.future.set_result(died if status else Outcome("value", value, seconds))
@@ -112,5 +112,5 @@ class CommandProgram:
     def _reap(self) -> None:
         """Wait for the command's end, then kill its process group: processes left in it may keep the output open."""
         with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # WNOWAIT keeps the process id reserved
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # WNOWAIT keeps its id reserved.
             self.stop()

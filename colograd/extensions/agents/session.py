@@ -38,7 +38,7 @@ class Work:
     seed: int
     more: Callable[[list[int]], object] | None = None
     future: asyncio.Future[list[Sampled]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    is_dropped: bool = False  # Whether the session no longer waits for an answer.
+    is_dropped: bool = False  # Whether the session no longer waits for the request's answer.
 
     def finish(self, samples: list[Sampled]) -> None:
         self.tell(lambda: None if self.future.done() else self.future.set_result(samples))
@@ -87,7 +87,7 @@ class WorkQueue:
             try:
                 name = self.engine.submit(work.prompt, work.sampling, work.seed, streams=work.more is not None)
                 self._running[name] = work
-            except Exception as error:  # not every version of vLLM raises ValueError for invalid requests
+            except Exception as error:  # Not every version of vLLM raises ValueError for an invalid request.
                 work.fail(BadRequest(f"the engine refuses the request: {error}"))
         if not self._running:
             self._changed.wait(idle_seconds)
@@ -124,12 +124,12 @@ class Session:
     """The state of one run of an agent's program. The HTTP endpoint's and the engine's threads call the methods."""
 
     prompt: Prompt
-    index: int  # index of the completion in its group
+    index: int  # Index of the completion in its group.
     form: ChatFormat
     settings: AgentSettings
     is_repeated: bool = False  # Whether this is the second run, because a signal ended the first.
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(32)}")
-    turns: list[dict[str, Any]] = field(default_factory=list)  # one dict per answer of the model
+    turns: list[dict[str, Any]] = field(default_factory=list)  # One dict per answer of the model.
     why_closed: str = ""  # The reason why the session is over. Empty: it isn't over.
 
     def __post_init__(self) -> None:
@@ -231,7 +231,7 @@ class Session:
         truncated = bool(self.turns) and self.turns[-1]["finish"] == "length"
         rollout = tree.rollout(version, FinishReason.LENGTH if truncated else FinishReason.STOP, **further)
         for number, turn in enumerate(self.turns):
-            turn["at"] = tree.places.get(number, 0)  # 0 for an answer without tokens
+            turn["at"] = tree.places.get(number, 0)  # Index of its first token. 0 for an answer without tokens.
         ids = array("i", [min(self.form.ends, default=0)])
         nothing = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
         return rollout or Rollout(self.prompt.input, ids, *nothing, FinishReason.ABORT, version, **further)

@@ -44,7 +44,7 @@ from .turn_rewards import FAILURE, JUDGED, SESSION, problem_with
 
 POLL = 0.05  # Maximum seconds of one wait for the programs while the engine has no requests.
 REWARD = "agent_reward"  # Column of a rollout with the reward that the program returned.
-TERMINATED = {  # Exit statuses of commands (or their shells) that a scheduler's signal ended.
+TERMINATED = {  # Exit statuses of commands (or shells) that were ended by a signal that schedulers send.
     status for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2) for status in (-number, 128 + number)
 }
 GIVEN = ("base_url", "api_key", "model", "row")  # Arguments that an agent function can get.
@@ -67,10 +67,10 @@ class SessionLog:
 
     def __init__(self, folder: Path, rank: int, conditions: Mapping[str, Any]) -> None:
         self._path, self._head = folder / f"rank-{rank:05d}{SUFFIX}", json.dumps(dict(conditions)).encode()
-        self._file: RecordFile | None = None  # Opened when the first session ends.
+        self._file: RecordFile | None = None  # Log file of this rank, opened when the first session ends.
         self._found: dict[int, dict[int, bytes]] = {}  # Records by prompt position and index in the group.
         for path in sorted(folder.glob(f"rank-*{SUFFIX}")):
-            with contextlib.suppress(OSError):  # e.g. another rank has deleted the file
+            with contextlib.suppress(OSError):  # E.g. another rank has deleted the file.
                 records = read_records(path)
                 if next(records, None) != Record(HEAD, self._head):
                     path.unlink()
@@ -182,10 +182,10 @@ class AgentSessions:
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
         """See `RolloutSource.generate`. A request's seed doesn't depend on time, see `Session.seed_text`."""
-        from .endpoint import Endpoint, served  # imported here, because its web server takes a moment to import
+        from .endpoint import Endpoint, served  # Imported here, because its web server takes time to import.
 
         self.engine.require(version)
-        if not prompts:  # in an evaluation a rank may have no prompts
+        if not prompts:  # In an evaluation a rank may have no prompts.
             return
         log, size, running = self.log(), sampling.n, list[Session]()
         # Rollouts of ended sessions, by prompt position and index in the group: at first those that the log holds.
@@ -199,7 +199,7 @@ class AgentSessions:
         def stop(sessions: Sequence[Session], why: str) -> None:
             for session in sessions:
                 endpoint.close(session, why)
-                session.program.stop()  # also kills what a command left in its process group
+                session.program.stop()  # Also kills processes that an ended command left in its group.
 
         with contextlib.ExitStack() as closing:
             closing.callback(queue.close)
@@ -288,7 +288,7 @@ def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
         return {**none, **further}, ""
     try:
         reward = float(value) if isinstance(value, numbers.Real) else math.nan
-    except OverflowError:  # an integer too large for a float
+    except OverflowError:  # An integer is too large for a float.
         reward = math.nan
     if not math.isfinite(reward):
         return none, (

@@ -35,7 +35,7 @@ class TokenTree:
     """One session's contexts and answers as a tree of tokens. ``prompt`` is the context that becomes the prompt."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self.places: dict[int, int] = {}  # answer's number -> index of its first token in the completion
+        self.places: dict[int, int] = {}  # Answer's number -> index of its first token in the completion.
         self._roots: list[Node] = []
         self._prompt = array("i", prompt)
         self._read(self._prompt)
@@ -59,7 +59,7 @@ class TokenTree:
             if shared := max(lengths, default=0):
                 node = children[lengths.index(shared)]
                 if shared < len(node.ids):
-                    logprobs = node.logprobs  # split: the node's other tokens become its only child
+                    logprobs = node.logprobs  # Split the node: its unshared tokens become its only child.
                     rest = Node(node.ids[shared:], logprobs and logprobs[shared:], node.trained, node.children)
                     node.ids, node.logprobs, node.children = node.ids[:shared], logprobs and logprobs[:shared], [rest]
             else:
@@ -80,7 +80,7 @@ class TokenTree:
         while todo:
             node, after, seen = todo.pop()
             if seen >= 0 and node.logprobs is None and asked[seen : seen + len(node.ids)] == node.ids:
-                seen += len(node.ids)  # the node's tokens belong to the prompt
+                seen += len(node.ids)  # The node's tokens are tokens of the prompt.
                 todo += [(child, None, seen) for child in reversed(node.children)]
                 continue
             run = [node]

@@ -95,7 +95,7 @@ class TurnRewards:
         """Write a scored group's stored lists into its sessions' column `JUDGED`, in place of present ones."""
         of_functions = self._of_groups.pop(group.position, {})
         for index, rollout in enumerate(group.rollouts):
-            columns: Any = rollout.columns  # a dict that only this rollout has
+            columns: Any = rollout.columns  # A dict that no other rollout shares.
             columns.pop(JUDGED, None)
             if own := {name: turns[index] for name, turns in of_functions.items() if turns[index] is not None}:
                 columns[JUDGED] = own
@@ -116,7 +116,7 @@ def with_turn_rewards(
     Returns:
         [sum C], one advantage per completion token. If no answer has a reward or a session failed: ``advantages``.
     """
-    of_sessions: list[list[float]] = []  # per session one reward per answer, or an empty list
+    of_sessions: list[list[float]] = []  # For each session one reward per answer, or an empty list.
     for rollout in group.rollouts:
         parts = [(1.0, rollout.columns.get(TURN_REWARDS) or ())]
         parts += [(weights.get(name, 1.0), turns) for name, turns in rollout.columns.get(JUDGED, {}).items()]
@@ -164,7 +164,7 @@ class Judging:
     def __init__(self, begin: BeginScore, functions: int, turns: TurnRewards, groups: Sequence[Group]) -> None:
         self._groups, self._turns = groups, turns
         for group in groups:
-            turns.take(group)  # So reward functions don't get rewards of an earlier scoring as a column.
+            turns.take(group)  # Reward functions must not get rewards of an earlier scoring as a column.
         self._judged = torch.tensor([not has_failed(group) for group in groups for _ in group.rollouts])
         self._rewards = torch.full((len(self._judged), functions), torch.nan)
         whole = [group for group in groups if not has_failed(group)]

@@ -28,7 +28,7 @@ from ...rollout.group_records import NONSENSE, JournalError, RewardedGroup, grou
 from ...rollout.record_file import Record, RecordFile, read_records
 from ...rollout.statistics import RolloutStatistics
 
-FILE = "in_flight_{rank}.records"  # Name of a rank's file in a checkpoint.
+FILE = "in_flight_{rank}.records"  # Name of a rank's file of groups in flight in a checkpoint.
 HEAD = 0  # Position number of a file's first record, which holds the number of groups and no group.
 
 
@@ -36,7 +36,7 @@ HEAD = 0  # Position number of a file's first record, which holds the number of 
 class VersionSpan:
     """Consecutive tokens of a completion that were sampled with the same weights."""
 
-    length: int  # Number of tokens.
+    length: int  # Number of consecutive tokens.
     version: int  # Optimizer step of the weights that sampled the tokens.
 
 

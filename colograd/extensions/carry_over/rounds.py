@@ -34,7 +34,7 @@ from ...rollout.rounds import PlainRound, Steps
 from ...rollout.stages import InScoring, Stages
 from .in_flight import InFlight, RoundEnd, extended, is_whole, of_round, read_round_end, write_round_end
 
-FILE = "rank-{rank:05d}.carried"  # Name of a rank's file in a round's folder.
+FILE = "rank-{rank:05d}.carried"  # Name of a rank's file of groups in flight in a round's folder.
 
 
 class CarryOverFeature(SourceFeature):
@@ -92,7 +92,7 @@ class _Round:
     def __init__(self, engine: Engine, groups: Sequence[Group], due: set[int], takes: int) -> None:
         self.engine, self.due, self.lacks = engine, due, takes
         self.groups = {group.position: group for group in groups}  # Groups that aren't yielded yet, by position.
-        self.whole = [group.position for group in groups if is_whole(group)]  # Positions of whole groups.
+        self.whole = [group.position for group in groups if is_whole(group)]  # Positions of finished groups.
         self.requests: dict[str, tuple[int, int]] = {}  # Request -> position of the group, index of the completion.
 
     def submit(self, sampling: Sampling, seed: int, purpose: str, size: int) -> None:

@@ -33,7 +33,7 @@ from ...rollout.record_file import read_table, table_bytes
 
 UNKNOWN = -1  # Value in place of an expert's index, if the engine didn't record the expert.
 ROUTED = "routed_experts"  # Name of a layer's keyword argument with the experts of its tokens.
-APART = "experts/apart"  # Key of two counts, (2,): experts that only the engine chose, and all experts that it chose.
+APART = "experts/apart"  # Key of two counts (2,): the engine's choices that the policy's routers didn't make, and all.
 # Columns of a group's table, with one row per rollout. A null `prompt` means the last row's `prompt`.
 ROWS = pa.schema(
     [pa.field("prompt", pa.binary()), pa.field("completion", pa.binary()), pa.field("shape", pa.list_(pa.int32()))]
@@ -49,7 +49,7 @@ class RoutedExperts(Rider):
     prompt: torch.Tensor  # Experts of the prompt's tokens, [P, L, K].
     completion: torch.Tensor  # Experts of the completion's tokens, [C, L, K].
 
-    MARK = b"\xff\xff\xff\xff"  # First bytes of every Arrow message, because old records have no special mark.
+    MARK = b"\xff\xff\xff\xff"  # First bytes of any Arrow message, because older records have no marker bytes.
 
     @classmethod
     def of_turns(cls, parts: Sequence[tuple[Self | None, int]], prompt: int) -> Self | None:

@@ -48,7 +48,7 @@ LARGEST = 2**26  # Maximum number of bytes that are read from a round's `FILE`.
 
 Piece = tuple[int, tuple[int, ...]]  # Position of a group, and the indices of its completions in one micro-batch.
 Row = tuple[Piece, ...]  # Pieces of groups in one micro-batch. A dummy micro-batch has one piece with position NOBODY.
-Partition = tuple[tuple[Row, ...], ...]  # Rows of each rank.
+Partition = tuple[tuple[Row, ...], ...]  # First rows of each rank.
 
 
 def read_partition(folder: Path, step: int) -> Partition | None:
@@ -90,7 +90,7 @@ class EarlyRows:
     """This rank's first rows of the next optimizer step: trained before all groups were sampled, or recorded so."""
 
     groups: list[ScoredGroup] = field(default_factory=list)  # Groups of the rows, sampled by any rank.
-    rows: list[PackedRow] = field(default_factory=list)  # Packed rows of the groups.
+    rows: list[PackedRow] = field(default_factory=list)  # Packed rows, in the order of training.
     metrics: Metrics = field(default_factory=Metrics)  # Metrics of the rows' losses.
 
 
@@ -240,7 +240,7 @@ class OverlappedRound(PlainRound):
         self.recorded: Partition | None = None  # Recorded first rows of the next step, if it was trained before.
         self._shared: FinishedGroups | None = None  # `finished`, or None in a round with recorded first rows.
         self._is_first = False  # Whether the round's first step isn't packed yet.
-        self._sampled: list[SampledStep] = []  # Steps of this round, on the first rank of an engine.
+        self._sampled: list[SampledStep] = []  # Sampled steps of this round, on the first rank of an engine.
         self.around = self._train_meanwhile
 
     def forget(self) -> None:

@@ -40,7 +40,7 @@ class Conversation:
     """One completion, finished or not: assistant messages (turns) with tools' answers between them."""
 
     prompt: Prompt
-    index: int  # index of the completion in its group
+    index: int  # Index of the completion in its group.
     environment: Environment | None
     input: ModelInput  # Tokens of the prompt, with the text that the environment's `reset` returned.
     asked: Any  # The prompt as in the dataset, with the content that `reset` returned.
@@ -49,8 +49,8 @@ class Conversation:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     sampled: list[bool] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: FinishReason | None = None  # None while the conversation goes on.
-    riders: list[tuple[tuple[Rider, ...], int]] = field(default_factory=list)  # (Per-token data, number of tokens).
+    finish_reason: FinishReason | None = None  # Finish reason of the last turn. None before the first turn ends.
+    riders: list[tuple[tuple[Rider, ...], int]] = field(default_factory=list)  # Per part: (riders, number of tokens).
     media: list[Media] = field(default_factory=list)  # Media in tools' answers, with positions in `ids`.
 
     def add(self, part: ModelInput, turn: Sampled | None = None) -> None:
@@ -122,9 +122,9 @@ class Conversations:
                 while unopened and (not is_limited or environments.has_room(sampling.n)):
                     resume(self._talk(*unopened.popleft(), sampling, seed, purpose))
                 if unopened and not (writing or waiting):
-                    if environments.in_scoring:  # wait for async reward functions, which make environments free
+                    if environments.in_scoring:  # Wait for async reward functions. Their end makes environments free.
                         time.sleep(POLL)
-                    else:  # no environment will become free, e.g. in a subclass that scores after all sampling
+                    else:  # No environment will become free, e.g. in a subclass that scores after all sampling.
                         is_limited = False
                 elif writing:
                     for request, (turn,) in self.engine.advance():
@@ -152,7 +152,7 @@ class Conversations:
             yield beginning
             self._begin(conversation, beginning)
         for number in itertools.count():
-            own = request_seed(seed, prompt.position, purpose) + index  # As in one request for n completions.
+            own = request_seed(seed, prompt.position, purpose) + index  # Same seed as in one request for n completions.
             if number:
                 own = request_seed(seed, prompt.position, f"{purpose}/{index}/{number}")
             spent = len(conversation.ids)
@@ -186,7 +186,7 @@ class Conversations:
             return False
         try:
             answer = tokens()
-        except FAILURES as error:  # e.g. a picture that the processor doesn't accept
+        except FAILURES as error:  # E.g. the processor doesn't accept a picture.
             if not images:
                 raise
             messages = self.tools.refused(messages, error)

@@ -24,7 +24,7 @@ from ...rollout.stages import BeginScore, PendingRewards, Stages
 from ...usercode.calls import Outcome, place_in, raised_outcome
 from ...usercode.worker_pool import WorkerCall
 
-Advise = Callable[[str, Outcome], None]  # Warns about a tool or environment (name) if its call needs the main thread.
+Advise = Callable[[str, Outcome], None]  # (name of a tool or environment, outcome): warns if it needs the main thread.
 PIECE = 0.2  # Maximum seconds of one wait for a reward.
 CONTROL = ("reset", "get_reward")  # Public methods of an environment that the model can't call.
 
@@ -81,7 +81,7 @@ class Environment:
     name: str  # Name of the environment in main_thread_tools.
     factory: str | None  # Key of the factory that made the environment.
     thread: EnvironmentThread | None  # Thread that runs the methods. None means the main thread.
-    stuck: bool = False  # Whether a call hadn't returned when it was given up, so that the state is unknown.
+    stuck: bool = False  # Whether a call was abandoned before it returned, so that the state is unknown.
 
     @property
     def methods(self) -> dict[str, Callable[..., Any]]:
@@ -114,9 +114,9 @@ class Environments:
         limit: int | None,
     ) -> None:  # fmt: skip
         self._factories, self._main_thread, self._advise, self._limit = factories, main_thread, advise, limit
-        self._known: dict[int, Environment] = {}  # all environments by `id(instance)`
+        self._known: dict[int, Environment] = {}  # All environments by `id(instance)`.
         self._lent: list[Environment] = []
-        self._returning = threading.Lock()  # Guards returns, because async reward functions end in other threads.
+        self._returning = threading.Lock()  # Guards `_lent`, because async reward functions end in other threads.
         self.in_scoring: set[int] = set()  # Positions of groups that reward functions are scoring.
         self._begins = True  # Whether the next environment that is lent is the first of a generation.
         self.latest: list[Any] | None = None  # Instances lent in the present or the last generation.
@@ -217,7 +217,7 @@ class Environments:
                 f"{most if self._limit else ''}"
             ) from error
         environment = self._known.setdefault(id(instance), Environment(instance, name, key, thread))
-        if thread is not None and environment.thread is not thread:  # the factory returned a known instance
+        if thread is not None and environment.thread is not thread:  # The factory returned a known instance.
             thread.close()
         return environment
 

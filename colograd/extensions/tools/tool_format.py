@@ -84,7 +84,7 @@ class ToolFormat:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         text, calls = text.removesuffix(self._tokenizer.eos_token or "").strip(), []
         if not self._parses:
-            with contextlib.suppress(ValueError):  # raised if one call is malformed
+            with contextlib.suppress(ValueError):  # Raised if one call is malformed.
                 calls = as_calls(parse_json(match[1]) for match in CALL.finditer(text)) or []
         return _assistant_message(text[: text.index("<tool_call>")].strip() if calls else text, calls), calls
 
@@ -119,7 +119,7 @@ class ToolFormat:
             start += 1
         if (images := whole.images) is None:
             return ModelInput(whole.ids[start:])
-        images = dataclasses.replace(  # all images are behind `start`, so `engine_ids` and `ids` are equal up to it
+        images = dataclasses.replace(  # All images are behind `start`, so `engine_ids` and `ids` are equal up to it.
             images, engine_ids=images.engine_ids[start:], places=tuple(place - start for place in images.places)
         )
         return ModelInput(whole.ids[start:], images)
@@ -133,7 +133,7 @@ class ToolFormat:
         shown, pictures = self.reader.split(messages, "a tool's answer")
         if pictures:
             return self.reader.made(shown, pictures, arguments)
-        return ModelInput(self.reader.tokens(shown, arguments)[1])  # without images, an image token's name stays text
+        return ModelInput(self.reader.tokens(shown, arguments)[1])  # Without images, an image token's name stays text.
 
 
 def _assistant_message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from ...usercode.worker_pool import WorkerPool
 from .environments import Advise, Environment, Environments, factory_names, on_this_device
 
 COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
-PARTS = ("text", "image", "image_url", "audio", "video")  # types of content parts in chat templates
+PARTS = ("text", "image", "image_url", "audio", "video")  # Types of content parts in chat templates.
 # Texts of Python's errors when a thread other than the main thread sets a signal handler (for `signal.alarm`), or uses
 # an SQLite connection that another thread opened.
 NEEDS_MAIN = ("signal only works in main thread", "SQLite objects created in a thread can only be used in that same")
@@ -51,11 +51,11 @@ def run_call(future: Future[Outcome], function: Callable[..., Any], arguments: d
     started = time.perf_counter()
     try:
         value = function(**arguments)
-        if inspect.isawaitable(value):  # async method of an environment; waiting here keeps the order of its calls
+        if inspect.isawaitable(value):  # Async method of an environment. Waiting keeps the order of its calls.
             outcome = asyncio.run_coroutine_threadsafe(awaited_outcome(value, None), event_loop()).result()
         else:
             outcome = Outcome("value", value, time.perf_counter() - started)
-    except BaseException as error:  # SystemExit would end the thread and leave the conversation without an outcome
+    except BaseException as error:  # SystemExit would end the thread, and the call would have no outcome.
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
         outcome = raised_outcome(error)
@@ -71,7 +71,7 @@ class RunningCall:
     deadline: float = math.inf  # Latest time to wait for the call, in `time.monotonic` seconds.
     run: Callable[[], None] | None = None  # Runs the call in the thread that requests the outcome (main_thread_tools).
     environment: Environment | None = None  # Environment of a method. None for a tool.
-    declarable: str | None = None  # Name that could be added to main_thread_tools, or None.
+    declarable: str | None = None  # Name to suggest for main_thread_tools if the call fails, or None.
 
     def done(self) -> bool:
         """Return whether the call has ended, is late, or runs only in the requesting thread."""
@@ -109,7 +109,7 @@ class Answers:
             else:
                 try:
                     outcome = call.future.result()
-                except (Exception, CancelledError) as error:  # e.g. an async tool called without a required argument
+                except (Exception, CancelledError) as error:  # E.g. an async tool's call lacks a required argument.
                     outcome = raised_outcome(error)
             if call.declarable is not None:
                 self.advise(call.declarable, outcome)
@@ -142,7 +142,7 @@ class Toolbox:
     ) -> None:  # fmt: skip
         self.timeout = timeout
         self.counts: dict[str, float] = defaultdict(float)  # Sums of the metrics ``tools/...`` until `take_counts`.
-        # Callback that gets a tool's name and the start and end times of a call.
+        # Callback for each ended call: tool's name, start and end in `time.perf_counter` seconds.
         self.on_call: Callable[[str, float, float], None] | None = None
         self._tools: dict[str, Callable[..., Any]] = {}
         for tool in tools or ():
@@ -170,7 +170,7 @@ class Toolbox:
                 f"main_thread_tools has {', '.join(map(repr, unable))}, but must name sync tools and environments of "
                 f"this run: name some of {', '.join(able) or 'none'}, or leave main_thread_tools out."
             )
-        self._warned: set[tuple[str, str]] = set()  # (kind of failure, tool) pairs that were warned about
+        self._warned: set[tuple[str, str]] = set()  # (kind of failure, tool) of each warning so far.
         pooled = {name: self._tools[name] for name in sync if name not in self._main_thread}
         self._pool = WorkerPool("tools", pooled, workers, timeout)
         self.notes = self._pool.notes
@@ -238,7 +238,7 @@ class Toolbox:
         """Start a call of a tool, or of a method of ``environment``, which has ``earlier`` calls to run first."""
         arguments, is_async = own_copy(arguments), inspect.iscoroutinefunction(function)
         deadline = math.inf if self.timeout is None else time.monotonic() + (1 + earlier) * self.timeout
-        if environment is None and name in self._pool:  # the pool of worker processes enforces the timeout
+        if environment is None and name in self._pool:  # Worker processes limit the call's time.
             return RunningCall(name, self._pool.submit(name, arguments))
         if environment is None and is_async:
 
@@ -246,7 +246,7 @@ class Toolbox:
                 return await awaited_outcome(function(**arguments), self.timeout)
 
             running = asyncio.run_coroutine_threadsafe(awaited(), event_loop())
-            return RunningCall(name, running, deadline + GRACE)  # reached only if a tool blocks the loop
+            return RunningCall(name, running, deadline + GRACE)  # Late only if a tool blocks the event loop.
         future = Future[Outcome]()
         run = functools.partial(run_call, future, function, arguments)
         if name in self._main_thread if environment is None else environment.thread is None:
@@ -289,7 +289,7 @@ class Toolbox:
                 self.counts["tools/failures"] += 1
                 if outcome.kind == "value":
                     self._warn_once("unshown", name, f"what tool {name!r} returned can't be shown ({error})")
-                elif outcome.kind == "raised" and (place := place_in(outcome.value[1])):  # the tool's own code raised
+                elif outcome.kind == "raised" and (place := place_in(outcome.value[1])):  # raised by the tool itself
                     self._warn_once("raised", name, f"tool {name!r} raised {outcome.value[0]} ({place})")
                 content = str({"error": str(error)})
             messages.append({"role": "tool", "name": name, "content": content})
@@ -358,7 +358,7 @@ def environment_reward(of: Any, tools: Toolbox) -> Callable[..., Any]:
 def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_json_schema(function)
-    except Exception as error:  # transformers raises several types of errors
+    except Exception as error:  # transformers raises several types of errors.
         raise ValueError(
             f"tool {name!r} can't be described to the model ({error}): give the tool type hints and a Google-style "
             "docstring with every argument under `Args:`."

@@ -47,7 +47,7 @@ TOOL_PARSERS = (
     ("[TOOL_CALLS]", "mistral"), ("<|channel|>", "openai"), ('"parameters": ', "llama3_json"),
 )  # fmt: skip
 MARKERS = "<[{|"  # First characters of tool calls and of special tokens.
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # Stands for a last character that lacks some of its tokens.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # What decoding writes for a last character whose tokens aren't complete.
 OFTEN = 16  # A stream is parsed again after 1/16 more tokens, because parsing it for each token takes n² time.
 REASONING_PARSERS = (("<|channel|>", "openai_gptoss"), ("enable_thinking", "qwen3"), ("<think>", "deepseek_r1"))
 
@@ -71,7 +71,7 @@ class Call:
     stops: list[str]  # The request's stop strings.
     messages: list[dict[str, Any]] | None = None
     prompts: list[str | list[int]] = dataclasses.field(default_factory=list)
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # chat template's arguments
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # Chat template's arguments.
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class ChatAPI:
             return self._read(api, body, sampling)
         except BadRequest:
             raise
-        except Exception as error:  # vLLM's request classes raise many types for a malformed request
+        except Exception as error:  # vLLM's request classes raise many types of errors for a bad request.
             raise BadRequest(f"{type(error).__name__}: {error}") from None
 
     def _read(self, api: str, body: Any, sampling: Sampling) -> Call:
@@ -139,7 +139,7 @@ class ChatAPI:
         n = 1 if request.n is None else request.n
         if n < 1:
             raise BadRequest(f"n is {n}, but `n` must be at least 1.")
-        fields = vars(request)  # `getattr` of a deprecated field would warn
+        fields = vars(request)  # Not `getattr`, which warns for a deprecated field.
         most = fields.get("max_completion_tokens") or fields.get("max_tokens")
         if most is not None and most < 1:
             raise BadRequest(f"max_tokens is {most}, but `max_tokens` must be at least 1.")
@@ -259,7 +259,7 @@ class ChatAPI:
             text = text[: max(0, len(text) - max(map(len, call.stops)) + 1)]
         if call.api == "completions" or self._parser is None:
             return {"content": text.rstrip(REPLACEMENT)}
-        message = self._parsed(call, text.rstrip(REPLACEMENT), ids)  # some parsers decode the ids and ignore the text
+        message = self._parsed(call, text.rstrip(REPLACEMENT), ids)  # Some parsers decode the ids, not the text.
         texts = {name: str(message.get(name) or "").rstrip(REPLACEMENT) for name in ("reasoning", "content")}
         last = "content" if texts["content"] else "reasoning"
         # Later tokens may make the parser remove a tool call, a special token, or outer whitespace.
@@ -275,7 +275,7 @@ class ChatAPI:
             reasoning, content, calls = self._parser_of(call.request, call.arguments).parse(
                 text, call.request, enable_auto_tools=True, model_output_token_ids=[*ids]
             )
-        except Exception:  # parsers raise many types for a malformed text
+        except Exception:  # Parsers raise many types of errors for a malformed text.
             return {"role": "assistant", "content": text}
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning:
@@ -289,7 +289,7 @@ class ChatAPI:
             ]
         elif content is None:
             message["content"] = ""
-        return dict(clean(message))  # replaces lone surrogates, e.g. from JSON escapes in a call
+        return dict(clean(message))  # Replace lone surrogates, e.g. from JSON escapes in calls.
 
     def response(self, call: Call, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
         """Return the body of a response. A streamed response takes its last events from this body."""
@@ -496,7 +496,7 @@ class _Messages(Stream):
         yield self._more(type=f"{kind}_delta", **{kind: text})
 
     def _end_of(self, index: int, whole: Mapping[str, Any], choice: Choice) -> Iterator[str]:
-        if self._block < 0 and whole["content"][0]["type"] == "text":  # the message is one empty text block
+        if self._block < 0 and whole["content"][0]["type"] == "text":  # No event has opened a block.
             yield from self._start("text", text="")
         for block in whole["content"]:
             if block["type"] == "tool_use":

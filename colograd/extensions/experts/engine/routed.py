@@ -39,7 +39,7 @@ class RouterLog(EngineFeature):
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
         self.itself = False  # Whether vLLM returns the experts. Otherwise this object observes vLLM's routers.
-        # Experts [n, L, K] by request name and completion index. n may exceed the number of tokens: rows to fill later.
+        # Experts [n, L, K] by request name and completion index. n may exceed the number of tokens.
         self._seen: dict[str, dict[int, torch.Tensor]] = {}
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -83,7 +83,7 @@ class RouterLog(EngineFeature):
             runner.execute_model = functools.partial(self._watched, runner)
 
     def _keep(self, place: int, chosen: torch.Tensor) -> None:
-        self._step[place] = chosen.to(self.dtype)  # Experts that a router chose in an engine step, (step's tokens, K).
+        self._step[place] = chosen.to(self.dtype)  # Experts that one router chose for an engine step's tokens, (T, K).
 
     def _watched(self, runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a step of vLLM's model runner, then add the experts of its tokens to the record of each request."""
