@@ -195,7 +195,7 @@ class Endpoint:
         try:
             for event in stream.end(choices()):
                 yield event
-        except BadRequest as error:  # The session ended before the answer.
+        except BadRequest as error:  # E.g. the session ended before its answer.
             told = self.api.error(stream.call.api, error.status, error.code, str(error))
             yield f"event: error\ndata: {json.dumps(told)}\n\n"
 

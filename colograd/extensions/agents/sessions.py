@@ -188,7 +188,7 @@ class AgentSessions:
         if not prompts:  # In an evaluation a rank may have no prompts.
             return
         log, size, running = self.log(), sampling.n, list[Session]()
-        # Rollouts of ended sessions, by prompt position and index in the group: at first those that the log holds.
+        # Rollouts of ended sessions, by prompt position and index in the group. At first they come from the log.
         known = {prompt.position: log.recall(prompt) if log is not None else {} for prompt in prompts}
         over = {at: {index: each for index, each in own.items() if index < size} for at, own in known.items()}
         pairs = [(prompt, index) for prompt in prompts for index in range(size) if index not in over[prompt.position]]

@@ -134,7 +134,7 @@ def carried_round(trainer: Any) -> CarriedRound | None:
 
 
 class CarriedRound(PlainRound):
-    """A round of sampling that leaves groups in flight. Of its groups, the first step trains those begun first."""
+    """A round of sampling that leaves groups in flight. The first step trains the groups begun first."""
 
     longest_first = False  # The engine gets the oldest prompts first.
 
