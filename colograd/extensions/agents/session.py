@@ -5,52 +5,47 @@ A `WorkQueue` passes requests from the HTTP endpoint's thread to the engine's th
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import hashlib
 import secrets
 import threading
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ...batch import FinishReason, Prompt, Rollout
+from ...config import GRPOConfig
 from ...engine.protocol import Engine, Sampled
 from ...engine.sampling import Sampling
 from ...usercode.calls import Outcome
+from .branches import TokenTree
 from .context import ChatFormat, Context, SessionContexts
 from .engine.chat_api import BadRequest, Call, Choice
 from .programs import CommandProgram, FunctionProgram
-from .tree import TokenTree
 
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """A session's request to the engine. ``future`` belongs to the endpoint's event loop. If ``more`` isn't None, the
-    loop calls it with all tokens so far after each engine step that sampled tokens and didn't end the request."""
+    """A session's request to the engine. A cancelled or failed ``future`` drops the request."""
 
     prompt: Sequence[int]
     sampling: Sampling
     seed: int
-    more: Callable[[list[int]], object] | None = None
-    future: asyncio.Future[list[Sampled]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    is_dropped: bool = False  # Whether the session no longer waits for the request's answer.
+    future: Future[list[Sampled]] = field(default_factory=Future)
 
-    def finish(self, samples: list[Sampled]) -> None:
-        self.tell(lambda: None if self.future.done() else self.future.set_result(samples))
-
-    def fail(self, error: BaseException) -> None:
-        self.tell(lambda: None if self.future.done() else self.future.set_exception(error))
-
-    def tell(self, then: Callable[..., object], *arguments: object) -> None:
-        """Call a function in the endpoint's event loop, unless the loop is closed."""
-        loop = self.future.get_loop()
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(then, *arguments)
+    def finish(self, result: list[Sampled] | Exception) -> None:
+        """Set the future's result or exception. Do nothing if another thread has finished or cancelled the future."""
+        with contextlib.suppress(InvalidStateError):
+            if isinstance(result, Exception):
+                self.future.set_exception(result)
+            else:
+                self.future.set_result(result)
 
 
 class WorkQueue:
@@ -66,10 +61,6 @@ class WorkQueue:
         self._new.append(work)
         self.wake()
 
-    def drop(self, work: Work) -> None:
-        work.is_dropped = True
-        self.wake()
-
     def wake(self) -> None:
         """End the wait of an idle `step`."""
         self._changed.set()
@@ -78,45 +69,26 @@ class WorkQueue:
         """Submit new requests, run one engine step, and answer finished requests. Without requests, wait briefly for
         new ones."""
         self._changed.clear()
-        if dropped := [name for name, work in self._running.items() if work.is_dropped]:
+        if dropped := [name for name, work in self._running.items() if work.future.done()]:
             self.engine.abort(dropped)
             self._running = {name: work for name, work in self._running.items() if name not in dropped}
         for work in [self._new.popleft() for _ in range(len(self._new))]:
-            if work.is_dropped:
+            if work.future.done():
                 continue
             try:
-                name = self.engine.submit(work.prompt, work.sampling, work.seed, streams=work.more is not None)
-                self._running[name] = work
+                self._running[self.engine.submit(work.prompt, work.sampling, work.seed)] = work
             except Exception as error:  # Not every version of vLLM raises ValueError for an invalid request.
-                work.fail(BadRequest(f"the engine refuses the request: {error}"))
+                work.finish(BadRequest(f"the engine refuses the request: {error}"))
         if not self._running:
             self._changed.wait(idle_seconds)
             return
-        finished_requests = self.engine.advance()
-        for name, ids in self.engine.written():
-            if (running := self._running.get(name)) is not None and running.more is not None:
-                running.tell(running.more, list(ids))
-        for name, samples in finished_requests:
+        for name, samples in self.engine.advance():
             if (finished := self._running.pop(name, None)) is not None:
                 finished.finish(samples)
 
     def close(self) -> None:
-        """Abort all running requests."""
         self.engine.abort([*self._running])
         self._running.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class AgentSettings:
-    """The settings of an agent's sessions on one engine."""
-
-    timeout: float | None  # Maximum seconds of a session. None means no limit.
-    at_once: int  # Maximum number of sessions that run at the same time.
-    requests: int  # Maximum number of a session's requests for completions.
-    parallel: int  # Maximum number of a session's unfinished completions: n for each prompt of a request.
-    refuses: bool  # Whether other sampling settings than the run's are errors. False: answered, untrained.
-    raises: bool  # Whether a failed session ends the run. False leaves its group untrained.
-    body: int = 32 * 2**20  # Maximum bytes of a request's body.
 
 
 @dataclass(eq=False)
@@ -126,7 +98,7 @@ class Session:
     prompt: Prompt
     index: int  # Index of the completion in its group.
     form: ChatFormat
-    settings: AgentSettings
+    config: GRPOConfig
     is_repeated: bool = False  # Whether this is the second run, because a signal ended the first.
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(32)}")
     turns: list[dict[str, Any]] = field(default_factory=list)  # One dict per answer of the model.
@@ -148,15 +120,12 @@ class Session:
         with self._lock:
             if self.why_closed:
                 raise self.over()
-            most, total = self.settings.requests, self._open_requests + n
+            most, total = self.config.agent_requests, self._open_requests + n
             if self._requests >= most:
                 told = f"this session has made {most} requests, as many as agent_requests allows: raise it in the run."
                 raise BadRequest(told, 403, "session_limit")
-            if total > (most := self.settings.parallel):
-                told = (
-                    f"this session would have {total} completions open at once, but agent_parallel allows {most}: wait "
-                    "for answers before further requests."
-                )
+            if total > (most := self.config.agent_parallel):
+                told = f"{total} completions would be open, but agent_parallel allows {most}: wait for answers first."
                 raise BadRequest(told, 429, "too_many_requests")
             self._requests, self._open_requests = self._requests + 1, total
 
@@ -164,12 +133,11 @@ class Session:
         """Return the outcome of the program if it has ended or exceeded the timeout, else None."""
         if self.program.future.done():
             return self.program.future.result()
-        limit = self.settings.timeout
+        limit = self.config.agent_timeout
         is_late = limit is not None and time.perf_counter() > self.began + limit
         return Outcome("late", None, limit or 0.0) if is_late else None
 
     def end(self, n: int) -> None:
-        """Count a request for ``n`` completions as closed."""
         with self._lock:
             self._open_requests -= n
 

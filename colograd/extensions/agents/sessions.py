@@ -28,6 +28,7 @@ import pyarrow as pa
 import torch
 
 from ...batch import Group, Logged, Prompt, Rollout
+from ...config import GRPOConfig
 from ...engine.protocol import Engine
 from ...engine.sampling import Sampling
 from ...parallel import watchdog
@@ -39,7 +40,7 @@ from ...usercode.untrusted import clean, own_copy
 from .context import ChatFormat
 from .engine.chat_api import ChatAPI
 from .programs import CommandProgram, FunctionProgram
-from .session import AgentSettings, Session, WorkQueue
+from .session import Session, WorkQueue
 from .turn_rewards import FAILURE, JUDGED, SESSION, problem_with
 
 POLL = 0.05  # Maximum seconds of one wait for the programs while the engine has no requests.
@@ -68,16 +69,15 @@ class SessionLog:
     def __init__(self, folder: Path, rank: int, conditions: Mapping[str, Any]) -> None:
         self._path, self._head = folder / f"rank-{rank:05d}{SUFFIX}", json.dumps(dict(conditions)).encode()
         self._file: RecordFile | None = None  # Log file of this rank, opened when the first session ends.
-        self._found: dict[int, dict[int, bytes]] = {}  # Records by prompt position and index in the group.
+        self._found: dict[tuple[int, int], bytes] = {}  # Records by prompt position and index in the group.
         for path in sorted(folder.glob(f"rank-*{SUFFIX}")):
             with contextlib.suppress(OSError):  # E.g. another rank has deleted the file.
                 records = read_records(path)
                 if next(records, None) != Record(HEAD, self._head):
                     path.unlink()
                     continue
-                for record in records:
-                    of_prompt = self._found.setdefault(record.position, {})
-                    of_prompt[int.from_bytes(record.content[:PLACE], "big")] = record.content[PLACE:]
+                for position, content in records:
+                    self._found[position, int.from_bytes(content[:PLACE], "big")] = content[PLACE:]
 
     def add(self, prompt: Prompt, index: int, rollout: Rollout) -> None:
         """Write a finished session, so that its record survives the end of this process. A failed write is ignored."""
@@ -90,18 +90,17 @@ class SessionLog:
                     self._file.append(Record(HEAD, self._head))
             self._file.append(Record(prompt.position, index.to_bytes(PLACE, "big") + group_bytes(recorded)))
 
-    def recall(self, prompt: Prompt) -> dict[int, Rollout]:
-        """Return a prompt's sessions in the log as rollouts, by their index in the group."""
+    def recall(self, prompt: Prompt, size: int) -> dict[int, Rollout]:
+        """Return a prompt's sessions in the log as rollouts, by their index in the group of ``size`` sessions."""
         rollouts = {}
-        for index, content in self._found.get(prompt.position, {}).items():
-            with contextlib.suppress(JournalError):  # The record is damaged or of another prompt.
-                rollouts[index] = group_of(content, prompt).group.rollouts[0]
+        for index in range(size):
+            with contextlib.suppress(KeyError, JournalError):  # No record, a damaged one, or one of another prompt.
+                rollouts[index] = group_of(self._found[prompt.position, index], prompt).group.rollouts[0]
         return rollouts
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-            self._file = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +169,10 @@ class AgentSessions:
     """
 
     def __init__(
-        self, engine: Engine, agent: Agent, api: ChatAPI, form: ChatFormat, settings: AgentSettings,
+        self, engine: Engine, agent: Agent, api: ChatAPI, form: ChatFormat, config: GRPOConfig,
         log: Callable[[], SessionLog | None] = lambda: None,
     ) -> None:  # fmt: skip
-        self.engine, self.agent, self.api, self.form, self.settings = engine, agent, api, form, settings
+        self.engine, self.agent, self.api, self.form, self.config = engine, agent, api, form, config
         self.log = log
         self.may_fail = True  # A group with a failed session gets no rewards, see `turn_rewards`.
         self.counts: dict[str, float] = defaultdict(float)  # Sums of the metrics ``agent/...`` until `take_counts`.
@@ -189,12 +188,11 @@ class AgentSessions:
             return
         log, size, running = self.log(), sampling.n, list[Session]()
         # Rollouts of ended sessions, by prompt position and index in the group. At first they come from the log.
-        known = {prompt.position: log.recall(prompt) if log is not None else {} for prompt in prompts}
-        over = {at: {index: each for index, each in own.items() if index < size} for at, own in known.items()}
+        over = {prompt.position: {} if log is None else log.recall(prompt, size) for prompt in prompts}
         pairs = [(prompt, index) for prompt in prompts for index in range(size) if index not in over[prompt.position]]
-        waiting = [Session(prompt, index, self.form, self.settings) for prompt, index in pairs]
+        waiting = [Session(prompt, index, self.form, self.config) for prompt, index in pairs]
         queue = WorkQueue(self.engine)
-        endpoint = Endpoint(self.api, queue, sampling, (seed, purpose), self.engine.context, self.settings.refuses)
+        endpoint = Endpoint(self.api, queue, sampling, (seed, purpose), self.engine.context)
 
         def stop(sessions: Sequence[Session], why: str) -> None:
             for session in sessions:
@@ -211,7 +209,7 @@ class AgentSessions:
                     yield Group(prompt.example, rollouts, prompt.position)
                 if not over:
                     return
-                while waiting and len(running) < self.settings.at_once:
+                while waiting and len(running) < (self.config.agent_sessions or self.engine.max_sequences):
                     session = waiting.pop(0)
                     endpoint.sessions[session.key] = session
                     session.began = time.perf_counter()
@@ -228,7 +226,7 @@ class AgentSessions:
                     if outcome.kind == "died" and outcome.value[0] in TERMINATED and not session.is_repeated:
                         # Run the session once more: a scheduler probably sent the signal to all the job's processes.
                         stop([session], "its program was terminated")
-                        waiting.insert(0, Session(prompt, index, self.form, self.settings, is_repeated=True))
+                        waiting.insert(0, Session(prompt, index, self.form, self.config, is_repeated=True))
                         continue
                     late = f"agent_timeout ({outcome.seconds:g} s) is over"
                     stop([session], late if outcome.kind == "late" else "its program has ended")
@@ -247,7 +245,7 @@ class AgentSessions:
         self.counts["agent/seconds"] += time.perf_counter() - session.began
         if failure:
             self.counts["agent/failures"] += 1
-            if self.settings.raises:
+            if self.config.agent_on_error == "raise":
                 raise RuntimeError(
                     f"agent {self.agent.name!r}, prompt {session.prompt.position}, session {session.index}: "
                     f"{failure} Correct the program, or set agent_on_error: abstain (a group with a failed "
@@ -256,9 +254,7 @@ class AgentSessions:
         return session.rollout(version, {**columns, SESSION: session.turns, FAILURE: failure})
 
     def take_counts(self) -> dict[str, float]:
-        """Return the sums of the metrics ``agent/...`` since the last call of `take_counts`."""
-        taken = dict(self.counts)
-        self.counts.clear()
+        taken, self.counts = dict(self.counts), defaultdict(float)
         return taken
 
 

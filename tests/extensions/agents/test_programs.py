@@ -66,7 +66,7 @@ def test_a_model_that_reads_images_is_refused_at_the_start() -> None:
     settings: Any = SimpleNamespace(router_replay=False, replays_truncation=False)
     feature = AgentFeature.of(tiny.trainer_arguments(agent=run), settings)
     assert feature is not None
-    with pytest.raises(ValueError, match="a-model reads images, and an agent's sessions are texts"):
+    with pytest.raises(ValueError, match="a-model reads images: agents need a model that reads only text"):
         feature.check_policy(policy, settings)
 
 

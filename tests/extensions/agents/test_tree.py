@@ -13,8 +13,7 @@ import torch
 from tree_cases import sequences
 
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
-from colograd.extensions.agents.branches import Branch, branches_of
-from colograd.extensions.agents.tree import TokenTree
+from colograd.extensions.agents.branches import Branch, TokenTree, branches_of
 from colograd.extensions.agents.turn_rewards import problem_with, with_turn_rewards
 from colograd.losses.advantages import AdvantageEstimator
 from colograd.policy.attention import keys_in_place_from
