@@ -90,9 +90,8 @@ class Environment:
         names = [name for name, _ in inspect.getmembers(type(self.instance), predicate=inspect.isfunction)]
         if "reset" not in names:
             raise ValueError(
-                f"environment_factory makes a {type(self.instance).__name__}, which has no method `reset`: define "
-                "one. It begins an episode from the row's columns, and returns None or a text to append to the "
-                "prompt."
+                f"environment_factory makes a {type(self.instance).__name__}, which has no method `reset`: define one. "
+                "It begins an episode from the row's columns, and returns None or a text to append to the prompt."
             )
         tools = [name for name in names if name not in CONTROL and not name.startswith("_")]
         return {name: getattr(self.instance, name) for name in tools}
@@ -137,10 +136,6 @@ class Environments:
         """Return whether one more environment may be lent. The limit is at least ``group``, the number of conversations
         in a group, so that a whole group can run."""
         return self._limit is None or sum(not each.stuck for each in self._lent) < max(self._limit, group)
-
-    def begin_scoring(self, groups: Sequence[Group]) -> None:
-        """Record that reward functions use the environments of ``groups`` until `end_scoring`."""
-        self.in_scoring |= {group.position for group in groups}
 
     def end_scoring(self, groups: Sequence[Group]) -> None:
         """Make the environments of ``groups`` free again, because their reward functions have returned."""
@@ -193,7 +188,6 @@ class Environments:
             raise
 
     def close(self) -> None:
-        """End the threads of all environments."""
         for environment in self._known.values():
             if environment.thread is not None:
                 environment.thread.close()
@@ -236,7 +230,7 @@ def lending_stages(sampler: Any) -> Callable[[Stages], Stages] | None:
 def begin_lent(environments: Environments, begin: BeginScore, groups: Sequence[Group]) -> PendingRewards:
     """Start to score groups. Make their environments free when the last reward function's call in this process has
     ended, because worker processes and reward models don't use environments."""
-    environments.begin_scoring(groups)
+    environments.in_scoring |= {group.position for group in groups}
     pending, here = begin(groups), iter(list[Future[Any]]())
     if isinstance(pending, Scoring):
         pairs = zip(pending.scorer.rewards, pending.calls, strict=True)

@@ -52,11 +52,8 @@ class ToolFeature(SourceFeature):
             most = config.environments_at_once if config.reward_call == "group" else None
             workers, timeout = config.tool_workers, config.tool_timeout
             return cls(Toolbox(tools, factory, workers, timeout, config.main_thread_tools, most))
-        if config.main_thread_tools:
-            raise ValueError(
-                f"main_thread_tools is {config.main_thread_tools}, but there are neither tools nor environments: "
-                "remove main_thread_tools."
-            )
+        if names := config.main_thread_tools:
+            raise ValueError(f"main_thread_tools is {names}, but there are neither tools nor environments: remove it.")
         return None
 
     def check_policy(self, policy: Policy, config: GRPOConfig) -> None:
@@ -74,8 +71,7 @@ class ToolFeature(SourceFeature):
             )
         if config.max_steps <= 0:
             raise ValueError(
-                f"train_dataset is missing and max_steps is {config.max_steps}, but without a dataset only "
-                "max_steps can end the training: set max_steps."
+                f"max_steps is {config.max_steps}, but only it ends a run without a dataset: set max_steps."
             )
         rows = (config.prompts_per_step or 1) * (config.steps_per_generation or 1)
         return Dataset.from_dict({"prompt": [EMPTY] * rows})

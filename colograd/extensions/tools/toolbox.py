@@ -35,7 +35,7 @@ from ...runtime.importing import find_object
 from ...usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, place_in, raised_outcome, when_done
 from ...usercode.untrusted import clean, own_copy
 from ...usercode.worker_pool import WorkerPool
-from .environments import Advise, Environment, Environments, factory_names, on_this_device
+from .environments import Environment, Environments, factory_names, on_this_device
 
 COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
 PARTS = ("text", "image", "image_url", "audio", "video")  # Types of content parts in chat templates.
@@ -84,44 +84,6 @@ class RunningCall:
         self.future.cancel()
 
 
-@dataclass(slots=True)
-class Answers:
-    """The pending outcomes of all tool calls in one assistant message, or of an environment's `reset`."""
-
-    calls: list[RunningCall]
-    timeout: float | None
-    advise: Advise
-
-    def done(self) -> bool:
-        """Return whether no call needs further waiting."""
-        return all(call.done() for call in self.calls)
-
-    def outcomes(self) -> list[tuple[str, Outcome]]:
-        """Return (tool's name, outcome) for each call, in order. Calls of the main thread run now. Other calls that
-        haven't ended get the outcome ``late``."""
-        outcomes = []
-        for call in self.calls:
-            if call.run is not None:
-                call.run()
-            outcome = Outcome("late", None, self.timeout or 0.0)
-            if not call.future.done():
-                call.abandon()
-            else:
-                try:
-                    outcome = call.future.result()
-                except (Exception, CancelledError) as error:  # E.g. an async tool's call lacks a required argument.
-                    outcome = raised_outcome(error)
-            if call.declarable is not None:
-                self.advise(call.declarable, outcome)
-            outcomes.append((call.name, outcome))
-        return outcomes
-
-    def abandon(self) -> None:
-        """Cancel all calls, because the conversation won't read their outcomes."""
-        for call in self.calls:
-            call.abandon()
-
-
 class Toolbox:
     """The tools and environments of a run: starts their calls and returns their answers.
 
@@ -149,9 +111,7 @@ class Toolbox:
             function = find_object(tool, "tool", callable) if isinstance(tool, str) else tool
             name = getattr(function, "__name__", None)
             if not callable(function) or not name:
-                raise ValueError(
-                    f"tools has {function!r}, but a tool must be a function: use functions or import paths."
-                )
+                raise ValueError(f"tools has {function!r}, but a tool must be a function or a function's import path.")
             if name in self._tools:
                 raise ValueError(f"two tools are called {name!r}, but the model needs distinct names: rename one.")
             self._tools[name] = function
@@ -196,40 +156,52 @@ class Toolbox:
         """Return the JSON schemas of the tools that the conversation of a dataset row may call."""
         return self._schemas[self._factory_of(row)]
 
-    def open(self, row: dict[str, Any]) -> tuple[Environment | None, Answers | None]:
-        """Begin a row's conversation. Return its environment and the pending answer of its ``reset(**row)``, or None
-        twice if the run has no environments."""
+    def open(self, row: dict[str, Any]) -> tuple[Environment | None, list[RunningCall]]:
+        """Begin a row's conversation. Return its environment and the call of its ``reset(**row)``. Without environments
+        return None and no call."""
         if not self.factories:
-            return None, None
+            return None, []
         environment = self.environments.lend(self._factory_of(row))
         arguments = {name: value for name, value in row.items() if not (self.by_name and name == "environment")}
         if arguments.get("prompt") == EMPTY:
             del arguments["prompt"]
-        begun = self._start("reset", environment.instance.reset, arguments, environment)
-        return environment, Answers([begun], self.timeout, self._advise_main_thread)
+        return environment, [self._start("reset", environment.instance.reset, arguments, environment)]
 
-    def call(self, environment: Environment | None, calls: Sequence[ToolCall]) -> Answers:
-        """Start the tool calls of one assistant message. Return their pending answers without waiting."""
+    def call(self, environment: Environment | None, calls: Sequence[ToolCall]) -> list[RunningCall]:
+        """Start the tool calls of one assistant message. Return the running calls without waiting."""
         self.counts["tools/calls"] += len(calls)
-        methods, of_environment = environment.methods if environment is not None else {}, 0
-        running = []
+        methods = environment.methods if environment is not None else {}
+        running: list[RunningCall] = []
         for call in calls:
             if call.name in self._tools:
                 running.append(self._start(call.name, self._tools[call.name], call.arguments))
             elif environment is not None and call.name in methods and not environment.stuck:
-                method = methods[call.name]
-                running.append(self._start(call.name, method, call.arguments, environment, of_environment))
-                of_environment += 1
+                earlier = sum(each.environment is not None for each in running)
+                running.append(self._start(call.name, methods[call.name], call.arguments, environment, earlier))
             else:
-                line = f"ValueError: Tool {call.name} not found."
-                if call.name in methods:
-                    line = "RuntimeError: The environment is stuck."
+                missing = f"ValueError: Tool {call.name} not found."
+                line = "RuntimeError: The environment is stuck." if call.name in methods else missing
                 running.append(RunningCall(call.name, Future()))
                 running[-1].future.set_result(Outcome("raised", (line, ""), 0.0))
         if self.on_call is not None:
             for begun in running:
                 when_done(begun.future, functools.partial(self.on_call, begun.name))
-        return Answers(running, self.timeout, self._advise_main_thread)
+        return running
+
+    def outcome(self, call: RunningCall) -> Outcome:
+        """Return a call's outcome. A call of the main thread runs now. Another call that hasn't ended is ``late``."""
+        if call.run is not None:
+            call.run()
+        if not call.future.done():
+            call.abandon()
+            return Outcome("late", None, self.timeout or 0.0)
+        try:
+            outcome = call.future.result()
+        except (Exception, CancelledError) as error:  # E.g. an async tool's call lacks a required argument.
+            outcome = raised_outcome(error)
+        if call.declarable is not None:
+            self._advise_main_thread(call.declarable, outcome)
+        return outcome
 
     def _start(
         self, name: str, function: Callable[..., Any], arguments: dict[str, Any],
@@ -277,22 +249,18 @@ class Toolbox:
             stacklevel=3,
         )
 
-    def told(self, answers: Answers, images: bool = False) -> list[dict[str, Any]]:
+    def told(self, calls: Sequence[RunningCall], images: bool = False) -> list[dict[str, Any]]:
         """Return one message of role `tool` per call, with the returned value or an error (e.g. late)."""
         messages = []
-        for name, outcome in answers.outcomes():
+        for call in calls:
+            outcome = self.outcome(call)
             self.counts["tools/seconds"] += outcome.seconds
             self.counts["tools/timeouts"] += outcome.kind == "late"
             try:
                 content = answer_content(outcome, images)
             except Exception as error:
-                self.counts["tools/failures"] += 1
-                if outcome.kind == "value":
-                    self._warn_once("unshown", name, f"what tool {name!r} returned can't be shown ({error})")
-                elif outcome.kind == "raised" and (place := place_in(outcome.value[1])):  # raised by the tool itself
-                    self._warn_once("raised", name, f"tool {name!r} raised {outcome.value[0]} ({place})")
-                content = str({"error": str(error)})
-            messages.append({"role": "tool", "name": name, "content": content})
+                content = self._failed(call.name, error, outcome)
+            messages.append({"role": "tool", "name": call.name, "content": content})
         return messages
 
     def refused(self, messages: Sequence[dict[str, Any]], error: Exception) -> list[dict[str, Any]]:
@@ -300,32 +268,34 @@ class Toolbox:
         shown = []
         for message in messages:
             if isinstance(shown_content(message["content"], images=True), list):
-                self.counts["tools/failures"] += 1
-                what = f"what tool {message['name']!r} returned can't be shown ({error})"
                 remedy = " The chat template must write images in tools' answers."
-                self._warn_once("unshown", message["name"], what, remedy)
-                message = {**message, "content": str({"error": str(error)})}
+                message = {**message, "content": self._failed(message["name"], error, remedy=remedy)}
             shown.append(message)
         return shown
 
-    def _warn_once(self, kind: str, name: str, what: str, remedy: str = "") -> None:
-        """Warn once per tool and kind of failure, because otherwise only the model would see the error."""
-        if (kind, name) not in self._warned:
-            self._warned.add((kind, name))
+    def _failed(self, name: str, error: Exception, outcome: Outcome | None = None, remedy: str = "") -> str:
+        """Count a failed call, and return the content with its error. Warn once if the tool raised, and once if its
+        value can't be shown, because otherwise only the model would see the error."""
+        self.counts["tools/failures"] += 1
+        problem = f"what tool {name!r} returned can't be shown ({error})"
+        if outcome is not None and outcome.kind != "value":
+            place = place_in(outcome.value[1]) if outcome.kind == "raised" else ""
+            problem = place and f"tool {name!r} raised {outcome.value[0]} ({place})"  # Empty: the call was wrong.
+        key = (problem.partition(" ")[0], name)
+        if problem and key not in self._warned:
+            self._warned.add(key)
             warnings.warn(
-                f"{what}. The model reads the error, now and at later failures. The metric tools/failures counts "
+                f"{problem}. The model reads the error, now and at later failures. The metric tools/failures counts "
                 f"failed calls.{remedy}",
                 stacklevel=3,
             )
+        return str({"error": str(error)})
 
     def take_counts(self) -> dict[str, float]:
         """Return the sums ``tools/calls``, ``/failures``, ``/timeouts`` and ``/seconds``, and set the sums to 0."""
-        taken = dict.fromkeys(COUNTS, 0.0) | self.counts
-        self.counts.clear()
-        return taken
+        return {name: self.counts.pop(name, 0.0) for name in COUNTS}
 
     def close(self) -> None:
-        """End the worker processes and the environments' threads."""
         self.environments.close()
         self._pool.close()
 
@@ -385,34 +355,21 @@ def answer_content(outcome: Outcome, images: bool = False) -> Any:
         return shown
 
 
-def shown_content(content: Any, images: bool) -> Any:
-    """Return a tool's value for the model: content parts if the value has images and ``images`` is true, else text."""
-    if not images or not _is_parts(content) or all(part["type"] != "image" for part in content):
-        return text_of(content)
-    (in_rgb,) = registry.hooks_of("images", "picture")
-    return [
-        {"type": "image", "image": in_rgb(part.get("image"), "the tool's answer")}
-        if part["type"] == "image"
-        else {"type": "text", "text": text_of([part])}
-        for part in content
-    ]
-
-
-def characters(content: Any) -> int:
-    """Count the characters of the texts in a tool's value. Images count as 0."""
-    texts = [part.get("text", "") for part in content] if _is_parts(content) else [content]
-    return sum(len(str(text)) for text in texts)
-
-
-def _is_parts(content: Any) -> bool:
+def shown_content(content: Any, images: bool = False) -> Any:
+    """Return a tool's value for the model: content parts if the value has images and ``images`` is true, else text.
+    Text parts are joined. Raise a ValueError if a list has other content parts."""
     is_list = isinstance(content, list) and bool(content)
-    return is_list and all(isinstance(part, dict) and part.get("type") in PARTS for part in content)
-
-
-def text_of(content: Any) -> str:
-    """Return a tool's value as text: text parts are joined. Raise a ValueError if a list has other content parts."""
-    if not _is_parts(content):
+    if not is_list or not all(isinstance(part, dict) and part.get("type") in PARTS for part in content):
         return str(clean(str(content)))
-    if others := [part["type"] for part in content if part["type"] != "text"]:
+    kinds = [part["type"] for part in content]
+    if images and "image" in kinds:
+        (in_rgb,) = registry.hooks_of("images", "picture")
+        return [
+            {"type": "image", "image": in_rgb(part.get("image"), "the tool's answer")}
+            if part["type"] == "image"
+            else {"type": "text", "text": shown_content([part])}
+            for part in content
+        ]
+    if others := [kind for kind in kinds if kind != "text"]:
         raise ValueError(f"A part of type {others[0]!r} can't be shown to the model, which reads only text.")
     return str(clean("".join(str(part["text"]) for part in content)))
