@@ -32,8 +32,7 @@ FILE = "in_flight_{rank}.records"  # Name of a rank's file of groups in flight i
 HEAD = 0  # Position number of a file's first record, which holds the number of groups and no group.
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
+class VersionSpan(NamedTuple):
     """Consecutive tokens of a completion that were sampled with the same weights."""
 
     length: int  # Number of consecutive tokens.
@@ -67,7 +66,7 @@ class Versions(Rider):
         return TokenAges(to_device_async(ages, row.device))
 
     def to_json(self) -> Any:
-        return [[span.length, span.version] for span in self.spans]
+        return [[*span] for span in self.spans]
 
     @classmethod
     def from_json(cls, value: Sequence[Sequence[Any]], rollout: Rollout) -> Self:
@@ -153,16 +152,14 @@ class InFlight:
     def begin(self, prompts: Sequence[Prompt], version: int) -> list[Group]:
         """Return a group for each prompt of the round at step ``version``: a carried group, or a new one without
         tokens."""
-        begun = {
-            group.position: group
-            for group in self.groups
-            if any(each.completion_ids or each.finish_reason is not FinishReason.ABORT for each in group.rollouts)
-        }
         nothing = array("i"), torch.empty(0), torch.empty(0, dtype=torch.bool), FinishReason.ABORT, version
-        new = (
-            Group(each.example, (Rollout(each.input, *nothing),) * self.completions, each.position) for each in prompts
-        )
-        return [begun.get(group.position, group) for group in new]
+        groups = {
+            p.position: Group(p.example, (Rollout(p.input, *nothing),) * self.completions, p.position) for p in prompts
+        }
+        for group in (group for group in self.groups if group.position in groups):
+            if any(each.completion_ids or each.finish_reason is not FinishReason.ABORT for each in group.rollouts):
+                groups[group.position] = group
+        return [*groups.values()]
 
     def due(self, groups: Sequence[Group], version: int) -> set[int]:
         """Return the positions of the oldest groups of maximum age, at most `takes`. The round at step ``version`` must
