@@ -163,7 +163,6 @@ def sides(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     from colograd.engine.vllm_engine import VLLMEngine
     from colograd.extensions.agents.context import ChatFormat
     from colograd.extensions.agents.engine.chat_api import ChatAPI
-    from colograd.extensions.agents.session import AgentSettings
     from colograd.extensions.agents.sessions import Agent, AgentSessions
 
     config = GRPOConfig(output_dir=folder, num_generations=2, report_to="none")
@@ -197,10 +196,9 @@ def sides(options: argparse.Namespace, folder: str) -> dict[str, Any]:
         return float(reply["usage"]["completion_tokens"])
 
     api, form = ChatAPI(tokenizer, "policy", "", "", ""), ChatFormat(tokenizer, {}, [tokenizer.eos_token_id])
-    settings = AgentSettings(None, options.sessions, 8, 8, refuses=True, raises=True)
     programs = {"light": by_light, "openai": by_openai}
     writers: dict[str, Any] = {PLAIN: engine}
-    writers |= {name: AgentSessions(engine, Agent.of(programs[name]), api, form, settings) for name in options.clients}
+    writers |= {name: AgentSessions(engine, Agent.of(programs[name]), api, form, config) for name in options.clients}
 
     def run(writer: Any, tokens: int = options.tokens) -> int:
         drawn = dataclasses.replace(sampling, max_tokens=tokens)
@@ -244,7 +242,7 @@ def medians(runs: Iterable[dict[str, float]]) -> dict[str, float]:
 def trees(sessions: int = 16, depth: int = 12) -> dict[str, float]:
     """Tokens of made-up sessions through the model: of packed trees, and of their branches in separate rows."""
     from colograd.batch import FinishReason
-    from colograd.extensions.agents.tree import TokenTree
+    from colograd.extensions.agents.branches import TokenTree
 
     draw = random.Random(0)
 

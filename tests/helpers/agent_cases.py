@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # scripts set threads before torch is imported
@@ -106,16 +107,15 @@ def run(
         each: is called with each group when it is whole.
         columns: further columns of each row, next to its question.
         calls: the model is made to call `add` in every turn; False: it samples freely.
-        settings: of `AgentSettings`.
+        settings: the run's settings of agents that are other than the trainer's.
     """
     from colograd.batch import Prompt
     from colograd.engine.sampling import Sampling
     from colograd.extensions.agents.sessions import Agent, AgentSessions
 
     own: AgentSessions = trainer.sampler.source
-    source = AgentSessions(
-        trainer.engine, Agent.of(agent), own.api, own.form, dataclasses.replace(own.settings, **settings)
-    )
+    config: Any = SimpleNamespace(**{**vars(trainer.args), **settings})
+    source = AgentSessions(trainer.engine, Agent.of(agent), own.api, own.form, config)
     sampling = Sampling(size, 40, 1.0, {})
     if calls:
         sampling = dataclasses.replace(Sampling.for_training(trainer.args), n=size)

@@ -240,7 +240,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "no dataset and no end": (
         lambda _: without_dataset(Game),
         "max_steps is -1",
-        "without a dataset only max_steps can end the training",
+        "but only it ends a run without a dataset",
         "set max_steps",
     ),
     "another trainer's configuration": (

@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +67,7 @@ class Strict(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if state.global_step == 2:
-            source.settings = replace(source.settings, raises=True)
+            source.config = SimpleNamespace(**{**vars(source.config), "agent_on_error": "raise"})
 
 
 clock = Clock()

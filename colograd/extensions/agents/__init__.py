@@ -2,8 +2,9 @@
 
 `AgentSessions` (`sessions`) is the rollout source. It starts one run of the program (a session) per completion
 (`programs`). During a generation an HTTP server on loopback answers the programs' requests (`endpoint`). All requests
-go into the queue of one engine (`WorkQueue`). `context` converts a request to token ids, and keeps the sampled ids of
-earlier answers. Each session (`session`) becomes a `Rollout` with branches (`tree`).
+to a server go into the queue of one engine (`WorkQueue`). `context` converts chat messages to token ids, in which
+earlier answers keep their sampled ids. Each session (`session`) becomes a `Rollout`, with branches if needed
+(`branches`).
 """
 
 HOOKS: dict[str, str | tuple[str, ...]] = {

@@ -1,51 +1,36 @@
 """The HTTP endpoint that agents' programs call: OpenAI's chat completions, completions, models; Anthropic's messages.
 
 `served` runs the endpoint on loopback, in a thread, during a generation. A request's API key identifies its session.
-Streamed tokens are sent while they are sampled. A streamed request for several answers gets all answers at the end.
+A streamed request gets all of its events when its answers are complete.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from ...engine.sampling import Sampling, request_seed
 from ...usercode.untrusted import CHARACTERS, parse_json
-from .context import Context, TooLong, UnreadableMessages
-from .engine.chat_api import STREAMS, BadRequest, Call, ChatAPI, Choice, Stream
+from .context import Context, TooLong
+from .engine.chat_api import BadRequest, Call, ChatAPI, Choice, events
 from .session import Session, Work, WorkQueue
 
 APIS = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/messages": "messages"}
+LARGEST = 32 * 2**20  # Maximum bytes of a request's body.
 GRACE_SECONDS = 1  # Seconds for the server to finish sending answers when it ends.
 STOP_SECONDS = 10.0  # Maximum seconds to wait for the server's thread to end.
 KEEP_ALIVE_SECONDS = 600  # Seconds to keep an idle connection, because a tool may run for long between two requests.
-
-
-GONE = object()  # Stands for an answer once the program has closed the connection.
-
-
-class _Events(StreamingResponse):
-    """A response of server-sent events. ``closing`` is closed at the end, even if sending fails."""
-
-    media_type = "text/event-stream"
-    closing: contextlib.ExitStack
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self.closing:
-            await super().__call__(scope, receive, send)
 
 
 class Endpoint:
@@ -54,17 +39,16 @@ class Endpoint:
     Args:
         seeds: the run's seed, and the purpose (`train` or `eval`).
         context: maximum number of tokens in a sequence.
-        refuses: whether a request with sampling settings other than the run's is an error, not an untrained answer.
     """
 
     def __init__(
-        self, api: ChatAPI, queue: WorkQueue, sampling: Sampling, seeds: tuple[int, str], context: int, refuses: bool
-    ) -> None:  # fmt: skip
-        self.api, self.queue, self.sampling, self.context, self.refuses = api, queue, sampling, context, refuses
+        self, api: ChatAPI, queue: WorkQueue, sampling: Sampling, seeds: tuple[int, str], context: int
+    ) -> None:
+        self.api, self.queue, self.sampling, self.context = api, queue, sampling, context
         self._seed, self._purpose = seeds
-        self.sessions: dict[str, Session] = {}  # sessions by API key, including ended sessions
-        routes = [Route(path, self._answering(api_name), methods=["POST"]) for path, api_name in APIS.items()]
-        routes.append(Route("/v1/models", self._answering("models"), methods=["GET"]))
+        self.sessions: dict[str, Session] = {}  # Sessions by API key, including ended sessions.
+        routes = [Route(path, partial(self._respond, api_name), methods=["POST"]) for path, api_name in APIS.items()]
+        routes.append(Route("/v1/models", partial(self._respond, "models"), methods=["GET"]))
         handlers: Mapping[Any, Callable[..., Any]] = {404: self._no_such_path, 405: self._no_such_path}
         self.app = Starlette(routes=routes, exception_handlers=handlers)
 
@@ -73,42 +57,43 @@ class Endpoint:
         missing = f"{request.method} {request.url.path} isn't served here: {there}"
         return self._failed("chat", BadRequest(missing, 404, "not_found"))
 
-    def _answering(self, api: str) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            try:
-                bearer = request.headers.get("authorization", "")
-                has_bearer = bearer.lower().startswith("bearer ")
-                key = bearer[7:].strip() if has_bearer else request.headers.get("x-api-key", "")
-                if (session := self.sessions.get(key)) is None:
-                    told = "no session has this API key: use the api_key that the program was given."
-                    raise BadRequest(told, 401, "no_key")
-                if api != "models":
-                    return await self._answer(api, session, request)
-                card = {"id": self.api.model, "object": "model", "created": 0, "owned_by": "colograd"}
-                return JSONResponse({"object": "list", "data": [card | {"max_model_len": self.context}]})
-            except BadRequest as error:
-                return self._failed(api, error)
-            except Exception as error:  # an error of the endpoint must not end the session
-                return self._failed(api, BadRequest(f"{type(error).__name__}: {error}", 500, "internal_error"))
-
-        return answer
+    async def _respond(self, api: str, request: Request) -> Response:
+        try:
+            bearer = request.headers.get("authorization", "")
+            has_bearer = bearer.lower().startswith("bearer ")
+            key = bearer[7:].strip() if has_bearer else request.headers.get("x-api-key", "")
+            if (session := self.sessions.get(key)) is None:
+                told = "no session has this API key: use the api_key that the program was given."
+                raise BadRequest(told, 401, "no_key")
+            if api != "models":
+                return await self._answer(api, session, request)
+            card = {"id": self.api.model, "object": "model", "created": 0, "owned_by": "colograd"}
+            return JSONResponse({"object": "list", "data": [card | {"max_model_len": self.context}]})
+        except BadRequest as error:
+            return self._failed(api, error)
+        except Exception as error:  # An error of the endpoint must not end the session.
+            return self._failed(api, BadRequest(f"{type(error).__name__}: {error}", 500, "internal_error"))
 
     def _failed(self, api: str, error: BadRequest) -> Response:
-        return JSONResponse(self.api.error(api, error.status, error.code, str(error)), error.status)
+        message = {"message": str(error)}
+        if api == "messages":
+            kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+            message["type"] = kinds.get(error.status, "invalid_request_error")
+            return JSONResponse({"type": "error", "error": message}, error.status)
+        return JSONResponse({"error": message | {"type": error.code, "param": None, "code": error.code}}, error.status)
 
-    async def _answer(self, api: str, session: Session, request: Request) -> Response:
-        began = time.perf_counter()
+    async def _call(self, api: str, session: Session, request: Request) -> Call:
         body = bytearray()
         async for part in request.stream():
             body += part
-            if len(body) > session.settings.body:
-                raise BadRequest(f"the request has more than {session.settings.body} bytes.", 413, "too_large")
+            if len(body) > LARGEST:
+                raise BadRequest(f"the request has more than {LARGEST} bytes.", 413, "too_large")
         try:
             content = parse_json(bytes(body), finite=True)
         except ValueError as error:
             raise BadRequest(f"the request's body isn't JSON: {error}") from None
         call = self.api.read(api, content, self.sampling)
-        if call.shaping and self.refuses:
+        if call.shaping and session.config.agent_sampling == "refuse":
             name, value = next(iter(call.shaping.items()))
             own = self.sampling.temperature if name == "temperature" else self.sampling.options.get(name, "not set")
             told = (
@@ -117,87 +102,50 @@ class Endpoint:
                 "requests without training on them."
             )
             raise BadRequest(told, 400, "sampling_settings")
+        return call
+
+    async def _answer(self, api: str, session: Session, request: Request) -> Response:
+        began, call = time.perf_counter(), await self._call(api, session, request)
         count = call.sampling.n * max(len(call.prompts), 1)
+        works: list[Work] = []
         session.begin(count)
-        with contextlib.ExitStack() as closing:
-            closing.callback(session.end, count)
-            contexts, works = self._contexts(session, call), list[Work]()
+        try:
+            contexts = self._contexts(session, call)
             for ids, _ in contexts:
                 text = f"{self._purpose}/{session.seed_text(ids)}"
                 works.append(Work(ids, call.sampling, request_seed(self._seed, session.prompt.position, text)))
-            # Each item is the list of all tokens so far. None: sampling has ended. GONE: the client disconnected.
-            news: asyncio.Queue[Any] = asyncio.Queue()
-            if call.request.stream and count == 1:
-                works[0].more = news.put_nowait
-
-            @closing.callback
-            def withdraw() -> None:
-                """Drop unfinished works, because the answer is complete or nobody waits for it."""
-                session.working.difference_update(works)
-                for work in works:
-                    if not work.future.done():
-                        work.future.cancel()
-                        self.queue.drop(work)
-
             session.working.update(works)
             for work in works:
                 self.queue.put(work)
-            if session.why_closed:  # a thread that didn't see these requests has closed the session
+            if session.why_closed:  # The engine's thread closed it, perhaps before these works.
                 self.close(session, session.why_closed)
-            done = asyncio.gather(*(work.future for work in works))
-            done.add_done_callback(lambda _: news.put_nowait(None))
+            done = asyncio.gather(*(asyncio.wrap_future(work.future) for work in works))
 
             async def disconnected() -> None:
                 while (await request.receive())["type"] != "http.disconnect":
                     pass
-                news.put_nowait(GONE)
 
             leaving = asyncio.ensure_future(disconnected())
-            try:
-                first = await news.get()
-            finally:
-                leaving.cancel()
-            if first is GONE:
+            either: set[asyncio.Future[Any]] = {done, leaving}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
                 return Response(status_code=499)
-            read = sum(len(ids) for ids, _ in contexts)
-
-            def choices() -> list[Choice]:
-                answers: list[Choice] = []
-                for (ids, context), samples in zip(contexts, done.result(), strict=True):
-                    own = [self.api.choice(call, sample, session.form.ends) for sample in samples]
-                    session.record(call, context, ids, samples, own, began)
-                    answers += own
-                return answers
-
-            if not call.request.stream:
-                return JSONResponse(self.api.response(call, choices(), read))
-            stream = STREAMS[api](self.api, call, read)
-            if first is None:
-                response = _Events([*stream.begin(), *stream.end(choices())])
-            else:
-                response = _Events(self._streamed(stream, first, news, choices))
-            response.closing = closing.pop_all()
-            return response
-
-    async def _streamed(
-        self, stream: Stream, first: list[int], news: asyncio.Queue[Any], choices: Callable[[], list[Choice]]
-    ) -> AsyncIterator[str]:
-        """Yield the server-sent events of one answer while its tokens are sampled."""
-        ids: Any = first
-        for event in stream.begin():
-            yield event
-        while ids is not None:
-            if ids is GONE:
-                return
-            for event in stream.more(ids):
-                yield event
-            ids = await news.get()
-        try:
-            for event in stream.end(choices()):
-                yield event
-        except BadRequest as error:  # the session ended while this answer was streamed
-            told = self.api.error(stream.call.api, error.status, error.code, str(error))
-            yield f"event: error\ndata: {json.dumps(told)}\n\n"
+            leaving.cancel()
+            choices: list[Choice] = []
+            for (ids, context), samples in zip(contexts, await done, strict=True):
+                own = [self.api.choice(call, sample, session.form.ends) for sample in samples]
+                session.record(call, context, ids, samples, own, began)
+                choices += own
+            answer = self.api.response(call, choices, sum(len(ids) for ids, _ in contexts))
+            if call.request.stream:
+                return Response("".join(events(call, answer)), media_type="text/event-stream")
+            return JSONResponse(answer)
+        finally:
+            session.end(count)
+            session.working.difference_update(works)
+            for work in works:  # Unfinished works are dropped, e.g. because the program has disconnected.
+                work.future.cancel()
+            self.queue.wake()
 
     def _contexts(self, session: Session, call: Call) -> list[tuple[list[int], Context | None]]:
         """Return (token ids, context) per prompt of a request. The context is None for a request without messages."""
@@ -226,8 +174,8 @@ class Endpoint:
                 "shorten the prompt (or raise vllm_max_model_length)."
             )
             raise BadRequest(told, 400, "context_length_exceeded") from None
-        except (BadRequest, UnreadableMessages) as error:
-            raise BadRequest(str(error)) from None
+        except BadRequest:
+            raise
         except Exception as error:  # malformed messages may cause any type of error
             raise BadRequest(f"the messages can't be read: {type(error).__name__}: {error}") from None
         return pairs
@@ -235,31 +183,27 @@ class Endpoint:
     def close(self, session: Session, why: str) -> None:
         """End a session and fail its open requests. Any thread may call this method."""
         session.close(why)
-        for work in session.working.copy():  # a copy, because the endpoint's thread changes the set
-            self.queue.drop(work)
-            work.fail(session.over())
+        for work in session.working.copy():  # A copy, because the endpoint's thread may change the set.
+            work.finish(session.over())
+        self.queue.wake()
 
 
 @contextlib.contextmanager
 def served(app: Any) -> Iterator[str]:
     """Serve an ASGI application on loopback, in a thread. Yield its address, such as ``http://127.0.0.1:41234``."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(2048)
-        config = uvicorn.Config(
-            app, log_level="critical", access_log=False, lifespan="off", ws="none", date_header=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=GRACE_SECONDS,
-        )  # fmt: skip
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, args=([listener],), name="colograd-endpoint", daemon=True)
-        thread.start()
-        while not server.started:
-            thread.join(0.005)
-            if not thread.is_alive():
-                raise RuntimeError("the agents' endpoint didn't start: see the error above.")
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(STOP_SECONDS)
+    config = uvicorn.Config(
+        app, port=0, log_level="critical", access_log=False, lifespan="off", ws="none", date_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=GRACE_SECONDS,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, name="colograd-endpoint", daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.005)
+        if not thread.is_alive():
+            raise RuntimeError("the agents' endpoint didn't start: see the error above.")
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(STOP_SECONDS)

@@ -1,4 +1,4 @@
-"""`AgentFeature`: adds an agent to a run. Runs of the agent's program (sessions) are the completions."""
+"""`AgentFeature`: adds an agent to a run. Each completion is then a run of the agent's program (a session)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from ...rollout.store import RolloutStore
 from ...runtime.importing import find_object, is_import_path
 from .context import ChatFormat
 from .engine.chat_api import ChatAPI
-from .session import AgentSettings
 from .sessions import Agent, AgentSessions, SessionLog, agent_reward
 from .turn_rewards import with_turn_rewards
 
-MESSAGES = 4096  # tokens reserved behind the longest prompt for an agent's messages and tools
+MESSAGES = 4096  # Tokens of context, in addition to the longest prompt, for an agent's messages and tool descriptions.
 
 
 class AgentFeature(SourceFeature):
@@ -34,21 +33,16 @@ class AgentFeature(SourceFeature):
 
     @classmethod
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
-        agent, others = arguments.sources["agent"], arguments.sources
+        agent = arguments.sources["agent"]
         if agent is None:
             return None
-        tools = others["tools"] or others["environment_factory"]
-        for name, other in (("rollout_func", others["rollout_func"]), ("tools", tools or None)):
-            if other is not None:
-                raise ValueError(
-                    f"agent and {name} are both set, but an agent's program sends all requests to the model, and runs "
-                    "tools itself: set only one of the two."
-                )
-        if config.router_replay:
+        if others := [name for name, value in arguments.sources.items() if name != "agent" and value]:
             raise ValueError(
-                "router_replay is true, but the experts that the engine chose aren't recorded for an agent's "
-                "sessions: set router_replay: false."
+                f"agent and {others[0]} are both set, but an agent's program sends all requests to the model, and runs "
+                "tools itself: set only one of the two."
             )
+        if config.router_replay:
+            raise ValueError("router_replay is true, but agents' sessions record no experts: set it to false.")
         if config.replays_truncation:
             raise ValueError(f"{TRUNCATED} the truncated distribution isn't recorded for agents: {UNCORRECTED}")
         # `node agent.js` and `./agent.sh` are commands. `agent.sh` is a command if it is on PATH, else an import path.
@@ -58,28 +52,22 @@ class AgentFeature(SourceFeature):
 
     def check_policy(self, policy: Policy, config: GRPOConfig) -> None:
         if policy.processor is not None:
-            raise ValueError(
-                f"agent is set, but {policy.path} reads images, and agents' sessions are texts: choose a text model."
-            )
+            raise ValueError(f"agent is set, but {policy.path} reads images: agents need a model that reads only text.")
 
     def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> AgentSessions:
-        """Return the rollout source of agent sessions. During training a log records the finished sessions."""
+        """Return the rollout source of agent sessions. A run with a rollout log also records ended sessions."""
         tokenizer, arguments = policy.tokenizer, dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
         form = ChatFormat(tokenizer, arguments, [token for token in policy.end_tokens if token is not None])
         api = ChatAPI(
             tokenizer, os.path.basename(policy.path.rstrip("/")) or "policy", str(tokenizer.chat_template),
             config.agent_tool_parser, config.agent_reasoning_parser, str(policy.model.config.model_type),
         )  # fmt: skip
-        settings = AgentSettings(
-            config.agent_timeout, config.agent_sessions or engine.max_sequences, config.agent_requests,
-            config.agent_parallel, refuses=config.agent_sampling == "refuse", raises=config.agent_on_error == "raise",
-        )  # fmt: skip
 
         def log() -> SessionLog | None:
             journal: RolloutStore | None = trainer.journal if trainer.is_in_train else None
             return journal.open_beside(SessionLog) if journal is not None else None
 
-        return AgentSessions(engine, self.agent, api, form, settings, log)
+        return AgentSessions(engine, self.agent, api, form, config, log)
 
     def digests(self) -> dict[str, str]:
         return {"agent_code": self.agent.digest()}

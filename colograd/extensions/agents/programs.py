@@ -21,8 +21,8 @@ from typing import Any
 from ...usercode.calls import Outcome, raised_outcome
 from ...usercode.untrusted import parse_json
 
-# Code of a new process, which becomes the agent's command and dies with the trainer. The code isn't run between fork
-# and exec in the trainer, because the code could deadlock in a process with threads.
+# Code of a new Python process, which becomes the agent's command and on Linux dies with the trainer. It isn't run as a
+# `preexec_fn` (between fork and exec), because Python code there could deadlock in a process with threads.
 STARTER = """
 import contextlib, ctypes, os, signal, sys
 with contextlib.suppress(OSError, AttributeError):  # not on Linux
@@ -34,8 +34,8 @@ try:
 except OSError as error:
     sys.exit(f"{sys.argv[1]}: {error.strerror}")
 """
-MOST_OUTPUT = 2**20  # Maximum bytes of a command's output in memory.
-SHOWN = 2000  # Maximum characters of the output in an error.
+MOST_OUTPUT = 2**20  # Maximum bytes of the end of a command's output, which is kept in memory.
+SHOWN = 2000  # Maximum characters of a command's output in an error.
 
 
 class FunctionProgram:
@@ -43,7 +43,7 @@ class FunctionProgram:
     async function has its own event loop, and `stop` cancels the function. A sync function can't be stopped."""
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-        self.future: Future[Outcome] = Future()  # the function's end completes the future; `stop` doesn't
+        self.future: Future[Outcome] = Future()  # Completed by the function's end, not by `stop`.
         self._function, self._arguments = function, dict(arguments)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
@@ -52,7 +52,7 @@ class FunctionProgram:
     def stop(self) -> None:
         """Cancel an async function, without waiting for its end. A sync function goes on."""
         if self._loop is not None and self._task is not None:
-            with contextlib.suppress(RuntimeError):  # raised if the event loop is already closed
+            with contextlib.suppress(RuntimeError):  # Raised if the function's event loop is already closed.
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
     def _run(self) -> None:
@@ -67,20 +67,21 @@ class FunctionProgram:
             if inspect.isawaitable(value):
                 value = asyncio.run(awaited(value))
             outcome = Outcome("value", value, time.perf_counter() - started)
-        except BaseException as error:  # SystemExit would end the thread and leave its session waiting for ever
+        except BaseException as error:  # SystemExit would end only this thread, and the session would wait.
             outcome = raised_outcome(error)
         self.future.set_result(outcome)
 
 
 class CommandProgram:
-    """Runs an agent command in a new process, which dies with the trainer. `stop` kills its process group. The command
-    reads ``given`` (JSON) from its standard input. Its value is its last printed line, if that is JSON."""
+    """Runs an agent command in a new process, which on Linux dies with the trainer. `stop` kills its process group. The
+    command reads ``given`` (JSON) from its standard input. Its value is its last line of output if that is JSON, or
+    None. A command that ends with another status than 0 has failed."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], given: Any) -> None:
         if shutil.which(command[0]) is None:
             raise FileNotFoundError(f"the command {command[0]!r} isn't found on PATH: install it, or correct agent.")
         self.future: Future[Outcome] = Future()
-        with tempfile.TemporaryFile() as row:  # not a pipe, because the command may not read it
+        with tempfile.TemporaryFile() as row:  # A file, because a pipe blocks if the command doesn't read it.
             row.write(json.dumps(given, default=str).encode())
             row.seek(0)
             self._process = subprocess.Popen(
@@ -97,19 +98,19 @@ class CommandProgram:
     def _run(self) -> None:
         started, process, output = time.perf_counter(), self._process, b""
         assert process.stdout is not None
-        while part := os.read(process.stdout.fileno(), 2**16):  # keep the end: output may be endless
+        while part := os.read(process.stdout.fileno(), 2**16):  # Keep only the end, because output may be endless.
             output = (output + part)[-MOST_OUTPUT:]
         status = process.wait()
         process.stdout.close()
         seconds, printed = time.perf_counter() - started, output.decode(errors="replace")
         value = None
-        with contextlib.suppress(ValueError, IndexError):  # the last line isn't JSON, or there is none
+        with contextlib.suppress(ValueError, IndexError):  # The last line isn't JSON, or there is no output.
             value = parse_json(printed.strip().splitlines()[-1])
         died = Outcome("died", (status, printed[-SHOWN:]), seconds)
         self.future.set_result(died if status else Outcome("value", value, seconds))
 
     def _reap(self) -> None:
-        """Wait for the command's end, then kill the processes that it left behind, which may keep its output open."""
+        """Wait for the command's end, then kill its process group: processes left in it may keep the output open."""
         with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # WNOWAIT keeps the process id reserved
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # WNOWAIT keeps its id reserved.
             self.stop()

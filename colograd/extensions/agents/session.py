@@ -1,60 +1,55 @@
 """`Session`: one run of an agent's program for one completion: API key, limits, requests and answers.
 
-A `WorkQueue` passes requests from the endpoint's thread to the engine's thread, which runs them between steps.
+A `WorkQueue` passes requests from the HTTP endpoint's thread to the engine's thread, which submits them to the engine.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import hashlib
 import secrets
 import threading
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ...batch import FinishReason, Prompt, Rollout
+from ...config import GRPOConfig
 from ...engine.protocol import Engine, Sampled
 from ...engine.sampling import Sampling
 from ...usercode.calls import Outcome
+from .branches import TokenTree
 from .context import ChatFormat, Context, SessionContexts
 from .engine.chat_api import BadRequest, Call, Choice
 from .programs import CommandProgram, FunctionProgram
-from .tree import TokenTree
 
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """A session's request to the engine. ``future`` belongs to the endpoint's event loop. If ``more`` isn't None, the
-    event loop calls it with all sampled tokens whenever there are new tokens."""
+    """A session's request to the engine. A cancelled or failed ``future`` drops the request."""
 
     prompt: Sequence[int]
     sampling: Sampling
     seed: int
-    more: Callable[[list[int]], object] | None = None
-    future: asyncio.Future[list[Sampled]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    is_dropped: bool = False  # Whether the session no longer waits for an answer.
+    future: Future[list[Sampled]] = field(default_factory=Future)
 
-    def finish(self, samples: list[Sampled]) -> None:
-        self.tell(lambda: None if self.future.done() else self.future.set_result(samples))
-
-    def fail(self, error: BaseException) -> None:
-        self.tell(lambda: None if self.future.done() else self.future.set_exception(error))
-
-    def tell(self, then: Callable[..., object], *arguments: object) -> None:
-        """Call a function in the endpoint's event loop."""
-        loop = self.future.get_loop()
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(then, *arguments)
+    def finish(self, result: list[Sampled] | Exception) -> None:
+        """Set the future's result or exception. Do nothing if another thread has finished or cancelled the future."""
+        with contextlib.suppress(InvalidStateError):
+            if isinstance(result, Exception):
+                self.future.set_exception(result)
+            else:
+                self.future.set_result(result)
 
 
 class WorkQueue:
-    """Requests to an engine. Any thread may add requests. The thread that owns the engine runs them in `step`."""
+    """Requests to an engine. Any thread may add requests. The engine's thread runs the requests in `step`."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -66,69 +61,47 @@ class WorkQueue:
         self._new.append(work)
         self.wake()
 
-    def drop(self, work: Work) -> None:
-        work.is_dropped = True
-        self.wake()
-
     def wake(self) -> None:
         """End the wait of an idle `step`."""
         self._changed.set()
 
     def step(self, idle_seconds: float) -> None:
-        """Submit new requests, run one engine step, and answer finished requests. Without requests, wait briefly."""
+        """Submit new requests, run one engine step, and answer finished requests. Without requests, wait briefly for
+        new ones."""
         self._changed.clear()
-        if dropped := [name for name, work in self._running.items() if work.is_dropped]:
+        if dropped := [name for name, work in self._running.items() if work.future.done()]:
             self.engine.abort(dropped)
             self._running = {name: work for name, work in self._running.items() if name not in dropped}
         for work in [self._new.popleft() for _ in range(len(self._new))]:
-            if work.is_dropped:
+            if work.future.done():
                 continue
             try:
-                name = self.engine.submit(work.prompt, work.sampling, work.seed, streams=work.more is not None)
-                self._running[name] = work
-            except Exception as error:  # not every version of vLLM raises ValueError for invalid requests
-                work.fail(BadRequest(f"the engine refuses the request: {error}"))
+                self._running[self.engine.submit(work.prompt, work.sampling, work.seed)] = work
+            except Exception as error:  # Not every version of vLLM raises ValueError for an invalid request.
+                work.finish(BadRequest(f"the engine refuses the request: {error}"))
         if not self._running:
             self._changed.wait(idle_seconds)
             return
-        finished_requests = self.engine.advance()
-        for name, ids in self.engine.written():
-            if (running := self._running.get(name)) is not None and running.more is not None:
-                running.tell(running.more, list(ids))
-        for name, samples in finished_requests:
+        for name, samples in self.engine.advance():
             if (finished := self._running.pop(name, None)) is not None:
                 finished.finish(samples)
 
     def close(self) -> None:
-        """Abort all running requests."""
         self.engine.abort([*self._running])
         self._running.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class AgentSettings:
-    """The settings of an agent's sessions."""
-
-    timeout: float | None  # Maximum seconds of a session. None means no limit.
-    at_once: int  # Maximum number of sessions at the same time.
-    requests: int  # Maximum number of a session's requests to the HTTP endpoint.
-    parallel: int  # Maximum number of a session's unfinished completions. A request for n completions adds n.
-    refuses: bool  # Whether requests with sampling settings other than the run's are errors.
-    raises: bool  # Whether a failed session ends the run. False leaves its group untrained.
-    body: int = 32 * 2**20  # Maximum bytes of a request's body.
-
-
 @dataclass(eq=False)
 class Session:
-    """The state of one run of an agent's program. The endpoint's thread and the engine's thread call its methods."""
+    """The state of one run of an agent's program. The HTTP endpoint's and the engine's threads call the methods."""
 
     prompt: Prompt
-    index: int  # index of the completion in its group
+    index: int  # Index of the completion in its group.
     form: ChatFormat
-    settings: AgentSettings
-    is_repeated: bool = False  # Whether the session runs a second time.
+    config: GRPOConfig
+    is_repeated: bool = False  # Whether this is the second run, because a signal ended the first.
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(32)}")
-    turns: list[dict[str, Any]] = field(default_factory=list)  # one dict per answer of the model
+    turns: list[dict[str, Any]] = field(default_factory=list)  # One dict per answer of the model.
     why_closed: str = ""  # The reason why the session is over. Empty: it isn't over.
 
     def __post_init__(self) -> None:
@@ -147,14 +120,12 @@ class Session:
         with self._lock:
             if self.why_closed:
                 raise self.over()
-            most, total = self.settings.requests, self._open_requests + n
+            most, total = self.config.agent_requests, self._open_requests + n
             if self._requests >= most:
-                told = f"this session has made {most} requests, the maximum that agent_requests allows."
+                told = f"this session has made {most} requests, as many as agent_requests allows: raise it in the run."
                 raise BadRequest(told, 403, "session_limit")
-            if total > (most := self.settings.parallel):
-                told = (
-                    f"this session would have {total} completions open at once, but may have {most} (agent_parallel)."
-                )
+            if total > (most := self.config.agent_parallel):
+                told = f"{total} completions would be open, but agent_parallel allows {most}: wait for answers first."
                 raise BadRequest(told, 429, "too_many_requests")
             self._requests, self._open_requests = self._requests + 1, total
 
@@ -162,17 +133,17 @@ class Session:
         """Return the outcome of the program if it has ended or exceeded the timeout, else None."""
         if self.program.future.done():
             return self.program.future.result()
-        limit = self.settings.timeout
+        limit = self.config.agent_timeout
         is_late = limit is not None and time.perf_counter() > self.began + limit
         return Outcome("late", None, limit or 0.0) if is_late else None
 
     def end(self, n: int) -> None:
-        """Count a request for ``n`` completions as closed."""
         with self._lock:
             self._open_requests -= n
 
     def seed_text(self, ids: Sequence[int]) -> str:
-        """Return a text for a request's seed: a digest of the context, and the number of equal contexts before."""
+        """Return a text for a request's seed: the session's index, a digest of the context, and the number of the
+        session's requests with this context so far."""
         digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).hexdigest()
         with self._lock:
             self._asked[digest] += 1
@@ -197,7 +168,7 @@ class Session:
                 self.turns.append({**turn, "trained": not call.shaping, **seconds})
 
     def _path(self, number: int | None) -> list[dict[str, Any]]:
-        """Return the answers (turns) of the conversation that ends with turn ``number``, oldest first."""
+        """Return the answers (turns) of the conversation that ends with answer ``number``, oldest first."""
         path = []
         while number is not None:
             path.append(self.turns[number])
@@ -208,18 +179,19 @@ class Session:
         return BadRequest(f"this session is over: {self.why_closed}.", 410, "session_over")
 
     def close(self, why: str) -> None:
-        """End the session for the reason ``why``. Later answers aren't recorded."""
+        """End the session for the reason ``why``, unless it has ended. Later answers aren't recorded."""
         with self._lock:
             self.why_closed = self.why_closed or why
 
     def rollout(self, version: int, columns: dict[str, Any]) -> Rollout:
-        """Return the session's contexts and answers as a rollout with branches. A session without answers becomes one
-        untrained token. The rollout's messages are the last conversation, without its initial messages."""
+        """Return the session's contexts and answers as a rollout. Its prompt is the shortest context. A session without
+        answers becomes one untrained token. `Rollout.messages` are those of the last answer's conversation, from that
+        conversation's first answer on."""
         messages: list[dict[str, Any]] = []
         for place, turn in enumerate(self._path(len(self.turns) - 1 if self.turns else None)):
             messages += [*(turn["messages"] if place else ()), turn["reply"]]
         further: dict[str, Any] = {"messages": tuple(messages), "columns": columns}
-        # Sort by length of the contexts, so that a context comes before its continuations, and times have no influence.
+        # Sort by length of the contexts, so that a context comes before its continuations, and timing has no influence.
         numbered = sorted(enumerate(self._samples), key=lambda s: (len(s[1][0]), s[1][0], list(s[1][1].ids)))
         tree = TokenTree(numbered[0][1][0] if numbered else [])
         for number, (read, wrote, trained) in numbered:
@@ -227,7 +199,7 @@ class Session:
         truncated = bool(self.turns) and self.turns[-1]["finish"] == "length"
         rollout = tree.rollout(version, FinishReason.LENGTH if truncated else FinishReason.STOP, **further)
         for number, turn in enumerate(self.turns):
-            turn["at"] = tree.places.get(number, 0)  # an answer without tokens has index 0
+            turn["at"] = tree.places.get(number, 0)  # Index of its first token. 0 for an answer without tokens.
         ids = array("i", [min(self.form.ends, default=0)])
         nothing = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
         return rollout or Rollout(self.prompt.input, ids, *nothing, FinishReason.ABORT, version, **further)

@@ -1,7 +1,7 @@
 """`AgentSessions`: a rollout source that runs the user's program, which calls the model over HTTP.
 
-Each completion of a group is a session: one run of the program with its own API key. Hundreds of sessions decode in one
-batch, because all requests go into the queue of one engine.
+Each completion of a group is a session: one run of the program with its own API key. Sessions that run at the same time
+decode in one batch, because their requests go into the queue of one engine.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import pyarrow as pa
 import torch
 
 from ...batch import Group, Logged, Prompt, Rollout
+from ...config import GRPOConfig
 from ...engine.protocol import Engine
 from ...engine.sampling import Sampling
 from ...parallel import watchdog
@@ -39,48 +40,47 @@ from ...usercode.untrusted import clean, own_copy
 from .context import ChatFormat
 from .engine.chat_api import ChatAPI
 from .programs import CommandProgram, FunctionProgram
-from .session import AgentSettings, Session, WorkQueue
+from .session import Session, WorkQueue
 from .turn_rewards import FAILURE, JUDGED, SESSION, problem_with
 
-POLL = 0.05  # Maximum seconds of a wait while the engine has no requests.
-REWARD = "agent_reward"  # Column of a rollout with the program's reward.
-TERMINATED = {  # Exit statuses of commands (or their shells) that a scheduler's signal ended.
+POLL = 0.05  # Maximum seconds of one wait for the programs while the engine has no requests.
+REWARD = "agent_reward"  # Column of a rollout with the reward that the program returned.
+TERMINATED = {  # Exit statuses of commands (or shells) that were ended by a signal that schedulers send.
     status for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2) for status in (-number, 128 + number)
 }
-GIVEN = ("base_url", "api_key", "model", "row")  # Parameters that an agent function may take.
-LARGEST_SCRIPT = 2**20  # Maximum bytes of a program's file in the digest. Larger files are interpreters.
+GIVEN = ("base_url", "api_key", "model", "row")  # Arguments that an agent function can get.
+LARGEST_SCRIPT = 2**20  # Maximum bytes of an executable that counts as a script. A larger one is an interpreter.
 SUFFIX = ".sessions"
-HEAD = -1  # Position of a file's first record, which has the conditions of the sessions.
-PLACE = 4  # Bytes before a session's record, which hold the session's index in its group.
+HEAD = -1  # Position number of a log file's first record, which holds the conditions of the sessions.
+PLACE = 4  # Number of bytes at a record's beginning that hold the session's index in its group.
 
 
 class SessionLog:
-    """A log of the finished agent sessions of unfinished groups, so that a resumed run doesn't repeat them.
+    """A log of finished agent sessions. A resumed run reads it, and repeats only the sessions that aren't in the log.
 
         RUN/_journal/step-00000012/rank-00000.sessions     conditions, then a record per session, like a group of one
 
-    Methods raise no errors, because a missing record only means that a killed run repeats the session.
+    Failed reads and writes raise no errors, because a missing record only makes a resumed run repeat the session.
 
     Args:
-        conditions: JSON-serializable conditions of the sessions. Files with other conditions are deleted.
+        conditions: weights and settings of the sessions, as JSON values. A file with other conditions is deleted.
     """
 
     def __init__(self, folder: Path, rank: int, conditions: Mapping[str, Any]) -> None:
         self._path, self._head = folder / f"rank-{rank:05d}{SUFFIX}", json.dumps(dict(conditions)).encode()
-        self._file: RecordFile | None = None  # Opened when the first session ends, because most runs have no agent.
-        self._found: dict[int, dict[int, bytes]] = {}  # Recorded bytes: prompt's position -> index in the group.
+        self._file: RecordFile | None = None  # Log file of this rank, opened when the first session ends.
+        self._found: dict[tuple[int, int], bytes] = {}  # Records by prompt position and index in the group.
         for path in sorted(folder.glob(f"rank-*{SUFFIX}")):
-            with contextlib.suppress(OSError):  # another rank has deleted the file
+            with contextlib.suppress(OSError):  # E.g. another rank has deleted the file.
                 records = read_records(path)
                 if next(records, None) != Record(HEAD, self._head):
                     path.unlink()
                     continue
-                for record in records:
-                    of_prompt = self._found.setdefault(record.position, {})
-                    of_prompt[int.from_bytes(record.content[:PLACE], "big")] = record.content[PLACE:]
+                for position, content in records:
+                    self._found[position, int.from_bytes(content[:PLACE], "big")] = content[PLACE:]
 
     def add(self, prompt: Prompt, index: int, rollout: Rollout) -> None:
-        """Write a finished session. When `add` returns, the record survives the end of the process."""
+        """Write a finished session, so that its record survives the end of this process. A failed write is ignored."""
         group = Group(prompt.example, (rollout,), prompt.position)
         recorded = RewardedGroup(group, torch.zeros(1, 1), Logged({}, {}))
         with contextlib.suppress(OSError, pa.ArrowException, *NONSENSE):
@@ -90,26 +90,25 @@ class SessionLog:
                     self._file.append(Record(HEAD, self._head))
             self._file.append(Record(prompt.position, index.to_bytes(PLACE, "big") + group_bytes(recorded)))
 
-    def recall(self, prompt: Prompt) -> dict[int, Rollout]:
-        """Return a prompt's recorded sessions as rollouts, by their index in the group."""
+    def recall(self, prompt: Prompt, size: int) -> dict[int, Rollout]:
+        """Return a prompt's sessions in the log as rollouts, by their index in the group of ``size`` sessions."""
         rollouts = {}
-        for index, content in self._found.get(prompt.position, {}).items():
-            with contextlib.suppress(JournalError):  # the record belongs to a different prompt: skip it
-                rollouts[index] = group_of(content, prompt).group.rollouts[0]
+        for index in range(size):
+            with contextlib.suppress(KeyError, JournalError):  # No record, a damaged one, or one of another prompt.
+                rollouts[index] = group_of(self._found[prompt.position, index], prompt).group.rollouts[0]
         return rollouts
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-            self._file = None
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
     """The user's agent program: a function, or a command. A function gets base_url, api_key, model and row (the
-    dataset's row, a dict), if it has parameters of these names. A command has OPENAI_BASE_URL, OPENAI_API_KEY,
-    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and COLOGRAD_MODEL in its environment, and gets the row as JSON on its
-    standard input."""
+    dataset's row, a dict), if it has parameters of these names or takes ``**kwargs``. A command has OPENAI_BASE_URL,
+    OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and COLOGRAD_MODEL in its environment, and gets the row as
+    JSON on its standard input."""
 
     name: str
     function: Callable[..., Any] | None
@@ -117,7 +116,7 @@ class Agent:
 
     @classmethod
     def of(cls, given: Any) -> Agent:
-        """Return an agent from a function or a command line. Raise if the function needs other parameters."""
+        """Make an agent from a function or a command line. Raise ValueError if a function needs other arguments."""
         if isinstance(given, str):
             command = tuple(shlex.split(given))
             if not command:
@@ -129,14 +128,14 @@ class Agent:
         needed = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         if unknown := [name for name in needed if name not in GIVEN]:
             raise ValueError(
-                f"agent {getattr(given, '__name__', given)!r} takes {unknown[0]!r}, but gets only {', '.join(GIVEN)}: "
+                f"agent {getattr(given, '__name__', given)!r} needs {unknown[0]!r}, but gets only {', '.join(GIVEN)}: "
                 "rename the parameter, or give it a default (the dataset's columns are in `row`)."
             )
         return cls(getattr(given, "__name__", type(given).__name__), given)
 
     def digest(self) -> str:
-        """Return a digest of a function's source, or of a command's words and of the files that the words name. The
-        program's file is included if it is small enough for a script. Larger files are interpreters."""
+        """Return a digest of a function's source, or of a command's words and the files that the words name. The
+        command's executable is included only if it is small enough for a script: an interpreter isn't user code."""
         if self.function is not None:
             return code_digest(self.function)
         found = hashlib.blake2b("\0".join(self.command).encode(), digest_size=8)
@@ -148,7 +147,7 @@ class Agent:
         return found.hexdigest()
 
     def start(self, address: str, key: str, model: str, row: Mapping[str, Any]) -> CommandProgram | FunctionProgram:
-        """Start the program for one session. Return the running program."""
+        """Start the program for one session, and return the running program."""
         if self.function is None:
             environment = {
                 "OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": address,
@@ -166,40 +165,39 @@ class AgentSessions:
     """A rollout source that samples groups of agent sessions.
 
     Args:
-        log: returns the log of finished sessions, or None. Sessions in the log aren't run again.
+        log: function that returns the log of finished sessions, or None. Sessions in the log aren't run again.
     """
 
     def __init__(
-        self, engine: Engine, agent: Agent, api: ChatAPI, form: ChatFormat, settings: AgentSettings,
+        self, engine: Engine, agent: Agent, api: ChatAPI, form: ChatFormat, config: GRPOConfig,
         log: Callable[[], SessionLog | None] = lambda: None,
     ) -> None:  # fmt: skip
-        self.engine, self.agent, self.api, self.form, self.settings = engine, agent, api, form, settings
+        self.engine, self.agent, self.api, self.form, self.config = engine, agent, api, form, config
         self.log = log
-        self.may_fail = True  # Failed sessions get no reward, see `turn_rewards`.
-        self.counts: dict[str, float] = defaultdict(float)  # Sums of the metrics ``agent/...`` since `take_counts`.
+        self.may_fail = True  # A group with a failed session gets no rewards, see `turn_rewards`.
+        self.counts: dict[str, float] = defaultdict(float)  # Sums of the metrics ``agent/...`` until `take_counts`.
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """See `RolloutSource.generate`. The seed of a request depends on the session and the context, not on time."""
-        from .endpoint import Endpoint, served  # with a web server, which takes a moment to import
+        """See `RolloutSource.generate`. A request's seed doesn't depend on time, see `Session.seed_text`."""
+        from .endpoint import Endpoint, served  # Imported here, because its web server takes time to import.
 
         self.engine.require(version)
-        if not prompts:  # in an evaluation a rank may have no prompts
+        if not prompts:  # In an evaluation a rank may have no prompts.
             return
         log, size, running = self.log(), sampling.n, list[Session]()
-        # Ended sessions by the prompt's position and the index in the group. The log may have recorded some sessions.
-        known = {prompt.position: log.recall(prompt) if log is not None else {} for prompt in prompts}
-        over = {at: {index: each for index, each in own.items() if index < size} for at, own in known.items()}
+        # Rollouts of ended sessions, by prompt position and index in the group. At first they come from the log.
+        over = {prompt.position: {} if log is None else log.recall(prompt, size) for prompt in prompts}
         pairs = [(prompt, index) for prompt in prompts for index in range(size) if index not in over[prompt.position]]
-        waiting = [Session(prompt, index, self.form, self.settings) for prompt, index in pairs]
+        waiting = [Session(prompt, index, self.form, self.config) for prompt, index in pairs]
         queue = WorkQueue(self.engine)
-        endpoint = Endpoint(self.api, queue, sampling, (seed, purpose), self.engine.context, self.settings.refuses)
+        endpoint = Endpoint(self.api, queue, sampling, (seed, purpose), self.engine.context)
 
         def stop(sessions: Sequence[Session], why: str) -> None:
             for session in sessions:
                 endpoint.close(session, why)
-                session.program.stop()  # also kills processes that the command left behind
+                session.program.stop()  # Also kills processes that an ended command left in its group.
 
         with contextlib.ExitStack() as closing:
             closing.callback(queue.close)
@@ -211,7 +209,7 @@ class AgentSessions:
                     yield Group(prompt.example, rollouts, prompt.position)
                 if not over:
                     return
-                while waiting and len(running) < self.settings.at_once:
+                while waiting and len(running) < (self.config.agent_sessions or self.engine.max_sequences):
                     session = waiting.pop(0)
                     endpoint.sessions[session.key] = session
                     session.began = time.perf_counter()
@@ -226,9 +224,9 @@ class AgentSessions:
                     running.remove(session)
                     prompt, index = session.prompt, session.index
                     if outcome.kind == "died" and outcome.value[0] in TERMINATED and not session.is_repeated:
-                        # A scheduler has sent a signal to all processes of the job. Run the session once more.
+                        # Run the session once more: a scheduler probably sent the signal to all the job's processes.
                         stop([session], "its program was terminated")
-                        waiting.insert(0, Session(prompt, index, self.form, self.settings, is_repeated=True))
+                        waiting.insert(0, Session(prompt, index, self.form, self.config, is_repeated=True))
                         continue
                     late = f"agent_timeout ({outcome.seconds:g} s) is over"
                     stop([session], late if outcome.kind == "late" else "its program has ended")
@@ -237,7 +235,7 @@ class AgentSessions:
                         log.add(prompt, index, rollout)
 
     def _end(self, session: Session, outcome: Outcome, version: int) -> Rollout:
-        """Count an ended session, and return its rollout."""
+        """Count an ended session, and return its rollout. If it failed, `agent_on_error: raise` raises RuntimeError."""
         if outcome.kind == "late":
             self.counts["agent/timeouts"] += 1
         columns, failure = returned(outcome)
@@ -247,23 +245,21 @@ class AgentSessions:
         self.counts["agent/seconds"] += time.perf_counter() - session.began
         if failure:
             self.counts["agent/failures"] += 1
-            if self.settings.raises:
+            if self.config.agent_on_error == "raise":
                 raise RuntimeError(
                     f"agent {self.agent.name!r}, prompt {session.prompt.position}, session {session.index}: "
-                    f"{failure} Correct the program, or set agent_on_error: abstain (groups of failed sessions "
-                    "aren't trained)."
+                    f"{failure} Correct the program, or set agent_on_error: abstain (a group with a failed "
+                    "session isn't trained)."
                 )
         return session.rollout(version, {**columns, SESSION: session.turns, FAILURE: failure})
 
     def take_counts(self) -> dict[str, float]:
-        """Return the sums of the metrics ``agent/...`` since the last call of `take_counts`."""
-        taken = dict(self.counts)
-        self.counts.clear()
+        taken, self.counts = dict(self.counts), defaultdict(float)
         return taken
 
 
 def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
-    """Return a program's value as columns for reward functions, and the reason of a failure or ""."""
+    """Convert a program's outcome to columns for reward functions, and to the reason of its failure or ""."""
     none: dict[str, Any] = {REWARD: None}
     if outcome.kind == "late":
         return none, f"it took longer than agent_timeout ({outcome.seconds:g} s)."
@@ -283,17 +279,17 @@ def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
         further = {str(name): each for name, each in value.items() if name != "reward"}
         value = value.get("reward")
     if taken := {REWARD, FAILURE, SESSION, JUDGED} & further.keys():
-        return none, f"it returned {taken.pop()!r}, which is the trainer's own name: rename it."
+        return none, f"it returned a dict with {taken.pop()!r}, the trainer's own name for a column: rename the key."
     if value is None:
         return {**none, **further}, ""
     try:
         reward = float(value) if isinstance(value, numbers.Real) else math.nan
-    except OverflowError:  # an integer too large for a float
+    except OverflowError:  # An integer is too large for a float.
         reward = math.nan
     if not math.isfinite(reward):
         return none, (
             f"it returned {reprlib.repr(value)}, but must return a finite number (the reward), None (reward functions "
-            "decide), or a dict with `reward` and columns for them."
+            "decide), or a dict with `reward` and further columns for reward functions."
         )
     return {REWARD: reward, **further}, ""
 

@@ -1,7 +1,7 @@
 """Rewards and advantages of single answers (turns) in an agent's session.
 
-The program returns `turn_rewards`, or a reward function returns a list in place of one number for a session. A column
-of the group's rollouts carries the rewards into the rollout log and to the advantages.
+The program returns `turn_rewards`, or a reward function returns a list in place of one number for a session. Columns of
+the session's rollout carry these rewards into the rollout log and to the advantages.
 
 A group with a failed session gets no rewards: every reward function abstains, and the group isn't trained.
 """
@@ -25,11 +25,11 @@ from ...rewards.calling import checked_values, value_error
 from ...rewards.functions import RewardFunction
 from ...rollout.stages import BeginScore, Stages
 
-FAILURE = "agent_failure"  # Column of a rollout with the reason of a failure, or an empty text.
-SESSION = "session"  # Column of a rollout with the agent's answers.
+FAILURE = "agent_failure"  # Column of a rollout with the reason why its session failed, or an empty text.
+SESSION = "session"  # Column of a rollout with the model's answers in its session, a dict per answer.
 JUDGED = "judged_turns"  # Column of a rollout: {name of a reward function: rewards of the single answers}.
 TURN_REWARDS = "turn_rewards"  # Column of a rollout with the program's reward for each answer.
-WITHIN_GROUPS = ("group", "mean")  # Values of `scale_rewards` that divide within a group.
+WITHIN_GROUPS = ("group", "mean")  # Values of `scale_rewards` that divide advantages by a number of the group.
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -39,8 +39,8 @@ def _rule_broken(values: Any, answers: int) -> str:
     if fine and all(isinstance(each, numbers.Real) and abs(each) <= LARGEST for each in values):
         return ""
     return (
-        f"{reprlib.repr(values)}, but must be a list of finite numbers, one for each of its {answers} answers in the "
-        "order in which they came (of `n` answers to a request, one each)."
+        f"{reprlib.repr(values)}, but must be a list of finite numbers, one for each of the {answers} answers to the "
+        "session, in the order of the answers (a request with `n` has n answers)."
     )
 
 
@@ -51,54 +51,35 @@ def problem_with(columns: Mapping[str, Any], answers: int) -> str:
     return broken and f"its turn_rewards are {broken}"
 
 
-class TurnRewards:
-    """The lists of rewards that reward functions returned for sessions, one reward per answer."""
-
-    def __init__(self) -> None:
-        self._of_groups: dict[int, dict[str, list[Any]]] = {}  # Prompt position -> function's name -> list per session.
-
-    def check(self, reward: RewardFunction, groups: Sequence[Group], values: Any) -> list[float]:
-        """Check a function's values as `checked_values` does. A list counts as its mean, and is stored for `take`."""
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        values = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values
-        is_list = isinstance(values, (list, tuple)) or (isinstance(values, np.ndarray) and values.ndim > 0)
-        if not is_list or len(values) != len(rollouts):
-            return checked_values(reward, groups, values)
-        whole, turns = list[Any](), list[list[float] | None]()
-        for index, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
-            kind = type(value).__name__
-            if isinstance(value, np.ndarray | torch.Tensor) and value.ndim == 1:
-                value = value.tolist()
-            if not isinstance(value, (list, tuple)):
-                whole.append(value)
-                turns.append(None)
-                continue
-            answers = rollout.columns.get(SESSION)
-            if not isinstance(answers, list | tuple) or not all(isinstance(each, Mapping) for each in answers):
-                problem = (
-                    f"its reward is {reprlib.repr(value)} ({kind}), but only an agent's session can have one reward "
-                    "per answer: return one number per completion."
-                )
-                raise value_error(reward, groups, problem, index)
-            if broken := _rule_broken(value, len(answers)):
-                raise value_error(reward, groups, f"its turn rewards are {broken}", index)
-            own = [float(each) for each in value]
-            turns.append(own)
-            whole.append(sum(own) / len(own) if own else None)
-        numbers_G, rest = checked_values(reward, groups, whole), iter(turns)
-        for group in groups:
-            of_group = [next(rest) for _ in group.rollouts]
-            self._of_groups.setdefault(group.position, {})[reward.name] = of_group
-        return numbers_G
-
-    def take(self, group: Group) -> None:
-        """Write a scored group's stored lists into its sessions' column `JUDGED`, in place of present ones."""
-        of_functions = self._of_groups.pop(group.position, {})
-        for index, rollout in enumerate(group.rollouts):
-            columns: Any = rollout.columns  # A dict that belongs to the session.
-            columns.pop(JUDGED, None)
-            if own := {name: turns[index] for name, turns in of_functions.items() if turns[index] is not None}:
-                columns[JUDGED] = own
+def checked_turns(reward: RewardFunction, groups: Sequence[Group], values: Any) -> list[float]:
+    """Check a function's values as `checked_values` does. A session's list counts as its mean, and is written into the
+    session's column `JUDGED`."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    values = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values
+    is_list = isinstance(values, (list, tuple)) or (isinstance(values, np.ndarray) and values.ndim > 0)
+    if not is_list or len(values) != len(rollouts):
+        return checked_values(reward, groups, values)
+    whole, turns = [*values], dict[int, list[float]]()
+    for index, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
+        if isinstance(value, np.ndarray | torch.Tensor) and value.ndim == 1:
+            value = value.tolist()
+        if not isinstance(value, (list, tuple)):
+            continue
+        answers = rollout.columns.get(SESSION)
+        if not isinstance(answers, list | tuple) or not all(isinstance(each, Mapping) for each in answers):
+            problem = (
+                f"its reward is {reprlib.repr(value)} ({type(values[index]).__name__}), but only an agent's session "
+                "can have one reward per answer: return one number per completion."
+            )
+            raise value_error(reward, groups, problem, index)
+        if broken := _rule_broken(value, len(answers)):
+            raise value_error(reward, groups, f"its turn rewards are {broken}", index)
+        turns[index] = own = [float(each) for each in value]
+        whole[index] = sum(own) / len(own) if own else None
+    numbers_G = checked_values(reward, groups, whole)
+    for index, own in turns.items():
+        rollouts[index].columns[JUDGED][reward.name] = own
+    return numbers_G
 
 
 def with_turn_rewards(
@@ -114,9 +95,9 @@ def with_turn_rewards(
         weights: weight by name of a reward function.
 
     Returns:
-        [sum C], one advantage per completion token. ``advantages`` itself without turn rewards or if a session failed.
+        [sum C], one advantage per completion token. If no answer has a reward or a session failed: ``advantages``.
     """
-    of_sessions: list[list[float]] = []  # per session one reward per answer, or an empty list
+    of_sessions: list[list[float]] = []  # For each session one reward per answer, or an empty list.
     for rollout in group.rollouts:
         parts = [(1.0, rollout.columns.get(TURN_REWARDS) or ())]
         parts += [(weights.get(name, 1.0), turns) for name, turns in rollout.columns.get(JUDGED, {}).items()]
@@ -137,13 +118,13 @@ def with_turn_rewards(
 
 
 def agent_stages(sampler: Any) -> Callable[[Stages], Stages] | None:
-    """Return a function that changes agents' stages: failed groups abstain, and answers may have rewards, or None."""
+    """Return a function that changes the stages of a run with agents: a group with a failed session gets no rewards,
+    and reward functions may return lists for sessions. Return None for a run without agents."""
     if not getattr(sampler.source, "may_fail", False):
         return None
-    turns, functions = TurnRewards(), len(sampler.scorer.rewards)
-    sampler.scorer.check = turns.check
+    functions, sampler.scorer.check = len(sampler.scorer.rewards), checked_turns
     return lambda stages: dataclasses.replace(
-        stages, begin_score=functools.partial(Judging, stages.begin_score, functions, turns)
+        stages, begin_score=functools.partial(Judging, stages.begin_score, functions)
     )
 
 
@@ -152,18 +133,17 @@ def has_failed(group: Group) -> bool:
 
 
 class Judging:
-    """`PendingRewards` of agents' groups. Failed groups get NaN, and reward functions aren't called for them.
+    """`PendingRewards` of agents' groups. Groups with a failed session get NaN without a call of reward functions.
 
     Args:
-        begin: starts to score the groups that didn't fail.
+        begin: starts to score the groups without a failed session.
         functions: R, the number of reward functions.
-        turns: has the rewards of single answers, which `result` adds to the groups.
     """
 
-    def __init__(self, begin: BeginScore, functions: int, turns: TurnRewards, groups: Sequence[Group]) -> None:
-        self._groups, self._turns = groups, turns
-        for group in groups:
-            turns.take(group)  # Reward functions don't get rewards of an earlier scoring.
+    def __init__(self, begin: BeginScore, functions: int, groups: Sequence[Group]) -> None:
+        self._columns: list[Any] = [rollout.columns for group in groups for rollout in group.rollouts]
+        for columns in self._columns:
+            columns[JUDGED] = {}  # Copies of the group share this dict, so `checked_turns` may write into a copy.
         self._judged = torch.tensor([not has_failed(group) for group in groups for _ in group.rollouts])
         self._rewards = torch.full((len(self._judged), functions), torch.nan)
         whole = [group for group in groups if not has_failed(group)]
@@ -172,6 +152,7 @@ class Judging:
 
     def result(self) -> torch.Tensor:
         rewards = self._rewards.masked_scatter(self._judged[:, None], self._pending.result())
-        for group in self._groups:
-            self._turns.take(group)
+        for columns in self._columns:
+            if columns.get(JUDGED) == {}:
+                del columns[JUDGED]
         return rewards

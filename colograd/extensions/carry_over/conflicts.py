@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from ...config import GRPOConfig
 from ...config.conflicts import ANY, SET, Conflict, When, equal, other_than
 
-# Sampling parameters that work for a completion in several requests. `stop`, `min_tokens` and others need a whole
-# request.
+# Sampling parameters that work for a completion in several requests. `stop`, `min_tokens` and others need the whole
+# completion in one request.
 OF_A_TOKEN = ("top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos")
+ALLOWED = ", ".join(OF_A_TOKEN)
 LEAVE = "leave one of the two out"
 UNCORRECTED = "that leaves tokens of older weights uncorrected"
 
@@ -19,19 +20,13 @@ OTHERS = (
     ("overlap", other_than("off"), "overlap trains groups of a round whose groups aren't known yet"),
     ("router_replay", SET, "router_replay needs the experts of completions that were stopped"),
     ("vllm_importance_sampling_correction", equal(False), UNCORRECTED),
-)
+    ("the sampler's distribution", When("changed (a `top_k` with `top_p` or `min_p` may stay)", bool),
+     f"{UNCORRECTED} (a top_k alone doesn't)"),
+    ("generation_kwargs", When(f"with others than {ALLOWED}", lambda kwargs: bool({*(kwargs or {})} - {*OF_A_TOKEN})),
+     f"a completion in parts may have only {ALLOWED} of these"),
+)  # fmt: skip
 CONFLICTS = (
     *(Conflict("carry_over", ANY, name, when, why, LEAVE) for name, when, why in OTHERS),
-    Conflict(
-        "carry_over", ANY,
-        "the sampler's distribution", When("changed (a `top_k` with `top_p` or `min_p` may stay)", bool),
-        f"{UNCORRECTED} (a top_k alone doesn't)", LEAVE,
-    ),
-    Conflict(
-        "carry_over", ANY, "generation_kwargs",
-        When(f"with others than {', '.join(OF_A_TOKEN)}", lambda kwargs: bool({*(kwargs or {})} - {*OF_A_TOKEN})),
-        f"a completion in parts may have only {', '.join(OF_A_TOKEN)} of these", LEAVE,
-    ),
     Conflict(
         "carry_over", ANY, "the dataset", equal("a stream"),
         "further rows are drawn at random, which a stream hasn't", "load it whole, or leave carry_over out",

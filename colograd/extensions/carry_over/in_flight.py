@@ -1,10 +1,10 @@
-"""Groups in flight: groups that a round of sampling with `carry_over` leaves untrained. The next round continues them.
+"""Groups in flight: groups that a round of sampling with `carry_over` leaves unfinished. The next round continues them.
 
     round at step 7    draws 10 prompts, trains the 8 groups that finish first, carries 2 groups over
     round at step 8    continues these 2 groups, draws 8 new prompts, ...
 
-Each group is trained once, as a whole. Each token is sampled once. Groups in flight are saved in each checkpoint, and
-after each round in the rollout log.
+A group is trained as a whole, in one step. Its earlier tokens aren't sampled again. Groups in flight are saved in each
+checkpoint, and after each round in the rollout log if the run has one.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from ...rollout.group_records import NONSENSE, JournalError, RewardedGroup, grou
 from ...rollout.record_file import Record, RecordFile, read_records
 from ...rollout.statistics import RolloutStatistics
 
-FILE = "in_flight_{rank}.records"  # Name of a rank's file in a checkpoint.
-HEAD = 0  # Position number of a file's first record, which has no group but the number of groups.
+FILE = "in_flight_{rank}.records"  # Name of a rank's file of groups in flight in a checkpoint.
+HEAD = 0  # Position number of a file's first record, which holds the number of groups and no group.
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
+class VersionSpan(NamedTuple):
     """Consecutive tokens of a completion that were sampled with the same weights."""
 
-    length: int  # Number of tokens.
+    length: int  # Number of consecutive tokens.
     version: int  # Optimizer step of the weights that sampled the tokens.
 
 
@@ -67,7 +66,7 @@ class Versions(Rider):
         return TokenAges(to_device_async(ages, row.device))
 
     def to_json(self) -> Any:
-        return [[span.length, span.version] for span in self.spans]
+        return [[*span] for span in self.spans]
 
     @classmethod
     def from_json(cls, value: Sequence[Sequence[Any]], rollout: Rollout) -> Self:
@@ -89,7 +88,7 @@ class TokenAges(RowRider):
 
 
 def age_metrics(statistics: RolloutStatistics, metrics: dict[str, float]) -> None:
-    """Replace sums over the tokens' ages by the share of old tokens and the mean age, and add the largest age."""
+    """With `carry_over`, replace sums over the tokens' ages by the share of old tokens and the mean and largest age."""
     if "carry_over/groups" in statistics.counts or "carry_over/ages" in statistics.counts:
         old, ages = (metrics.pop(f"carry_over/{name}", 0.0) for name in ("old_tokens", "ages"))
         tokens = max(sum(statistics.lengths), 1)
@@ -106,8 +105,8 @@ def versions_of(rollout: Rollout) -> torch.Tensor:
 
 
 def extended(rollout: Rollout, part: Sampled, version: int) -> Rollout:
-    """Return an unfinished completion followed by the tokens that the round at step ``version`` sampled. If its finish
-    reason is ABORT, it is still unfinished."""
+    """Return an unfinished completion followed by the tokens that the round at step ``version`` sampled. The result is
+    unfinished if its finish reason is ABORT."""
     versions, others = rollout.get(Versions), [r for r in rollout.riders if not isinstance(r, Versions)]
     spans = () if versions is None else versions.spans
     spans = (*spans, VersionSpan(len(part.ids), version)) if part.ids else spans
@@ -124,7 +123,7 @@ def is_whole(group: Group) -> bool:
 
 
 def of_round(group: Group, version: int) -> Group:
-    """Return a whole group in flight as a group of the round at optimizer step ``version``."""
+    """Return a whole group in flight as a group of the round at optimizer step ``version``, which trains the group."""
     rollouts = []
     for rollout in group.rollouts:
         is_new = bool((versions_of(rollout) == version).all())
@@ -141,7 +140,7 @@ class RoundEnd(NamedTuple):
 @dataclass(slots=True)
 class InFlight:
     """Groups in flight that a rank carries from one round of sampling to the next. An unfinished completion has the
-    finish reason ABORT. The `policy_version` of its rollouts is the step of the round that began the group."""
+    finish reason ABORT. The `policy_version` of a group's rollouts is the step of the round that began the group."""
 
     takes: int  # Number of groups that a round trains.
     size: int  # Number of groups that are sampled at the same time.
@@ -153,19 +152,18 @@ class InFlight:
     def begin(self, prompts: Sequence[Prompt], version: int) -> list[Group]:
         """Return a group for each prompt of the round at step ``version``: a carried group, or a new one without
         tokens."""
-        begun = {
-            group.position: group
-            for group in self.groups
-            if any(each.completion_ids or each.finish_reason is not FinishReason.ABORT for each in group.rollouts)
-        }
         nothing = array("i"), torch.empty(0), torch.empty(0, dtype=torch.bool), FinishReason.ABORT, version
-        new = (
-            Group(each.example, (Rollout(each.input, *nothing),) * self.completions, each.position) for each in prompts
-        )
-        return [begun.get(group.position, group) for group in new]
+        groups = {
+            p.position: Group(p.example, (Rollout(p.input, *nothing),) * self.completions, p.position) for p in prompts
+        }
+        for group in (group for group in self.groups if group.position in groups):
+            if any(each.completion_ids or each.finish_reason is not FinishReason.ABORT for each in group.rollouts):
+                groups[group.position] = group
+        return [*groups.values()]
 
     def due(self, groups: Sequence[Group], version: int) -> set[int]:
-        """Return the positions of groups that the round at step ``version`` must finish, because of their age."""
+        """Return the positions of the oldest groups of maximum age, at most `takes`. The round at step ``version`` must
+        finish these groups."""
         old = [group.position for group in groups if version - group.rollouts[0].policy_version >= self.max_age]
         return set(old[: self.takes])
 
@@ -173,15 +171,15 @@ class InFlight:
         write_round_end(Path(folder, FILE.format(rank=rank)), RoundEnd((), self.groups), ranks)
 
     def load(self, folder: str | Path, rank: int, ranks: int, prompt_at: Callable[[int], Prompt]) -> str:
-        """Load this rank's groups in flight from a checkpoint, or a part of all ranks' groups if the number of ranks
-        has changed. Return a warning if groups are missing, or else an empty text."""
+        """Load this rank's groups in flight from a checkpoint, or a part of all ranks' groups if this rank's
+        file is missing or was written by another number of ranks. Return a warning about missing groups, or ""."""
         own = read_round_end(Path(folder, FILE.format(rank=rank)), prompt_at, ranks)
         if own is None:
             files = [*Path(folder).glob(FILE.format(rank="*"))]
             ends = [read_round_end(path, prompt_at, ranks=len(files)) for path in files]
             if None in ends:
                 self.groups = ()
-                return f"carry_over: {folder} lacks the groups in flight of some of its ranks: they aren't trained."
+                return f"carry_over: {folder} lacks the groups in flight of some of its ranks: all are dropped."
             carried = [group for end in ends if end is not None for group in end.carried]
             carried.sort(key=lambda group: (group.rollouts[0].policy_version, group.position))
             own = RoundEnd((), tuple(carried[rank::ranks]))
@@ -190,7 +188,7 @@ class InFlight:
             if len(group.rollouts) != self.completions:
                 raise JournalError(
                     f"{folder} has unfinished groups of {len(group.rollouts)} completions, but num_generations is "
-                    f"{self.completions}: set num_generations back, or drop these groups by ignore_data_skip: true."
+                    f"{self.completions}: set num_generations back, or set ignore_data_skip: true to drop these groups."
                 )
             parts = [*group.rollouts]
             for index, each in enumerate(parts):  # A completion with this run's maximum number of tokens is finished.
@@ -216,7 +214,7 @@ def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
 
 def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks: int) -> RoundEnd | None:
     """Read the file of a round's end that `write_round_end` wrote. Return None if the file is missing or incomplete, if
-    the number of ranks differs, or if a position has no prompt."""
+    the number of ranks differs, or if a position has no prompt. Raise JournalError if the content isn't readable."""
     records = list(read_records(path)) if path.is_file() else []
     if not records:
         return None
@@ -235,6 +233,6 @@ def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks:
         return RoundEnd(tuple(map(int, head["done"])), tuple(groups))
     except NONSENSE as error:
         raise JournalError(
-            f"{path} can't be read ({type(error).__name__}: {error}). Put dataset and chat template back as they were, "
-            "or drop the groups in flight by ignore_data_skip: true."
+            f"{path} can't be read ({type(error).__name__}: {error}). Use the dataset and the chat template of the run "
+            "that wrote it, or set ignore_data_skip: true to drop the groups in flight."
         ) from None

@@ -2,7 +2,7 @@
 
 More groups are in flight than a round trains. When the round has enough whole groups, all other completions stop where
 they are. The next round continues these completions, and keeps their tokens with the log-probabilities of the weights
-that sampled them. A round waits for groups of the maximum age, so that no token is older than `carry_over_max_age`.
+that sampled them. A round waits for groups that are `carry_over_max_age` rounds old, to limit the age of tokens.
 
 A recorded round is read from the rollout log, together with the groups that the round left in flight. A round that was
 killed before its end is sampled again from its beginning, because the place where an unfinished completion stops
@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,7 +34,7 @@ from ...rollout.rounds import PlainRound, Steps
 from ...rollout.stages import InScoring, Stages
 from .in_flight import InFlight, RoundEnd, extended, is_whole, of_round, read_round_end, write_round_end
 
-FILE = "rank-{rank:05d}.carried"  # Name of a rank's file in a round's folder.
+FILE = "rank-{rank:05d}.carried"  # Name of a rank's file of groups in flight in a round's folder.
 
 
 class CarryOverFeature(SourceFeature):
@@ -42,9 +42,8 @@ class CarryOverFeature(SourceFeature):
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
         if config.carry_over is None:
             return None
-        others = dict(arguments.sources)
-        others |= {"a generate of your own": "generate" in arguments.replaced}
-        others |= {"a column of images": arguments.has_images}
+        others = {**arguments.sources, "a generate of your own": "generate" in arguments.replaced}
+        others["a column of images"] = arguments.has_images
         if name := next((name for name, value in others.items() if value), None):
             raise ValueError(
                 f"carry_over is {config.carry_over}, but with {name} a completion isn't a single answer of the engine "
@@ -57,7 +56,7 @@ class CarryOverFeature(SourceFeature):
 
 
 class CarryOver:
-    """Rollout source that keeps groups that a round doesn't train, in ``in_flight``, for the next round."""
+    """Rollout source that stores the groups that a round doesn't train in ``in_flight``, for the next round."""
 
     def __init__(self, engine: Engine, in_flight: InFlight) -> None:
         self.engine, self.in_flight = engine, in_flight
@@ -65,68 +64,62 @@ class CarryOver:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Yield the first `InFlight.takes` groups of a training round that finish, or all groups of an evaluation. The
-        arguments are those of `RolloutSource.generate`."""
+        """Yield `InFlight.takes` groups of a training round: those that it must finish because of their age, and those
+        that finish first. Yield all groups of an evaluation. For the arguments see `RolloutSource.generate`."""
         if purpose != "train":
             yield from self.engine.generate(prompts, sampling, version=version, seed=seed, purpose=purpose)
             return
         self.engine.require(version)
-        groups = self.in_flight.begin(prompts, version)
-        round_ = _Round(self.engine, groups, self.in_flight.due(groups, version), self.in_flight.takes)
-        round_.submit(sampling, seed, purpose, self.in_flight.size)
+        in_flight = self.in_flight
+        groups = {
+            group.position: group for group in in_flight.begin(prompts, version)
+        }  # Groups that aren't yielded yet.
+        whole = [position for position, group in groups.items() if is_whole(group)]  # Positions of finished groups.
+        due, lacks = in_flight.due([*groups.values()], version), in_flight.takes
+        requests = self._submit(groups, sampling, seed, purpose)
+
+        def extend(ended: Iterable[tuple[str, Sequence[Sampled]]]) -> None:
+            for request, (part,) in ended:
+                position, index = requests.pop(request)
+                rollouts = [*groups[position].rollouts]
+                rollouts[index] = extended(rollouts[index], part, version)
+                groups[position] = dataclasses.replace(groups[position], rollouts=tuple(rollouts))
+                if is_whole(groups[position]):
+                    whole.append(position)
+
         try:
-            while round_.lacks:
-                yield from round_.hand_over(version)
-                if round_.lacks:
-                    round_.extend(self.engine.advance(), version)
-            round_.extend(self.engine.stop(round_.requests), version)
-            self.in_flight.groups = tuple(round_.groups.values())
+            while lacks:
+                for position in [*whole]:
+                    if position in due or lacks > len(due):  # The round needs room for the groups that are due.
+                        due.discard(position)
+                        whole.remove(position)
+                        lacks -= 1
+                        yield of_round(groups.pop(position), version)
+                if lacks:
+                    extend(self.engine.advance())
+            extend(self.engine.stop(requests))
+            in_flight.groups = tuple(groups.values())
         finally:
-            self.engine.abort(round_.requests)
+            self.engine.abort(requests)
 
-
-class _Round:
-    """The groups of one round of sampling: unfinished groups, and whole groups that aren't yielded yet. ``due`` are the
-    positions of groups that the round must wait for, because of their age. ``takes``: number of groups to yield."""
-
-    def __init__(self, engine: Engine, groups: Sequence[Group], due: set[int], takes: int) -> None:
-        self.engine, self.due, self.lacks = engine, due, takes
-        self.groups = {group.position: group for group in groups}  # Groups that aren't yielded yet, by position.
-        self.whole = [group.position for group in groups if is_whole(group)]  # Positions of whole groups.
-        self.requests: dict[str, tuple[int, int]] = {}  # Request -> position of the group, index of the completion.
-
-    def submit(self, sampling: Sampling, seed: int, purpose: str, size: int) -> None:
-        """Submit a request to the engine for each unfinished completion of the ``size`` oldest groups. (A resumed run
-        may have more groups, if `carry_over` or the number of ranks has changed.)"""
-        for position, group in itertools.islice(self.groups.items(), size):
+    def _submit(
+        self, groups: Mapping[int, Group], sampling: Sampling, seed: int, purpose: str
+    ) -> dict[str, tuple[int, int]]:
+        """Submit a request to the engine for each unfinished completion of the `InFlight.size` oldest groups. Return
+        (position of the group, index of the completion) by request. (A resumed run may have more groups, if
+        `carry_over` or the number of ranks has changed.)"""
+        requests = {}
+        for position, group in itertools.islice(groups.items(), self.in_flight.size):
             for index, each in enumerate(group.rollouts):
                 if each.finish_reason is not FinishReason.ABORT:
                     continue
-                own = request_seed(seed, position, purpose) + index  # The seed as in one request of n completions.
+                own = request_seed(seed, position, purpose) + index  # Same seed as in one request for n completions.
                 ids = each.completion_ids
                 if ids:  # A continued completion needs new random numbers, independent of its earlier tokens.
                     own = request_seed(seed, position, f"{purpose}/{index}/{len(ids)}")
                 request = self.engine.submit(each.input.followed_by(ids), sampling, own, n=1, spent=len(ids))
-                self.requests[request] = position, index
-
-    def hand_over(self, version: int) -> Iterator[Group]:
-        """Yield whole groups, but only so many that the round still has room for each group that it must wait for."""
-        for position in [*self.whole]:
-            if position in self.due or self.lacks > len(self.due):
-                self.due.discard(position)
-                self.whole.remove(position)
-                self.lacks -= 1
-                yield of_round(self.groups.pop(position), version)
-
-    def extend(self, ended: Iterable[tuple[str, Sequence[Sampled]]], version: int) -> None:
-        for request, (part,) in ended:
-            position, index = self.requests.pop(request)
-            group = self.groups[position]
-            parts = [*group.rollouts]
-            parts[index] = extended(parts[index], part, version)
-            self.groups[position] = group = dataclasses.replace(group, rollouts=tuple(parts))
-            if is_whole(group):
-                self.whole.append(position)
+                requests[request] = position, index
+        return requests
 
 
 def carried_round(trainer: Any) -> CarriedRound | None:
@@ -134,7 +127,7 @@ def carried_round(trainer: Any) -> CarriedRound | None:
 
 
 class CarriedRound(PlainRound):
-    """A round of sampling that leaves groups in flight. The first step trains the prompts that were drawn first."""
+    """A round of sampling that leaves groups in flight. The first step trains the groups begun first."""
 
     longest_first = False  # The engine gets the oldest prompts first.
 
@@ -148,7 +141,7 @@ class CarriedRound(PlainRound):
         self.tallies.append(self.counts)
 
     def counts(self, steps: Sequence[SampledStep]) -> dict[str, float]:
-        """Return metrics of the round that ended: the number of groups in flight, and 0 as a summand of the ages."""
+        """Return metrics of the round that ended: the number of groups in flight, and 0.0 to add to the sum of ages."""
         return {"carry_over/groups": float(len(self.in_flight.groups)), "carry_over/ages": 0.0}
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
@@ -164,7 +157,7 @@ class CarriedRound(PlainRound):
             end = read_round_end(journal.round_folder(version) / name, prompts.get, self.ranks)
             if end is None:
                 journal.lacks(
-                    f"{journal.folder} doesn't say which groups a round of {self.ranks} rank(s) took at step {version} "
+                    f"{journal.folder} doesn't say which groups a round of {self.ranks} rank(s) used at step {version} "
                     "(carry_over): replay the run on as many ranks as it had."
                 )
         scored = None if end is None else self._recorded(pool, end, stages)

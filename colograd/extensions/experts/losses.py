@@ -1,7 +1,7 @@
 """Terms of the objective for a mixture of experts: the load-balancing loss, and the metrics of router replay.
 
-The routing statistics of a packed row tell how the row's tokens are spread over the experts. A packed row contains a
-prompt once for G completions. The prompt's tokens count G times, as in G separate rows.
+The routing statistics of a packed row describe how the row's tokens are spread over the experts. A packed row contains
+a prompt once for several completions. The prompt's tokens count once per completion, as in separate rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...policy.packing import NOBODY, is_dummy
 from ...policy.sending import to_device_async
 from .router_replay import APART, UNKNOWN, experts_of
 
-LOGITS = "router_logits"  # Key of the routers' logits in the output of the model without its head.
+LOGITS = "router_logits"  # Key of the routers' logits in the output of the model below its LM head.
 
 
 class RoutingStep(ForwardStep):
@@ -86,7 +86,7 @@ def statistics(
 
 
 def token_weights(micro_batch: MicroBatch) -> torch.Tensor:
-    """Return for each token of a row the number of sequences that contain the token, (T,) float32. 0 in dummy rows."""
+    """Return for each token of a row the number of sequences that contain the token, (T,) float32. 0 in a dummy row."""
     layout = micro_batch.layout
     counts = [0] * len(layout.lengths)
     within = {segment for seen in layout.attends_to for segment in seen}
@@ -157,7 +157,7 @@ class ReplayTerm(LossTerm):
 
 
 def balance_term(config: GRPOConfig, policy: Any) -> LossTerm | None:
-    """Return the load-balancing term if the policy's forward can return its routers' logits. Otherwise return None."""
+    """Return the load-balancing term if the policy's forward can return its routers' logits, otherwise None."""
     coefficient = 0.0 if policy is None else policy.router_coef(config)
     return BalanceTerm(coefficient) if policy is not None and policy.tells_routing else None
 

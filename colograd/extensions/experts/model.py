@@ -15,7 +15,7 @@ from .router_replay import SHARES
 if TYPE_CHECKING:
     from ...policy.loading import Policy
 
-# Model types of mixtures that tests train, see docs/models.md. Other mixtures are checked when a run starts.
+# Model types of mixtures that tests train, see docs/models.md. Of these, all but `WHOLE` allow tensor parallelism.
 TRIED = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 WHOLE = ("gpt_oss", "olmoe")  # Model types of mixtures that can't run with vLLM's tensor parallelism.
 
@@ -50,7 +50,7 @@ class Experts(ModelFeature):
         if ranks > 1 and (kind in WHOLE or kind not in TRIED):
             raise ValueError(
                 f"vllm_tensor_parallel_size is {ranks}, but {kind} is a mixture of experts that this version "
-                "can't split over the ranks of an engine: set it to 1 (each rank has a whole engine)."
+                "can't split over the ranks of an engine: set 1, so that each rank has a whole engine."
             )
         size = int(getattr(text, "moe_intermediate_size", None) or text.intermediate_size)
         if size % ranks:
@@ -60,8 +60,8 @@ class Experts(ModelFeature):
             )
 
     def on_read(self, model: Any) -> None:
-        """Freeze the parameters that the model's class makes without a gradient, such as a router's correction biases.
-        transformers makes these parameters trainable when it loads weights."""
+        """Freeze the parameters of an unquantised mixture that its class makes without a gradient, such as a router's
+        correction biases. transformers makes these parameters trainable when it loads weights."""
         if not num_experts(model.config) or getattr(model.config, "quantization_config", None) is not None:
             return
         with torch.device("meta"):

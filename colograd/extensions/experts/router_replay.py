@@ -33,7 +33,7 @@ from ...rollout.record_file import read_table, table_bytes
 
 UNKNOWN = -1  # Value in place of an expert's index, if the engine didn't record the expert.
 ROUTED = "routed_experts"  # Name of a layer's keyword argument with the experts of its tokens.
-APART = "experts/apart"  # Key of two counts, (2,): experts that only the engine chose, and all experts that it chose.
+APART = "experts/apart"  # Key of two counts (2,): the engine's choices that the policy's routers didn't make, and all.
 # Columns of a group's table, with one row per rollout. A null `prompt` means the last row's `prompt`.
 ROWS = pa.schema(
     [pa.field("prompt", pa.binary()), pa.field("completion", pa.binary()), pa.field("shape", pa.list_(pa.int32()))]
@@ -44,12 +44,12 @@ ROWS = pa.schema(
 class RoutedExperts(Rider):
     """Rider (per-token data of a rollout): the experts that the engine's routers chose, K per token in each of L
     layers. The experts of the last token are unknown, because the engine never read that token. The tensors are int8
-    (int16 above 128 experts), so a token takes L * K bytes. All completions of a prompt share the prompt's tensor."""
+    (int16 above 128 experts): a token takes L * K or 2 * L * K bytes. A group's rollouts share the tensor `prompt`."""
 
-    prompt: torch.Tensor  # Experts of the prompt's tokens, [P, L, K]. One tensor for all rollouts of a group.
+    prompt: torch.Tensor  # Experts of the prompt's tokens, [P, L, K].
     completion: torch.Tensor  # Experts of the completion's tokens, [C, L, K].
 
-    MARK = b"\xff\xff\xff\xff"  # First bytes of every Arrow message, because old records have no special mark.
+    MARK = b"\xff\xff\xff\xff"  # First bytes of any Arrow message, because older records have no marker bytes.
 
     @classmethod
     def of_turns(cls, parts: Sequence[tuple[Self | None, int]], prompt: int) -> Self | None:
@@ -63,7 +63,7 @@ class RoutedExperts(Rider):
 
     @classmethod
     def shared(cls, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-        """Give all rollouts of a group one tensor of the prompt's experts, because a packed row has the prompt once."""
+        """Give a group's rollouts with equal prompts one tensor of the prompt's experts, to save memory."""
         first = rollouts[0].get(cls)
         if first is None:
             return rollouts
@@ -146,7 +146,8 @@ def _numbers(content: bytes, tokens: int, layers: int, chosen: int, width: int) 
 
 
 def softmax_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return the weights of the chosen experts: softmax over all experts. Most families normalise their sum to 1."""
+    """Return the weights of the chosen experts: softmax over all experts. Their sum is normalised to 1
+    unless the router's `norm_topk_prob` is false."""
     shares = logits.softmax(-1, dtype=torch.float).gather(1, chosen)
     return shares / shares.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else shares
 
@@ -177,7 +178,7 @@ def set_up(model: Any, config: GRPOConfig) -> None:
 
 
 def make_replaying(model: Any) -> None:
-    """Let the model's layers take chosen experts as keyword argument `ROUTED`. Without `ROUTED` the routers choose.
+    """Let the model's layers take chosen experts as keyword argument `ROUTED`. Without it the routers choose experts.
     Raise a ValueError if a router computes the experts' weights in an unknown way, or transformers recomputes layers
     without keyword arguments."""
     if "__call__" not in vars(GradientCheckpointingLayer):

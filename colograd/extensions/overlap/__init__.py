@@ -1,3 +1,3 @@
-"""Setting `overlap`: a rank that has sampled trains finished groups while other ranks still sample."""
+"""Setting `overlap`: a rank that has sampled its groups trains finished groups while other ranks still sample."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {"notes": "rounds:note", "round": "rounds:overlapped_round"}

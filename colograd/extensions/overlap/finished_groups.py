@@ -1,8 +1,8 @@
-"""Sharing of finished groups between ranks: which groups are sampled and scored, and which rank trains a group.
+"""Sharing of finished groups between ranks: which groups are sampled and scored, and which rank trains each group.
 
 A rank that decodes can't take part in a collective. So ranks write small values and the bytes of groups to torch's
-rendezvous store, and a counter in the store decides which rank takes a group. No group is sent until a rank has trained
-all groups that it sampled, and looks for further groups.
+rendezvous store, and a counter in the store decides which rank takes a group. No group is written until a rank has
+trained all groups that it sampled, and looks for further groups.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ...batch import ScoredGroup
 from ...parallel.layout import RankLayout
 from ...riders import Media
 
-_numbers = itertools.count(1)  # Numbers of `FinishedGroups` objects, equal on all ranks.
-EVERY = 0.1  # Seconds between two checks whether another rank wants groups.
+_numbers = itertools.count(1)  # Numbers of `FinishedGroups` objects. All ranks make equally many, so numbers agree.
+EVERY = 0.1  # Minimum seconds between two checks whether another rank wants groups.
 LARGEST = 4 * 2**20  # Maximum bytes of an offered group, because torch's store closes a connection that sends 8 MiB.
 
 
@@ -52,12 +52,12 @@ class FinishedGroups:
         self._others = [owner for owner in owners if owner != layout.rank]  # Ranks that may have groups for this rank.
         self._wanted = "wanted/all" if between_engines else f"wanted/{layout.data_rank}"
         self._number, self._round, self._offered = next(_numbers), 0, 0
-        self._store: dist.Store = _store()  # In a round: the store with a prefix of the round.
+        self._store: dist.Store = _store()  # During a round: the store with a key prefix for the round.
 
     def begin(self, positions: Iterable[int]) -> None:
-        """Begin a round (the prompts sampled with one set of weights) on all ranks, with a collective between two
-        rounds. ``positions`` are those of this rank's groups in the next optimizer step."""
-        if self._round:  # Delete the last round's values in the store. The first ranks also delete shared values.
+        """Begin a round (the prompts sampled with one set of weights). Between two rounds all ranks must meet in a
+        collective. ``positions`` are those of this rank's groups in the next optimizer step."""
+        if self._round:  # Delete this rank's values of the last round. First ranks also delete values that ranks share.
             rank, first_of_engine = self.layout.rank, not self.layout.engine_place
             notes = [f"{kind}/{rank}/{index}" for index in range(self._offered) for kind in ("group", "taken")]
             notes += [f"sizes/{rank}"] if self._offered else []
@@ -100,7 +100,7 @@ class FinishedGroups:
             return
         for index, scored in enumerate(self._own[self._offered :], start=self._offered):
             rollouts = scored.group.rollouts
-            content = b""  # Stays empty for a group that is taken, has images or is too large. It isn't offered.
+            content = b""  # Stays empty for a group that is taken or has images. Such a group isn't offered.
             is_left = (self.layout.rank, index) not in self._gone
             if is_left and not any(r.all(Media) or r.input.media is not None for r in rollouts):
                 content = pickle.dumps(scored.for_training())
@@ -135,7 +135,7 @@ class FinishedGroups:
         """Take finished groups for a row of ``budget`` tokens, and return them. Empty: there is no group to take. This
         rank's groups come first, then other ranks', each time the largest first. A group above the budget is taken
         without further groups. When all ranks have sampled, take only a fraction of one rank's remaining groups, so
-        that all ranks end at the same time."""
+        that all ranks end at about the same time."""
         hungry = self._store.add(self._wanted, 0)
         if hungry:
             self._offer()
@@ -143,7 +143,7 @@ class FinishedGroups:
         left = {i: tokens_of(own) for i, own in enumerate(self._own) if (self.layout.rank, i) not in self._gone}
         taken = self._take({self.layout.rank: left}, budget, shares)
         if self._offered and taken:
-            self._tell_sizes()  # Update the groups that other ranks see.
+            self._tell_sizes()  # Other ranks see which groups are left.
         if not taken:
             if not self._is_hungry and self._others:
                 self._is_hungry = True
@@ -168,7 +168,7 @@ class FinishedGroups:
                     continue
                 self._gone.add((owner, index))
                 is_own, key = owner == self.layout.rank, f"group/{owner}/{index}"
-                if is_own and index >= self._offered:  # The group isn't offered, so no other rank can take it.
+                if is_own and index >= self._offered:  # Not offered, so no other rank can take the group.
                     taken.append(self._own[index])
                 elif self._store.add(f"taken/{owner}/{index}", 1) == 1:
                     taken.append(self._own[index] if is_own else pickle.loads(self._store.get(key)))

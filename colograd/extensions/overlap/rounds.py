@@ -1,13 +1,14 @@
 """`OverlappedRound`: a step's finished groups are trained before the step's last group is sampled.
 
-A rank that has sampled trains its groups while other ranks still decode, and takes finished groups from these ranks.
+A rank that has sampled trains its groups while other ranks still decode. Then it takes finished groups of ranks that
+decode: ranks of all engines with `balance_ranks`, else the first rank of its own engine.
 
 No weight changes before the optimizer's step, so groups are on-policy whenever they are trained. Gradients add up
-without normalisation, and ranks exchange no gradients meanwhile. When all ranks have sampled, they continue in smaller
-and smaller micro-batches until no rank trains. Groups that are left are balanced, packed and trained as usual.
+without normalisation, and ranks exchange no gradients meanwhile. When all ranks have sampled, they take smaller and
+smaller micro-batches, until no rank trains. Groups that are left are balanced, packed and trained as usual.
 
-The rows that are trained early are the step's first rows. They are recorded in the folder of the round (the prompts
-sampled with one set of weights), so that a resumed or replayed step is equal bit for bit.
+The rows that are trained early are the step's first rows. The folder of the round (the prompts sampled with one set of
+weights) records their groups, so that a resumed or replayed step on as many ranks packs and trains the same rows.
 """
 
 from __future__ import annotations
@@ -15,22 +16,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ...batch import Group, PackedGroup, PackedRow, Prompt, SampledStep, ScoredGroup, StepBatch
+from ...batch import Group, PackedRow, Prompt, SampledStep, ScoredGroup, StepBatch
 from ...config import GRPOConfig
 from ...engine.protocol import after_each_step
 from ...losses.token_losses import LOSSES
 from ...parallel import watchdog
 from ...parallel.balance import exchange
 from ...parallel.ranks import gather, rank
-from ...policy.packing import NOBODY, PackingRules, advantages_of, dummy, has_signal, plan_rows
+from ...policy.packing import PackingRules, has_signal, plan_rows
 from ...policy.second_models import fill
 from ...reporting.metrics import Metrics, PhaseTimes
 from ...rollout.record_file import add_step, steps_in
@@ -41,138 +43,86 @@ from ...sharding import strategy_of
 from ...training.learner import loss_pass, step_batch
 from .finished_groups import FinishedGroups
 
-EVERY = 0.01  # Seconds between two polls for finished groups.
+EVERY = 0.01  # Seconds between two polls for finished groups, on up to 8 ranks.
 FILE = "partition.jsonl"
-LARGEST = 2**26  # Maximum number of bytes that are read from the file.
+LARGEST = 2**26  # Maximum number of bytes that are read from a round's `FILE`.
 
-Piece = tuple[int, tuple[int, ...]]  # Position of a group, and the indices of its completions in one micro-batch.
-Row = tuple[Piece, ...]  # Pieces of groups in one micro-batch. A dummy micro-batch has one piece with position NOBODY.
-Partition = tuple[tuple[Row, ...], ...]  # Rows of each rank.
+# For each rank the batches of groups that it packed together. A batch is the positions of its groups.
+Partition = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def read_partition(folder: Path, step: int) -> Partition | None:
-    """Read which first rows each rank trained when a step was trained first. None: the step had no first rows."""
-
-    def row_of(pieces: Sequence[tuple[int, Sequence[int]]]) -> Row:
-        return tuple((int(position), tuple(map(int, indices))) for position, indices in pieces)
-
+    """Return each rank's first rows (trained before sampling ended) of a step from a round's folder, or None."""
     for noted, entry in steps_in(folder / FILE, LARGEST):
-        try:
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             if noted == step:
-                return tuple(tuple(map(row_of, rows)) for rows in entry["ranks"])
-        except (ValueError, TypeError, KeyError):
-            continue
+                return tuple(tuple(tuple(map(int, batch)) for batch in batches) for batches in entry["ranks"])
     return None
-
-
-def pieces_of(partition: Partition) -> Iterator[Piece]:
-    """Yield the pieces of groups in all rows of all ranks. Dummy rows are left out."""
-    return (piece for rows in partition for row in rows for piece in row if piece[0] != NOBODY)
-
-
-def fits(partition: Partition, sizes: Mapping[int, int]) -> bool:
-    """Return whether a partition (first rows of all ranks) has only whole groups of the step, each on one rank.
-    ``sizes`` are the numbers of completions of the step's groups, by the groups' positions."""
-    seen: set[int] = set()
-    for rows in partition:
-        of_rank: dict[int, list[int]] = {}
-        for position, indices in pieces_of((rows,)):
-            of_rank.setdefault(position, []).extend(indices)
-        if seen & of_rank.keys() or any(sorted(of_rank[at]) != [*range(sizes.get(at, 0))] for at in of_rank):
-            return False
-        seen |= of_rank.keys()
-    return True
 
 
 @dataclass
 class EarlyRows:
-    """Rows of the next optimizer step that this rank has trained before all groups were sampled."""
+    """This rank's first rows of the next optimizer step: trained before all groups were sampled, or recorded so."""
 
-    groups: list[ScoredGroup] = field(default_factory=list)  # Groups that this rank has trained, from any rank.
-    rows: list[PackedRow] = field(default_factory=list)  # Packed rows of the groups, with computed gradients.
+    groups: list[ScoredGroup] = field(default_factory=list)  # Groups of the rows, sampled by any rank.
+    batches: list[tuple[int, ...]] = field(default_factory=list)  # Positions of groups that were packed together.
+    rows: list[PackedRow] = field(default_factory=list)  # Packed rows, in the order of training.
     metrics: Metrics = field(default_factory=Metrics)  # Metrics of the rows' losses.
+    trained: bool = False  # Whether the rows' gradients are already computed. False: rows of a record.
+
+    def add(self, groups: Sequence[ScoredGroup], rules: PackingRules) -> Sequence[PackedRow]:
+        """Add a batch of groups, and return its rows, which aren't added."""
+        self.groups += groups
+        self.batches.append(tuple(scored.group.position for scored in groups))
+        return plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
 
 
-@dataclass(frozen=True, slots=True)
-class FirstRows:
-    """A step's groups on this rank: groups of first rows (trained early), and groups that must be packed."""
+class FirstRows(NamedTuple):
+    """A step's groups on this rank: groups of first rows (trained before sampling ended), and groups to be packed."""
 
     rest: list[ScoredGroup]  # Groups that must still be packed.
-    early: EarlyRows = field(default_factory=EarlyRows)  # First rows of this rank, and their groups.
-    trained: bool = False  # Whether the gradients of the first rows are computed.
-    moved: int = 0  # Number of groups of the first rows that another engine sampled.
-    partition: Partition = ()  # First rows of all ranks.
+    early: EarlyRows = EarlyRows()  # First rows of this rank, and their groups.
+    moved: int = 0  # Number of groups of this rank's first rows that another engine sampled.
+    partition: Partition = ()  # Groups of the first rows of all ranks.
 
 
 def first_rows(
     groups: Sequence[ScoredGroup], early: EarlyRows | None, recorded: Partition | None, rules: PackingRules
 ) -> FirstRows:
     """Divide a step's groups into groups of first rows (trained early) and groups that must be packed. A collective,
-    unless both ``early`` and ``recorded`` are None.
+    unless ``early`` is None and ``recorded`` is None or ignored.
 
     Args:
-        groups: groups with a gradient that this rank sampled.
+        groups: groups to train that this rank sampled.
         early: rows that this rank has trained before all groups were sampled.
-        recorded: first rows of all ranks in an earlier training of the step. They come first again, untrained. The
-            record is ignored if ranks train rows together, because it may give these ranks different rows. The
-            record is also ignored if ranks must have equal numbers of rows, but the recorded numbers differ.
+        recorded: groups of the first rows of all ranks in an earlier training of the step. Their rows come first again,
+            untrained. The record is ignored if ranks train rows together or must have equal numbers of rows.
     """
-    if recorded is not None:
-        differ = len({len(rows) for rows in recorded}) > 1
-        recorded = None if rules.ranks_per_row > 1 or (rules.equal_counts and differ) else recorded
+    if rules.ranks_per_row > 1 or rules.equal_counts:
+        recorded = None
     if early is None and recorded is None:
         return FirstRows([*groups])
-    own = [(scored.group.position, len(scored.group.rollouts)) for scored in groups]
-    held: Sequence[Sequence[tuple[int, int]]]  # Position and number of completions of each group of each rank.
-    if recorded is None:
-        assert early is not None
-        rows_of_rank = tuple(
-            tuple((part.ids[0].position, tuple(identity.index for identity in part.ids)) for part in row.parts)
-            for row in early.rows
-        )
-        held, partition = zip(*gather((own, rows_of_rank)), strict=True)
-        trained = bool(early.rows)
-    else:
-        held, partition, trained = gather(own), recorded, False
-        if len(recorded) != len(held) or not fits(recorded, dict(entry for of_rank in held for entry in of_rank)):
-            return FirstRows([*groups])  # The record doesn't fit, so the step is equal to it only up to rounding.
-        early = _as_recorded(groups, recorded, held, rules)
-    owners = {position: owner for owner, of_rank in enumerate(held) for position, _ in of_rank}
-    # If memory ran out on the rank that took a group, the group has no rows. The rank that sampled the group packs it.
-    taken = {position for position, _ in pieces_of(partition)}
-    rest = [scored for scored in groups if scored.group.position not in taken]
-    early = early if early.rows else EarlyRows()
+    own = [scored.group.position for scored in groups]
+    held, trained = zip(*gather((own, early.batches if early else ())), strict=True)
+    partition: Partition = trained if recorded is None else recorded
+    places = {position: (owner, index) for owner, of in enumerate(held) for index, position in enumerate(of)}
+    of_ranks = [[*itertools.chain(*batches)] for batches in partition]
+    taken = [*itertools.chain(*of_ranks)]
+    if recorded is not None:
+        if len(recorded) != len(held) or len({*taken}) < len(taken) or not {*taken} <= places.keys():
+            return FirstRows([*groups])  # Other groups were recorded: the step is equal up to rounding.
+        received = exchange(groups, [[places[position] for position in of_rank] for of_rank in of_ranks])
+        by_position, early = {scored.group.position: scored for scored in received}, EarlyRows()
+        for batch in recorded[rank()]:
+            early.rows += early.add([by_position[position] for position in batch], rules)
+    assert early is not None
     engine = rank() // rules.ranks_per_engine
-    moved = sum(owners[scored.group.position] // rules.ranks_per_engine != engine for scored in early.groups)
-    return FirstRows(rest, early, trained, moved, partition)
-
-
-def _as_recorded(
-    groups: Sequence[ScoredGroup], recorded: Partition, held: Sequence[Sequence[tuple[int, int]]], rules: PackingRules
-) -> EarlyRows:
-    """Exchange groups, and return this rank's groups and untrained rows of a recorded partition. A collective."""
-    places = {position: (owner, index) for owner, row in enumerate(held) for index, (position, _) in enumerate(row)}
-    positions = [dict.fromkeys(position for position, _ in pieces_of((rows,))) for rows in recorded]
-    taken = exchange(groups, [[places[position] for position in of_rank] for of_rank in positions])
-    by_position = {scored.group.position: scored for scored in taken}
-    rows = []
-    for row in recorded[rank()]:
-        if row[0][0] == NOBODY:
-            rows.append(dummy(rules.device))
-            continue
-        parts = []
-        for position, indices in row:
-            group, advantages = by_position[position].group, advantages_of(by_position[position])
-            columns: tuple[Any, ...] = (group.rollout_ids, group.rollouts, advantages)
-            ids, rollouts, own = (tuple(column[index] for index in indices) for column in columns)
-            parts.append(PackedGroup(ids, rollouts, own, group.example))
-        rows.append(PackedRow(tuple(parts), rules.mask_truncated, rules.device))
-    return EarlyRows(taken, rows)
+    moved = sum(places[scored.group.position][0] // rules.ranks_per_engine != engine for scored in early.groups)
+    return FirstRows([scored for scored in groups if scored.group.position not in taken], early, moved, partition)
 
 
 def why_not(trainer: Any) -> str:
-    """Return the reason why no group of a step can be trained before all are sampled. Empty: groups can be trained
-    early."""
+    """Return why no group of a step can be trained before all groups are sampled. Empty: groups can be."""
     config: GRPOConfig = trainer.args
     objective, replaced = trainer.learner.objective, trainer.replaced
     reasons: list[tuple[Any, str]] = [
@@ -185,10 +135,7 @@ def why_not(trainer: Any) -> str:
         *((term.waits, term.waits) for term in objective.terms),
         (type(objective.loss) not in LOSSES.values(), "a loss of your own may read the step's constants"),
         ("compute_loss" in replaced, "a compute_loss of your own may read the step's constants"),
-        (
-            "compute_advantages" in replaced,
-            "a compute_advantages of your own is called in the order of the prompts",
-        ),
+        ("compute_advantages" in replaced, "a compute_advantages of your own is called in the prompts' order"),
         (config.offload_reference and not config.on_cpu, "offload_reference has no room beside gradients"),
         (config.full_determinism, "full_determinism forbids sums whose order depends on clocks"),
         (config.world_size == 1, "there is no other rank"),
@@ -229,7 +176,8 @@ def overlapped_round(trainer: Any) -> OverlappedRound | None:
 
 class OverlappedRound(PlainRound):
     """A round (the prompts sampled with one set of weights) whose first optimizer step is partly trained during
-    sampling. A step that was recorded is trained again in the recorded micro-batches, after sampling."""
+    sampling. If the rollout log records first rows for the step, nothing is trained during sampling, and these rows
+    are trained first."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer.times, trainer.args.reward_call == "all")
@@ -239,14 +187,14 @@ class OverlappedRound(PlainRound):
         self.recorded: Partition | None = None  # Recorded first rows of the next step, if it was trained before.
         self._shared: FinishedGroups | None = None  # `finished`, or None in a round with recorded first rows.
         self._is_first = False  # Whether the round's first step isn't packed yet.
-        self._sampled: list[SampledStep] = []  # Steps of this round, on the first rank of an engine.
+        self._sampled: list[SampledStep] = []  # Sampled steps of this round, on the first rank of an engine.
         self.around = self._train_meanwhile
 
     def forget(self) -> None:
         self.early = None
 
     def accepts(self, scored: ScoredGroup) -> bool:
-        """Return whether a group has a gradient, and was sampled with the present weights."""
+        """Return whether a group is to be trained, and was sampled with the present weights."""
         step = self.trainer.state.global_step
         return self._is_trained(scored) and all(rollout.policy_version == step for rollout in scored.group.rollouts)
 
@@ -284,7 +232,7 @@ class OverlappedRound(PlainRound):
     def _train_early(self, finished: FinishedGroups) -> EarlyRows:
         """Train finished groups, micro-batch by micro-batch, until no rank samples or trains. Not a collective. If
         memory runs out, this rank drops all gradients, and its groups are trained after sampling."""
-        rules, early = self.learner.rules, EarlyRows()
+        rules, early = self.learner.rules, EarlyRows(trained=True)
         self.learner.model.train()
         while not finished.is_over():
             groups = finished.take(rules.max_tokens)
@@ -294,14 +242,12 @@ class OverlappedRound(PlainRound):
                     # With more than 8 ranks poll less often, because all ranks use one store.
                     time.sleep(EVERY * max(1.0, finished.layout.world_size / 8))
                 continue
-            early.groups += groups
             with contextlib.suppress(torch.OutOfMemoryError), finished.training():
-                rows = plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
-                early.rows += self.train_rows(rows, early.metrics)
+                early.rows += self.train_rows(early.add(groups, rules), early.metrics)
                 continue
-            # Done after the exception is dropped, because it holds activations. Other ranks get the groups later.
+            # Freed after the exception is dropped, because it holds activations. The groups' samplers pack them later.
             self.learner.free_gradients()
-            return EarlyRows(early.groups)
+            return EarlyRows()
         return early
 
     def train_rows(self, rows: Sequence[PackedRow], metrics: Metrics) -> Sequence[PackedRow]:
@@ -335,7 +281,7 @@ class OverlappedRound(PlainRound):
         if not first.partition:
             return batch
         tokens = sum(row.num_tokens for row in first.early.rows)
-        own = (tokens, len(first.early.rows), first.moved, tokens if first.trained else 0)
+        own = (tokens, len(first.early.rows), first.moved, tokens if first.early.trained else 0)
         sums = [float(sum(column)) for column in zip(*gather(own if batch.counted else (0,) * 4), strict=True)]
         names = ("train/packed_tokens", "train/micro_batches", "train/moved_groups", "train/early_tokens")
         more = {name: batch.metrics.get(name, 0.0) + number for name, number in zip(names, sums, strict=True)}
@@ -344,8 +290,8 @@ class OverlappedRound(PlainRound):
             rows=(*first.early.rows, *batch.rows),
             groups=(*first.early.groups, *batch.groups),
             metrics=batch.metrics | more,
-            trained=len(first.early.rows) if first.trained else 0,
-            trained_metrics=first.early.metrics if first.trained else None,
+            trained=len(first.early.rows) if first.early.trained else 0,
+            trained_metrics=first.early.metrics if first.early.trained and first.early.rows else None,
         )
 
 
@@ -370,7 +316,7 @@ class _SharedScoring(InScoring):
         self._share()
 
     def _share(self) -> None:
-        """Compute the advantages of groups that have rewards, and add the groups to the finished groups."""
+        """Compute the advantages of new groups that have rewards, and add the groups to the finished groups."""
         for recorded in self.rewarded.values():
             if self._finished.wants(recorded.group.position):
                 advantages = self.stages.compute_advantages(recorded.group, recorded.rewards.clone())

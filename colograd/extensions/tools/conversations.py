@@ -1,8 +1,8 @@
 """`Conversations`: a rollout source for completions with tool calls, sampled by the engine in one common queue.
 
 When the model ends an assistant message (a turn) with tool calls, the calls run while the engine decodes other
-conversations. The tokens of the tools' answers are appended and masked from the loss, and the model continues.
-Sampled tokens are never tokenised again.
+conversations (except calls in the main thread). The tokens of the tools' answers are appended and masked from the loss,
+and the model continues. Sampled tokens are never tokenised again.
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ from ...data.prompts import PromptRules
 from ...engine.protocol import Engine, Sampled
 from ...engine.sampling import Sampling, request_seed
 from ...riders import Media, Rider, joined_riders, with_shared_riders
+from ...usercode.calls import Outcome
 from ...usercode.untrusted import CHARACTERS
 from .environments import Environment
 from .tool_format import ToolFormat
-from .toolbox import Answers, Toolbox, characters, shown_content, text_of
+from .toolbox import RunningCall, Toolbox, shown_content
 
 POLL = 0.02  # Maximum seconds of one wait for tools, or for a free environment, while the engine is idle.
 # Generator of a conversation. If it yields the name of an engine request, send it the request's completion. If it
-# yields tools' answers, resume it when all answers are done. It returns the finished conversation.
-Talk = Generator["str | Answers", Any, "Conversation"]
+# yields running calls, resume it when all calls are done. It returns the finished conversation.
+Talk = Generator["str | list[RunningCall]", Any, "Conversation"]
 
 
 @dataclass(slots=True)
 class Conversation:
-    """One unfinished completion: assistant messages (turns) with tools' answers between them."""
+    """One completion, finished or not: assistant messages (turns) with tools' answers between them."""
 
     prompt: Prompt
-    index: int  # index of the completion in its group
+    index: int  # Index of the completion in its group.
     environment: Environment | None
     input: ModelInput  # Tokens of the prompt, with the text that the environment's `reset` returned.
-    asked: Any  # Messages of the prompt, with the content that `reset` returned.
+    asked: Any  # The prompt as in the dataset, with the content that `reset` returned.
     read: ModelInput  # Tokens that the engine reads for the next turn: the input and all later tokens.
     ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     sampled: list[bool] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: FinishReason | None = None  # None while the conversation goes on.
-    riders: list[tuple[tuple[Rider, ...], int]] = field(default_factory=list)  # (Per-token data, number of tokens).
+    finish_reason: FinishReason | None = None  # Finish reason of the last turn. None before the first turn ends.
+    riders: list[tuple[tuple[Rider, ...], int]] = field(default_factory=list)  # Per part: (riders, number of tokens).
     media: list[Media] = field(default_factory=list)  # Media in tools' answers, with positions in `ids`.
 
     def add(self, part: ModelInput, turn: Sampled | None = None) -> None:
@@ -80,7 +81,7 @@ class Conversations:
 
     Args:
         rules: tokenise a prompt that an environment's `reset` has changed.
-        max_iterations: maximum number of turns of a conversation that may call tools. None means no limit.
+        max_iterations: maximum number of turns of a conversation whose tool calls run. None means no limit.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Conversations:
         environments.take_back()
         unopened = deque((prompt, index) for prompt in prompts for index in range(sampling.n))
         writing: dict[str, Talk] = {}  # Conversations that the engine decodes, by request.
-        waiting: list[tuple[Answers, Talk]] = []  # Conversations that wait for tools.
+        waiting: list[tuple[list[RunningCall], Talk]] = []  # Conversations that wait for tools.
         over: dict[int, list[Conversation]] = {}  # Finished conversations of incomplete groups, by prompt position.
         is_limited, whole = True, list[list[Conversation]]()
 
@@ -122,18 +123,18 @@ class Conversations:
                 while unopened and (not is_limited or environments.has_room(sampling.n)):
                     resume(self._talk(*unopened.popleft(), sampling, seed, purpose))
                 if unopened and not (writing or waiting):
-                    if environments.in_scoring:  # wait for async reward functions, which make environments free
+                    if environments.in_scoring:  # Wait for async reward functions. Their end makes environments free.
                         time.sleep(POLL)
-                    else:  # no environment will become free, e.g. in a subclass that scores after all sampling
+                    else:  # No environment will become free, e.g. in a subclass that scores after all sampling.
                         is_limited = False
                 elif writing:
                     for request, (turn,) in self.engine.advance():
                         resume(writing.pop(request), turn)
-                elif not any(answers.done() for answers, _ in waiting):
-                    running = [call.future for answers, _ in waiting for call in answers.calls if not call.done()]
+                elif all(any(not call.done() for call in calls) for calls, _ in waiting):
+                    running = [call.future for calls, _ in waiting for call in calls if not call.done()]
                     wait(running, POLL, FIRST_COMPLETED)
-                for pair in [pair for pair in waiting if pair[0].done()]:
-                    waiting = [other for other in waiting if other is not pair]
+                for pair in [pair for pair in waiting if all(call.done() for call in pair[0])]:
+                    waiting.remove(pair)
                     resume(pair[1])
                 while whole:
                     group = sorted(whole.pop(0), key=lambda each: each.index)
@@ -141,18 +142,18 @@ class Conversations:
                     yield Group(group[0].prompt.example, rollouts, group[0].prompt.position)
         finally:
             self.engine.abort(writing)
-            for answers, _ in waiting:
-                answers.abandon()
+            for call in (call for calls, _ in waiting for call in calls):
+                call.abandon()
 
     def _talk(self, prompt: Prompt, index: int, sampling: Sampling, seed: int, purpose: str) -> Talk:
         environment, beginning = self.tools.open(prompt.example)
         asked = prompt.example.get("prompt")
         conversation = Conversation(prompt, index, environment, prompt.input, asked, read=prompt.input)
-        if beginning is not None:
+        if environment is not None:
             yield beginning
-            self._begin(conversation, beginning)
+            self._begin(conversation, environment, self.tools.outcome(beginning[0]))
         for number in itertools.count():
-            own = request_seed(seed, prompt.position, purpose) + index  # As in one request for n completions.
+            own = request_seed(seed, prompt.position, purpose) + index  # Same seed as in one request for n completions.
             if number:
                 own = request_seed(seed, prompt.position, f"{purpose}/{index}/{number}")
             spent = len(conversation.ids)
@@ -165,51 +166,48 @@ class Conversations:
             is_last = self.max_iterations is not None and number >= self.max_iterations
             if not calls or turn.finish_reason is not FinishReason.STOP or is_last:
                 break
-            answers = self.tools.call(environment, calls)
-            yield answers
-            if not self._add_answers(conversation, answers, sampling.max_tokens):
+            running = self.tools.call(environment, calls)
+            yield running
+            if not self._add_answers(conversation, self.tools.told(running, self.shows_images), sampling.max_tokens):
                 conversation.finish_reason = FinishReason.LENGTH
                 break
         return conversation
 
-    def _add_answers(self, conversation: Conversation, answers: Answers, max_tokens: int) -> bool:
-        """Append the tools' answers. Return False if the answers are too long."""
+    def _add_answers(self, conversation: Conversation, messages: list[dict[str, Any]], max_tokens: int) -> bool:
+        """Append the tools' answers, unless they leave no room for a further token: then return False."""
         own, images = conversation.prompt.example.get("chat_template_kwargs"), self.shows_images
         room = min(max_tokens, self.engine.context - len(conversation.input)) - len(conversation.ids)
-        messages = self.tools.told(answers, images)
 
-        def tokens() -> ModelInput:
-            shown = [{**message, "content": shown_content(message["content"], images)} for message in messages]
-            return self.form.answer(shown, own, conversation.ids[-1])
+        def shown() -> list[dict[str, Any]]:
+            return [{**each, "content": shown_content(each["content"], images)} for each in messages]
 
-        if sum(characters(message["content"]) for message in messages) > CHARACTERS * room:
+        answers = shown()
+        if sum(len(str(message["content"])) for message in answers) > CHARACTERS * room:
             return False
         try:
-            answer = tokens()
-        except FAILURES as error:  # e.g. a picture that the processor doesn't accept
+            answer = self.form.answer(answers, own, conversation.ids[-1])
+        except FAILURES as error:  # E.g. the processor doesn't accept a picture.
             if not images:
                 raise
             messages = self.tools.refused(messages, error)
-            answer = tokens()
+            answer = self.form.answer(shown(), own, conversation.ids[-1])
         if len(answer) < room:
             conversation.add(answer)
             conversation.messages += messages
         return len(answer) < room
 
-    def _begin(self, conversation: Conversation, answers: Answers) -> None:
+    def _begin(self, conversation: Conversation, environment: Environment, outcome: Outcome) -> None:
         """Append the value that the environment's `reset` returned to the prompt. Raise a RuntimeError if ``reset``
         raised or timed out, a ValueError if the prompt with the returned value is too long."""
-        ((_, outcome),) = answers.outcomes()
-        assert conversation.environment is not None
-        name, prompt = type(conversation.environment.instance).__name__, conversation.prompt
-        where = f"environment {name}, prompt {prompt.position}"
+        prompt = conversation.prompt
+        where = f"environment {type(environment.instance).__name__}, prompt {prompt.position}"
         if outcome.kind != "value":
             problem = outcome.value[1] if outcome.kind == "raised" else f"it took longer than {outcome.seconds:g} s"
             raise RuntimeError(f"{where}: reset failed: {problem}")
         if outcome.value is not None:
-            conversation.asked = self._with_observation(conversation, outcome.value, where)
-            asked = None
-            if characters(outcome.value) <= CHARACTERS * self.rules.max_prompt_tokens:
+            shown, asked = shown_content(outcome.value, self.shows_images), None
+            conversation.asked = self._with_observation(conversation, shown, where)
+            if len(str(shown)) <= CHARACTERS * self.rules.max_prompt_tokens:
                 asked = self.rules.changed({**prompt.example, "prompt": conversation.asked}, where)
             if asked is None:
                 raise ValueError(
@@ -218,15 +216,15 @@ class Conversations:
                 )
             conversation.input = conversation.read = asked
 
-    def _with_observation(self, conversation: Conversation, value: Any, where: str) -> list[dict[str, Any]]:
-        """Return the prompt's messages with the value of `reset` appended to the last message's content."""
-        (*earlier, last), shown = conversation.asked, shown_content(value, self.shows_images)
+    def _with_observation(self, conversation: Conversation, shown: Any, where: str) -> list[dict[str, Any]]:
+        """Return the prompt's messages with the text or parts ``shown`` appended to the last message's content."""
+        *earlier, last = conversation.asked
         own, has_images = None, False
         if self.shows_images:
             own, has_images = self.form.reader.own_messages(conversation.prompt.example, where)
         texts = isinstance(last["content"], str) and isinstance(shown, str)
         if own is None or (texts and not has_images):
-            return [*earlier, {**last, "content": text_of(last["content"] or "") + shown}]
+            return [*earlier, {**last, "content": shown_content(last["content"] or "") + shown}]
         *earlier, last = own
         parts = shown if isinstance(shown, list) else [{"type": "text", "text": shown}]
         return [*earlier, {**last, "content": [*last["content"], *parts]}]

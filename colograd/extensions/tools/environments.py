@@ -1,6 +1,6 @@
 """`Environments`: makes environments with the user's factories, and lends each to one conversation at a time.
 
-Each environment has a thread of its own (`EnvironmentThread`).
+Each environment has a thread of its own (`EnvironmentThread`), unless `main_thread_tools` names the environment.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ...rollout.stages import BeginScore, PendingRewards, Stages
 from ...usercode.calls import Outcome, place_in, raised_outcome
 from ...usercode.worker_pool import WorkerCall
 
-Advise = Callable[[str, Outcome], None]  # Warns about a tool or environment (name) if its call needs the main thread.
-PIECE = 0.2  # maximum seconds of one wait for a reward
-CONTROL = ("reset", "get_reward")  # public methods of an environment that the model can't call
+Advise = Callable[[str, Outcome], None]  # (name of a tool or environment, outcome): warns if it needs the main thread.
+PIECE = 0.2  # Maximum seconds of one wait for a reward.
+CONTROL = ("reset", "get_reward")  # Public methods of an environment that the model can't call.
 
 
 def on_this_device(work: Callable[[], None]) -> Callable[[], None]:
-    """Wrap ``work`` for a new thread: set the CUDA device of the calling thread first, then run ``work``."""
+    """Wrap ``work`` for another thread: set the CUDA device of this thread there (if CUDA is in use), then run it."""
     used = torch.cuda.is_available() and torch.cuda.is_initialized()
     device = torch.cuda.current_device() if used else None
 
@@ -43,7 +43,7 @@ def on_this_device(work: Callable[[], None]) -> Callable[[], None]:
 
 
 class EnvironmentThread:
-    """A thread that makes one environment and runs its sync methods. A database connection or a browser of an
+    """A thread that makes one environment and runs its methods, because a database connection or a browser of an
     environment may work only in the thread that opened it."""
 
     def __init__(self) -> None:
@@ -81,17 +81,17 @@ class Environment:
     name: str  # Name of the environment in main_thread_tools.
     factory: str | None  # Key of the factory that made the environment.
     thread: EnvironmentThread | None  # Thread that runs the methods. None means the main thread.
-    stuck: bool = False  # Whether a call never returned, so that the environment's state is unknown.
+    stuck: bool = False  # Whether a call was abandoned before it returned, so that the state is unknown.
 
     @property
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """The environment's public methods by name, without `reset` and `get_reward`. No property is evaluated."""
+        """The environment's public methods by name, without `reset` and `get_reward`. No property is evaluated. Raise
+        ValueError if there is no `reset`."""
         names = [name for name, _ in inspect.getmembers(type(self.instance), predicate=inspect.isfunction)]
         if "reset" not in names:
             raise ValueError(
-                f"environment_factory makes a {type(self.instance).__name__}, which has no method `reset`: define "
-                "one. It begins an episode from the row's columns, and returns None or a text to append to the "
-                "prompt."
+                f"environment_factory makes a {type(self.instance).__name__}, which has no method `reset`: define one. "
+                "It begins an episode from the row's columns, and returns None or a text to append to the prompt."
             )
         tools = [name for name in names if name not in CONTROL and not name.startswith("_")]
         return {name: getattr(self.instance, name) for name in tools}
@@ -113,11 +113,11 @@ class Environments:
         limit: int | None,
     ) -> None:  # fmt: skip
         self._factories, self._main_thread, self._advise, self._limit = factories, main_thread, advise, limit
-        self._known: dict[int, Environment] = {}  # all environments by `id(instance)`
+        self._known: dict[int, Environment] = {}  # All environments by `id(instance)`.
         self._lent: list[Environment] = []
-        self._returning = threading.Lock()  # Guards returns, because async reward functions end in other threads.
+        self._returning = threading.Lock()  # Guards `_lent`, because async reward functions end in other threads.
         self.in_scoring: set[int] = set()  # Positions of groups that reward functions are scoring.
-        self._begins = True  # Whether the next environment lent is the first of a generation.
+        self._begins = True  # Whether the next environment that is lent is the first of a generation.
         self.latest: list[Any] | None = None  # Instances lent in the present or the last generation.
         self.first = {key: self._make(key) for key in factories}  # One environment per key, to describe its tools.
         self._free = {key: [environment] for key, environment in self.first.items()}
@@ -137,10 +137,6 @@ class Environments:
         in a group, so that a whole group can run."""
         return self._limit is None or sum(not each.stuck for each in self._lent) < max(self._limit, group)
 
-    def begin_scoring(self, groups: Sequence[Group]) -> None:
-        """Record that reward functions use the environments of ``groups`` until `end_scoring`."""
-        self.in_scoring |= {group.position for group in groups}
-
     def end_scoring(self, groups: Sequence[Group]) -> None:
         """Make the environments of ``groups`` free again, because their reward functions have returned."""
         scored = {id(rollout.columns.get("environments")) for group in groups for rollout in group.rollouts}
@@ -151,7 +147,7 @@ class Environments:
             self.in_scoring -= {group.position for group in groups}
 
     def take_back(self) -> None:
-        """Make all lent environments free again, because their conversations have ended and are scored."""
+        """Make all lent environments free again, because no conversation of an earlier generation goes on."""
         with self._returning:
             for environment in self._lent:
                 self._take_back(environment)
@@ -168,7 +164,8 @@ class Environments:
             environment.thread.close()
 
     def rewards(self, instances: Sequence[Any]) -> list[Any]:
-        """Return ``get_reward()`` of each environment, None for None. A hanging call marks its environment as stuck."""
+        """Return ``get_reward()`` of each environment, None for None. If a call raises or `reward_timeout` is over,
+        environments whose call hasn't returned become stuck."""
         environments = [self._known.get(id(instance)) for instance in instances]
         asked: list[Future[Any] | None] = [
             None if known is None or known.thread is None else known.thread.ask(known.instance.get_reward)
@@ -178,7 +175,7 @@ class Environments:
             rewards = []
             for instance, future in zip(instances, asked, strict=True):
                 while future is not None and not future.done():
-                    wait([future], timeout=PIECE)  # An interrupt is raised only between two waits.
+                    wait([future], timeout=PIECE)  # `reward_timeout` can interrupt only between two waits.
                 own = None if instance is None or future is not None else instance.get_reward()
                 rewards.append(own if future is None else future.result())
             return rewards
@@ -191,7 +188,6 @@ class Environments:
             raise
 
     def close(self) -> None:
-        """End the threads of all environments."""
         for environment in self._known.values():
             if environment.thread is not None:
                 environment.thread.close()
@@ -215,13 +211,14 @@ class Environments:
                 f"{most if self._limit else ''}"
             ) from error
         environment = self._known.setdefault(id(instance), Environment(instance, name, key, thread))
-        if thread is not None and environment.thread is not thread:  # the factory returned a known instance
+        if thread is not None and environment.thread is not thread:  # The factory returned a known instance.
             thread.close()
         return environment
 
 
 def lending_stages(sampler: Any) -> Callable[[Stages], Stages] | None:
-    """Return a function that changes the stages: environments are lent until their groups are scored. Or None."""
+    """Return a function that changes a run's stages so that environments are lent until their groups are scored. Return
+    None for a run without tools."""
     box = getattr(getattr(sampler.hooks, "feature", None), "toolbox", None)
     if box is None:
         return None
@@ -231,9 +228,9 @@ def lending_stages(sampler: Any) -> Callable[[Stages], Stages] | None:
 
 
 def begin_lent(environments: Environments, begin: BeginScore, groups: Sequence[Group]) -> PendingRewards:
-    """Start to score groups. Make their environments free when the last call in this process has ended, because only
-    reward functions in this process use environments."""
-    environments.begin_scoring(groups)
+    """Start to score groups. Make their environments free when the last reward function's call in this process has
+    ended, because worker processes and reward models don't use environments."""
+    environments.in_scoring |= {group.position for group in groups}
     pending, here = begin(groups), iter(list[Future[Any]]())
     if isinstance(pending, Scoring):
         pairs = zip(pending.scorer.rewards, pending.calls, strict=True)

@@ -19,7 +19,7 @@ from .conversations import Conversations
 from .tool_format import ToolFormat
 from .toolbox import Toolbox, environment_reward
 
-OBSERVATION = 1024  # tokens reserved after the longest prompt for the text that an environment's `reset` returns
+OBSERVATION = 1024  # Tokens of context, in addition to the longest prompt, for what an environment's `reset` returns.
 
 
 class ToolFeature(SourceFeature):
@@ -47,16 +47,13 @@ class ToolFeature(SourceFeature):
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
         tools, factory = arguments.sources["tools"], arguments.sources["environment_factory"]
         if tools or factory is not None:
-            # With `reward_call: all` the number of environments has no limit, because each conversation keeps its
-            # environment until the last group is scored.
+            # With `reward_call: all` the number of environments has no limit, because none becomes free before all
+            # groups are sampled and scored.
             most = config.environments_at_once if config.reward_call == "group" else None
             workers, timeout = config.tool_workers, config.tool_timeout
             return cls(Toolbox(tools, factory, workers, timeout, config.main_thread_tools, most))
-        if config.main_thread_tools:
-            raise ValueError(
-                f"main_thread_tools is {config.main_thread_tools}, but there are neither tools nor environments: "
-                "remove it."
-            )
+        if names := config.main_thread_tools:
+            raise ValueError(f"main_thread_tools is {names}, but there are neither tools nor environments: remove it.")
         return None
 
     def check_policy(self, policy: Policy, config: GRPOConfig) -> None:
@@ -64,7 +61,7 @@ class ToolFeature(SourceFeature):
         self.form = ToolFormat(policy.tokenizer, kwargs, reader_of(policy))
 
     def empty_prompts(self, config: GRPOConfig) -> Dataset:
-        """Return a dataset of empty prompts, one per prompt of a generation. An environment writes their texts."""
+        """Return a dataset of empty prompts, enough for a generation. An environment's `reset` writes their texts."""
         if not self.toolbox.factories:
             return super().empty_prompts(config)
         if self.toolbox.by_name:
@@ -74,8 +71,7 @@ class ToolFeature(SourceFeature):
             )
         if config.max_steps <= 0:
             raise ValueError(
-                f"train_dataset is missing and max_steps is {config.max_steps}, but without a dataset only "
-                "max_steps can end the training: set max_steps."
+                f"max_steps is {config.max_steps}, but only it ends a run without a dataset: set max_steps."
             )
         rows = (config.prompts_per_step or 1) * (config.steps_per_generation or 1)
         return Dataset.from_dict({"prompt": [EMPTY] * rows})
@@ -90,7 +86,7 @@ class ToolFeature(SourceFeature):
 
 
 def call_metrics(statistics: RolloutStatistics, metrics: dict[str, float]) -> None:
-    """Add the number of tool calls per completion, and the share of calls that failed."""
+    """In a run with tools, add the number of tool calls per completion and the share of failed calls to the metrics."""
     if (calls := statistics.counts.get("tools/calls")) is not None:
         metrics["tools/call_frequency"] = calls / max(len(statistics.lengths), 1)
         metrics["tools/failure_frequency"] = statistics.counts["tools/failures"] / calls if calls else 0.0

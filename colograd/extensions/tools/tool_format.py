@@ -1,4 +1,4 @@
-"""`ToolFormat`: reads tool calls from sampled tokens, and tokenises the tools' answers with the chat template."""
+"""`ToolFormat`: reads tool calls from sampled tokens, and tokenises tools' answers with the chat template."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class ToolFormat:
             shown = f"({type(error).__name__}: {error})"
         if "{'type': 'text'" in shown:
             raise ValueError(
-                f"the chat template of {tokenizer.name_or_path} writes a list of content parts as it is, but a model "
-                "that reads images needs them: set chat_template_path to a template that writes all content parts."
+                f"the chat template of {tokenizer.name_or_path} writes a list of content parts as Python code, but a "
+                "model that reads images needs the parts: set chat_template_path to a template that writes each part."
             )
         for part in ("the_name", "the_argument", "the value", "the answer"):
             if part not in shown:
@@ -64,8 +64,8 @@ class ToolFormat:
                 f"no parser is known for the tool calls that {tokenizer.name_or_path} writes: set the tokenizer's "
                 "response_template (see response parsing in transformers' documentation)."
             )
-        # `_end` is the special token that ends an assistant message in the template: the tokenizer's EOS token, or e.g.
-        # ``<|im_end|>`` in ChatML for base models. None means that the template writes no such token.
+        # `_end` is the special token that ends an assistant message in the template, e.g. ``<|im_end|>`` in ChatML. If
+        # the template writes EOS there, or no special token at all, `_end` is the tokenizer's EOS token.
         begun, before = self._read([ASKED], add_generation_prompt=True).ids, self._read([ASKED, call]).ids
         same = next((i for i, (a, b) in enumerate(zip(begun, before, strict=False)) if a != b), len(begun))
         eos, special = tokenizer.eos_token_id, {*tokenizer.all_special_ids}
@@ -76,7 +76,7 @@ class ToolFormat:
     def read(
         self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
     ) -> tuple[dict[str, Any], list[ToolCall]]:
-        """Return sampled tokens as an assistant message, with the message's tool calls. Malformed calls remain text."""
+        """Parse sampled tokens to an assistant message and its tool calls. If one is malformed, all remain text."""
         parsed = parsed_turn(self._tokenizer, ids, prompt_ids, tools) if self._parses else None
         if parsed is not None:
             message, calls = parsed
@@ -84,7 +84,7 @@ class ToolFormat:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         text, calls = text.removesuffix(self._tokenizer.eos_token or "").strip(), []
         if not self._parses:
-            with contextlib.suppress(ValueError):  # raised if one call is malformed
+            with contextlib.suppress(ValueError):  # Raised if one call is malformed.
                 calls = as_calls(parse_json(match[1]) for match in CALL.finditer(text)) or []
         return _assistant_message(text[: text.index("<tool_call>")].strip() if calls else text, calls), calls
 
@@ -97,8 +97,8 @@ class ToolFormat:
 
         Args:
             own: further arguments of the chat template from the dataset row.
-            last: the last sampled token. If the token isn't the template's end of a message, the result begins with the
-                template's end of a message. None means that the message ended with the template's end.
+            last: the last sampled token. If the template ends messages with another token, the result begins with that
+                end token. None means that the assistant message already has the end token.
         """
         call = _assistant_message("", [ToolCall(messages[0]["name"], {})])
         given = without_nones(own or {})
@@ -113,13 +113,13 @@ class ToolFormat:
         else:
             raise ValueError(
                 f"the chat template of {self._tokenizer.name_or_path} neither ends messages with a special token, nor "
-                "leaves earlier messages unchanged before a tool's answer: set another chat_template_path."
+                "writes earlier messages the same way when a tool's answer follows: set another chat_template_path."
             )
         if whole.ids[start] == (self._end if last is None else last):
             start += 1
         if (images := whole.images) is None:
             return ModelInput(whole.ids[start:])
-        images = dataclasses.replace(  # all images are behind `start`, so `engine_ids` and `ids` are equal up to it
+        images = dataclasses.replace(  # All images are behind `start`, so `engine_ids` and `ids` are equal up to it.
             images, engine_ids=images.engine_ids[start:], places=tuple(place - start for place in images.places)
         )
         return ModelInput(whole.ids[start:], images)
@@ -133,7 +133,7 @@ class ToolFormat:
         shown, pictures = self.reader.split(messages, "a tool's answer")
         if pictures:
             return self.reader.made(shown, pictures, arguments)
-        return ModelInput(self.reader.tokens(shown, arguments)[1])  # without images, image tokens in texts stay texts
+        return ModelInput(self.reader.tokens(shown, arguments)[1])  # Without images, an image token's name stays text.
 
 
 def _assistant_message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:

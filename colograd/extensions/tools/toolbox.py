@@ -6,7 +6,8 @@
                               on the event loop)
     main_thread_tools         in the thread that requests the outcome: the main thread, between two engine steps
 
-A slow tool delays only its own conversation. If a call exceeds the timeout, the model reads an error as its answer.
+A slow tool delays only its own conversation, but a call in the main thread delays all. If a call outside the main
+thread exceeds the timeout, the model reads an error as the tool's answer.
 """
 
 from __future__ import annotations
@@ -34,27 +35,27 @@ from ...runtime.importing import find_object
 from ...usercode.calls import GRACE, Outcome, awaited_outcome, event_loop, place_in, raised_outcome, when_done
 from ...usercode.untrusted import clean, own_copy
 from ...usercode.worker_pool import WorkerPool
-from .environments import Advise, Environment, Environments, factory_names, on_this_device
+from .environments import Environment, Environments, factory_names, on_this_device
 
 COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
-PARTS = ("text", "image", "image_url", "audio", "video")  # types of content parts in chat templates
+PARTS = ("text", "image", "image_url", "audio", "video")  # Types of content parts in chat templates.
 # Texts of Python's errors when a thread other than the main thread sets a signal handler (for `signal.alarm`), or uses
-# a database connection that the main thread opened.
+# an SQLite connection that another thread opened.
 NEEDS_MAIN = ("signal only works in main thread", "SQLite objects created in a thread can only be used in that same")
 
 
 def run_call(future: Future[Outcome], function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Run a call in this thread and set the future. Do nothing if the call has run or was cancelled."""
+    """Run a call in this thread, and set ``future`` to its outcome. Do nothing if the call has run or was cancelled."""
     if future.done() or not future.set_running_or_notify_cancel():
         return
     started = time.perf_counter()
     try:
         value = function(**arguments)
-        if inspect.isawaitable(value):  # async method of an environment; waiting here keeps the order of its calls
+        if inspect.isawaitable(value):  # Async method of an environment. Waiting keeps the order of its calls.
             outcome = asyncio.run_coroutine_threadsafe(awaited_outcome(value, None), event_loop()).result()
         else:
             outcome = Outcome("value", value, time.perf_counter() - started)
-    except BaseException as error:  # SystemExit would end the thread and leave the conversation without an outcome
+    except BaseException as error:  # SystemExit would end the thread, and the call would have no outcome.
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
         outcome = raised_outcome(error)
@@ -70,54 +71,17 @@ class RunningCall:
     deadline: float = math.inf  # Latest time to wait for the call, in `time.monotonic` seconds.
     run: Callable[[], None] | None = None  # Runs the call in the thread that requests the outcome (main_thread_tools).
     environment: Environment | None = None  # Environment of a method. None for a tool.
-    declarable: str | None = None  # Name that could be added to main_thread_tools, or None.
+    declarable: str | None = None  # Name to suggest for main_thread_tools if the call fails, or None.
 
     def done(self) -> bool:
         """Return whether the call has ended, is late, or runs only in the requesting thread."""
         return self.run is not None or self.future.done() or time.monotonic() > self.deadline
 
     def abandon(self) -> None:
-        """Cancel the call. If an environment's thread still runs the call, the environment becomes stuck."""
+        """Cancel the call. If an environment's thread hasn't finished the call, the environment becomes stuck."""
         if self.environment is not None and self.run is None and not self.future.done():
             self.environment.stuck = True
         self.future.cancel()
-
-
-@dataclass(slots=True)
-class Answers:
-    """The pending outcomes of all tool calls in one assistant message."""
-
-    calls: list[RunningCall]
-    timeout: float | None
-    advise: Advise
-
-    def done(self) -> bool:
-        """Return whether no call needs further waiting."""
-        return all(call.done() for call in self.calls)
-
-    def outcomes(self) -> list[tuple[str, Outcome]]:
-        """Return (tool's name, outcome) for each call, in order. A call that hasn't ended gets the outcome ``late``."""
-        outcomes = []
-        for call in self.calls:
-            if call.run is not None:
-                call.run()
-            outcome = Outcome("late", None, self.timeout or 0.0)
-            if not call.future.done():
-                call.abandon()
-            else:
-                try:
-                    outcome = call.future.result()
-                except (Exception, CancelledError) as error:  # e.g. an async tool called without a required argument
-                    outcome = raised_outcome(error)
-            if call.declarable is not None:
-                self.advise(call.declarable, outcome)
-            outcomes.append((call.name, outcome))
-        return outcomes
-
-    def abandon(self) -> None:
-        """Cancel all calls, because the conversation won't read their outcomes."""
-        for call in self.calls:
-            call.abandon()
 
 
 class Toolbox:
@@ -130,7 +94,7 @@ class Toolbox:
         workers: number of processes for the sync tools. 0 means that sync tools run in threads.
         timeout: maximum seconds of a call. None means no limit. Calls in the main thread have no limit.
         main_thread: names of tools and environments that work only in the main thread.
-        most_environments: maximum number of environments that conversations use at once. None means no limit.
+        most_environments: maximum number of environments in use at once (at least one group's). None means no limit.
     """
 
     def __init__(
@@ -139,19 +103,17 @@ class Toolbox:
         timeout: float | None = None, main_thread: Sequence[str] | None = None, most_environments: int | None = None,
     ) -> None:  # fmt: skip
         self.timeout = timeout
-        self.counts: dict[str, float] = defaultdict(float)  # Sums of the metrics ``tools/...`` since `take_counts`.
-        # Callback that gets a tool's name and the start and end times of a call.
+        self.counts: dict[str, float] = defaultdict(float)  # Sums of the metrics ``tools/...`` until `take_counts`.
+        # Callback for each ended call: tool's name, start and end in `time.perf_counter` seconds.
         self.on_call: Callable[[str, float, float], None] | None = None
         self._tools: dict[str, Callable[..., Any]] = {}
         for tool in tools or ():
             function = find_object(tool, "tool", callable) if isinstance(tool, str) else tool
             name = getattr(function, "__name__", None)
             if not callable(function) or not name:
-                raise ValueError(
-                    f"tools holds {function!r}, but a tool must be a function: give functions or import paths."
-                )
+                raise ValueError(f"tools has {function!r}, but a tool must be a function or a function's import path.")
             if name in self._tools:
-                raise ValueError(f"two tools are called {name!r}, by which the model calls them: rename one.")
+                raise ValueError(f"two tools are called {name!r}, but the model needs distinct names: rename one.")
             self._tools[name] = function
         if isinstance(environment_factory, str):
             environment_factory = find_object(environment_factory, "environment_factory", callable)
@@ -168,7 +130,7 @@ class Toolbox:
                 f"main_thread_tools has {', '.join(map(repr, unable))}, but must name sync tools and environments of "
                 f"this run: name some of {', '.join(able) or 'none'}, or leave main_thread_tools out."
             )
-        self._warned: set[tuple[str, str]] = set()  # (kind of failure, tool) pairs that were warned about
+        self._warned: set[tuple[str, str]] = set()  # (kind of failure, tool) of each warning so far.
         pooled = {name: self._tools[name] for name in sync if name not in self._main_thread}
         self._pool = WorkerPool("tools", pooled, workers, timeout)
         self.notes = self._pool.notes
@@ -203,40 +165,52 @@ class Toolbox:
             )
         return {"tools": self.schemas(row) or None}
 
-    def open(self, row: dict[str, Any]) -> tuple[Environment | None, Answers | None]:
-        """Begin a row's conversation. Return its environment and the pending answer of its ``reset(**row)``, or None
-        twice if the run has no environments."""
+    def open(self, row: dict[str, Any]) -> tuple[Environment | None, list[RunningCall]]:
+        """Begin a row's conversation. Return its environment and the call of its ``reset(**row)``. Without environments
+        return None and no call."""
         if not self.factories:
-            return None, None
+            return None, []
         environment = self.environments.lend(self._factory_of(row))
         arguments = {name: value for name, value in row.items() if not (self.by_name and name == "environment")}
         if arguments.get("prompt") == EMPTY:
             del arguments["prompt"]
-        begun = self._start("reset", environment.instance.reset, arguments, environment)
-        return environment, Answers([begun], self.timeout, self._advise_main_thread)
+        return environment, [self._start("reset", environment.instance.reset, arguments, environment)]
 
-    def call(self, environment: Environment | None, calls: Sequence[ToolCall]) -> Answers:
-        """Start the tool calls of one assistant message. Return their pending answers without waiting."""
+    def call(self, environment: Environment | None, calls: Sequence[ToolCall]) -> list[RunningCall]:
+        """Start the tool calls of one assistant message. Return the running calls without waiting."""
         self.counts["tools/calls"] += len(calls)
-        methods, of_environment = environment.methods if environment is not None else {}, 0
-        running = []
+        methods = environment.methods if environment is not None else {}
+        running: list[RunningCall] = []
         for call in calls:
             if call.name in self._tools:
                 running.append(self._start(call.name, self._tools[call.name], call.arguments))
             elif environment is not None and call.name in methods and not environment.stuck:
-                method = methods[call.name]
-                running.append(self._start(call.name, method, call.arguments, environment, of_environment))
-                of_environment += 1
+                earlier = sum(each.environment is not None for each in running)
+                running.append(self._start(call.name, methods[call.name], call.arguments, environment, earlier))
             else:
-                line = f"ValueError: Tool {call.name} not found."
-                if call.name in methods:
-                    line = "RuntimeError: The environment is stuck."
+                missing = f"ValueError: Tool {call.name} not found."
+                line = "RuntimeError: The environment is stuck." if call.name in methods else missing
                 running.append(RunningCall(call.name, Future()))
                 running[-1].future.set_result(Outcome("raised", (line, ""), 0.0))
         if self.on_call is not None:
             for begun in running:
                 when_done(begun.future, functools.partial(self.on_call, begun.name))
-        return Answers(running, self.timeout, self._advise_main_thread)
+        return running
+
+    def outcome(self, call: RunningCall) -> Outcome:
+        """Return a call's outcome. A call of the main thread runs now. Another call that hasn't ended is ``late``."""
+        if call.run is not None:
+            call.run()
+        if not call.future.done():
+            call.abandon()
+            return Outcome("late", None, self.timeout or 0.0)
+        try:
+            outcome = call.future.result()
+        except (Exception, CancelledError) as error:  # E.g. an async tool's call lacks a required argument.
+            outcome = raised_outcome(error)
+        if call.declarable is not None:
+            self._advise_main_thread(call.declarable, outcome)
+        return outcome
 
     def _start(
         self, name: str, function: Callable[..., Any], arguments: dict[str, Any],
@@ -245,7 +219,7 @@ class Toolbox:
         """Start a call of a tool, or of a method of ``environment``, which has ``earlier`` calls to run first."""
         arguments, is_async = own_copy(arguments), inspect.iscoroutinefunction(function)
         deadline = math.inf if self.timeout is None else time.monotonic() + (1 + earlier) * self.timeout
-        if environment is None and name in self._pool:  # the pool of worker processes enforces the timeout
+        if environment is None and name in self._pool:  # Worker processes limit the call's time.
             return RunningCall(name, self._pool.submit(name, arguments))
         if environment is None and is_async:
 
@@ -253,7 +227,7 @@ class Toolbox:
                 return await awaited_outcome(function(**arguments), self.timeout)
 
             running = asyncio.run_coroutine_threadsafe(awaited(), event_loop())
-            return RunningCall(name, running, deadline + GRACE)  # reached only if a tool blocks the loop
+            return RunningCall(name, running, deadline + GRACE)  # Late only if a tool blocks the event loop.
         future = Future[Outcome]()
         run = functools.partial(run_call, future, function, arguments)
         if name in self._main_thread if environment is None else environment.thread is None:
@@ -267,8 +241,8 @@ class Toolbox:
         return RunningCall(name, future, deadline, environment=environment, declarable=declarable)
 
     def _advise_main_thread(self, name: str, outcome: Outcome) -> None:
-        """Warn once about each tool or environment if its failed call needs the main thread. Run the later calls of a
-        tool that runs in a thread there."""
+        """If a failed call needed the main thread, warn once about its tool or environment. A tool that ran in a thread
+        runs in the main thread from then on."""
         needs_main = outcome.kind == "raised" and any(part in outcome.value[1] for part in NEEDS_MAIN)
         if not needs_main or ("main thread", name) in self._warned:
             return
@@ -276,63 +250,61 @@ class Toolbox:
         remedy = f"set main_thread_tools: [{name}]"
         if name in self._tools and name not in self._pool:
             self._main_thread.add(name)
-            remedy = f"from now on it runs there (from the first call with main_thread_tools: [{name}])"
+            remedy = f"from now on it runs there (set main_thread_tools: [{name}] to run its first call there too)"
         warnings.warn(
-            f"{name} failed outside the main thread, which alone may set a signal handler or use a connection that was "
-            f"opened there: {remedy}, and the engine waits meanwhile. With tool_workers a tool runs in a process of "
-            "its own.",
+            f"{name} failed outside the main thread. Only the main thread may set a signal handler or use a connection "
+            f"that was opened in it: {remedy}. The engine waits for calls in the main thread. With tool_workers a tool "
+            "runs in a worker process.",
             stacklevel=3,
         )
 
-    def told(self, answers: Answers, images: bool = False) -> list[dict[str, Any]]:
-        """Wait for the calls. Return one message of role `tool` per call, with the returned value or the error."""
+    def told(self, calls: Sequence[RunningCall], images: bool = False) -> list[dict[str, Any]]:
+        """Return one message of role `tool` per call, with the returned value or an error (e.g. late)."""
         messages = []
-        for name, outcome in answers.outcomes():
+        for call in calls:
+            outcome = self.outcome(call)
             self.counts["tools/seconds"] += outcome.seconds
             self.counts["tools/timeouts"] += outcome.kind == "late"
             try:
                 content = answer_content(outcome, images)
             except Exception as error:
-                self.counts["tools/failures"] += 1
-                if outcome.kind == "value":
-                    self._warn_once("unshown", name, f"what tool {name!r} returned can't be shown ({error})")
-                elif outcome.kind == "raised" and (place := place_in(outcome.value[1])):  # the tool's own code raised
-                    self._warn_once("raised", name, f"tool {name!r} raised {outcome.value[0]} ({place})")
-                content = str({"error": str(error)})
-            messages.append({"role": "tool", "name": name, "content": content})
+                content = self._failed(call.name, error, outcome)
+            messages.append({"role": "tool", "name": call.name, "content": content})
         return messages
 
     def refused(self, messages: Sequence[dict[str, Any]], error: Exception) -> list[dict[str, Any]]:
-        """Return tools' messages, with ``error`` as the content of each message that has images. Warn once per tool."""
+        """Return tools' messages with ``error`` as content of the messages that have images. Warn once about a tool."""
         shown = []
         for message in messages:
             if isinstance(shown_content(message["content"], images=True), list):
-                self.counts["tools/failures"] += 1
-                what = f"what tool {message['name']!r} returned can't be shown ({error})"
                 remedy = " The chat template must write images in tools' answers."
-                self._warn_once("unshown", message["name"], what, remedy)
-                message = {**message, "content": str({"error": str(error)})}
+                message = {**message, "content": self._failed(message["name"], error, remedy=remedy)}
             shown.append(message)
         return shown
 
-    def _warn_once(self, kind: str, name: str, what: str, remedy: str = "") -> None:
-        """Warn once per tool and kind of failure, because otherwise only the model would see the error."""
-        if (kind, name) not in self._warned:
-            self._warned.add((kind, name))
+    def _failed(self, name: str, error: Exception, outcome: Outcome | None = None, remedy: str = "") -> str:
+        """Count a failed call, and return the content with its error. Warn once if the tool raised, and once if its
+        value can't be shown, because otherwise only the model would see the error."""
+        self.counts["tools/failures"] += 1
+        problem = f"what tool {name!r} returned can't be shown ({error})"
+        if outcome is not None and outcome.kind != "value":
+            place = place_in(outcome.value[1]) if outcome.kind == "raised" else ""
+            problem = place and f"tool {name!r} raised {outcome.value[0]} ({place})"  # Empty: the call was wrong.
+        key = (problem.partition(" ")[0], name)
+        if problem and key not in self._warned:
+            self._warned.add(key)
             warnings.warn(
-                f"{what}. The model is told so, now and whenever it happens again; the share of failed calls is "
-                f"tools/failures of tools/calls.{remedy}",
+                f"{problem}. The model reads the error, now and at later failures. The metric tools/failures counts "
+                f"failed calls.{remedy}",
                 stacklevel=3,
             )
+        return str({"error": str(error)})
 
     def take_counts(self) -> dict[str, float]:
-        """Return the sums ``tools/calls``, ``/failures``, ``/timeouts`` and ``/seconds``, and reset the sums."""
-        taken = dict.fromkeys(COUNTS, 0.0) | self.counts
-        self.counts.clear()
-        return taken
+        """Return the sums ``tools/calls``, ``/failures``, ``/timeouts`` and ``/seconds``, and set the sums to 0."""
+        return {name: self.counts.pop(name, 0.0) for name in COUNTS}
 
     def close(self) -> None:
-        """End the workers and the environments' threads."""
         self.environments.close()
         self._pool.close()
 
@@ -365,7 +337,7 @@ def environment_reward(of: Any, tools: Toolbox) -> Callable[..., Any]:
 def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_json_schema(function)
-    except Exception as error:  # transformers raises several types of errors
+    except Exception as error:  # transformers raises several types of errors.
         raise ValueError(
             f"tool {name!r} can't be described to the model ({error}): give the tool type hints and a Google-style "
             "docstring with every argument under `Args:`."
@@ -373,10 +345,10 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def answer_content(outcome: Outcome, images: bool = False) -> Any:
-    """Return the content of the message with a tool's outcome. ``images``: whether the model reads images. A list stays
-    a list, because reward functions get a list in TRL. The model reads the list's `shown_content`. Any other value
-    becomes text. Lone surrogates are replaced, because no tokenizer accepts them. Raise a RuntimeError if the call
-    failed, a ValueError if the value can't be shown to the model."""
+    """Return the content of the message with a tool's outcome. ``images``: whether the model reads images. A list that
+    can be copied stays a list, because reward functions get a list in TRL. The model reads the list's `shown_content`.
+    Any other value becomes text. Lone surrogates are replaced, because no tokenizer accepts them. Raise a RuntimeError
+    if the call failed, a ValueError if the value can't be shown to the model."""
     if outcome.kind == "late":
         raise RuntimeError(f"timed out after {outcome.seconds:g} s")
     if outcome.kind == "died":
@@ -392,34 +364,21 @@ def answer_content(outcome: Outcome, images: bool = False) -> Any:
         return shown
 
 
-def shown_content(content: Any, images: bool) -> Any:
-    """Return a tool's value for the model: text, or content parts if the value has images and ``images`` is true."""
-    if not images or not _is_parts(content) or all(part["type"] != "image" for part in content):
-        return text_of(content)
-    (in_rgb,) = registry.hooks_of("images", "picture")
-    return [
-        {"type": "image", "image": in_rgb(part.get("image"), "the tool's answer")}
-        if part["type"] == "image"
-        else {"type": "text", "text": text_of([part])}
-        for part in content
-    ]
-
-
-def characters(content: Any) -> int:
-    """Count the characters of the texts in a tool's value. Images count as 0."""
-    texts = [part.get("text", "") for part in content] if _is_parts(content) else [content]
-    return sum(len(str(text)) for text in texts)
-
-
-def _is_parts(content: Any) -> bool:
+def shown_content(content: Any, images: bool = False) -> Any:
+    """Return a tool's value for the model: content parts if the value has images and ``images`` is true, else text.
+    Text parts are joined. Raise a ValueError if a list has other content parts."""
     is_list = isinstance(content, list) and bool(content)
-    return is_list and all(isinstance(part, dict) and part.get("type") in PARTS for part in content)
-
-
-def text_of(content: Any) -> str:
-    """Return a tool's value as text. A list of content parts becomes the joined texts of its parts."""
-    if not _is_parts(content):
+    if not is_list or not all(isinstance(part, dict) and part.get("type") in PARTS for part in content):
         return str(clean(str(content)))
-    if others := [part["type"] for part in content if part["type"] != "text"]:
+    kinds = [part["type"] for part in content]
+    if images and "image" in kinds:
+        (in_rgb,) = registry.hooks_of("images", "picture")
+        return [
+            {"type": "image", "image": in_rgb(part.get("image"), "the tool's answer")}
+            if part["type"] == "image"
+            else {"type": "text", "text": shown_content([part])}
+            for part in content
+        ]
+    if others := [kind for kind in kinds if kind != "text"]:
         raise ValueError(f"A part of type {others[0]!r} can't be shown to the model, which reads only text.")
     return str(clean("".join(str(part["text"]) for part in content)))

@@ -1,4 +1,4 @@
-"""Tokens in, tokens out: over chat templates of many families, nothing that the model wrote is tokenised again."""
+"""Tokens in, tokens out: over chat templates of many families, a continued conversation has the very ids."""
 
 from __future__ import annotations
 
@@ -10,28 +10,9 @@ import pytest
 from template_families import FAMILIES, Model, families, tokenizer_of
 
 from colograd.batch import FinishReason
-from colograd.extensions.agents.branches import branches_of
-from colograd.extensions.agents.context import DISTINCT, ChatFormat, SessionContexts, UnreadableMessages
-from colograd.extensions.agents.tree import TokenTree
-
-
-def kept_whole(form: ChatFormat, wrote: list[int], reply: dict[str, Any]) -> list[int]:
-    """Sampled tokens inside a turn's content."""
-    content, reasoning = reply["content"], reply.get("reasoning", "")
-    if len(content) < DISTINCT:
-        return []
-    said, at, found = form.decode(wrote), 0, []
-    first = said.index(content, said.index(reasoning) + len(reasoning))
-    for token in wrote:
-        piece = form.decode([token])
-        if first <= at and at + len(piece) <= first + len(content):
-            found.append(token)
-        at += len(piece)
-    return found
-
-
-def contains(ids: list[int], part: list[int]) -> bool:
-    return any(ids[at : at + len(part)] == part for at in range(len(ids) - len(part) + 1))
+from colograd.extensions.agents.branches import TokenTree, branches_of
+from colograd.extensions.agents.context import ChatFormat, SessionContexts
+from colograd.extensions.agents.engine.chat_api import BadRequest
 
 
 def a_session(model: Model, form: ChatFormat, figures: dict[str, int]) -> None:
@@ -41,11 +22,11 @@ def a_session(model: Model, form: ChatFormat, figures: dict[str, int]) -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": model.words(5)}]
     if draw.random() < 0.5:
         messages.insert(0, {"role": "system", "content": model.words(5)})
-    begun, samples, replies = [*messages], [], list[tuple[dict[str, Any], dict[str, Any], list[int]]]()
+    begun, samples = [*messages], list[tuple[list[int], list[int]]]()
     for _ in range(draw.randint(2, 7)):
         try:
             context = session.context(messages, arguments)
-        except UnreadableMessages:  # GPT-OSS's template can't write calls without answers
+        except BadRequest:  # GPT-OSS's template can't write calls without answers
             return
         figures["requests"] += 1
         ids = context.ids
@@ -53,13 +34,6 @@ def a_session(model: Model, form: ChatFormat, figures: dict[str, int]) -> None:
             before = session.turns[context.after].ids  # type: ignore[union-attr]
             assert ids[: len(before)] == before, "it goes on from the very ids"
             figures["went on"] += 1
-        for sent, reply, wrote in replies:
-            if any(message is sent for message in messages):
-                kept = kept_whole(form, wrote, reply)
-                # The context may continue from a turn with equal messages, because that turn's ids were sampled too.
-                alike = [kept_whole(form, other, said) for own, said, other in replies if own == sent]
-                assert any(contains(ids, each) for each in alike), "what is kept of a turn has ids that were sampled"
-                figures["kept tokens"] += len(kept)
         wrote, reply = model.turn()
         session.add(context, wrote, reply)
         samples.append((ids, wrote))
@@ -67,7 +41,6 @@ def a_session(model: Model, form: ChatFormat, figures: dict[str, int]) -> None:
         if draw.random() < 0.3:  # some programs don't send reasoning back
             sent = {name: value for name, value in reply.items() if name != "reasoning"}
             figures["dropped reasoning"] += "reasoning" in reply
-        replies.append((sent, reply, wrote))
         messages = [*messages, sent]
         for call in reply.get("tool_calls", ()):
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": model.words(3)})
@@ -88,19 +61,19 @@ def a_session(model: Model, form: ChatFormat, figures: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("conversations", [30, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_nothing_that_the_model_wrote_is_tokenised_again(name: str, conversations: int) -> None:
+def test_a_continued_conversation_has_the_very_ids(name: str, conversations: int) -> None:
     family = dict(families())[name]
     tokenizer = tokenizer_of(family)
     draw, figures = (
         random.Random(name),
-        dict.fromkeys(("requests", "went on", "kept tokens", "dropped reasoning", "compacted", "sampled tokens"), 0),
+        dict.fromkeys(("requests", "went on", "dropped reasoning", "compacted", "sampled tokens"), 0),
     )
     model = Model(family, tokenizer, draw)
     form = ChatFormat(tokenizer, {}, model.ends)
     for _ in range(conversations):
         a_session(model, form, figures)
     print(name, figures)
-    assert figures["went on"] > conversations // 2 and figures["kept tokens"] > 10 * conversations
+    assert figures["went on"] > conversations // 2
 
 
 def test_a_conversation_that_no_one_rewrites_is_one_line_of_tokens() -> None:

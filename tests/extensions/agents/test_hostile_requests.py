@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import agent_cases
@@ -18,7 +19,7 @@ from colograd.engine.sampling import Sampling
 from colograd.extensions.agents.context import ChatFormat
 from colograd.extensions.agents.endpoint import Endpoint
 from colograd.extensions.agents.engine.chat_api import ChatAPI
-from colograd.extensions.agents.session import AgentSettings, Session, Work, WorkQueue
+from colograd.extensions.agents.session import Session, Work, WorkQueue
 from colograd.extensions.agents.sessions import returned
 from colograd.usercode.calls import Outcome
 
@@ -48,13 +49,13 @@ def api() -> ChatAPI:
     return ChatAPI(tokenizer, "m", tiny.TOOL_TEMPLATE)
 
 
-def responses(api: ChatAPI, wrote: str, requests: list[tuple[str, Any]], refuses: bool = True) -> list[httpx.Response]:
+def responses(api: ChatAPI, wrote: str, requests: list[tuple[str, Any]]) -> list[httpx.Response]:
     """Responses of one session. Its model writes the same text each time."""
     form = ChatFormat(api.tokenizer, {}, [api.tokenizer.eos_token_id])
     sampling = Sampling(1, 64, 1.0, {})
-    endpoint = Endpoint(api, Written(wrote), sampling, (0, "train"), CONTEXT, refuses)
-    settings = AgentSettings(None, 1, 1000, 8, refuses=refuses, raises=True)
-    session = Session(Prompt({}, ModelInput((1, 2)), 0), 0, form, settings)
+    endpoint = Endpoint(api, Written(wrote), sampling, (0, "train"), CONTEXT)
+    config: Any = SimpleNamespace(agent_requests=1000, agent_parallel=8, agent_sampling="refuse")
+    session = Session(Prompt({}, ModelInput((1, 2)), 0), 0, form, config)
     endpoint.sessions[session.key] = session
 
     async def ask() -> list[httpx.Response]:

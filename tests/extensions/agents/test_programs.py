@@ -36,7 +36,7 @@ def another(base_url: str, api_key: str) -> float:
 @pytest.mark.parametrize(
     ("agent", "tools", "replay", "said"),
     [
-        (lambda base_url, question: 1.0, None, False, "takes 'question', but gets only base_url, api_key, model, row"),
+        (lambda base_url, question: 1.0, None, False, "needs 'question', but gets only base_url, api_key, model, row"),
         ("", None, False, "agent is empty"),
         (3, None, False, "must be a function, its import path, or a command line"),
         ("tests_that_are_not:there", None, False, "tests_that_are_not"),
@@ -66,7 +66,7 @@ def test_a_model_that_reads_images_is_refused_at_the_start() -> None:
     settings: Any = SimpleNamespace(router_replay=False, replays_truncation=False)
     feature = AgentFeature.of(tiny.trainer_arguments(agent=run), settings)
     assert feature is not None
-    with pytest.raises(ValueError, match="a-model reads images, and agents' sessions are texts"):
+    with pytest.raises(ValueError, match="a-model reads images: agents need a model that reads only text"):
         feature.check_policy(policy, settings)
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from agent_cases import run
 
 from colograd.batch import Group, Rollout, ScoredGroup
-from colograd.extensions.agents import session
+from colograd.extensions.agents import endpoint, session
 from colograd.extensions.agents.branches import branches_of
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
@@ -84,8 +85,8 @@ def test_each_answer_may_have_a_reward_of_its_own(trained: Any) -> None:
         for turn, sign in zip(turns, (1, -1, 0), strict=True):
             of_turn = slice(turn["at"], turn["at"] + turn["tokens"])
             assert of_tokens[of_turn].sign().unique().tolist() == [sign] and all(sampled[of_turn])
-    (group,) = run(trainer, lambda row: {"reward": 1.0, "turn_rewards": [1.0]}, raises=False)
-    assert all("one for each of its 0 answers" in rollout.columns["agent_failure"] for rollout in group.rollouts)
+    (group,) = run(trainer, lambda row: {"reward": 1.0, "turn_rewards": [1.0]}, agent_on_error="abstain")
+    assert all("one for each of the 0 answers" in rollout.columns["agent_failure"] for rollout in group.rollouts)
 
 
 def test_what_is_sampled_depends_on_the_session_and_not_on_time(trained: Any) -> None:
@@ -147,7 +148,6 @@ def test_the_clients_of_openai_and_anthropic_are_answered(trained: Any) -> None:
     assert told["two"].usage.completion_tokens == sum(len(c.logprobs.content) for c in told["two"].choices)
     chunks = told["stream"]
     assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].usage.completion_tokens <= 12
-    assert sum(bool(chunk.choices and chunk.choices[0].delta.content) for chunk in chunks) > 1, "as tokens come"
     assert chunks[-2].choices[0].finish_reason in ("stop", "length")
     if told["json"].choices[0].finish_reason == "stop":
         assert isinstance(json.loads(told["json"].choices[0].message.content)["a"], int)
@@ -201,8 +201,9 @@ def ask(base_url: str, key: str, body: Any, path: str = "/chat/completions", **f
     return httpx.post(base_url + path, content=content, headers={"Authorization": f"Bearer {key}"}, **further)
 
 
-def test_what_is_wrong_is_a_clear_http_error_and_no_sessions_end(trained: Any) -> None:
+def test_what_is_wrong_is_a_clear_http_error_and_no_sessions_end(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, _ = trained
+    monkeypatch.setattr(endpoint, "LARGEST", 4000)
     fine = {"model": "model", "messages": [{"role": "user", "content": "so"}], "max_tokens": 2}
     cases: list[tuple[Any, int, str]] = [
         ({**fine, "temperature": 0.3}, 400, "temperature is 0.3, but this run samples with 1.0"),
@@ -237,7 +238,7 @@ def test_what_is_wrong_is_a_clear_http_error_and_no_sessions_end(trained: Any) -
         assert ask(base_url, api_key, fine).status_code == 200
         return 1.0
 
-    run(trainer, wrong, size=1, requests=100, parallel=8, body=4000)
+    run(trainer, wrong, size=1, agent_requests=100, agent_parallel=8)
     for (_, status, text), response in zip(cases, told, strict=False):
         assert response.status_code == status and text in response.json()["error"]["message"], response.text
     assert [response.status_code for response in told[len(cases) :]] == [401, 404, 400, 400]
@@ -252,7 +253,7 @@ def test_other_sampling_settings_may_be_answered_and_are_not_trained(trained: An
         assert first["choices"][0]["message"] == second["choices"][0]["message"]
         return float(ask(base_url, api_key, asked).json()["usage"]["completion_tokens"])
 
-    (group,) = run(trainer, greedy, size=1, refuses=False)
+    (group,) = run(trainer, greedy, size=1, agent_sampling="untrained")
     (rollout,) = group.rollouts
     assert int(rollout.sampled.sum()) == rollout.columns["agent_reward"]
     assert [turn["trained"] for turn in rollout.columns["session"]] == [False, False, True]
@@ -297,7 +298,7 @@ def test_a_session_that_hangs_dies_floods_or_calls_late_disturbs_no_other(
         return fine(base_url, api_key)
 
     alone = run(trainer, fine, prompts=1)
-    groups = run(trainer, faulty, prompts=4, each=whole.append, timeout=1e5, raises=False)
+    groups = run(trainer, faulty, prompts=4, each=whole.append, agent_timeout=1e5, agent_on_error="abstain")
     gate.set()
     assert [list(r.completion_ids) for r in groups[0].rollouts] == [list(r.completion_ids) for r in alone[0].rollouts]
     failures = [[r.columns["agent_failure"] for r in group.rollouts] for group in groups]
@@ -311,22 +312,22 @@ def test_a_session_that_hangs_dies_floods_or_calls_late_disturbs_no_other(
         run(trainer, faulty, prompts=3)  # a hanging agent blocks nobody
 
 
-def test_who_leaves_a_stream_frees_its_place(trained: Any) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_a_request_frees_its_place(trained: Any, stream: bool) -> None:
     trainer, _ = trained
-    body = {"model": "m", "messages": [{"role": "user", "content": "so"}], "max_tokens": 40, "stream": True}
+    body = {"model": "m", "messages": [{"role": "user", "content": "so"}], "max_tokens": 40}
 
     def leaves(base_url: str, api_key: str) -> float:
-        headers = {"Authorization": f"Bearer {api_key}"}
-        with httpx.stream("POST", f"{base_url}/chat/completions", json=body, headers=headers) as answer:
-            next(answer.iter_lines())
-        while (status := ask(base_url, api_key, {**body, "stream": False}).status_code) == 429:
+        with suppress(httpx.TimeoutException):
+            ask(base_url, api_key, {**body, "stream": stream}, timeout=httpx.Timeout(tiny.PATIENCE, read=0.01))
+        while (status := ask(base_url, api_key, body).status_code) == 429:
             time.sleep(0.01)  # the endpoint doesn't know yet
         return float(status)
 
-    (group,) = run(trainer, leaves, size=1, requests=1000, parallel=1)
+    (group,) = run(trainer, leaves, size=1, agent_requests=1000, agent_parallel=1)
     (rollout,) = group.rollouts
     assert rollout.columns["agent_reward"] == 200
-    assert len(rollout.columns["session"]) in (1, 2), "2: the stream's answer was there before it was left"
+    assert len(rollout.columns["session"]) in (1, 2), "2: the answer was there before it was left"
 
 
 def test_a_failed_sessions_group_is_scored_by_nobody(trained: Any) -> None:
@@ -337,7 +338,7 @@ def test_a_failed_sessions_group_is_scored_by_nobody(trained: Any) -> None:
             raise KeyError("fell")
         return 1.0
 
-    groups = run(trainer, falls, prompts=2, raises=False)
+    groups = run(trainer, falls, prompts=2, agent_on_error="abstain")
     rewards = trainer.sampler.stages().begin_score(groups).result()
     assert rewards.isnan().tolist() == [[True], [True], [False], [False]]
     assert all(not rollout.sampled.any() for rollout in sessions_of(groups)), "nobody asked the model"

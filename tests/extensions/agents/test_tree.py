@@ -13,8 +13,7 @@ import torch
 from tree_cases import sequences
 
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
-from colograd.extensions.agents.branches import Branch, branches_of
-from colograd.extensions.agents.tree import TokenTree
+from colograd.extensions.agents.branches import Branch, TokenTree, branches_of
 from colograd.extensions.agents.turn_rewards import problem_with, with_turn_rewards
 from colograd.losses.advantages import AdvantageEstimator
 from colograd.policy.attention import keys_in_place_from
@@ -84,7 +83,7 @@ def test_rewards_of_answers_add_to_the_advantages_of_their_tokens() -> None:
 
 @pytest.mark.parametrize("given", [[1.0], "ab", [1.0, math.nan], 3, [1.0, None]])
 def test_turn_rewards_that_are_none_fail_the_session(given: Any) -> None:
-    assert "one for each of its 2 answers" in problem_with({"turn_rewards": given}, 2)
+    assert "one for each of the 2 answers" in problem_with({"turn_rewards": given}, 2)
     assert problem_with({"turn_rewards": [1, 0.5]}, 2) == problem_with({}, 2) == ""
 
 

@@ -14,7 +14,7 @@ import torch
 from reward_cases import per_answer
 
 from colograd.batch import FinishReason, Group, ModelInput, Prompt, Rollout
-from colograd.extensions.agents.turn_rewards import JUDGED, Judging, TurnRewards, with_turn_rewards
+from colograd.extensions.agents.turn_rewards import JUDGED, Judging, checked_turns, with_turn_rewards
 from colograd.losses.advantages import AdvantageEstimator
 from colograd.rewards import RewardError, Scorer
 from colograd.rollout.stages import InScoring, Stages
@@ -40,10 +40,9 @@ def group(**columns: Any) -> Group:
 
 
 def judging(scorer: Scorer, groups: Sequence[Group]) -> Judging:
-    turns = TurnRewards()
-    scorer.check = turns.check
+    scorer.check = checked_turns
     begin = lambda whole: scorer.submit(whole, [["so"] * len(of.rollouts) for of in whole])  # noqa: E731
-    return Judging(begin, len(scorer.rewards), turns, groups)
+    return Judging(begin, len(scorer.rewards), groups)
 
 
 def score(scorer: Scorer, of: Group) -> torch.Tensor:
@@ -59,8 +58,9 @@ def test_they_come_with_the_group_and_their_mean_is_the_sessions_reward(scorer_o
     assert [rollout.columns[JUDGED] for rollout in judged.rollouts] == [
         {"per_answer": [0.0, 1.0]}, {"per_answer": [0.0]}, {"per_answer": []},
     ]  # fmt: skip
-    TurnRewards().take(judged)
-    assert judged.rollouts[0].columns.keys() == {"session"}, "once; older ones go"
+    scorer.check = lambda reward, groups, values: [0.0] * 3
+    Judging(lambda whole: scorer.submit(whole, [["so"] * 3]), 1, [judged]).result()
+    assert judged.rollouts[0].columns.keys() == {"session"}, "older ones go"
 
 
 def test_an_answers_tokens_get_its_advantage_by_all_who_rewarded_it() -> None:
@@ -100,11 +100,11 @@ def test_they_are_journaled_and_taken_from_there(scorer_of: Any, tmp_path: Path)
         (
             [[1.0], 0.0, 0.0],
             group(),
-            r"completion 0: its turn rewards are \[1.0\], but must be .* each of its 2 answers",
+            r"completion 0: its turn rewards are \[1.0\], but must be .* each of the 2 answers",
         ),
         ([0.0, [None], 0.0], group(), r"completion 1: its turn rewards are \[None\], but must be a list of finite"),
         ([[0.0, float("nan")], 0.0, 0.0], group(), r"completion 0: .*nan"),
-        (np.ones((3, 2)), group(), r"completion 1: .*each of its 1 answers"),
+        (np.ones((3, 2)), group(), r"completion 1: .*each of the 1 answers"),
     ],
 )
 def test_others_are_refused(scorer_of: Any, values: Any, of: Group, said: str) -> None:

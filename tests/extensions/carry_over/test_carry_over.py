@@ -307,9 +307,9 @@ def test_no_more_is_sampled_at_once_than_the_share_says() -> None:
     assert [group.rollouts[0].policy_version for group in groups] == [4, *[7] * 5], "what hasn't begun doesn't age"
     engine = SimpleNamespace(submit=lambda *given, **more: str(next(numbers)))
     numbers = iter(range(100))
-    round_ = rounds._Round(engine, groups, set(), 2)
-    round_.submit(Sampling(2, 9, 1.0, {}), 0, "train", in_flight.size)
-    assert {position for position, _ in round_.requests.values()} == {0, 1, 2}
+    source: Any = rounds.CarryOver(engine, in_flight)  # type: ignore[arg-type]
+    requests = source._submit({group.position: group for group in groups}, Sampling(2, 9, 1.0, {}), 0, "train")
+    assert {position for position, _ in requests.values()} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.extensions.overlap import finished_groups
 from colograd.extensions.overlap.finished_groups import FinishedGroups, tokens_of
-from colograd.extensions.overlap.rounds import FILE, fits, read_partition
+from colograd.extensions.overlap.rounds import FILE, read_partition
 from colograd.parallel.layout import RankLayout
 from colograd.rollout.record_file import add_step
 
@@ -158,20 +158,9 @@ def test_tokens_are_a_row_s(ranks: Make) -> None:
 
 
 def test_a_partition_is_read_as_it_was_noted_and_what_isn_t_one_is_none(tmp_path) -> None:
-    partition = ((((4, (0, 1)), (2, (1,))), ((2, (0,)),)), ())
+    partition = (((4, 2), (7,)), ())
     assert read_partition(tmp_path, 3) is None
-    add_step(tmp_path / FILE, 3, {"ranks": partition})
     (tmp_path / FILE).write_text('{"step": 3, "ra\n[]\n{"step": 3, "ranks": [[[[1, ["x"]]]]]}\n')
     assert read_partition(tmp_path, 3) is None
     add_step(tmp_path / FILE, 3, {"ranks": partition})
     assert read_partition(tmp_path, 3) == partition and read_partition(tmp_path, 4) is None
-
-
-def test_a_partition_fits_groups_whose_completions_it_has_once_and_on_one_rank() -> None:
-    sizes = {2: 2, 4: 2, 5: 1}
-    whole = [((2, (0,)), (4, (1, 0))), ((2, (1,)),)]
-    assert fits((tuple(whole), ()), sizes) and fits(((), ()), sizes)
-    assert not fits(((whole[0],), (whole[1],)), sizes), "a group on two ranks"
-    for wrong in ((2, (0, 1, 1)), (2, (0,)), (2, (0, 2)), (3, (0,))):
-        assert not fits((((wrong,),), ()), sizes)
-    assert not any(fits((((piece,),),) * 2, sizes) for piece in itertools.product([5], [(0,)]))

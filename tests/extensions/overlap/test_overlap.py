@@ -18,11 +18,11 @@ from overlapping import STEPS, apart, check_resumed, is_replayed, results, start
 
 from colograd.apps.report.recorded_run import RecordedRun
 from colograd.config import GRPOConfig
-from colograd.extensions.overlap.rounds import first_rows, fits, note, why_not
+from colograd.extensions.overlap.rounds import first_rows, note, why_not
 from colograd.extensions.recording.event_log import events_of
 from colograd.losses.advantages import AdvantageEstimator
 from colograd.losses.objective import Objective
-from colograd.policy.packing import NOBODY, PackingRules, is_dummy
+from colograd.policy.packing import PackingRules
 
 
 @pytest.fixture(scope="module")
@@ -194,17 +194,20 @@ def test_a_recorded_partition_is_for_ranks_that_train_their_own_rows() -> None:
     """A run without `sequence_parallel_size` may have recorded rows that don't suit ranks that divide rows now."""
     (scored, *_), cpu = row_cases.make_groups(), torch.device("cpu")
     alone = PackingRules(100, False, False, True, False, False, 0.0, cpu)
-    row, filler = ((scored.group.position, tuple(range(len(scored.group.rollouts)))),), ((NOBODY, (0,)),)
-    for change in ({}, {"equal_counts": True}):
-        found = first_rows([scored], None, ((row, filler),), dataclasses.replace(alone, **change))
-        assert not found.rest and [is_dummy(of_rank) for of_rank in found.early.rows] == [False, True]
-    found = first_rows([scored], None, ((row,),), dataclasses.replace(alone, ranks_per_row=2))
-    assert found.rest == [scored] and not found.early.rows
+    recorded = (((scored.group.position,),),)
+    found = first_rows([scored], None, recorded, alone)
+    assert not found.rest and len(found.early.rows) == 1 and not found.early.trained
+    for change in ({"equal_counts": True}, {"ranks_per_row": 2}):
+        found = first_rows([scored], None, recorded, dataclasses.replace(alone, **change))
+        assert found.rest == [scored] and not found.early.rows
 
 
-def test_ranks_that_step_together_take_a_recorded_partition_with_fillers() -> None:
-    row, filler = ((4, (0, 1)),), ((NOBODY, (0,)),)
-    assert fits(((row, filler), (filler, filler)), {4: 2}) and not fits(((row,), (row,)), {4: 2})
+def test_a_recorded_partition_of_other_groups_is_ignored() -> None:
+    (scored, *_), cpu = row_cases.make_groups(), torch.device("cpu")
+    rules, position = PackingRules(100, False, False, True, False, False, 0.0, cpu), scored.group.position
+    for wrong in ((((position, position),),), (((position + 99,),),), (((position,),), ())):
+        found = first_rows([scored], None, wrong, rules)
+        assert found.rest == [scored] and not found.early.rows and not found.partition
 
 
 def test_off_is_the_default_and_yaml_s_bare_off_is_it_too(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from colograd.batch import FinishReason, Group, ModelInput, Rollout
 from colograd.data.columns import EMPTY
 from colograd.extensions.tools.feature import ToolFeature
 from colograd.extensions.tools.tool_format import ToolCall
-from colograd.extensions.tools.toolbox import Toolbox, environment_reward, text_of
+from colograd.extensions.tools.toolbox import Toolbox, environment_reward, shown_content
 from colograd.rewards import Scorer, resolve_rewards
 from colograd.training.preparation import train_prompts_of
 
@@ -34,9 +34,9 @@ from colograd.training.preparation import train_prompts_of
 def answers(box: Toolbox, *calls: ToolCall, row: dict[str, Any] | None = None) -> list[str]:
     """Run calls in a fresh conversation and return the answers that the model reads."""
     session, beginning = box.open(row or {})
-    if beginning is not None:
-        settle(beginning)
-        beginning.outcomes()
+    settle(beginning)
+    for each in beginning:
+        box.outcome(each)
     begun = box.call(session, calls)
     settle(begun)
     return [message["content"] for message in box.told(begun)]
@@ -44,7 +44,7 @@ def answers(box: Toolbox, *calls: ToolCall, row: dict[str, Any] | None = None) -
 
 def settle(pending: Any) -> None:
     started = time.monotonic()
-    while not pending.done():
+    while not all(call.done() for call in pending):
         assert time.monotonic() - started < tiny.PATIENCE
         time.sleep(0.01)
 
@@ -197,7 +197,9 @@ def test_where_a_tool_of_the_user_raised_is_said_once() -> None:
 
     box, asked = Toolbox([stock]), ToolCall("stock", {"item": "sofa"})
     place = rf"tests/extensions/tools/test_environments\.py:{stock.__code__.co_firstlineno + 6}"
-    with pytest.warns(UserWarning, match=rf"tool 'stock' raised KeyError: 'sofa' \({place}\)\. The model is told so"):
+    with pytest.warns(
+        UserWarning, match=rf"tool 'stock' raised KeyError: 'sofa' \({place}\)\. The model reads the error"
+    ):
         told = answers(box, asked)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -208,9 +210,9 @@ def test_where_a_tool_of_the_user_raised_is_said_once() -> None:
 def test_a_call_in_the_main_thread_that_nobody_asks_for_never_runs() -> None:
     box = Toolbox([tool_cases.fails, here], main_thread=["here"])
     begun = box.call(box.open({})[0], [call("here")])
-    assert begun.done()
-    begun.abandon()
-    assert begun.calls[0].future.cancelled() and begun.outcomes()[0][1].kind == "raised"
+    assert begun[0].done()
+    begun[0].abandon()
+    assert begun[0].future.cancelled() and box.outcome(begun[0]).kind == "raised"
 
 
 def test_a_list_is_shown_as_text_and_stays_a_list_for_the_rewards() -> None:
@@ -220,7 +222,8 @@ def test_a_list_is_shown_as_text_and_stays_a_list_for_the_rewards() -> None:
     settle(begun)
     (message,) = box.told(begun)
     assert (
-        message["content"] == [(1, 2), {"type": "row"}] and text_of(message["content"]) == "[(1, 2), {'type': 'row'}]"
+        message["content"] == [(1, 2), {"type": "row"}]
+        and shown_content(message["content"]) == "[(1, 2), {'type': 'row'}]"
     )
 
 
@@ -246,7 +249,7 @@ def test_an_environment_lives_as_long_as_its_conversation_and_is_used_again() ->
     (first, beginning), (second, other) = box.open({"start": 5}), box.open({"start": 7})
     for pending, said in ((beginning, " from 5"), (other, " from 7")):
         settle(pending)
-        assert pending.outcomes()[0][1].value == said
+        assert box.outcome(pending[0]).value == said
     begun = box.call(first, [ToolCall("count", {"by": 2}), ToolCall("count", {"by": 3})])
     settle(begun)
     assert [message["content"] for message in box.told(begun)] == ["7", "10"]
@@ -277,7 +280,7 @@ def test_an_environment_whose_call_nobody_waits_for_is_not_used_again() -> None:
     box = Toolbox(None, Counter, timeout=30)
     session, beginning = box.open({})
     settle(beginning)
-    box.call(session, [ToolCall("stall", {})]).abandon()
+    box.call(session, [ToolCall("stall", {})])[0].abandon()
     box.environments.take_back()
     assert session.stuck and box.open({})[0] is not session
 
@@ -288,9 +291,13 @@ def test_an_environment_that_is_declared_is_made_in_the_main_thread_and_keeps_it
         warnings.simplefilter("error")
         for _ in range(2):  # a new one, and the same again
             session, beginning = box.open({})
-            assert beginning.done() and beginning.outcomes()[0][1].value == "so"
+            assert beginning[0].done() and box.outcome(beginning[0]).value == "so"
             begun = box.call(session, [ToolCall("step", {"by": 2}), ToolCall("look", {}), ToolCall("step", {"by": 3})])
-            assert begun.done() and [m["content"] for m in box.told(begun)] == ["[0, 2]", "[0, 2]", "[0, 2, 3]"]
+            assert all(each.done() for each in begun) and [m["content"] for m in box.told(begun)] == [
+                "[0, 2]",
+                "[0, 2]",
+                "[0, 2, 3]",
+            ]
             assert environment_reward(tool_cases.Alarmed, box)([session.instance]) == [3.0]
             box.environments.take_back()
 
@@ -328,7 +335,7 @@ def test_an_environment_stays_in_its_thread_and_a_warning_says_what_it_lacks(dec
     box = Toolbox(None, {"mixed": Mixed, "counter": Counter}, main_thread=["mixed"] if declared else [])
     session, beginning = box.open({"environment": "mixed"})
     settle(beginning)
-    beginning.outcomes()
+    box.outcome(beginning[0])
     begun = box.call(session, [ToolCall("query", {}), ToolCall("verify", {}), ToolCall("query", {})])
     settle(begun)
     expected = pytest.warns(UserWarning, match=r"mixed failed .* main_thread_tools: \[mixed\]")
@@ -352,7 +359,7 @@ def test_a_method_that_the_model_does_not_see_raises_and_is_warned_of(method: st
     settle(beginning)
     with pytest.warns(UserWarning, match=r"set main_thread_tools: \[Bound\]"):
         if method == "reset":
-            assert beginning.outcomes()[0][1].kind == "raised"
+            assert box.outcome(beginning[0]).kind == "raised"
         else:
             with pytest.raises(ValueError, match="signal only works in main thread"):
                 environment_reward(Bound, box)([session.instance])
@@ -507,7 +514,7 @@ def test_an_environment_of_a_dataset_without_prompts_gets_none() -> None:
     for row, names in (({"prompt": EMPTY, "x": 1}, "x"), ({"prompt": "so", "x": 1}, "prompt x")):
         _, beginning = box.open(row)
         settle(beginning)
-        assert beginning is not None and beginning.outcomes()[0][1].value == names
+        assert box.outcome(beginning[0]).value == names
 
 
 def test_without_a_dataset_there_are_empty_prompts_for_one_generation(tmp_path: Path) -> None:
@@ -576,11 +583,11 @@ def test_what_is_no_tool_is_refused(tools: Any, factory: Any, said: str) -> None
 
 
 def test_only_text_is_shown() -> None:
-    assert text_of([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "ab"
-    assert text_of([1, 2]) == "[1, 2]" and text_of(None) == "None" and text_of([]) == "[]"
-    assert text_of([{"type": "house", "price": 3}]) == "[{'type': 'house', 'price': 3}]"
+    assert shown_content([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "ab"
+    assert shown_content([1, 2]) == "[1, 2]" and shown_content(None) == "None" and shown_content([]) == "[]"
+    assert shown_content([{"type": "house", "price": 3}]) == "[{'type': 'house', 'price': 3}]"
     with pytest.raises(ValueError, match="'image' can't be shown"):
-        text_of([{"type": "image", "image": None}])
+        shown_content([{"type": "image", "image": None}])
 
 
 # -- two ranks

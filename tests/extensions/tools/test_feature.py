@@ -22,10 +22,10 @@ from colograd.training.preparation import train_prompts_of
 def outcome(begun: Any) -> Any:
     """The value of a call, once it is there."""
     started = time.monotonic()
-    while not begun.done():
+    while not all(call.done() for call in begun):
         assert time.monotonic() - started < tiny.PATIENCE
         time.sleep(0.01)
-    return begun.outcomes()[0][1].value
+    return begun[0].future.result().value
 
 
 @pytest.mark.parametrize("streamed", [True, False])

@@ -42,7 +42,7 @@ def test_calls_of_rewards_and_tools_are_told_with_their_times() -> None:
     scorer.submit([group], [["a", "b"]]).result()
     session, _ = tools.open({})
     answers = tools.call(session, [ToolCall("add", {"a": 1, "b": 2}), ToolCall("divide", {})])
-    while not answers.done():
+    while not all(call.done() for call in answers):
         time.sleep(0.005)
     lanes.end(None)
     found = lanes.take()

@@ -8,8 +8,8 @@ import json
 import pickle
 import random
 import shutil
-import types
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from colograd.extensions.recording.event_log import json_line
 from colograd.extensions.recording.group_views import TokenTexts
 from colograd.extensions.tools.conversations import Conversations
 from colograd.extensions.tools.tool_format import ToolCall, ToolFormat
-from colograd.extensions.tools.toolbox import Toolbox, answer_content, shown_content
+from colograd.extensions.tools.toolbox import RunningCall, Toolbox, answer_content, shown_content
 from colograd.policy import row_proof
 from colograd.policy.logprobs import policy_logprobs
 from colograd.policy.packing import pack
@@ -116,7 +116,7 @@ def test_a_template_must_write_the_parts_of_tools_answers(form: ToolFormat) -> N
     processor.chat_template = processor.chat_template.replace("{% for part", message + "{% for part", 1).replace(
         "{% endfor %}{% for c", "{% endfor %}{% endif %}{% for c"
     )
-    with pytest.raises(ValueError, match="writes a list of content parts as it is, but a model that reads"):
+    with pytest.raises(ValueError, match="writes a list of content parts as Python code, but a model that reads"):
         ToolFormat(processor.tokenizer, {}, ImageReader(processor, form.reader.image_token))
 
 
@@ -132,11 +132,10 @@ def test_a_picture_that_cannot_be_shown_is_told_to_the_model_and_once_to_the_use
 
 def test_a_picture_that_cannot_be_read_is_told_to_the_user_once_per_tool() -> None:
     box = Toolbox([look])
-    answers = types.SimpleNamespace(
-        outcomes=lambda: [("look", Outcome("value", [{"type": "image", "image": "/nowhere.png"}], 0.0))] * 2
-    )
+    call = RunningCall("look", Future())
+    call.future.set_result(Outcome("value", [{"type": "image", "image": "/nowhere.png"}], 0.0))
     with pytest.warns(UserWarning, match="what tool 'look' returned can't be shown .*/nowhere.png") as said:
-        told = box.told(answers, images=True)  # type: ignore[arg-type]
+        told = box.told([call, call], images=True)
     assert len(said) == 1 and box.counts["tools/failures"] == 2
     assert all("an image can't be read" in message["content"] for message in told)
     box.close()

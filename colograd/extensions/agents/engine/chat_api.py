@@ -1,18 +1,16 @@
 """`ChatAPI`: reads requests and writes responses of the OpenAI and Anthropic APIs, with vLLM's classes.
 
-vLLM's parsers extract tool calls and reasoning from sampled tokens. This module doesn't sample. A `Stream` writes the
-server-sent events of an answer while its tokens are sampled. The events add up to the message of a response without
-streaming. So text is held back while a parser may still find a tool call or reasoning in the text, or a stop string may
-begin in the text. The last events send such text and calls.
+vLLM's parsers extract tool calls and reasoning from sampled tokens. This module doesn't sample. A streamed request gets
+the server-sent events of its answers (`events`) when all of its answers are complete.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import logging
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,19 +34,13 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template": (), "truncate_prompt_tokens": (), "prompt_embeds": (), "kv_transfer_params": (),
     "ec_transfer_params": (), "vllm_xargs": (), "include_stop_str_in_output": (False,),
 }  # fmt: skip
-# Arguments of a tokenizer's `apply_chat_template` that requests may not set, because the template doesn't get them.
-NO_ARGUMENTS = {
-    "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors",
-    "padding", "truncation", "max_length",
-}  # fmt: skip
+# Names that a request's `chat_template_kwargs` may not have, because they are options of `apply_chat_template`.
+NO_ARGUMENTS = {"chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
 # Pairs: a text in the chat template, and the name of vLLM's parser for such tool calls. The first match is used.
 TOOL_PARSERS = (
     ("<arg_key>", "glm45"), ("<function=", "qwen3_coder"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3_json"),
     ("[TOOL_CALLS]", "mistral"), ("<|channel|>", "openai"), ('"parameters": ', "llama3_json"),
 )  # fmt: skip
-MARKERS = "<[{|"  # First characters of tool calls and of special tokens.
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # Stands for a last character that lacks some of its tokens.
-OFTEN = 16  # A stream's text is parsed again after growing by 1/16, because parsing it for each token takes n² time.
 REASONING_PARSERS = (("<|channel|>", "openai_gptoss"), ("enable_thinking", "qwen3"), ("<think>", "deepseek_r1"))
 
 
@@ -71,14 +63,14 @@ class Call:
     stops: list[str]  # The request's stop strings.
     messages: list[dict[str, Any]] | None = None
     prompts: list[str | list[int]] = dataclasses.field(default_factory=list)
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # chat template's arguments
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # Chat template's arguments.
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of the n answers to a request, parsed from sampled tokens."""
+    """One answer to a request, parsed from sampled tokens."""
 
-    message: dict[str, Any]  # Assistant message in the API's form. With `completions` it has only the content.
+    message: dict[str, Any]  # Assistant message in the form of OpenAI's chat API. `completions`: only the content.
     finish_reason: str  # "stop", "length" or "tool_calls".
     stop: str | None  # Stop string that ended the answer, or None.
     ids: Sequence[int]
@@ -106,15 +98,13 @@ class ChatAPI:
         if reasoning_parser is None:
             reasoning_parser = next((name for part, name in REASONING_PARSERS if part in template), "")
         self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
-        # The model should unlearn malformed tool calls, so they are no errors. vLLM's tracebacks for them are hidden.
+        # Malformed tool calls aren't errors, because the model should unlearn them. So hide vLLM's tracebacks for them.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         try:
             self._parser: Any = ParserManager.get_parser(
-                tool_parser_name=tool_parser or None,
-                reasoning_parser_name=reasoning_parser or None,
-                enable_auto_tools=True,
-                is_harmony=model_type == "gpt_oss",
-            )
+                tool_parser_name=tool_parser or None, reasoning_parser_name=reasoning_parser or None,
+                enable_auto_tools=True, is_harmony=model_type == "gpt_oss",
+            )  # fmt: skip
         except (TypeError, KeyError, ImportError) as error:
             raise ValueError(
                 f"vLLM has no tool parser {tool_parser!r} or reasoning parser {reasoning_parser!r} ({error}): set "
@@ -127,7 +117,7 @@ class ChatAPI:
             return self._read(api, body, sampling)
         except BadRequest:
             raise
-        except Exception as error:  # vLLM's models and parsers raise many types for a malformed request
+        except Exception as error:  # vLLM's request classes raise many types of errors for a bad request.
             raise BadRequest(f"{type(error).__name__}: {error}") from None
 
     def _read(self, api: str, body: Any, sampling: Sampling) -> Call:
@@ -139,7 +129,7 @@ class ChatAPI:
         n = 1 if request.n is None else request.n
         if n < 1:
             raise BadRequest(f"n is {n}, but `n` must be at least 1.")
-        fields = vars(request)  # because getattr of a deprecated field would warn
+        fields = vars(request)  # Not `getattr`, which warns for a deprecated field.
         most = fields.get("max_completion_tokens") or fields.get("max_tokens")
         if most is not None and most < 1:
             raise BadRequest(f"max_tokens is {most}, but `max_tokens` must be at least 1.")
@@ -162,9 +152,9 @@ class ChatAPI:
         if api == "completions":
             prompt = request.prompt
             if (request.logprobs or 0) > 1:
-                raise BadRequest(f"logprobs is {request.logprobs}, but only the sampled token's is available: use 1.")
+                raise BadRequest(f"logprobs is {request.logprobs}, but only the sampled token has one: use 1.")
             if prompt is None or prompt == []:
-                raise BadRequest("prompt is missing.")
+                raise BadRequest("prompt is missing or empty: set a text or token ids.")
             one = isinstance(prompt, str) or isinstance(prompt[0], int)
             further: dict[str, Any] = {"prompts": [prompt] if one else list(prompt)}
         else:
@@ -182,7 +172,7 @@ class ChatAPI:
         return Call(api, request, own, shaping, stops, **further)
 
     def _with_tools(self, request: Any, arguments: dict[str, Any]) -> Any:
-        """Return a chat request with the output structure of its tools. Add its settings to the template arguments."""
+        """Return a request with the output structure that `tool_choice` requires. Add tools etc. to ``arguments``."""
         if others := NO_ARGUMENTS & arguments.keys():
             raise BadRequest(f"chat_template_kwargs has {min(others)}, which this endpoint doesn't support: remove it.")
         if request.reasoning_effort is not None:
@@ -193,16 +183,13 @@ class ChatAPI:
         if not request.tools:
             return request
         if not self.tool_parser:
-            raise BadRequest(
-                "tools were given, but no parser of this model's tool calls is known: the run must set "
-                "agent_tool_parser."
-            )
+            raise BadRequest("no parser of this model's tool calls is known: the run must set agent_tool_parser.")
         if request.tool_choice is None:
             request.tool_choice = "auto"
         arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
         if request.tool_choice == "none":
             return request
-        try:  # adds the output structure that the request's tool_choice requires
+        try:
             return self._parser_of(request, arguments).adjust_request(request)
         except (ValueError, TypeError, KeyError) as error:
             raise BadRequest(f"tools: {error}") from None
@@ -252,20 +239,6 @@ class ChatAPI:
                 reason = "tool_calls"
         return Choice(message, reason, stop, ids, sample.logprobs)
 
-    def readable(self, call: Call, ids: Sequence[int]) -> dict[str, str]:
-        """Return the beginnings of ``reasoning`` and ``content`` that further tokens can't change."""
-        text = self._text(call, ids)
-        if call.stops:
-            text = text[: max(0, len(text) - max(map(len, call.stops)) + 1)]
-        if call.api == "completions" or self._parser is None:
-            return {"content": text.rstrip(REPLACEMENT)}
-        message = self._parsed(call, text.rstrip(REPLACEMENT), ids)  # some parsers decode the ids and ignore the text
-        texts = {name: str(message.get(name) or "").rstrip(REPLACEMENT) for name in ("reasoning", "content")}
-        last = "content" if texts["content"] else "reasoning"
-        # Later tokens may make the parser remove a tool call, a special token, or outer whitespace.
-        at = min((place for mark in MARKERS if (place := texts[last].find(mark)) >= 0), default=len(texts[last]))
-        return texts | {last: "" if texts[last][:1].isspace() else texts[last][:at].rstrip()}
-
     def _text(self, call: Call, ids: Sequence[int]) -> str:
         keeps = bool(call.arguments.get("tools")) or bool(self.reasoning_parser)
         return str(self.tokenizer.decode([*ids], skip_special_tokens=not keeps or call.api == "completions"))
@@ -275,7 +248,7 @@ class ChatAPI:
             reasoning, content, calls = self._parser_of(call.request, call.arguments).parse(
                 text, call.request, enable_auto_tools=True, model_output_token_ids=[*ids]
             )
-        except Exception:  # parsers raise many types for a malformed text
+        except Exception:  # Parsers raise many types of errors for a malformed text.
             return {"role": "assistant", "content": text}
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning:
@@ -289,15 +262,15 @@ class ChatAPI:
             ]
         elif content is None:
             message["content"] = ""
-        return dict(clean(message))  # e.g. surrogates, written as JSON escapes in a call's arguments
+        return dict(clean(message))  # Replace lone surrogates, e.g. from JSON escapes in calls.
 
     def response(self, call: Call, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
-        """Return the body of a response that isn't streamed."""
+        """Return the body of a response. The events of a streamed response are made from this body."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
         from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 
         written, parts = sum(len(choice.ids) for choice in choices), list[dict[str, Any]]()
-        # With logprobs 0 a request gets the log-probability of the sampled token, with False none.
+        # `logprobs: 0` means the sampled token's log-probability, but False means none.
         wants_logprobs = call.request.logprobs is not None and call.request.logprobs is not False
         for index, choice in enumerate(choices):
             tokens = [self.tokenizer.decode([token]) for token in choice.ids] if wants_logprobs else []
@@ -319,16 +292,8 @@ class ChatAPI:
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": written, "total_tokens": prompt_tokens + written}
         kind: Any = CompletionResponse if call.api == "completions" else ChatCompletionResponse
         body = {"model": self.model, "usage": usage, "choices": parts}
-        whole: dict[str, Any] = kind.model_validate(body).model_dump(mode="json")
-        return _anthropic(whole) if call.api == "messages" else whole
-
-    @staticmethod
-    def error(api: str, status: int, code: str, message: str) -> dict[str, Any]:
-        """Return the body of an error response."""
-        if api == "messages":
-            kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(status)
-            return {"type": "error", "error": {"type": kind or "invalid_request_error", "message": message}}
-        return {"error": {"message": message, "type": code, "param": None, "code": code}}
+        response = kind.model_validate(body)
+        return _anthropic(response) if call.api == "messages" else dict(response.model_dump(mode="json"))
 
 
 def _texts_only(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -346,168 +311,68 @@ def _texts_only(messages: Sequence[Any]) -> list[dict[str, Any]]:
     return copies
 
 
-def _anthropic(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the body of an OpenAI response into Anthropic's form."""
-    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
+def _anthropic(response: Any) -> dict[str, Any]:
+    """Convert an OpenAI response into the body of Anthropic's form."""
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
-    choice, usage = whole["choices"][0], whole["usage"]
-    message, stop = choice["message"], choice.get("stop_reason")
-    content: list[dict[str, Any]] = []
-    if message.get("reasoning"):
-        content.append({"type": "thinking", "thinking": message["reasoning"], "signature": uuid.uuid4().hex})
-    calls = message.get("tool_calls") or ()
-    if message.get("content") or not (content or calls):
-        content.append({"type": "text", "text": message.get("content") or ""})
-    for call in calls:
-        name, text = call["function"]["name"], call["function"]["arguments"]
-        try:
-            arguments = parse_json(text or "{}")
-        except ValueError:
-            arguments = None
-        arguments = arguments if isinstance(arguments, dict) else {"arguments": text}
-        content.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
-    reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[choice["finish_reason"]]
-    body = {
-        "id": f"msg_{whole['id']}", "model": whole["model"], "content": content,
-        "stop_reason": "stop_sequence" if isinstance(stop, str) else reason,
-        "stop_sequence": stop if isinstance(stop, str) else None,
-        "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]},
-    }  # fmt: skip
-    plain: dict[str, Any] = AnthropicMessagesResponse.model_validate(body).model_dump(mode="json", exclude_none=True)
-    return plain | {"stop_sequence": plain.get("stop_sequence")}
+    choice = response.choices[0]
+    for function in (call.function for call in choice.message.tool_calls or ()):
+        arguments: Any = None
+        with contextlib.suppress(ValueError):
+            arguments = parse_json(function.arguments or "{}")
+        function.arguments = json.dumps(arguments if isinstance(arguments, dict) else {"arguments": function.arguments})
+    converter: Any = AnthropicServingMessages.messages_full_converter
+    body: dict[str, Any] = converter(None, response).model_dump(mode="json", exclude_none=True)
+    body |= {"id": f"msg_{response.id}", "stop_sequence": None}
+    if isinstance(choice.stop_reason, str):  # vLLM 0.25's converter ignores stop strings.
+        body |= {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
+    return body
 
 
-class Stream:
-    """The server-sent events of one streamed request, in the form of OpenAI's chat completions."""
-
-    kind, prefix = "chat.completion.chunk", "chatcmpl"
-
-    def __init__(self, api: ChatAPI, call: Call, prompt_tokens: int) -> None:
-        self.api, self.call, self.prompt_tokens = api, call, prompt_tokens
-        self._sent = {"reasoning": "", "content": ""}
-        self._read = 0  # number of tokens when the text was last parsed
-        self._shared = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": api.model}
-
-    def begin(self) -> Iterator[str]:
-        for index in range(self.call.sampling.n):
-            yield self._part(index, {"role": "assistant", "content": ""})
-
-    def more(self, ids: Sequence[int]) -> Iterator[str]:
-        """Yield events for the new text of a request with a single answer. ``ids`` are the answer's tokens so far."""
-        if len(ids) < self._read + max(1, self._read // OFTEN):
-            return
-        self._read = len(ids)
-        for name, text in self.api.readable(self.call, ids).items():
-            yield from self._new(name, text)
-
-    def _new(self, name: str, text: str) -> Iterator[str]:
-        """Yield events for the part of a single answer's text that isn't sent."""
-        sent = self._sent[name]
-        if text != sent and text.startswith(sent):
-            self._sent[name] = text
-            yield from self._delta(0, name, text[len(sent) :])
-
-    def end(self, choices: Sequence[Choice]) -> Iterator[str]:
-        """Yield the last events: the unsent text of a single answer, or the whole texts of several answers."""
-        whole = self.api.response(self.call, choices, self.prompt_tokens)
-        for index, choice in enumerate(choices):
-            for name in ("reasoning", "content"):
-                text = choice.message.get(name) or ""
-                if len(choices) == 1:
-                    yield from self._new(name, text)
-                elif text:
-                    yield from self._delta(index, name, text)
-            yield from self._end_of(index, whole, choice)
-        yield from self._end(whole)
-
-    def _event(self, choices: list[dict[str, Any]], **further: Any) -> str:
-        return f"data: {json.dumps({**self._shared, 'object': self.kind, 'choices': choices, **further})}\n\n"
-
-    def _part(self, index: int, delta: dict[str, Any], **further: Any) -> str:
-        return self._event([{"index": index, "delta": delta, "finish_reason": None, **further}])
-
-    def _delta(self, index: int, name: str, text: str) -> Iterator[str]:
-        yield self._part(index, {name: text})
-
-    def _end_of(self, index: int, whole: Mapping[str, Any], choice: Choice) -> Iterator[str]:
-        for number, call in enumerate(choice.message.get("tool_calls") or ()):
-            yield self._part(index, {"tool_calls": [{**call, "index": number}]})
-        own = whole["choices"][index]
-        yield self._part(index, {}, **{name: own[name] for name in ("finish_reason", "stop_reason", "logprobs")})
-
-    def _end(self, whole: Mapping[str, Any]) -> Iterator[str]:
-        options = self.call.request.stream_options
-        if options is not None and options.include_usage:
-            yield self._event([], usage=whole["usage"])
-        yield "data: [DONE]\n\n"
+def events(call: Call, body: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the server-sent events of a streamed request from the body of its whole response."""
+    if call.api == "messages":
+        yield from _message_events(body)
+        return
+    kind = "text_completion" if call.api == "completions" else "chat.completion.chunk"
+    shared = {"id": body["id"], "created": body["created"], "model": body["model"], "object": kind}
+    chunks: list[dict[str, Any]] = []
+    for choice in body["choices"]:
+        if call.api == "completions":
+            chunks.append({"choices": [choice]})
+            continue
+        delta = {name: value for name in ("role", "content", "reasoning") if (value := choice["message"].get(name))}
+        if calls := choice["message"].get("tool_calls"):
+            delta["tool_calls"] = [{"index": number, **each} for number, each in enumerate(calls)]
+        end = {name: choice[name] for name in ("index", "finish_reason", "stop_reason", "logprobs")}
+        chunks.append({"choices": [{"index": choice["index"], "delta": delta, "finish_reason": None}]})
+        chunks.append({"choices": [{**end, "delta": {}}]})
+    options = call.request.stream_options
+    if options is not None and options.include_usage:
+        chunks.append({"choices": [], "usage": body["usage"]})
+    for chunk in chunks:
+        yield f"data: {json.dumps({**shared, **chunk})}\n\n"
+    yield "data: [DONE]\n\n"
 
 
-class _Completions(Stream):
-    """Events in the form of OpenAI's completions."""
+def _message_events(body: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the events of a response of Anthropic's messages API: start and end of the message and of each block."""
 
-    kind, prefix = "text_completion", "cmpl"
-
-    def begin(self) -> Iterator[str]:
-        yield from ()
-
-    def _delta(self, index: int, name: str, text: str) -> Iterator[str]:
-        yield self._event([{"index": index, "text": text, "finish_reason": None, "logprobs": None}])
-
-    def _end_of(self, index: int, whole: Mapping[str, Any], choice: Choice) -> Iterator[str]:
-        yield self._event([{**whole["choices"][index], "text": ""}])
-
-
-class _Messages(Stream):
-    """Events in the form of Anthropic's messages API, where a request has one answer."""
-
-    _block, _open = -1, ""  # Index of the last content block, and the block's type while open.
-
-    def begin(self) -> Iterator[str]:
-        message: dict[str, Any] = {
-            "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": self.api.model,
-            "content": [], "stop_reason": None, "stop_sequence": None,
-            "usage": {"input_tokens": self.prompt_tokens, "output_tokens": 0},
-        }  # fmt: skip
-        yield self._named("message_start", message=message)
-
-    @staticmethod
-    def _named(kind: str, **content: Any) -> str:
+    def event(kind: str, **content: Any) -> str:
         return f"event: {kind}\ndata: {json.dumps({'type': kind, **content})}\n\n"
 
-    def _more(self, **delta: Any) -> str:
-        return self._named("content_block_delta", index=self._block, delta=delta)
-
-    def _start(self, kind: str, **block: Any) -> Iterator[str]:
-        yield from self._stop()
-        self._block, self._open = self._block + 1, kind
-        yield self._named("content_block_start", index=self._block, content_block={"type": kind, **block})
-
-    def _stop(self) -> Iterator[str]:
-        if self._open == "thinking":
-            yield self._more(type="signature_delta", signature=uuid.uuid4().hex)
-        if self._open:
-            yield self._named("content_block_stop", index=self._block)
-        self._open = ""
-
-    def _delta(self, index: int, name: str, text: str) -> Iterator[str]:
-        kind = "thinking" if name == "reasoning" else "text"
-        if self._open != kind:
-            yield from self._start(kind, **{kind: ""}, **({"signature": ""} if kind == "thinking" else {}))
-        yield self._more(type=f"{kind}_delta", **{kind: text})
-
-    def _end_of(self, index: int, whole: Mapping[str, Any], choice: Choice) -> Iterator[str]:
-        if self._block < 0 and whole["content"][0]["type"] == "text":  # the message is one empty text block
-            yield from self._start("text", text="")
-        for block in whole["content"]:
-            if block["type"] == "tool_use":
-                yield from self._start("tool_use", **{**block, "input": {}})
-                yield self._more(type="input_json_delta", partial_json=json.dumps(block["input"]))
-        yield from self._stop()
-
-    def _end(self, whole: Mapping[str, Any]) -> Iterator[str]:
-        delta = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
-        yield self._named("message_delta", delta=delta, usage=whole["usage"])
-        yield self._named("message_stop")
-
-
-STREAMS: dict[str, type[Stream]] = {"chat": Stream, "completions": _Completions, "messages": _Messages}
+    end = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
+    nothing = {"content": [], **dict.fromkeys(end), "usage": body["usage"] | {"output_tokens": 0}}
+    yield event("message_start", message={**body, **nothing})
+    for index, block in enumerate(body["content"]):
+        empty: dict[str, Any] = {"input": {}}
+        deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block.get("input"))}]
+        if block["type"] != "tool_use":
+            names = ("thinking", "signature") if block["type"] == "thinking" else ("text",)
+            empty, deltas = dict.fromkeys(names, ""), [{"type": f"{name}_delta", name: block[name]} for name in names]
+        yield event("content_block_start", index=index, content_block={**block, **empty})
+        for delta in deltas:
+            yield event("content_block_delta", index=index, delta=delta)
+        yield event("content_block_stop", index=index)
+    yield event("message_delta", delta=end, usage=body["usage"])
+    yield event("message_stop")

@@ -1,8 +1,8 @@
 """Changes to vLLM while an engine of a mixture of experts is built.
 
 On a CPU vLLM would repack the experts' weights. Here the experts are plain matrix products with the weights as loaded,
-so that a publish (a copy of the policy's weights into the engine) can write the experts. An adapter is merged into the
-engine's weights if vLLM can't serve it without repacking the experts' weights.
+so that a publish (a copy of the policy's weights into the engine) can write the experts. If vLLM can't serve an adapter
+beside experts in their loaded layout, the engine gets weights with the adapter merged in.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ....policy.loading import Policy
 from ....reporting.console import Console
 from ....runtime.sizes import num_experts
 
-# Constants of gpt-oss's activation, which clamps gate and up projections. In its weights the two alternate.
+# Constants of gpt-oss's activation, which clamps gate and up projections. Its weights alternate their rows.
 SLOPE, LIMIT = 1.702, 7.0
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "silu": silu, "gelu": gelu, "gelu_tanh": functools.partial(gelu, approximate="tanh"),
@@ -65,8 +65,8 @@ def _activated(kind: str, x: torch.Tensor) -> torch.Tensor:
 
 
 class MixtureBuild(EngineFeature):
-    """Engine feature for mixtures of experts. It creates vLLM's process group for experts, and on a CPU keeps the
-    experts' weights as loaded."""
+    """Engine feature for mixtures of experts. It creates vLLM's process group for experts if vLLM doesn't, and on a CPU
+    keeps the experts' weights as loaded."""
 
     def __init__(self, on_cpu: bool) -> None:
         self.on_cpu = on_cpu
@@ -110,7 +110,7 @@ def check_experts(experts: int, on_cpu: bool) -> None:
 
 
 def live_experts() -> contextlib.AbstractContextManager[None]:
-    """Context that keeps vLLM on a CPU from repacking the experts' weights while it builds an engine."""
+    """Context in which vLLM builds an engine on a CPU without repacking the experts' weights."""
     theirs = _unquantized_experts()
     if theirs is None:
         return contextlib.nullcontext()
@@ -151,13 +151,13 @@ def merged_beside_experts(policy: Policy, args: GRPOConfig, samples: bool = True
     why = why_no_slots(args.on_cpu)
     if why and args.layout.is_main:
         Console(enabled=True, bars=False).warn(
-            f"adapter: the engine gets merged copies of the weights that it adapts, not its matrices: {why}"
+            f"adapter: the engine gets merged copies of the adapted weights, not the adapter's matrices: {why}"
         )
     return dataclasses.replace(policy, adapter=dataclasses.replace(adapter, why_merged=why))
 
 
 def why_no_slots(on_cpu: bool) -> str:
-    """Return why vLLM can't serve an adapter of a mixture, so that its engine gets merged weights. Empty: vLLM can."""
+    """Return why vLLM can't serve a mixture's adapter, so that the engine gets merged weights. Empty: vLLM can."""
     if on_cpu:
         return "on a CPU vLLM has no experts beside a LoRA"
     try:

@@ -82,7 +82,7 @@ class RouterLog(EngineFeature):
             runner.execute_model = functools.partial(self._watched, runner)
 
     def _keep(self, place: int, chosen: torch.Tensor) -> None:
-        self._step[place] = chosen.to(self.dtype)  # Experts that a router chose in an engine step, (step's tokens, K).
+        self._step[place] = chosen.to(self.dtype)  # Experts that one router chose for an engine step's tokens, (T, K).
 
     def _watched(self, runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a step of vLLM's model runner, then add the experts of its tokens to the record of each request."""
@@ -106,7 +106,7 @@ class RouterLog(EngineFeature):
         return result
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
-        """Add a `RoutedExperts` rider to each completion. All completions of a request share the prompt's tensor."""
+        """Add a `RoutedExperts` rider to each completion of a request. They all share the prompt's tensor."""
         outputs = sorted(output.outputs, key=lambda completion: int(completion.index))
         parts, first = [], None
         for completion, one in zip(outputs, sampled, strict=True):
