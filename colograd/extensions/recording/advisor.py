@@ -1,8 +1,8 @@
 """The advisor: rules over a run's logged metrics. A rule's finding becomes an alarm with its reason and a remedy.
 
-A rule is a function of a `History`, the metrics so far. Rules use several steps together, so that one odd step raises
-no alarm, except in the rule for gradient spikes. An alarm is raised once. The alarm ends when its rule has found
-nothing for `QUIET` steps, and may then be raised again.
+A rule is a function of a `History`, the metrics so far. All rules but the one for gradient spikes need at least `LEAST`
+steps, rounds or evaluations, because a single step is noisy. While an alarm lasts, its rule raises no second one. The
+alarm ends when its rule has found nothing for more than `QUIET` steps, and may then be raised again.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ...config.sampling import shaping
 
-WINDOW = 5  # Number of last steps that a rule looks at.
-LEAST = 3  # Minimum number of steps for a finding.
-QUIET = 20  # Number of steps without a finding that end an alarm.
+WINDOW = 5  # Number of last steps that most rules average.
+LEAST = 3  # Minimum number of steps, rounds or evaluations for a finding, except for gradient spikes.
+QUIET = 20  # An alarm ends after more than this number of steps without a finding.
 KEPT = 200  # Number of last steps with all metrics in memory.
-ROLLOUTS = 32  # Number of last rollout events in memory.
+ROLLOUTS = 32  # Number of last rollout events in memory, one per rank and round.
 
 
 class Seen(NamedTuple):
     """The finding of an advisor's rule."""
 
     text: str  # Sentence with the measured numbers.
-    severe: bool = False  # Whether the policy learns nothing while this lasts.
-    good: bool = False  # Whether the finding is good news and no alarm.
+    severe: bool = False  # Whether the alarm's severity is "severe" in place of "warning".
+    good: bool = False  # Whether the finding is good news. The alarm's severity is then "note".
 
 
 @dataclass(slots=True)
 class History:
-    """Metrics that a run has logged, oldest first: all metrics of the last `KEPT` steps, and rewards of all steps."""
+    """A run's data for the rules, oldest first: metrics of the last `KEPT` steps, rewards of all, rollout events."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)  # settings of the run by name
     steps: deque[tuple[int, Mapping[str, float]]] = field(default_factory=lambda: deque(maxlen=KEPT))
     first: list[Mapping[str, float]] = field(default_factory=list)  # Metrics of the first `WINDOW` steps.
-    rewards: list[tuple[int, float]] = field(default_factory=list)  # (Step, reward) of all steps.
-    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # Rewards by evaluation.
+    rewards: list[tuple[int, float]] = field(default_factory=list)  # (Step, reward) of all steps with a reward.
+    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # Evaluation -> [(step, reward)].
     rollouts: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=ROLLOUTS))
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics of a step or of an evaluation."""
+        """Add the metrics of a step, or the rewards of an evaluation. Ignore metrics of the training's end."""
         if any(name.startswith("eval") for name in metrics):
             for name, value in metrics.items():
                 if (found := re.fullmatch(r"(eval(?:_.+)?)_reward", name)) and _is_number(value):
@@ -59,7 +59,7 @@ class History:
                 self.rewards.append((step, float(reward)))
 
     def last(self, name: str, count: int = WINDOW) -> list[float]:
-        """Return a metric's values in the last ``count`` steps, without steps that lack the metric."""
+        """Return a metric's values in the last ``count`` steps, without steps that lack a finite value."""
         recent = list(self.steps)[-count:]
         return [float(metrics[name]) for _, metrics in recent if _is_number(metrics.get(name))]
 
@@ -67,13 +67,15 @@ class History:
         return _mean([float(metrics[name]) for metrics in self.first if _is_number(metrics.get(name))])
 
     def recently(self, name: str) -> float:
-        """Return a metric's mean over the last steps. With too few values return NaN, so that comparisons fail."""
+        """Return a metric's mean over the last `WINDOW` steps, or NaN, which no comparison is true for, if fewer than
+        `LEAST` steps have the metric."""
         values = self.last(name)
         return _mean(values) if len(values) >= LEAST else math.nan
 
     @property
     def is_solved(self) -> bool:
-        """Whether the mean reward has risen to the pass threshold. A low entropy is then no problem."""
+        """Whether the mean reward is at most 10 % below `pass_threshold_eval`, and has risen by half of its initial
+        spread. Low entropy and equal rewards are then no problem."""
         now, wanted = self.recently("reward"), self.settings.get("pass_threshold_eval", 1.0)
         passes = _is_number(wanted) and now >= wanted - 0.1 * abs(wanted)
         return passes and now - self.at_first("reward") >= 0.5 * self.at_first("reward_std") > 0
@@ -235,7 +237,7 @@ def entropy_collapse(history: History) -> Seen | None:
 @rule
 def gradient_spike(history: History) -> Seen | None:
     *before, last = history.last("grad_norm", 21) or [0.0]
-    before = [norm for norm in before if norm > 0]  # the gradient is 0 in a step without reward differences
+    before = [norm for norm in before if norm > 0]  # the gradient may be 0 in a step without reward differences
     limit = history.settings.get("max_grad_norm")
     if len(before) < WINDOW or not _is_number(limit) or last <= max(10 * statistics.median(before), float(limit)):
         return None
@@ -326,7 +328,7 @@ class Advisor:
         self._raised: dict[str, int] = {}  # step of the last finding, by rule with a raised alarm
 
     def restore(self, events: Iterable[Mapping[str, Any]], last: int) -> None:
-        """Restore the alarms from a run's events up to step ``last``, so that a resumed run raises no alarm twice."""
+        """Restore metrics and alarms of the events up to step ``last``. A resumed run then raises no alarm twice."""
         for event in events:
             kind, step, name = event.get("kind"), event.get("step"), event.get("rule")
             if not isinstance(step, int) or step > last:
@@ -359,7 +361,7 @@ class Advisor:
 
 
 def with_values(remedy: str, settings: Mapping[str, Any]) -> str:
-    """Return a remedy's text with the present value behind the first mention of each setting."""
+    """Return a remedy's text with the present value behind each setting's first mention, except lists and dicts."""
     for name in dict.fromkeys(re.findall(r"`(\w+)`", remedy)):
         value = settings.get(name, [])
         if not isinstance(value, dict | list):

@@ -1,4 +1,4 @@
-"""The table of completions that is printed in a terminal."""
+"""The printed table of completions, with their rewards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...usercode.untrusted import printable
 from .completions import CompletionRow, extra_names
 from .event_log import prompt_text
 
-DEFAULT_WIDTH = 120  # width of the table in characters
+DEFAULT_WIDTH = 120  # width of the table in characters if no terminal's width is known
 STDERR = 2
 TEXT_LINES = 6  # Target number of lines in a cell of text.
 EXTRA_CHARACTERS = 60  # Maximum characters of a logged value.
@@ -39,7 +39,7 @@ def completions_table(
     """Return a table of completions with rewards, advantages, and steps if the steps differ. Long texts are shortened.
 
     Args:
-        limit: maximum number of rows. All groups' first completions come before any second one. None shows all.
+        limit: maximum number of rows, chosen as by `chosen_rows`. None shows all.
         unique_prompts: whether to show only one completion per group.
     """
     extra, several = extra_names(rows), len({row.step for row in rows}) > 1
@@ -71,11 +71,11 @@ def print_table(
     unique_prompts: bool,
     width: int | None = None,
 ) -> None:
-    """Print `completions_table`. ``width`` defaults to the terminal's width, also if a pager reads the output."""
+    """Print `completions_table`. ``width`` defaults to the width of standard output's or standard error's terminal."""
     terminal, buffer = sys.stdout.isatty(), io.StringIO()
     if not width and terminal:
         width = shutil.get_terminal_size((DEFAULT_WIDTH, 0)).columns
-    elif not width:  # Standard output is a pipe or a file: use the width of standard error's terminal.
+    elif not width:  # Standard output may be a pipe to a pager in standard error's terminal.
         with contextlib.suppress(OSError):
             width = os.get_terminal_size(STDERR).columns
     width = width or DEFAULT_WIDTH
@@ -85,7 +85,7 @@ def print_table(
 
 
 def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:
-    """Return at most ``limit`` rows. First completions of all groups are chosen before any second completion."""
+    """Return at most ``limit`` rows in their order. First completions of groups are chosen before second ones."""
     turns: dict[int, Iterator[int]] = defaultdict(itertools.count)  # number of completions of each group so far
     by_turn = sorted((next(turns[row.position]), index) for index, row in enumerate(rows))
     chosen = [index for turn, index in by_turn if not (unique_prompts and turn)][:limit]
@@ -93,7 +93,7 @@ def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts
 
 
 def _shorten(text: str, limit: int) -> str:
-    """Return a text of at most ``limit`` (at least 3) characters: the start, an ellipsis and the end of ``text``."""
+    """Shorten a text to ``limit`` characters (at least 7): its start, an ellipsis and its end."""
     text = text.translate(_CONTROLS)
     if len(text) <= limit:
         return text

@@ -2,7 +2,7 @@
 
 The files have TRL's names (``completions/completions_00001.parquet``, ``eval_00001.parquet``) and TRL's columns.
 Further columns: the prompt's position in the stream, token counts, how each completion ended, values of ``log_extra``,
-thumbnails of prompts' images. Parquet stores equal thumbnails of ROWS rows once.
+thumbnails of prompts' images. Among ROWS successive rows parquet stores equal thumbnails once.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ IMAGE_TYPE = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))  #
 # Metadata that makes `datasets` and the Hub's viewer show the column as images.
 IMAGE_FEATURE = {"info": {"features": {IMAGES: {"feature": {"_type": "Image"}, "_type": "Sequence"}}}}
 ROWS = 256  # Number of rows that are packed and written together.
-PACKING = 4096  # Largest accepted ratio of the size of unpacked rows to their file's size.
-ROW_BYTES = 2048  # Bytes of Python objects per row.
+PACKING = 4096  # Largest accepted ratio of the size of unpacked rows to their file's size, beyond 64 MiB.
+ROW_BYTES = 2048  # Estimated bytes of Python objects per row.
 LARGEST_LIST = 100_000  # Maximum entries of a list in a parquet file's header.
-# Errors that reading a file other than a completions log may raise, in addition to Arrow's errors.
+# Errors, in addition to Arrow's errors, of reading a file that is damaged or isn't a completions log.
 NONSENSE = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
@@ -54,7 +54,7 @@ def data_url(file: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    step: int  # Optimizer step that trains on the completion, from 1.
+    step: int  # Optimizer step (from 1) that trains on the completion, or the last step before the evaluation.
     position: int  # Position of the prompt in the stream of prompts, one per group.
     prompt: Any  # Text or messages.
     text: bytes  # UTF-8, because one rare character makes a Python string four times as large.
@@ -62,9 +62,9 @@ class CompletionRow:
     completion_tokens: int
     finish_reason: str
     rewards: tuple[float, ...]  # [R], NaN where a reward function abstained.
-    advantage: float  # Mean over the completion's tokens if each token has an advantage.
+    advantage: float  # Mean over the tokens if each token has an advantage. NaN in an evaluation.
     extra: dict[str, Any] = field(default_factory=dict)  # Values that reward functions logged, by column.
-    thumbnails: tuple[bytes, ...] = ()  # JPEG files of the prompt's first images, shared by its completions.
+    thumbnails: tuple[bytes, ...] = ()  # JPEG files of the prompt's first images. Rows may share this object.
     sizes: tuple[str, ...] = ()  # Sizes of all images of the prompt, as in "640x480".
 
     @property
@@ -148,7 +148,7 @@ def write_log(
 class CompletionFile:
     """A completions file of ``size`` bytes, written by Colograd or by TRL. TRL's files don't name the reward columns.
 
-    Reading raises if the unpacked rows are larger than PACKING times ``size``, or than half of the free memory.
+    Reading raises if the unpacked rows take more than 64 MiB + PACKING * ``size``, or than half of the free memory.
     """
 
     def __init__(self, source: Path | BinaryIO, size: int) -> None:
@@ -161,18 +161,18 @@ class CompletionFile:
 
     def rows(self, pictures: bool) -> Iterator[tuple[dict[str, Any], list[Any], dict[str, Any]]]:
         """Yield each row as a dict by column, with thumbnails if ``pictures``, and the row's rewards and logged values.
-        Memory holds at most ROWS rows."""
+        At most ROWS rows are in memory."""
         groups = (self._file.metadata.row_group(index) for index in range(self._file.metadata.num_row_groups))
         taken, schema = 0, self._file.schema_arrow
         if sum(group.total_byte_size for group in groups) > self._most_bytes:
-            raise ValueError("the header of the file claims more content than the file can hold")
+            raise ValueError("the file's header claims more content than a file of this size can hold")
         if "dictionary<" in str(schema.types):  # the size of dictionary columns isn't known before unpacking
             raise TypeError("a column has a dictionary type, which no completions log has")
         read = [name for name in schema.names if name != IMAGES] if self.has_images and not pictures else None
         for batch in self._file.iter_batches(batch_size=ROWS, columns=read, use_threads=False):
             taken += batch.nbytes + ROW_BYTES * batch.num_rows
             if taken > self._most_bytes:
-                raise ValueError(f"its rows take more than {self._most_bytes:,} bytes")
+                raise ValueError(f"the file's rows take more than {self._most_bytes:,} bytes")
             for row in batch.to_pylist():
                 extra = {name: row[column] for name, column in zip(self._extra_names, self._columns[1], strict=True)}
                 yield row, [row[column] for column in self._columns[0]], extra

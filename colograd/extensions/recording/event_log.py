@@ -1,8 +1,8 @@
 """`EventLog`: writes a run's events for its report to `_report/events.jsonl` in the run's folder.
 
 Events are the run's start and end, each step's metrics, rollouts, groups, histograms and alarms. The file only grows.
-When `event` returns, a whole line was written, so that another process can read the file meanwhile. Numbers that aren't
-finite are null. If writing fails, the user gets one warning, and the run goes on.
+Each event is one line, written at once, so that another process can read the file meanwhile. Numbers that aren't finite
+are null. If the file can't be written, the user gets one warning, and the run goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BEGINNING = 160  # Maximum characters of a prompt in an event.
 
 
 class EventLog:
-    """Writes a run's events. If writing fails, ``warn`` is called once with a line for the user."""
+    """Writes a run's events. The first time that the file can't be written, ``warn`` gets a line for the user."""
 
     def __init__(self, run_dir: str | Path, warn: Callable[[str], None]) -> None:
         self.folder = Path(run_dir) / FOLDER
@@ -58,8 +58,8 @@ class EventLog:
         if not self._warned:
             self._warned = True
             self._warn_user(
-                f"report: {FOLDER}/ can't be written ({error.strerror or error}): the run goes on, and its report will "
-                "lack what isn't there (said once; report: false records nothing)"
+                f"report: {FOLDER}/ can't be written ({error.strerror or error}): the run goes on, but its report will "
+                "be incomplete. This warning comes only once; `report: false` turns the report off."
             )
 
 
@@ -69,8 +69,8 @@ def json_line(entry: Mapping[str, Any]) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value for JSON. NaN and infinities become None. Arrays, tensors, tuples and sets become lists. Values
-    of other types that JSON lacks become texts."""
+    """Convert a value for JSON. NaN and infinities become None. Arrays, tensors, tuples and sets become lists (scalars:
+    numbers). Values of other types that JSON lacks become texts."""
 
     def convert(other: Any) -> Any:
         if isinstance(other, Mapping | set | frozenset):
@@ -81,7 +81,7 @@ def plain(value: Any) -> Any:
 
 
 def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]:
-    """Return ``edges`` [n + 1] and ``counts`` [n] of equally wide bins. Without finite values both lists are empty."""
+    """Return ``edges`` [n + 1] and ``counts`` [n]: one bin for equal values, empty lists without finite values."""
     finite = np.asarray([value for value in values if math.isfinite(value)], dtype=np.float64)
     if not finite.size:
         return {"edges": [], "counts": []}
@@ -90,7 +90,7 @@ def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]
 
 
 def events_of(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Return a run's events in order. A resumed run's events replace earlier events of the steps after its start."""
+    """Return a run's events in order, without earlier events of the steps that a resumed run trained again."""
     found: list[dict[str, Any]] = []
     with contextlib.suppress(OSError), open(Path(run_dir) / FOLDER / EVENTS, "rb") as file:
         for line in file:
@@ -103,14 +103,14 @@ def events_of(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def prompt_beginning(prompt: Any) -> str:
-    """Return the beginning of a prompt's text, or of its last user message. Return "" for another type of prompt."""
+    """Return the beginning of `prompt_text`. Return "" if the prompt is neither a text nor a list of messages."""
     text = prompt_text(prompt) if isinstance(prompt, list | str) else ""
     cut = text if len(text) <= BEGINNING else text[:BEGINNING] + " …"
     return cut.encode(errors="replace").decode()
 
 
 def prompt_text(prompt: Any, sizes: Sequence[str] = ()) -> str:
-    """Return the text of a prompt or of its last user message. Images appear as texts such as "[image 32x32]"."""
+    """Return a prompt's text: of its last user message, else of its last message. Images appear as "[image 32x32]"."""
     if not isinstance(prompt, list):
         return str(prompt)
     messages = [message for message in prompt if isinstance(message, dict)] or [{}]
@@ -120,7 +120,7 @@ def prompt_text(prompt: Any, sizes: Sequence[str] = ()) -> str:
     # The parts of each message's content: a text, or None for an image.
     parts = [[_part_text(part) for part in (each if isinstance(each, list) else [each or ""])] for each in contents]
     if len(users) == 1 and not any(part is None for of_message in parts for part in of_message):
-        before = "".join(marks)  # TRL puts all images before the only user message
+        before = "".join(marks)  # without image parts all images go before the only user message, as in TRL
     texts = ["".join(next(marks, "[image]") if part is None else part for part in of_message) for of_message in parts]
     return before + texts[users[-1] if users else -1]
 

@@ -14,7 +14,7 @@ from ...policy.packing import loss_tokens
 from .completions import CompletionRow, data_url
 
 MOST_TOKENS = 4096  # Maximum number of shown tokens of a completion.
-MOST_OF_A_STEP = 32_768  # Maximum number of shown tokens of all shown completions of a step.
+MOST_OF_A_STEP = 32_768  # Number of shown tokens of a step, exceeded if each completion would get fewer than:
 LEAST_TOKENS = 256  # Minimum number of tokens that are shown of any completion.
 
 
@@ -55,7 +55,7 @@ def completion_rows(
 
 
 class TokenTexts:
-    """Maps token ids to texts that join to the completion's text. Single bytes become escapes (``\\xe2``)."""
+    """Maps each token id to a text. The bytes of an incomplete character become escapes (``\\xe2``)."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -94,9 +94,10 @@ def shown_notes(
     token_texts: TokenTexts,
     mask_truncated: bool,
 ) -> dict[str, Any]:
-    """Return the data of some groups, with their weighted rewards [G], that the report shows token by token.
+    """Return the data of groups that the report shows token by token, in addition to the rollout log's.
 
     Args:
+        groups: pairs of a group and its completions' weighted rewards [G].
         purpose: ``train``, or the name of an evaluation.
         trainer: the trainer's log-probabilities [C] of the completions that this rank trained.
         mask_truncated: whether the loss leaves out truncated completions.
@@ -146,7 +147,8 @@ def _picture_urls(*media: Media | None) -> list[str]:
 def chosen_groups(
     groups: Sequence[tuple[ScoredGroup, Sequence[float]]], trainer: Mapping[RolloutId, torch.Tensor], number: int
 ) -> list[tuple[ScoredGroup, Sequence[float]]]:
-    """Return ``number`` groups to show: alternately the largest spread of rewards, and sampler-trainer difference."""
+    """Choose at most ``number`` groups: alternately by the largest spread of rewards, and by the largest difference
+    between the sampler's and the trainer's log-probabilities. Return them in their order."""
     known = [[total for total in totals if total == total] for _, totals in groups]
     spreads = [max(totals, default=0.0) - min(totals, default=0.0) for totals in known]
     differences = []  # mean |trainer - sampler| log-probability over a group's sampled tokens, 0 if none is known
@@ -158,6 +160,6 @@ def chosen_groups(
     left, chosen = [*range(len(groups))], list[int]()
     for turn in range(min(number, len(groups))):
         by = differences if turn % 2 else spreads
-        chosen.append(max(left, key=by.__getitem__))  # The first one of equal groups.
+        chosen.append(max(left, key=by.__getitem__))  # `max` takes the first of equal groups.
         left.remove(chosen[-1])
     return [groups[index] for index in sorted(chosen)]

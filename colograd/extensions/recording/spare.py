@@ -11,7 +11,7 @@ EVENTS = ("on_step_end", "on_log", "on_evaluate", "on_predict", "on_save", "on_t
 
 
 class Spare:
-    """Makes context managers that turn an exception into a warning. Only the first exception is logged."""
+    """Makes context managers that turn an exception into a warning. Only the first exception gives a warning."""
 
     def __init__(self, warn: Callable[[str], None] = lambda line: None) -> None:
         self._warn, self._told = warn, False

@@ -1,7 +1,7 @@
 """`Timeline`: a record of the sampling on one rank: engine load, calls of rewards and tools, training during the tail.
 
-The engine, the rewards and the tools call hooks, which are None if nothing is recorded. A sample of the engine's load
-costs microseconds. The size of the recorded event doesn't grow with the length of the sampling.
+`Recorder.watching` lets the engine, the reward functions and the tools call its methods. A call costs microseconds. The
+event that `take` returns has a bounded size, however long the sampling took.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CALLS = 64  # Maximum number of recorded reward calls, and of tool calls.
 
 
 class Timeline:
-    """A record of a round of sampling on this rank: `begin`, `end`, and `all_sampled` when all ranks have sampled."""
+    """A record of one round of sampling on this rank, from `begin` to `end`. Times are seconds since `begin`."""
 
     def __init__(self) -> None:
         self.begin()
@@ -45,7 +45,7 @@ class Timeline:
             self._calls["tools"].append((name, started - self._began, ended - self._began, 1))
 
     def early(self, started: float, ended: float, tokens: int) -> None:
-        """Record a training of finished groups while other ranks sampled. ``tokens``: number of trained tokens."""
+        """Record that this rank trained ``tokens`` tokens of finished groups while other ranks sampled."""
         self._calls["trained"].append(("train", started - self._began, ended - self._began, tokens))
 
     def end(self, preemptions: int | None) -> None:
@@ -80,7 +80,7 @@ def curve(points: Sequence[tuple[float, float]], most: int = POINTS) -> list[lis
 
 
 def tail(points: Sequence[tuple[float, float]]) -> float | None:
-    """Return the time when fewer than half of the maximum number of sequences ran for good. None if none ran."""
+    """Return the time after which always fewer than half of the largest number of sequences ran. None if none ran."""
     most = max((value for _, value in points), default=0)
     if not most:
         return None

@@ -23,7 +23,7 @@ ALERT_LEVELS = {"severe": "ERROR", "warning": "WARN", "note": "INFO"}
 
 
 class Trackers:
-    """Sends data to the trackers of ``report_to``. ``writer`` returns TensorBoard's; ``warn`` gets a line per error."""
+    """Sends data to the trackers of ``report_to``. ``writer`` returns TensorBoard's writer. ``warn`` logs an error."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ from ...runtime.sizes import num_experts
 PEAKS = {
     "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12,
 }  # fmt: skip
-SECONDS = 0.2  # Maximum seconds of a measurement, for devices without a number.
+SECONDS = 0.2  # Seconds of the measurement of a device that `PEAKS` lacks.
 SIZES = {"cpu": 1024, "cuda": 4096}  # Rows and columns of the measured matrices.
 
 
@@ -45,7 +45,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     if name and (peak := peak_of(name)) is not None:
         return peak, f"{name}'s data sheet"
     if device.type == "cpu" and dtype == torch.bfloat16 and cpu_products.wanted():
-        dtype = torch.float32  # Products of bfloat16 matrices run in float32 there.
+        dtype = torch.float32  # On such CPUs Colograd computes products of bfloat16 matrices in float32.
     size = SIZES.get(device.type, 1024)
     factor = torch.ones(size, size, device=device, dtype=dtype)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
