@@ -66,20 +66,20 @@ class Rules:
     temperature: float | None = None  # Temperature in place of the task's temperature.
     top_p: float | None = None
     spread: float = 1.0  # Temperature for several completions per question, if the task samples greedily.
-    template: bool | None = None  # Whether to use the chat template. None: for completions, if the model has one.
+    template: bool | None = None  # Whether to use a chat template. None: only for sampled completions.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     include: tuple[str, ...] = ()  # folders with YAML files of tasks
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTask:
-    """A task with its questions. If ``n`` is set, each completion of a question is judged separately."""
+    """A task with its questions."""
 
     name: str
     task: Any  # task object of lm_eval
     questions: tuple[Question, ...]
-    n: int | None
-    cut: int  # number of prompts whose beginning was cut off
+    n: int | None  # Completions per question, each judged separately. None means that a question is judged once.
+    cut: int  # Number of questions whose text was cut off, because it exceeded the context.
 
     @property
     def sampling(self) -> Sampling | None:
@@ -128,7 +128,7 @@ class HarnessBenchmark:
         )
 
     def metric_names(self) -> list[str]:
-        """Return the names of metrics that tasks have in common, without the evaluation's prefix."""
+        """Return names that metrics of an evaluation may have, except pass@k, without the evaluation's prefix."""
         names = ["accuracy", "accuracy_ci95", "completions", "runtime", "samples_per_second", "num_tokens"]
         if len(self.tasks) > 1:
             return [*names, *(f"{task.name}_accuracy" for task in self.tasks)]
@@ -137,7 +137,7 @@ class HarnessBenchmark:
 
 @contextlib.contextmanager
 def _as_the_harness() -> Iterator[None]:
-    """Set the harness's random seeds, hide its progress lines, and restore the generators' states afterwards."""
+    """Context with the harness's default random seeds and without its progress lines, for loading tasks."""
     logger = logging.getLogger("lm_eval")
     with contextlib.ExitStack() as restored, torch.random.fork_rng(devices=[]), code_runs_apart():
         restored.callback(logger.setLevel, logger.level)
@@ -159,7 +159,7 @@ def _manager(folders: tuple[str, ...], builtin: bool) -> Any:
 
 
 def _load(name: str, include: tuple[str, ...]) -> Any:
-    """Load a task, group or tag by its name or YAML file. The whole index is built last, because it takes long."""
+    """Load a task, group or tag by its name or YAML file. The harness's whole index is built only if files don't do."""
     import lm_eval.tasks
     from lm_eval.tasks._index import Kind, TaskIndex
 
@@ -251,8 +251,8 @@ def _encoder(tokenizer: Any) -> Any:
 
 
 def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tuple[Request, bool]:
-    """Return a task's request as token ids, and whether its beginning was cut off. Like the harness's own models, this
-    function cuts the beginning of a request that exceeds the context."""
+    """Return a task's request as token ids, and whether it was cut off. As in the harness's models, a text longer than
+    the context loses its beginning, or is split into windows if the whole text is scored."""
     kind, arguments = instance.request_type, tuple(instance.args)
     if kind == GENERATE:
         sampling = _sampling(name, arguments[1], n, rules)
@@ -297,11 +297,12 @@ def _sampling(name: str, kwargs: dict[str, Any], n: int, rules: Rules) -> Sampli
 
 
 def stops(kwargs: dict[str, Any]) -> list[str]:
-    """Return a task's stop strings, which end a completion."""
+    """Return the stop strings in a task's generation settings."""
     until = kwargs.get("until") or []
     return [each for each in ([until] if isinstance(until, str) else until) if each]
 
 
 def thinks(tokenizer: Any) -> bool:
-    """Return whether the model's chat template has reasoning. Stop strings may occur in a completion's reasoning."""
+    """Return whether the model reasons before it answers. Stop strings, which may occur in the reasoning, then don't
+    end the sampling, but cut the answer."""
     return "</think>" in str(getattr(tokenizer, "chat_template", None) or "")

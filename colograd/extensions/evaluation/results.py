@@ -44,10 +44,10 @@ class Answered:
     """One answered question with its verdicts (values by metric and filter)."""
 
     row: int
-    verdicts: list[dict[Key, Any]]  # One per separately judged completion, else one. {}: a check failed.
+    verdicts: list[dict[Key, Any]]  # One per separately judged completion, or one. Empty if the check failed.
     tokens: int = 0  # Tokens of all completions.
     cut_off: int = 0  # Number of completions that ended at their token limit.
-    failed: list[tuple[str, str]] = field(default_factory=list)  # Failed checks: late, died, raised; and the error.
+    failed: list[tuple[str, str]] = field(default_factory=list)  # Failed checks: ("late", "died" or "raised", error).
 
 
 @dataclass(slots=True)
@@ -68,7 +68,8 @@ class TaskResult:
         return Counter(kind for each in self.answered for kind, _ in each.failed)
 
     def values(self) -> dict[Key, list[list[Any]]]:
-        """Return a list of values per question, by metric: one value per verdict. A failed check is a wrong answer."""
+        """Return each metric's values: a list per question, with a value per verdict. A failed check counts 0, or is left
+        out if lower values are better or values aren't numbers."""
         found: dict[Key, list[list[Any]]] = {}
         better = self.loaded.task.higher_is_better()
         for key in dict.fromkeys(key for each in self.answered for verdict in each.verdicts for key in verdict):
@@ -117,7 +118,7 @@ class TaskResult:
         return found | {f"checks/{kind}": float(count) for kind, count in self.counts().items()}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the task's result, with its settings, as JSON values."""
+        """Return the task's result, with its settings, as JSON values. ``right`` has the sum of values by row."""
         sampling, task = self.loaded.sampling, self.loaded.task
         found = {
             "task": self.loaded.name,
@@ -165,7 +166,7 @@ class SuiteResult:
         if len(self.tasks) == 1 and not self.groups:
             return self.tasks[0].metrics()
         found: dict[str, float] = {}
-        if values := next(iter(self.groups.values()), {}):  # the first group contains all other groups
+        if values := next(iter(self.groups.values()), {}):  # the first group contains all others
             found["accuracy"] = next(iter(values.values()))
             found |= {_name(key): value for key, value in values.items()}
         for each in self.tasks:
@@ -191,7 +192,7 @@ def table(results: Sequence[SuiteResult]) -> list[str]:
             rows.append((result.loaded.name, str(len(result.answered)), *cells))
         if wrong := ", ".join(f"{count} {kind}" for kind, count in sorted(result.counts().items())):
             about = next((f": {error}" for each in result.answered for _, error in each.failed if error), "")
-            lines.append(f"{result.loaded.name}: checks that judged nothing count as wrong answers: {wrong}{about}")
+            lines.append(f"{result.loaded.name}: failed checks count as wrong answers: {wrong}{about}")
     for suite in results:
         for group, values in suite.groups.items():
             rows += [(group, "", _name(key), f"{value:.4g}", "-", "-", "-") for key, value in values.items()]

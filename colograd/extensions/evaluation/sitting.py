@@ -25,7 +25,7 @@ from .judging import Judge
 from .results import Answered, SuiteResult, TaskResult
 from .specs import names_of
 
-MOST_WORKERS = 8  # Maximum number of worker processes.
+MOST_WORKERS = 8  # Maximum number of worker processes per rank.
 CHECK_SECONDS = 120.0  # Maximum seconds of one call that judges a question with all filters and metrics.
 
 
@@ -63,7 +63,8 @@ def checkers(benchmarks: Iterable[HarnessBenchmark]) -> WorkerPool:
 def take(
     benchmark: HarnessBenchmark, host: Host, pool: WorkerPool, turn: AbstractContextManager[Any]
 ) -> tuple[SuiteResult, list[tuple[Sat, list[dict[Any, Any]]]]]:
-    """Answer and judge all questions: a collective. Return all ranks' result, and this rank's answers and verdicts."""
+    """Answer and judge all questions. All ranks must call. Return the result over all ranks, and this rank's answers
+    with their verdicts."""
     started, mine = time.perf_counter(), host.config.layout
     with turn, on_all_ranks("the benchmark"):
         sat: list[Sat] = host.engine.on_engine_leader(
@@ -97,7 +98,7 @@ def take(
 
 
 def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: WorkerPool, text: str) -> list[Sat]:
-    """Answer questions of a task on this engine: score first, then sample. Judging of an answer starts at once."""
+    """Answer questions of a task on this engine: score first, then sample. Workers judge meanwhile."""
     sat = {each.row: Sat(task.name, each, [], [], [[] for _ in each.requests]) for each in questions}
     responses: dict[int, list[list[Any]]] = {each.row: [[] for _ in each.requests] for each in questions}
 
@@ -142,7 +143,7 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
 
 
 def _texts(group: Group, request: Request, tokenizer: Any) -> list[str]:
-    """Return the completions' texts for the task's filters: without reasoning, and cut at the task's stop strings."""
+    """Return the completions' texts, without reasoning, and cut at the task's stop strings."""
     ids = [list(rollout.completion_ids) for rollout in group.rollouts]
     texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
     if thinks(tokenizer):

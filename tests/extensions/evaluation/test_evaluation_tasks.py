@@ -123,7 +123,7 @@ def test_a_check_that_hangs_dies_or_raises_counts_as_wrong(tmp_path: Path) -> No
     answered[1].failed.append(("late", ""))
     result = TaskResult(task, answered)
     SuiteResult.of(loaded(tmp_path, "letters"), [result])
-    assert result.metrics()["accuracy"] == 2 / 5 and "count as wrong answers: 1 late" in table_of(result)
+    assert result.metrics()["accuracy"] == 2 / 5 and "failed checks count as wrong answers: 1 late" in table_of(result)
 
 
 def table_of(*results: TaskResult) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 from ....engine.sampling import Sampling
 from ....parallel import watchdog
 
-SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # settings of a request: vLLM needs one sampled token
+SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # vLLM must sample at least one token per request
 
 
 def score(engine: Any, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
-    """Score (context, continuation) pairs of token ids on the engine's first rank. Return for each pair the sum of the
+    """Score (context, continuation) pairs of token ids, on an engine's first rank. Return for each pair the sum of the
     continuation's log-probabilities, and whether greedy decoding would write the continuation."""
     scores: dict[int, tuple[float, bool]] = {}
     waiting = {engine.submit([*context, *target], SCORED, seed=0): i for i, (context, target) in enumerate(parts)}
