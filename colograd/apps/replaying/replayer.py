@@ -1,7 +1,7 @@
 """`Replayer`: a `GRPOTrainer` that trains a run's recorded steps again, without vLLM and without reward functions.
 
-It loads the last checkpoint before the steps, trains the recorded groups from there to the last step, and compares the
-loss and gradient norm with the recorded ones.
+It loads the last checkpoint before the steps (or starts from the model), trains the recorded groups from there to the
+last step, and compares the loss and gradient norm with the recorded ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...training.checkpointer import Checkpointer
 from ...training.preparation import PreparedRun, reader_of
 from ...training.recorded_settings import OF_GROUPS, settings_of
 
-LARGEST_FIGURES = 2**24  # Maximum number of bytes that are read of `steps.jsonl`.
+LARGEST_FIGURES = 2**24  # Maximum number of bytes that are read of each `steps.jsonl`.
 PROFILE_ROWS = 30  # Maximum rows of the profile's table of operators.
 
 
@@ -59,7 +59,7 @@ class ReplayStore(RolloutStore):
         self.replay = replay
 
     def check_recorded(self, start: int, args: GRPOConfig) -> None:
-        """Raise an error unless all groups from step ``start`` to the last step are recorded, with equal settings."""
+        """Raise an error unless all groups from step ``start`` to the last are recorded, with equal `OF_GROUPS`."""
         for number, folder in self._folders():
             for path, found, _ in files_of(folder) if number >= start else ():
                 self._check_settings(found, path)
@@ -183,7 +183,7 @@ class Replayer(GRPOTrainer):
             rounds.check_recorded(start, args)
         given |= {"rollout_func": None, "reward_processing_classes": None, "eval_dataset": None}
         super().__init__(reward_funcs=rewards, args=args, **given)
-        self._recorded: dict[int, dict[str, float]] = {}  # Figures of the run's first training, by step.
+        self._recorded: dict[int, dict[str, float]] = {}  # Recorded loss and gradient norm by step.
         for folder in self.rounds.rounds().values():
             self._recorded |= read_figures(folder)
         self._compared = self._equal = 0  # Number of replayed steps with recorded figures, and of equal ones.
@@ -198,7 +198,7 @@ class Replayer(GRPOTrainer):
         return super()._make_sampler(task)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train from the last checkpoint before the first step to the end of the last step, and print a comparison."""
+        """Train from the last checkpoint, or the model, to the end of the last step, and print a comparison."""
         output = super().train()
         line = f"replay: {self._equal} of {self._compared} step(s) came out bit for bit as recorded"
         if not self._compared:

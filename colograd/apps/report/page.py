@@ -33,10 +33,10 @@ SCRIPTS = (
 )  # fmt: skip
 STYLES = ("uplot/uPlot.min.css", "page.css")
 NAME = "report.html"  # File name of a report. The model card links to this name.
-# Maximum compressed bytes in a page, for all runs together. Base64 makes them a third larger.
+# Compressed bytes in a page, for all runs together: no step is added above them. Base64 makes them a third larger.
 ROLLOUT_BYTES = 900_000
 COMPLETION_BYTES = 3_000_000
-MOST_TEXTS = 2000  # Maximum number of prompts with their beginnings in the page's initial data.
+MOST_TEXTS = 2000  # Maximum number of prompts of a run whose beginnings are taken from completions.
 STEP_BYTES = 2_000_000  # Approximate maximum of a step's completions as JSON, which compresses 6 to 10 times.
 
 POINTS = 2000  # Maximum points of a curve. With more steps, each point is a mean of several steps.
@@ -92,7 +92,7 @@ def read_run(folder: str | Path) -> RecordedRun:
 
 
 def page(runs: Sequence[RecordedRun]) -> str:
-    """Return the HTML page of runs with the data that each run's last `refresh` has read."""
+    """Return the HTML page of runs, as of each run's last `refresh`. Completions are read from their files now."""
     data, blocks = [], []
     for place, run in enumerate(runs):
         found, alarms = overview(run), [int(alarm["step"]) for alarm in run.alarms[:20]]

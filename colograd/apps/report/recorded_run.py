@@ -1,7 +1,7 @@
 """A run's folder as plain data: its recorded events, or without events the history in `trainer_state.json`.
 
-`RecordedRun.refresh` reads only new lines. It counts changes, so that `colograd watch` can send a page only the changes
-since the page's last request. Memory grows with the number of steps, not of completions.
+`RecordedRun.refresh` reads only new events. It counts changes, so that `colograd watch` can send a page the changes
+since the page's last request. Memory grows with the number of steps and groups. Completions stay in their files.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class RecordedRun:
         return max(self.steps.rows, default=0)
 
     def refresh(self) -> bool:
-        """Read new lines of the run's files. Return whether there were any."""
+        """Read what the run's files have new. Return whether there was anything."""
         self.change += 1
         fresh = False
         if self._events.restarted() or self.samples.tail.restarted():

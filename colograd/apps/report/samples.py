@@ -1,7 +1,7 @@
 """The completions of a step: groups that were recorded token by token, and rows of the completions log.
 
 `Samples` knows the files of each step, and reads them only when a page needs them, because the completions of a long
-run don't fit into a page or into this process. Older versions of Colograd wrote `_report/samples.jsonl`.
+run don't fit into a page or into this process. `_report/samples.jsonl` is a file of older versions of Colograd.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Samples:
         return bool(touched)
 
     def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
-        """Return a step's completions (whole groups, about ``most_bytes`` together), and the number of omitted ones."""
+        """Return a step's completions in whole groups, about ``most_bytes`` in all, and the number of omitted ones."""
         groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # (Purpose, position) -> index -> completion.
         for found in self._recorded(step):  # If a completion was recorded twice, the last record wins.
             groups.setdefault((found["purpose"], found["position"]), {})[found["index"]] = found
@@ -141,7 +141,7 @@ def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a completion token by token, or None. Lists per token with a different number of entries are left out."""
+    """Return a completion token by token, or None without valid tokens. Lists with too few entries are left out."""
     tokens = items(entry.get("tokens"))[:MOST_TOKENS]
     if not all(isinstance(token, str) for token in tokens):
         return None
@@ -176,7 +176,7 @@ def _milli(values: Any, many: int) -> list[int | None] | None:
 
 
 def _bits(values: Any, many: int) -> str | None:
-    """Join a list such as [1, 0, 1] into the text "101". Return None if all values are 1, or if values are missing."""
+    """Join a list such as [1, 0, 1] into the text "101". Return None if all values are 1, or if there are too few."""
     given = items(values)[:many]
     if len(given) < many or all(value == 1 for value in given):
         return None

@@ -42,7 +42,7 @@ class Tail:
         self._inode = -1
 
     def restarted(self) -> bool:
-        """Return whether the file was replaced or shortened since the last read. If so, it is read from its start."""
+        """Return whether the file was replaced, shortened or deleted since the last read."""
         if (file := open_inside(self.folder, self.name)) is None:
             return self.offset > 0
         with file:

@@ -47,7 +47,7 @@ class Answered:
     verdicts: list[dict[Key, Any]]  # One per separately judged completion, or one. Empty if the check failed.
     tokens: int = 0  # Tokens of all completions.
     cut_off: int = 0  # Number of completions that ended at their token limit.
-    failed: list[tuple[str, str]] = field(default_factory=list)  # Failed checks: ("late", "died" or "raised", error).
+    failed: list[tuple[str, str]] = field(default_factory=list)  # Failed checks: (kind such as "late", error).
 
 
 @dataclass(slots=True)
@@ -68,8 +68,8 @@ class TaskResult:
         return Counter(kind for each in self.answered for kind, _ in each.failed)
 
     def values(self) -> dict[Key, list[list[Any]]]:
-        """Return each metric's values: a list per question, with a value per verdict. A failed check counts 0, or is left
-        out if lower values are better or values aren't numbers."""
+        """Return each metric's values: a list per question, with a value per verdict. A failed check has the value 0,
+        or none if lower values are better or values aren't numbers."""
         found: dict[Key, list[list[Any]]] = {}
         better = self.loaded.task.higher_is_better()
         for key in dict.fromkeys(key for each in self.answered for verdict in each.verdicts for key in verdict):

@@ -92,7 +92,7 @@ class TextAlone(EngineFeature):
 
 
 def towers_of(config: GRPOConfig, use: EngineUse) -> EngineFeature | None:
-    """Return `ImagePrompts`, or `TextAlone` for a run that doesn't use the model's towers. None: it has no towers."""
+    """Return `ImagePrompts`, `TextAlone` for a run that doesn't use the model's towers, or None without towers."""
     if use.policy is None:
         return TextAlone() if has_tower(use.model_config) else None
     if use.policy.processor is None:
@@ -185,7 +185,7 @@ def _plain(value: Any) -> Any:
 
 
 def whole_of_known_features() -> None:
-    """Patch vLLM's scheduler, so that engines that never split an image over two steps don't split cached images."""
+    """Patch vLLM's scheduler: an engine that mustn't split an image over two steps doesn't split cached images too."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     theirs: Any = getattr(Scheduler, "_try_schedule_encoder_inputs", None)
