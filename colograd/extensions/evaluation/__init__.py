@@ -1,6 +1,6 @@
 """Benchmarks: tasks of EleutherAI's lm-evaluation-harness, sampled or scored by this process's engine.
 
-    TaskSpec -> harness.load: HarnessBenchmark -> sitting.take (engine, Judge in workers) -> results.SuiteResult
+    TaskSpec -> HarnessBenchmark -> sitting.take (engine, Judge in workers) -> results.SuiteResult
 
 The harness provides tasks with their prompts, filters and metrics. This package samples all questions of a task at
 once, with a seed per question, and computes pass@k from several completions. Metrics are computed in worker processes

@@ -361,7 +361,7 @@ class Advisor:
 
 
 def with_values(remedy: str, settings: Mapping[str, Any]) -> str:
-    """Return a remedy's text with the present value behind each setting's first mention, except lists and dicts."""
+    """Return a remedy's text with a setting's present value behind its first mention. Lists and dicts are left out."""
     for name in dict.fromkeys(re.findall(r"`(\w+)`", remedy)):
         value = settings.get(name, [])
         if not isinstance(value, dict | list):
