@@ -29,7 +29,7 @@ from ...rewards.answers import chance_of_pass
 CODE_SECONDS = 20.0  # Maximum seconds of one program with its tests.
 MEMORY = 4 * 2**30  # maximum bytes of a program's address space
 FILE_BYTES = 16 * 2**20
-ENDED_BY_SCHEDULER = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGUSR2)  # Exit statuses of a program that a job scheduler ended.
+ENDED_BY_SCHEDULER = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGUSR2)  # Exit statuses by a scheduler's signals.
 # Attributes of the harness's tasks that hold documents. A judge lacks them, because each call brings its document.
 DOCUMENTS = ("dataset", "task_docs", "_training_docs", "_fewshot_docs", "_instances", "sampler", "fewshot_rnd")
 
