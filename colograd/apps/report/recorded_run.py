@@ -97,7 +97,7 @@ class RecordedRun:
         """Read what the run's files have new. Return whether there was anything."""
         self.change += 1
         fresh = False
-        if self._events.restarted() or self.samples.tail.restarted():
+        if self._events.restarted():
             self._events, self.born, fresh = Tail(self.folder, EVENTS), self.change, True
             self._state_seen = None
             self._forget()
@@ -122,9 +122,8 @@ class RecordedRun:
         match event["kind"]:
             case "start":
                 if step == 0 and not event.get("resumed") and self.steps.rows:  # A new run began in this folder.
-                    samples = self.samples
                     self._forget()
-                    self.born, self.samples = self.change, samples
+                    self.born = self.change
                 known = {name: plain(event.get(name)) for name in ("step", "max_steps", "resumed", "time")}
                 self.starts.append(known | {"run": _described(event.get("run"))})
                 del self.starts[:-64]

@@ -3,7 +3,6 @@
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "completion_log": "completion_log:log_of",
     "guard_callbacks": "spare:spare_from_trackers",
-    "kept_records": "shown:kept_records",
     "model_card": "model_card:write_card_of",
     "recorder": "recorder:recorder_of",
 }

@@ -1,8 +1,9 @@
-"""`EventLog`: writes a run's events for its report to `_report/events.jsonl` in the run's folder.
+"""`EventLog`: writes a run's record for its report: `_report/events.jsonl` and `_report/samples.records`.
 
 Events are the run's start and end, each step's metrics, rollouts, groups, histograms and alarms. The file only grows.
 Each event is one line, written at once, so that another process can read the file meanwhile. Numbers that aren't finite
-are null. If the file can't be written, the user gets one warning, and the run goes on.
+are null. Samples are completions of some groups, token by token: compressed JSON, a record per step or evaluation. If a
+file can't be written, the user gets one warning, and the run goes on.
 """
 
 from __future__ import annotations
@@ -11,48 +12,60 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...rollout.record_file import Record, RecordFile
+
 FOLDER = "_report"  # in the run's folder; transformers doesn't push this name to the Hub
 EVENTS = "events.jsonl"
+SAMPLES = "samples.records"  # Records of `record_file`, with the optimizer step as position.
 BINS = 20  # Number of bins of a histogram.
 BEGINNING = 160  # Maximum characters of a prompt in an event.
 
 
 class EventLog:
-    """Writes a run's events. The first time that the file can't be written, ``warn`` gets a line for the user."""
+    """Writes a run's events and samples. The first time that a file can't be written, ``warn`` gets a line."""
 
     def __init__(self, run_dir: str | Path, warn: Callable[[str], None]) -> None:
         self.folder = Path(run_dir) / FOLDER
-        self._warn_user = warn
-        self._warned = False
-        self._file: Any = None
+        self._warn_user, self._warned = warn, False
+        self._events: Any = None
+        self._samples: RecordFile | None = None
 
     def event(self, kind: str, **content: Any) -> None:
         line = json_line({"kind": kind, "time": round(time.time(), 3), **content})
-        try:
-            if self._file is None:
+        with self._warning():
+            if self._events is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self._file = open(self.folder / EVENTS, "a+b", buffering=0)  # noqa: SIM115 - until `close`
-                if end := self._file.seek(0, 2):
-                    self._file.seek(end - 1)
-                    if self._file.read() != b"\n":  # the file's last line is incomplete
-                        self._file.write(b"\n")
-            if self._file.write(line) != len(line):  # a full disk may take only a part of the line
+                self._events = open(self.folder / EVENTS, "ab", buffering=0)  # noqa: SIM115 - until `close`
+                if self._events.tell():
+                    self._events.write(b"\n")  # ends a line that is incomplete
+            if self._events.write(line) != len(line):  # a full disk may take only a part of the line
                 raise OSError("the disk has no room for a whole line")
-        except OSError as error:
-            self.warn(error)
-            self.close()  # the next event begins a new line behind the incomplete line
+
+    def samples(self, step: int, completions: Sequence[Mapping[str, Any]]) -> None:
+        """Write completions of an optimizer step that the report shows token by token."""
+        with self._warning():
+            self._samples = self._samples or RecordFile(self.folder / SAMPLES)
+            self._samples.append(Record(step, json_line(completions)))
 
     def close(self) -> None:
-        if self._file is not None:
+        for file in filter(None, (self._events, self._samples)):
             with contextlib.suppress(OSError):  # some disks report only at `close` that they are full
-                self._file.close()
-            self._file = None
+                file.close()
+        self._events = self._samples = None
+
+    @contextlib.contextmanager
+    def _warning(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.warn(error)
+            self.close()  # the next write opens the files again, and begins a new line
 
     def warn(self, error: OSError) -> None:
         if not self._warned:
@@ -63,7 +76,7 @@ class EventLog:
             )
 
 
-def json_line(entry: Mapping[str, Any]) -> bytes:
+def json_line(entry: Any) -> bytes:
     """Encode an entry as a line of JSON in UTF-8. `plain` converts values that JSON lacks, e.g. NaN or an array."""
     return json.dumps(plain(entry), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
 

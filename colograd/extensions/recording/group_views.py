@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ...batch import Group, Media, ModelInput, RolloutId, ScoredGroup
+from ...batch import Group, Media, RolloutId, ScoredGroup
 from ...data.messages import text_of
 from ...policy.packing import loss_tokens
 from .completions import CompletionRow, data_url
@@ -16,6 +16,7 @@ from .completions import CompletionRow, data_url
 MOST_TOKENS = 4096  # Maximum number of shown tokens of a completion.
 MOST_OF_A_STEP = 32_768  # Number of shown tokens of a step, exceeded if each completion would get fewer than:
 LEAST_TOKENS = 256  # Minimum number of tokens that are shown of any completion.
+OPTIONAL = ("images", "messages", "session", "cut")  # Data of a shown completion that are left out if empty.
 
 
 def _prompt(group: Group) -> Any:
@@ -85,16 +86,15 @@ class TokenTexts:
         return str(self._tokenizer.decode([token]))
 
 
-def shown_notes(
+def shown_completions(
     groups: Sequence[tuple[ScoredGroup, Sequence[float]]],
-    step: int,
     purpose: str,
     reward_names: Sequence[str],
     trainer: Mapping[RolloutId, torch.Tensor],
     token_texts: TokenTexts,
     mask_truncated: bool,
-) -> dict[str, Any]:
-    """Return the data of groups that the report shows token by token, in addition to the rollout log's.
+) -> list[dict[str, Any]]:
+    """Return the completions of groups as dicts that the report shows token by token.
 
     Args:
         groups: pairs of a group and its completions' weighted rewards [G].
@@ -104,35 +104,35 @@ def shown_notes(
     """
     completions = sum(len(scored.group.rollouts) for scored, _ in groups)
     most = min(MOST_TOKENS, max(LEAST_TOKENS, MOST_OF_A_STEP // max(completions, 1)))
-    tokens = {token for scored, _ in groups for each in scored.group.rollouts for token in each.completion_ids[:most]}
-    noted = []
+    shown = []
     for scored, totals in groups:
-        group, advantages = scored.group, _advantages(scored)
-        shown: dict[ModelInput, list[str]] = {}
-        found = []
+        group, prompt, advantages = scored.group, _prompt(scored.group), _advantages(scored)
         for identity, rollout, total in zip(group.rollout_ids, group.rollouts, totals, strict=True):
-            advantage, known = advantages[identity.index], trainer.get(identity)
-            note: dict[str, Any] = {
+            index, known, answers = identity.index, trainer.get(identity), rollout.all(Media)
+            advantage = advantages[index]
+            found = {
+                "purpose": purpose,
+                "position": group.position,
+                "index": index,
+                "prompt": prompt,
                 "key": rollout.input.key,
+                "tokens": token_texts(rollout.completion_ids[:most]),
+                "sampler": _rounded(rollout.sampler_logprobs[:most]),
                 "trainer": None if known is None else _rounded(known[:most]),
                 "advantage": _rounded(advantage[:most]) if advantage.dim() else round(float(advantage), 4),
                 "mask": loss_tokens(rollout, mask_truncated)[:most].int().tolist(),
+                "sampled": rollout.sampled[:most].int().tolist(),
+                "rewards": dict(zip(reward_names, scored.rewards[index].tolist(), strict=True)),
                 "reward": total,
+                "finish": rollout.finish_reason.value,
+                "extra": {name: values[index] for name, values in scored.logged.columns.items()},
+                "images": [*_picture_urls(rollout.input.media), *_picture_urls(*answers)],
+                "messages": text_of(list(rollout.messages)),
+                "session": rollout.columns.get("session"),
+                "cut": len(rollout.completion_ids) > most,
             }
-            if rollout.input not in shown:
-                shown[rollout.input] = _picture_urls(rollout.input.media)
-            answers = rollout.all(Media)
-            if pictures := [*shown[rollout.input], *_picture_urls(*answers)]:
-                note["images"] = pictures
-            if rollout.messages and answers:
-                note["messages"] = text_of(list(rollout.messages))
-            if len(rollout.completion_ids) > most:
-                note["cut"] = True
-            found.append(note)
-        noted.append({"position": group.position, "prompt": _prompt(group), "completions": found})
-    texts = dict(zip(map(str, tokens), token_texts(list(tokens)), strict=True))
-    about = {"step": step, "purpose": purpose, "rewards": list(reward_names), "tokens": most}
-    return {**about, "texts": texts, "groups": noted}
+            shown.append({name: value for name, value in found.items() if value or name not in OPTIONAL})
+    return shown
 
 
 def _rounded(values: torch.Tensor) -> list[float]:

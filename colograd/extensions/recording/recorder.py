@@ -28,15 +28,12 @@ from ...parallel.ranks import rank, world_size
 from ...policy.packing import has_signal
 from ...reporting.events import NoRecord
 from ...reporting.redaction import is_secret, without_absolute_paths, without_secrets
-from ...rollout.group_records import RewardedGroup
 from ...rollout.statistics import Combine, RolloutStatistics
-from ...rollout.store import RolloutStore
 from ...runtime import registry
 from .advisor import Advisor
 from .event_log import EventLog, events_of, histogram, plain, prompt_beginning
-from .group_views import TokenTexts, chosen_groups, shown_notes
+from .group_views import TokenTexts, chosen_groups, shown_completions
 from .model_card import listed, versions
-from .shown import show
 from .timeline import Timeline
 from .trackers import Trackers
 from .utilisation import Matrices, Work, peak_flops
@@ -65,7 +62,6 @@ class Recorder(NoRecord):
         self._matrices: Matrices | None = None
         self._peak = 0.0
         self._token_texts: TokenTexts
-        self._store: RolloutStore
         self._advisor = Advisor({})
         self._told: set[str] = set()  # Alarm rules that were printed.
         self._named: set[str] = set()  # Keys of prompts with recorded text.
@@ -124,11 +120,10 @@ class Recorder(NoRecord):
             self._token_texts = TokenTexts(trainer.policy.tokenizer)
             facts = run_facts(trainer) | {"peak_flops": self._peak, "peak_source": source}
             self._advisor = Advisor(facts["settings"])
+            self.file.close()
             if step:
                 self._advisor.restore(events_of(self.args.output_dir), step)
-            self.file.close()
             self._named.clear()
-            self._store = trainer.journal or RolloutStore(str(args.output_dir), rank(), {})
             self._is_open = True
             memory = [
                 {"part": part, "sampling": round(sampling / GIB, 3), "training": round(training / GIB, 3)}
@@ -282,8 +277,7 @@ class Recorder(NoRecord):
         totals = [(scored, self.trainer.combine(scored.rewards.clone()).tolist()) for scored in groups]
         chosen = chosen_groups(totals, trainer, self.args.report_groups)
         names, masked = self.trainer.learner.reward_names, self.args.mask_truncated_completions
-        notes = shown_notes(chosen, step, purpose, names, trainer, self._token_texts, masked)
-        show(self._store, notes, [RewardedGroup(scored.group, scored.rewards, scored.logged) for scored, _ in chosen])
+        self.file.samples(step, shown_completions(chosen, purpose, names, trainer, self._token_texts, masked))
 
 
 def recorder_of(trainer: Any) -> Recorder | None:

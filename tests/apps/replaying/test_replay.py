@@ -13,7 +13,6 @@ from typing import Any
 import launcher
 import pytest
 import yaml
-from shown_rows import as_before_training
 
 from colograd.apps.cli import main
 from colograd.apps.replay import changed
@@ -184,7 +183,6 @@ def test_rounds_that_are_gone_are_an_error_with_the_remedy(run: Path, capfd: Any
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     records = copy / FOLDER / "step-00000002" / "rank-00000.records"
-    as_before_training(records)
     records.write_bytes(records.read_bytes()[:-7])
     assert replay(copy, "--step", "4") == 2
     said = capfd.readouterr().err

@@ -23,16 +23,15 @@ import pytest
 import torch
 from made_up_run import HOSTILE, WRONG, WRONG_SAMPLES, MadeUp
 from paths import ROOT
+from shown_rows import sample_entries, write_samples
 
 from colograd.apps.cli import main
 from colograd.apps.report import page, samples, write_report
 from colograd.apps.report.page import _half, of_step, overview, spread_out
 from colograd.apps.report.recorded_run import RecordedRun
 from colograd.apps.report.untrusted import Tail, open_inside, parse
-from colograd.batch import FinishReason, Group, Logged, Rollout
+from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
 from colograd.extensions.recording.completions import FIXED, CompletionRow, write_log
-from colograd.extensions.recording.shown import entries
-from colograd.rollout.group_records import RewardedGroup, group_bytes
 
 
 def read(folder: Path) -> RecordedRun:
@@ -161,7 +160,7 @@ def test_alarm_before_a_stop_ends_on_resume(tmp_path: Path) -> None:
 
 def test_wrong_types_torn_lines_and_endless_numbers_are_survived(tmp_path: Path) -> None:
     append(tmp_path, "events.jsonl", *WRONG, log(3, reward=0.5))
-    append(tmp_path, "samples.jsonl", *WRONG_SAMPLES)
+    write_samples(tmp_path, *WRONG_SAMPLES, {"step": 2, "tokens": ["a"]})
     run = read(tmp_path)
     assert overview(run)["columns"] == {"reward": [0.5]} and run.samples.steps == [1, 2]
     assert len(of_step(run, 2, 10**6)["completions"]) == 1
@@ -171,7 +170,7 @@ def test_wrong_types_torn_lines_and_endless_numbers_are_survived(tmp_path: Path)
 @pytest.mark.parametrize("line", WRONG + WRONG_SAMPLES)
 def test_each_wrong_line_alone_is_survived(line: bytes, tmp_path: Path) -> None:
     append(tmp_path, "events.jsonl", log(1, reward=1), line)
-    append(tmp_path, "samples.jsonl", line)
+    write_samples(tmp_path, line)
     write_report(tmp_path)
 
 
@@ -276,7 +275,7 @@ def test_report_joins_logged_texts_and_recorded_tokens(tmp_path: Path) -> None:
     write_log(tmp_path, make_rows(2), ["right", "short"], 2)
     write_log(tmp_path, make_rows(2, groups=1), ["right", "short"], 2, "eval")
     entry = MadeUp(groups=3).completion(2, 1, 3)
-    append(tmp_path, "samples.jsonl", {"step": 2, "position": 1, "index": 3, **entry})
+    write_samples(tmp_path, {"step": 2, "position": 1, "index": 3, **entry})
     (tmp_path / "completions" / "completions_00007.parquet").write_bytes(b"no parquet")
     content = of_step(read(tmp_path), 2, 10**9)
     assert len(content["completions"]) == 16 and content["left_out"] == 0
@@ -431,10 +430,8 @@ def test_an_agents_session_is_a_tree_of_its_answers() -> None:
     session = [{**turn, "after": after} for after in (None, 0, 1, 0, None)]
     sampled, columns = torch.zeros(1, dtype=torch.bool), {"session": session}
     rollout = Rollout((1,), (2,), torch.zeros(1), sampled, FinishReason.ABORT, 0, columns=columns)
-    recorded = RewardedGroup(Group({}, (rollout,), 4), torch.zeros(1, 1), Logged({}, {}))
-    noted = {"position": 4, "prompt": "", "completions": [{}]}
-    notes = {"step": 1, "purpose": "train", "tokens": 9, "texts": {}, "rewards": ["one"], "groups": [noted]}
-    (entry,) = entries(notes, {4: group_bytes(recorded)})
+    scored = ScoredGroup(Group({}, (rollout,), 4), torch.zeros(1, 1), torch.zeros(1))
+    (entry,) = sample_entries([(scored, [0.0])], "train", ["one"], {}, lambda ids: ["a"], False)
     found = samples._recorded(entry)
     assert found is not None
     assert [each["after"] for each in found["session"]] == [None, 0, 1, 0, None]

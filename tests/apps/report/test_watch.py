@@ -19,6 +19,7 @@ import pytest
 import tiny
 from made_up_run import HOSTILE, MadeUp
 from paths import ROOT
+from shown_rows import write_samples
 
 from colograd.apps.cli import main
 from colograd.apps.report import serving
@@ -61,9 +62,9 @@ def data(server: Server, after: int = 0) -> dict[str, Any]:
     return json.loads(text)
 
 
-def append(folder: Path, *events: dict[str, Any], name: str = "events.jsonl") -> None:
+def append(folder: Path, *events: dict[str, Any]) -> None:
     (folder / "_report").mkdir(parents=True, exist_ok=True)
-    with (folder / "_report" / name).open("a") as file:
+    with (folder / "_report" / "events.jsonl").open("a") as file:
         file.writelines(json.dumps(event) + "\n" for event in events)
 
 
@@ -79,11 +80,7 @@ def test_a_page_waits_for_the_run_and_gets_what_is_new(server: Server, folder: P
     assert second["steps"] == [1, 2] and second["status"]["state"] == "running"
     assert data(server, second["change"]) == {"change": second["change"]}, "nothing is new"
     append(folder, *run.step_events(20))
-    append(
-        folder,
-        *({"step": 20, "position": 1, "index": i, **run.completion(20, 1, i)} for i in range(3)),
-        name="samples.jsonl",
-    )
+    write_samples(folder, *({"step": 20, "position": 1, "index": i, **run.completion(20, 1, i)} for i in range(3)))
     third = data(server, second["change"])
     assert (
         third["steps"] == [20]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import sys
 import types
 from pathlib import Path
@@ -17,6 +16,7 @@ import tiny_images
 import torch
 from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Pictures
+from shown_rows import write_samples
 
 from colograd.apps.cli import main
 from colograd.apps.report.samples import Samples
@@ -106,8 +106,7 @@ def test_what_else_a_picture_holds_makes_no_thumbnail_too_large() -> None:
 def test_the_report_shows_as_many_of_tools_answers_as_of_the_prompt(tmp_path: Path) -> None:
     small = [*map(data_url, rider.thumbnails([tiny_images.picture(n) for n in range(4)]))]
     entry = {"step": 1, "purpose": "train", "position": 0, "index": 0, "tokens": ["a"], "images": small * 3}
-    (tmp_path / "_report").mkdir()
-    (tmp_path / "_report" / "samples.jsonl").write_text(json.dumps(entry) + "\n")
+    write_samples(tmp_path, entry)
     samples = Samples(tmp_path)
     samples.refresh(1)
     assert samples.of_step(1, 2**20)[0][0]["images"] == small * 2

@@ -28,19 +28,17 @@ from colograd.extensions.recording import timeline as lanes_module
 from colograd.extensions.recording.event_log import (
     EVENTS,
     FOLDER,
+    SAMPLES,
     EventLog,
     events_of,
     histogram,
     json_line,
 )
-from colograd.extensions.recording.group_views import TokenTexts, chosen_groups, shown_notes
+from colograd.extensions.recording.group_views import TokenTexts, chosen_groups, shown_completions
 from colograd.extensions.recording.recorder import Recorder, group_row, shown
-from colograd.extensions.recording.shown import show
 from colograd.extensions.recording.timeline import CALLS, POINTS, Timeline, curve, merged, tail
 from colograd.extensions.recording.utilisation import peak_flops
 from colograd.policy.logprobs import policy_logprobs
-from colograd.rollout.group_records import RewardedGroup
-from colograd.rollout.store import RolloutStore
 
 # -- the files
 
@@ -263,7 +261,7 @@ def test_a_long_completion_is_cut_and_says_so() -> None:
     tokenizer = tiny.make_tokenizer()
     group = scored(5, [0.0, math.nan], [6000, 2], advantages=torch.arange(6002) / 10)
     known = {RolloutId(5, 0): torch.zeros(6000)}
-    long, short = sample_entries([(group, [0.0, math.nan])], 3, "train", ["right"], known, TokenTexts(tokenizer), False)
+    long, short = sample_entries([(group, [0.0, math.nan])], "train", ["right"], known, TokenTexts(tokenizer), False)
     assert long["cut"] and "cut" not in short
     for name in ("tokens", "sampler", "trainer", "advantage", "mask", "sampled"):
         assert len(long[name]) == 4096, name
@@ -275,10 +273,9 @@ def test_what_is_recorded_of_a_step_is_bounded(tmp_path: Path) -> None:
     """Two groups of 16 completions of 4,096 tokens: half a megabyte, in some hundredths of a second."""
     tokenizer, groups = tiny.make_tokenizer(), [(scored(p, [0.0] * 16, [4096] * 16), [0.0] * 16) for p in (0, 1)]
     pieces, started = TokenTexts(tokenizer), time.process_time()
-    notes = shown_notes(groups, 1, "train", ["f"], {}, pieces, False)
-    recorded = [RewardedGroup(group.group, group.rewards, group.logged) for group, _ in groups]
-    show(RolloutStore(tmp_path, 0, {}), notes, recorded)
-    (path,) = (tmp_path / "_journal").rglob("*.shown")
+    record = EventLog(tmp_path, pytest.fail)
+    record.samples(1, shown_completions(groups, "train", ["f"], {}, pieces, False))
+    path = tmp_path / FOLDER / SAMPLES
     assert path.stat().st_size < 2**19 and len(samples_of(tmp_path)) == 32
     assert time.process_time() - started < 2
 
