@@ -2,7 +2,7 @@
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "completion_log": "completion_log:log_of",
-    "guard_callbacks": "spare:spare_from_trackers",
+    "guard_callbacks": "trackers:spare_from_trackers",
     "model_card": "model_card:write_card_of",
     "recorder": "recorder:recorder_of",
 }

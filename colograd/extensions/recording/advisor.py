@@ -23,7 +23,6 @@ WINDOW = 5  # Number of last steps that most rules average.
 LEAST = 3  # Minimum number of steps, rounds or evaluations for a finding, except for gradient spikes.
 QUIET = 20  # An alarm ends after more than this number of steps without a finding.
 KEPT = 200  # Number of last steps with all metrics in memory.
-ROLLOUTS = 32  # Number of last rollout events in memory, one per rank and round.
 
 
 class Seen(NamedTuple):
@@ -43,7 +42,8 @@ class History:
     first: list[Mapping[str, float]] = field(default_factory=list)  # Metrics of the first `WINDOW` steps.
     rewards: list[tuple[int, float]] = field(default_factory=list)  # (Step, reward) of all steps with a reward.
     evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # Evaluation -> [(step, reward)].
-    rollouts: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=ROLLOUTS))
+    # Round -> preempted sequences, and whether sequences waited for room in a full KV cache for half of the time.
+    rollouts: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a step, or the rewards of an evaluation. Ignore metrics of the training's end."""
@@ -57,6 +57,13 @@ class History:
                 self.first.append(metrics)
             if _is_number(reward := metrics.get("reward")):
                 self.rewards.append((step, float(reward)))
+
+    def add_rollout(self, step: int, rollout: Mapping[str, Any]) -> None:
+        """Add the record of a rank's sampling for the round that begins with step ``step``."""
+        looks = [*zip(*(rollout.get(name) or [] for name in ("running", "waiting", "kv")), strict=False)]
+        waits = sum(waiting[1] >= running[1] > 0 and kv[1] >= 0.9 for running, waiting, kv in looks)
+        preempted, full = self.rollouts.get(step, (0, False))
+        self.rollouts[step] = preempted + (rollout.get("preemptions") or 0), full or 0 < len(looks) <= 2 * waits
 
     def last(self, name: str, count: int = WINDOW) -> list[float]:
         """Return a metric's values in the last ``count`` steps, without steps that lack a finite value."""
@@ -304,20 +311,10 @@ def no_effect(history: History) -> Seen | None:
 
 @rule
 def engine_waits(history: History) -> Seen | None:
-    rounds = list(dict.fromkeys(rollout.get("step") for rollout in history.rollouts))[-LEAST:]
-    if len(rounds) < LEAST:
-        return None
-    of_rounds = [[r for r in history.rollouts if r.get("step") == step] for step in rounds]
-    preempted = [sum(rollout.get("preemptions") or 0 for rollout in ranks) for ranks in of_rounds]
-    if all(preempted):
-        return Seen(f"the engine preempted {sum(preempted)} sequences in the last {LEAST} rollouts")
-    full = set()  # rounds with a full KV cache and waiting >= running sequences in half of a rank's samples
-    for rollout in history.rollouts:
-        looks = [*zip(*(rollout.get(name) or [] for name in ("running", "waiting", "kv")), strict=False)]
-        waits = sum(waiting[1] >= running[1] > 0 and kv[1] >= 0.9 for running, waiting, kv in looks)
-        if looks and waits >= len(looks) / 2:
-            full.add(rollout.get("step"))
-    if full.issuperset(rounds):
+    rounds = [*history.rollouts.values()][-LEAST:]
+    if len(rounds) == LEAST and all(preempted for preempted, _ in rounds):
+        return Seen(f"the engine preempted {sum(n for n, _ in rounds)} sequences in the last {LEAST} rollouts")
+    if len(rounds) == LEAST and all(full for _, full in rounds):
         return Seen(f"in the last {LEAST} rollouts most sequences waited for room in a full KV cache")
     return None
 
@@ -336,7 +333,7 @@ class Advisor:
             if kind == "log" and isinstance(metrics := event.get("metrics"), Mapping):
                 self.history.add(step, metrics)
             elif kind == "rollout":
-                self.history.rollouts.append(event)
+                self.history.add_rollout(step, event)
             elif kind == "alarm" and isinstance(name, str):
                 self._raised[name] = step
             elif kind == "calm":

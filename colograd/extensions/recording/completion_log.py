@@ -17,8 +17,7 @@ from ...parallel.ranks import gather
 from .completion_table import chosen_rows, print_table
 from .completions import FOLDER, IMAGES, TEXT, CompletionRow, columns, write_log
 from .group_views import as_utf8, completion_rows
-from .spare import Spare
-from .trackers import Trackers
+from .trackers import Spare, Trackers
 
 UPLOAD_MINUTES = 2  # minutes between uploads to the Hub, as in TRL
 PROBLEM = "log_completions: some completions can't be logged"

