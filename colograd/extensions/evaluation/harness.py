@@ -44,6 +44,10 @@ class Request:
     def tokens(self) -> int:
         return max(len(self.prompt), *(len(context) + len(target) for context, target in self.parts), 0)
 
+    @property
+    def sequences(self) -> int:
+        return len(self.parts) if self.sampling is None else self.sampling.n
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -100,7 +104,9 @@ class HarnessBenchmark:
         self.dropped = any(task.cut for task in self.tasks)
         self._questions = [question for task in self.tasks for question in task.questions]
         requests = [request for question in self._questions for request in question.requests]
-        self._longest = max(each.tokens for each in requests)
+        self.longest = max(each.tokens for each in requests)  # Tokens of the longest prompt or scored text.
+        # Largest number of sequences that one question puts into the engine's queue.
+        self.generations = max(sum(each.sequences for each in question.requests) for question in self._questions)
         # Number of tokens in the longest prompt with its longest completion, or in the longest scored text.
         self.longest_sequence = max(e.tokens + (e.sampling.max_tokens if e.sampling else 0) for e in requests)
 
@@ -113,19 +119,6 @@ class HarnessBenchmark:
 
     def __len__(self) -> int:
         return len(self._questions)
-
-    @property
-    def longest(self) -> int:
-        """Number of tokens in the longest prompt or the longest scored text."""
-        return self._longest
-
-    @property
-    def generations(self) -> int:
-        """Largest number of sequences that one question puts into the engine's queue."""
-        return max(
-            sum(len(request.parts) or (request.sampling.n if request.sampling else 0) for request in each.requests)
-            for each in self._questions
-        )
 
     def metric_names(self) -> list[str]:
         """Return names that metrics of an evaluation may have, except pass@k, without the evaluation's prefix."""
