@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.run.is_dir():
         raise ValueError(f"{options.run} is no folder: give the output_dir of a run.")
     logged, samples = logged_steps(options.run), Samples(options.run)
-    samples.refresh(1)
+    samples.refresh()
     steps = sorted({*logged, *samples.stored})
     if not steps:
         raise ValueError(

@@ -114,7 +114,7 @@ def page(runs: Sequence[RecordedRun]) -> str:
         for step in sorted(packed):
             block = base64.b64encode(packed[step]).decode()
             blocks.append(f'<script type="text/plain" id="step-{place}-{step}">{block}</script>')
-        found["texts"] = texts | found.get("texts", {})
+        found["texts"] = texts | found["texts"]
         found["held"] = sorted(held)
         found["chosen"] = [sum(kind for _, kind in held), len(recorded)]  # Steps with completions: in the page, in all.
         data.append(found)
@@ -149,21 +149,15 @@ def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") ->
 # -- The JSON for a page: `overview` when the page opens, `of_step` when the user opens a step.
 
 
-def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, Any]:
-    """Return a run's data without completions, newer than change ``after``. ``thin`` limits the number of points."""
-    if after < run.born:
-        after = 0
-    steps, columns = run.steps.columns(after)
-    evaluated, of_evaluations = run.evaluations.columns(after)
-    every = 1 if not thin else max(1, math.ceil(len(steps) / POINTS))
-    touched = run.touched["spreads"].items()
-    spreads = sorted((step for step, change in touched if change > after and step in run.spreads), reverse=True)
-    each = 1 if not thin else max(1, math.ceil(len(spreads) / MOST_SPREADS))
+def overview(run: RecordedRun) -> dict[str, Any]:
+    """Return a run's data without completions. Long curves are thinned out: each point is a mean of several steps."""
+    (steps, columns), (evaluated, of_evaluations) = run.steps.columns(), run.evaluations.columns()
+    every, spreads = max(1, math.ceil(len(steps) / POINTS)), sorted(run.spreads, reverse=True)
     end, begun = run.end or {}, run.starts[0].get("time") if run.starts else None
-    found: dict[str, Any] = {
+    completed = {*run.samples.steps}
+    return {
         "name": text(run.folder.name, 200) or "run",
         "change": run.change,
-        "whole": after == 0,  # True if the data are of the whole run, False if only of changes.
         "status": {
             "state": end.get("status") or ("running" if run.starts else "waiting"),
             "error": end.get("error", ""),
@@ -182,16 +176,16 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
         "steps": steps[every - 1 :: every],
         "columns": {name: _means(values, every) for name, values in columns.items()},
         "evaluations": {"steps": evaluated, "columns": of_evaluations},
-        "spreads": {str(step): run.spreads[step] for step in sorted(spreads[::each])},
+        "spreads": {
+            str(step): run.spreads[step] for step in spreads[:: max(1, math.ceil(len(spreads) / MOST_SPREADS))]
+        },
+        "groups": groups_over_time(run),
+        "prompts": (prompts := prompt_histories(run)),
+        "texts": _texts(run, (row[0] for row in prompts["shown"])),
+        # Pairs (step, has completions).
+        "held": sorted({step: int(step in completed) for step in {*run.rollouts, *run.groups, *completed}}.items()),
+        "changed": run.changed,
     }
-    if any(change > after for change in run.touched["groups"].values()):
-        found["groups"] = groups_over_time(run)
-        found["prompts"] = prompt_histories(run)
-        found["texts"] = _texts(run, (row[0] for row in found["prompts"]["shown"]))
-    held = {step: 0 for kind in ("rollouts", "groups") for step, change in run.touched[kind].items() if change > after}
-    held |= {step: 1 for step, change in run.samples.changed.items() if change > after}
-    found["held"] = sorted([step, has] for step, has in held.items())  # Pairs (step, has completions).
-    return found
 
 
 def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:

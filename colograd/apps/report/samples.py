@@ -38,15 +38,14 @@ class Samples:
         self.folder = folder
         self.files: dict[int, dict[str, str]] = defaultdict(dict)  # Completions log: step -> purpose -> file.
         self.stored: set[int] = set()  # Steps with samples.
-        self.changed: dict[int, int] = {}
         self._read = 0  # End of the last known record of samples.
 
     @property
     def steps(self) -> list[int]:
         return sorted({*self.stored, *self.files})
 
-    def refresh(self, change: int) -> bool:
-        """Find new samples and files, and note them as change number ``change``. Return whether there are any."""
+    def refresh(self) -> list[int]:
+        """Find new samples and files. Return their steps."""
         touched = []
         with contextlib.suppress(OSError):
             for path in os.scandir(self.folder / FOLDER):
@@ -62,8 +61,7 @@ class Samples:
                     if whole(step) is not None:
                         touched.append(step)
                         self.stored.add(step)
-        self.changed |= dict.fromkeys(touched, change)
-        return bool(touched)
+        return touched
 
     def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
         """Return a step's completions in whole groups, about ``most_bytes`` in all, and the number of omitted ones."""

@@ -88,7 +88,7 @@ class Server(ThreadingHTTPServer):
                 self._looked = time.monotonic()
             if 0 < after == self.run.change:
                 return {"change": after}
-            return overview(self.run, after, thin=False)
+            return overview(self.run)
 
     def step(self, step: int) -> dict[str, Any]:
         with self._lock:

@@ -108,7 +108,7 @@ def test_the_report_shows_as_many_of_tools_answers_as_of_the_prompt(tmp_path: Pa
     entry = {"step": 1, "purpose": "train", "position": 0, "index": 0, "tokens": ["a"], "images": small * 3}
     write_samples(tmp_path, entry)
     samples = Samples(tmp_path)
-    samples.refresh(1)
+    samples.refresh()
     assert samples.of_step(1, 2**20)[0][0]["images"] == small * 2
 
 
@@ -146,7 +146,7 @@ def test_trackers_get_them_as_their_own_images(tmp_path: Path, monkeypatch: pyte
 
 def test_the_report_shows_those_of_completions_that_are_only_logged(logged: Path) -> None:
     samples = Samples(logged.parents[1])
-    samples.refresh(1)
+    samples.refresh()
     found, _ = samples.of_step(1, 2**20)
     assert [len(each.get("images", ())) for each in found] == [1, 1, 2, 2, 1, 1, 0, 0]
     assert all(url.startswith("data:image/jpeg;base64,/9j/") for each in found for url in each.get("images", ()))
@@ -162,6 +162,6 @@ def test_what_isn_t_small_is_left_out(tmp_path: Path) -> None:
     )
     write_log(tmp_path, [hostile], ["r"], 1, images=True)
     samples = Samples(tmp_path)
-    samples.refresh(1)
+    samples.refresh()
     assert "images" not in samples.of_step(1, 2**20)[0][0]
     assert main(["show", str(tmp_path)]) == 0

@@ -67,14 +67,14 @@ def test_samples_have_what_sampler_and_trainer_know_of_each_token(path: Path, tm
 
 def test_the_report_finds_new_samples_and_passes_over_nonsense(path: Path, tmp_path: Path) -> None:
     samples = Samples(tmp_path)
-    assert samples.refresh(1) and samples.steps == [0, 4] and not samples.refresh(2)
+    assert samples.refresh() and samples.steps == [0, 4] and not samples.refresh()
     completions, left_out = samples.of_step(4, 10**6)
     assert len(completions) == 2 and not left_out and completions[0]["sampler"] == [0, -125]
     file = RecordFile(path)
     file.append(Record(6, b'{"groups": 3}'))
     file.append(Record(-(2**62), b"[]"))
     file.close()
-    assert samples.refresh(3) and samples.steps == [0, 4, 6] and samples.of_step(6, 10**6) == ([], 0)
+    assert samples.refresh() and samples.steps == [0, 4, 6] and samples.of_step(6, 10**6) == ([], 0)
 
 
 def test_a_hostile_record_costs_at_most_its_step(path: Path, tmp_path: Path) -> None:
@@ -85,6 +85,6 @@ def test_a_hostile_record_costs_at_most_its_step(path: Path, tmp_path: Path) -> 
             content[draw.randrange(len(content))] = draw.randrange(256)
         path.write_bytes(content)
         samples = Samples(tmp_path)
-        samples.refresh(1)
+        samples.refresh()
         assert len(samples.of_step(4, 10**6)[0]) <= 2
     EventLog(tmp_path, pytest.fail).samples(5, [{"tokens": []}])  # a damaged end is dropped
