@@ -115,6 +115,7 @@ def page(runs: Sequence[RecordedRun]) -> str:
             block = base64.b64encode(packed[step]).decode()
             blocks.append(f'<script type="text/plain" id="step-{place}-{step}">{block}</script>')
         found["texts"] = texts | found["texts"]
+        del found["changed"]  # only a live page needs it
         found["held"] = sorted(held)
         found["chosen"] = [sum(kind for _, kind in held), len(recorded)]  # Steps with completions: in the page, in all.
         data.append(found)
@@ -153,6 +154,7 @@ def overview(run: RecordedRun) -> dict[str, Any]:
     """Return a run's data without completions. Long curves are thinned out: each point is a mean of several steps."""
     (steps, columns), (evaluated, of_evaluations) = run.steps.columns(), run.evaluations.columns()
     every, spreads = max(1, math.ceil(len(steps) / POINTS)), sorted(run.spreads, reverse=True)
+    spreads = spreads[:: max(1, math.ceil(len(spreads) / MOST_SPREADS))]
     end, begun = run.end or {}, run.starts[0].get("time") if run.starts else None
     completed = {*run.samples.steps}
     return {
@@ -176,13 +178,11 @@ def overview(run: RecordedRun) -> dict[str, Any]:
         "steps": steps[every - 1 :: every],
         "columns": {name: _means(values, every) for name, values in columns.items()},
         "evaluations": {"steps": evaluated, "columns": of_evaluations},
-        "spreads": {
-            str(step): run.spreads[step] for step in spreads[:: max(1, math.ceil(len(spreads) / MOST_SPREADS))]
-        },
+        "spreads": {str(step): run.spreads[step] for step in spreads},
         "groups": groups_over_time(run),
         "prompts": (prompts := prompt_histories(run)),
         "texts": _texts(run, (row[0] for row in prompts["shown"])),
-        # Pairs (step, has completions).
+        # Pairs (step, whether the step has completions), and the number of the step's last change.
         "held": sorted({step: int(step in completed) for step in {*run.rollouts, *run.groups, *completed}}.items()),
         "changed": run.changed,
     }
