@@ -131,9 +131,9 @@ def run(
         pool = checkers(benchmarks.values())
     with contextlib.closing(pool), ends_together("the benchmarks"):
         for name, benchmark in benchmarks.items():
-            result, judged = take(benchmark, host, pool, contextlib.nullcontext())
+            result, answers = take(benchmark, host, pool, contextlib.nullcontext())
             results.append(result)
-            rows = gather([*_rows(judged)]) if options.completions is not None else []
+            rows = gather([*_rows(answers)]) if options.completions is not None else []
             with on_all_ranks("writing the results"):
                 if is_main and options.json is not None:
                     groups = {group: _named(values) for group, values in result.groups.items()}
@@ -155,14 +155,14 @@ def _named(values: dict[Any, Any]) -> dict[str, Any]:
     return {",".join(key): value for key, value in values.items()}
 
 
-def _rows(judged: Any) -> Iterator[dict[str, Any]]:
+def _rows(answers: Any) -> Iterator[dict[str, Any]]:
     """Yield a dict per completion, or per question without completions, with the correct answer and the metrics."""
-    for sat, verdicts in judged:
-        named = [*map(_named, verdicts)]
-        row = {"task": sat.task, "row": sat.question.row, "answer": sat.question.target}
-        row["prompt"] = sat.question.requests[0].arguments[0]
-        rollouts = [rollout for group in sat.groups for rollout in group.rollouts]
-        for index, text in enumerate(text for texts in sat.texts for text in texts):
+    for each in answers:
+        named = [*map(_named, each.verdicts)]
+        row = {"task": each.task, "row": each.row, "answer": each.question.target}
+        row["prompt"] = each.question.requests[0].arguments[0]
+        rollouts = [rollout for group in each.groups for rollout in group.rollouts]
+        for index, text in enumerate(text for texts in each.texts for text in texts):
             yield row | {
                 "completion": text,
                 "metrics": named[index if len(named) > 1 else 0],

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import argparse
 import base64
-import bisect
 import hashlib
-import itertools
 import json
 import math
 import os
 import re
 import zlib
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ... import __version__
 from ...extensions.recording.event_log import prompt_beginning
-from .recorded_run import RecordedRun
+from .recorded_run import NO_GROUPS, RecordedRun
 from .untrusted import mapping, number, text, whole
 
 ASSETS = Path(__file__).parent / "assets"
@@ -198,12 +197,8 @@ def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
         if place == len(prompts):
             prompts.append(found["prompt"])
         found["prompt"] = place
-    keys = list(run.prompts)
-    groups = [
-        [keys[int(group[0])], *(number(value, 4) for value in group[1:])]
-        for group in run.groups_of(step)[:STEP_GROUPS]
-        if not math.isnan(group[0])
-    ]
+    keys, rows = list(run.prompts), run.groups.get(step, NO_GROUPS)[:STEP_GROUPS].tolist()
+    groups = [[keys[int(prompt)], *(number(value, 4) for value in values)] for prompt, *values in rows]
     of_ranks = sorted(run.rollouts.get(step, {}).items())  # "rollout" events, in the order of ranks
     return {
         "step": step,
@@ -222,56 +217,48 @@ def _texts(run: RecordedRun, keys: Iterable[Any]) -> dict[str, str]:
 
 def pass_mark(run: RecordedRun) -> float:
     """Return the mean reward that a group with equal rewards needs to count as solved."""
-    means = [group[3] for step in run.groups for group in run.groups_of(step) if not math.isnan(group[3])]
+    means = np.concatenate([NO_GROUPS, *run.groups.values()])[:, 3]
+    means = means[~np.isnan(means)]
     mark = number(mapping(mapping(run.start.get("run")).get("settings")).get("pass_threshold_eval"))
     mark = 1.0 if mark is None else mark
-    return mark if not means or max(means) >= mark - FLAT else (min(means) + max(means)) / 2
+    return mark if not len(means) or means.max() >= mark - FLAT else float(means.min() + means.max()) / 2
 
 
 def groups_over_time(run: RecordedRun) -> dict[str, Any]:
     """Count per step the solved, unsolved and mixed groups, and the groups that give a gradient."""
-    mark = pass_mark(run)
-    steps = sorted(run.groups)
-    counts: dict[str, list[int]] = {name: [0] * len(steps) for name in ("solved", "unsolved", "mixed", "signal")}
-    for place, step in enumerate(steps):
-        for _, _, _, mean, spread, _, signal in run.groups_of(step):
-            if spread > FLAT:
-                counts["mixed"][place] += 1
-            elif not math.isnan(mean):
-                counts["solved" if mean >= mark - FLAT else "unsolved"][place] += 1
-            counts["signal"][place] += signal == 1
-    return {"mark": number(mark), "steps": steps, **counts}
+    mark, counts = pass_mark(run), []
+    for step in sorted(run.groups):
+        _, _, _, mean, spread, _, signal = run.groups[step].T
+        alike = ~np.isnan(mean) & ~(spread > FLAT)
+        solved = alike & (mean >= mark - FLAT)
+        counts.append([int(each.sum()) for each in (solved, alike & ~solved, spread > FLAT, signal == 1)])
+    columns = zip(*counts, strict=True) if counts else ((), (), (), ())
+    of_kinds = dict(zip(("solved", "unsolved", "mixed", "signal"), map(list, columns), strict=True))
+    return {"mark": number(mark), "steps": sorted(run.groups), **of_kinds}
 
 
 def prompt_histories(run: RecordedRun) -> dict[str, Any]:
     """Count the run's prompts. For prompts with the largest reward differences return [key, sum of spreads, history]; a
     history is [[step, mean, spread, truncated share], ...]."""
-    spreads: dict[int, float] = defaultdict(float)
-    visits: dict[int, int] = defaultdict(int)
-    for step in run.groups:
-        for key, _, _, _, spread, _, _ in run.groups_of(step):
-            spreads[int(key)] += 0.0 if math.isnan(spread) else abs(spread)
-            visits[int(key)] += 1
-    order = sorted(visits, key=lambda key: (-spreads[key], -visits[key], key))
-    shown = {key: place for place, key in enumerate(order[:MOST_PROMPTS])}
-    histories: list[list[Any]] = [[] for _ in shown]
-    for step in sorted(run.groups):
-        for key, _, _, mean, spread, truncated, _ in run.groups_of(step):
-            if (place := shown.get(int(key))) is not None:
-                histories[place].append([step, number(mean, 4), number(spread, 4), number(truncated, 4)])
-    keys = list(run.prompts)
-    return {
-        "total": len(visits),
-        "visits": sum(visits.values()),
-        "half": _half([*spreads.values()]),
-        "shown": [[keys[key], number(spreads[key], 4), histories[place]] for key, place in shown.items()],
-    }
+    steps, names = sorted(run.groups), list(run.prompts)
+    rows = np.concatenate([NO_GROUPS, *(run.groups[step] for step in steps)])
+    of_rows, keys = [step for step in steps for _ in run.groups[step]], rows[:, 0].astype(int)
+    visits = np.bincount(keys, minlength=len(names))
+    spreads = np.bincount(keys, np.abs(np.nan_to_num(rows[:, 4])), minlength=len(names))
+    shown = []
+    for key in np.lexsort((-visits, -spreads))[:MOST_PROMPTS]:  # sorts by spread, then by number of visits
+        history = [
+            [of_rows[place], *(number(value, 4) for value in rows[place, 3:6].tolist())]
+            for place in np.flatnonzero(keys == key)
+        ]
+        shown.append([names[key], number(float(spreads[key]), 4), history])
+    return {"total": len(names), "visits": len(rows), "half": _half(spreads), "shown": shown}
 
 
 def _half(amounts: Sequence[float]) -> int:
     """Return how many of the largest amounts add up to half of the total."""
-    so_far = [0.0, *itertools.accumulate(sorted(amounts, reverse=True))]
-    return bisect.bisect_left(so_far, so_far[-1] / 2)
+    so_far = np.cumsum([0.0, *sorted(amounts, reverse=True)])
+    return int(np.searchsorted(so_far, so_far[-1] / 2))
 
 
 def _means(values: Sequence[float | None], every: int) -> list[float | None]:

@@ -12,11 +12,12 @@ import math
 import os
 import re
 import zlib
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ...extensions.recording.event_log import BEGINNING
 from .samples import Samples
@@ -30,7 +31,8 @@ MOST_PROMPTS = 200_000  # Maximum number of prompts with a history.
 MOST_ALARMS = 500
 MOST_LIMITS = 64  # Maximum number of reward functions per step.
 MOST_KNOBS = 2000
-GROUP_WIDTH = 7  # Numbers per group: prompt, position, G, mean and spread of rewards, truncated share, has signal.
+# Columns: prompt's number, position, G, mean and spread of rewards, truncated share, 1 if the group has a signal.
+NO_GROUPS = np.empty((0, 7))
 TRAINING = ("reward", "loss", "grad_norm", "learning_rate", "step_time")  # Metrics of training steps only.
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
@@ -73,7 +75,7 @@ class RecordedRun:
         self.memory: list[dict[str, Any]] = []
         self.rollouts: dict[int, dict[int, bytes]] = defaultdict(dict)  # Rollout events: step -> rank -> compressed.
         self.spreads: dict[int, dict[str, Any]] = {}
-        self.groups: dict[int, array[float]] = {}  # Groups: step -> GROUP_WIDTH numbers per group.
+        self.groups: dict[int, np.ndarray] = {}  # Step -> a row per group, with the columns of `NO_GROUPS`.
         self.prompts: dict[str, int] = {}  # Prompts: key -> number.
         self.texts: dict[str, str] = {}  # Prompts: key -> beginning of the text.
         self.alarms: list[dict[str, Any]] = []
@@ -154,7 +156,7 @@ class RecordedRun:
                     found["functions"][str(name)] = [number(least, 4), number(most, 4)]
                 self.spreads[step] = {name: value for name, value in found.items() if value}
             case "groups":
-                flat = array("d")
+                rows = []
                 for key, position, size, mean, spread, truncated, signal, *beginning in event["groups"][:512]:
                     prompt = text(key[:64])
                     if prompt not in self.prompts and len(self.prompts) >= MOST_PROMPTS:
@@ -163,8 +165,8 @@ class RecordedRun:
                         self.texts[prompt] = text(beginning[0], BEGINNING)
                     numbers = map(number, (position, size, mean, spread, truncated, signal))
                     place = self.prompts.setdefault(prompt, len(self.prompts))
-                    flat.extend([place, *(math.nan if value is None else value for value in numbers)])
-                self.groups[step] = flat
+                    rows.append([place, *(math.nan if value is None else value for value in numbers)])
+                self.groups[step] = np.array(rows).reshape(-1, 7)
                 self.changed[step] = self.change
             case "alarm" if len(self.alarms) < MOST_ALARMS:
                 texts_of = {name: text(event.get(name)) for name in ("rule", "seen", "why", "remedy", "source")}
@@ -218,11 +220,6 @@ class RecordedRun:
                 self.end = {"step": self.last_step, "status": "finished", "error": ""}
             return True
         return False
-
-    def groups_of(self, step: int) -> list[list[float]]:
-        """Return the groups of a step, each as a list of GROUP_WIDTH numbers."""
-        flat = self.groups.get(step, array("d"))
-        return [list(flat[at : at + GROUP_WIDTH]) for at in range(0, len(flat), GROUP_WIDTH)]
 
 
 # Fields of a start event's `run` that a page shows, each with a function that bounds the value.

@@ -15,8 +15,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...batch import Group
 from ...rewards.answers import chance_of_pass
-from .harness import HarnessBenchmark, LoadedTask
+from ...usercode.worker_pool import WorkerCall
+from .harness import HarnessBenchmark, LoadedTask, Question
 
 NORMAL_95 = 1.959964
 Key = tuple[str, str]  # (metric, filter), the key of a value
@@ -40,14 +42,19 @@ class Estimate:
 
 
 @dataclass(slots=True)
-class Answered:
-    """One answered question with its verdicts (values by metric and filter)."""
+class Answer:
+    """An answered question. Ranks exchange the data up to ``failed``. Only the rank that answered has the others."""
 
+    task: str
     row: int
-    verdicts: list[dict[Key, Any]]  # One per separately judged completion, or one. Empty if the check failed.
+    verdicts: list[dict[Key, Any]] = field(default_factory=list)  # One per separately judged completion, or one.
     tokens: int = 0  # Tokens of all completions.
     cut_off: int = 0  # Number of completions that ended at their token limit.
-    failed: list[tuple[str, str]] = field(default_factory=list)  # Failed checks: (kind such as "late", error).
+    failed: list[tuple[str, str]] = field(default_factory=list)  # Failed checks, with empty verdicts: (kind, error).
+    question: Question | None = None
+    groups: list[Group] = field(default_factory=list)  # One group per sampled request.
+    texts: list[list[str]] = field(default_factory=list)  # Judged texts of each request.
+    calls: list[WorkerCall] = field(default_factory=list)  # Calls that judge the texts.
 
 
 @dataclass(slots=True)
@@ -55,7 +62,7 @@ class TaskResult:
     """The result of a task over the questions of all ranks, in the order of the task's rows."""
 
     loaded: LoadedTask
-    answered: list[Answered]
+    answered: list[Answer]
     seconds: float = 0.0  # Seconds of the whole benchmark.
     aggregates: dict[Key, float] = field(default_factory=dict)  # Values aggregated by the harness.
 

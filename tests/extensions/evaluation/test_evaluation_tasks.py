@@ -28,7 +28,7 @@ pytest.importorskip("lm_eval")
 from colograd.extensions.evaluation import sitting
 from colograd.extensions.evaluation.harness import HarnessBenchmark, Rules
 from colograd.extensions.evaluation.judging import CodeEval, Judge, run_python
-from colograd.extensions.evaluation.results import Answered, SuiteResult, TaskResult, table
+from colograd.extensions.evaluation.results import Answer, SuiteResult, TaskResult, table
 from colograd.usercode.worker_pool import WorkerPool
 
 
@@ -119,7 +119,7 @@ def test_a_check_that_hangs_dies_or_raises_counts_as_wrong(tmp_path: Path) -> No
     assert [outcome.kind for outcome in outcomes] == ["value", "late", "died", "raised", "value"]
     assert outcomes[0].value == {("right", "none"): 1.0}
     verdicts = [outcome.value if outcome.kind == "value" else {} for outcome in outcomes]
-    answered = [Answered(row, [verdict]) for row, verdict in enumerate(verdicts)]
+    answered = [Answer("letters", row, [verdict]) for row, verdict in enumerate(verdicts)]
     answered[1].failed.append(("late", ""))
     result = TaskResult(task, answered)
     SuiteResult.of(loaded(tmp_path, "letters"), [result])
@@ -141,7 +141,9 @@ def test_pass_at_k_is_the_mean_over_choices() -> None:
 def test_intervals_are_over_questions(folder: Path) -> None:
     benchmark = loaded(folder, "letters[:4]@4")
     rights = (4, 0, 1, 2)
-    answered = [Answered(row, [{("right", "none"): float(i < c)} for i in range(4)]) for row, c in enumerate(rights)]
+    answered = [
+        Answer("letters", row, [{("right", "none"): float(i < c)} for i in range(4)]) for row, c in enumerate(rights)
+    ]
     result = TaskResult(benchmark.tasks[0], answered)
     suite = SuiteResult.of(benchmark, [result])
     metrics, values = suite.metrics(), [1.0, 0.0, 0.25, 0.5]
