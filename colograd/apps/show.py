@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..extensions.recording.completion_table import print_table
-from ..extensions.recording.completions import CompletionRow, logged_steps, read_log
+from ..extensions.recording.completions import CompletionRow, logged_steps, print_table, read_log
 from ..extensions.recording.event_log import prompt_text
 from .report.samples import Samples
 

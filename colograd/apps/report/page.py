@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from ... import __version__
-from ...extensions.recording.event_log import prompt_beginning
 from .recorded_run import NO_GROUPS, RecordedRun
 from .untrusted import mapping, number, text, whole
 
@@ -35,7 +34,6 @@ NAME = "report.html"  # File name of a report. The model card links to this name
 # Compressed bytes in a page, for all runs together: no step is added above them. Base64 makes them a third larger.
 ROLLOUT_BYTES = 900_000
 COMPLETION_BYTES = 3_000_000
-MOST_TEXTS = 2000  # Maximum number of prompts of a run whose beginnings are taken from completions.
 STEP_BYTES = 2_000_000  # Approximate maximum of a step's completions as JSON, which compresses 6 to 10 times.
 
 POINTS = 2000  # Maximum points of a curve. With more steps, each point is a mean of several steps.
@@ -95,7 +93,6 @@ def page(runs: Sequence[RecordedRun]) -> str:
     data, blocks = [], []
     for place, run in enumerate(runs):
         found, alarms = overview(run), [int(alarm["step"]) for alarm in run.alarms[:20]]
-        texts: dict[str, str] = {}  # Key of a prompt -> beginning of the prompt's text.
         packed: dict[int, bytes] = {}  # Step -> compressed JSON.
         recorded, held = {*run.samples.steps}, []
         # Bytes of the page that are left for steps without completions, and for steps with completions.
@@ -107,13 +104,9 @@ def page(runs: Sequence[RecordedRun]) -> str:
                 packed[step] = zlib.compress(compact(content).encode(), 9)
                 rooms[kind] -= len(packed[step])
                 held.append([step, kind])
-                for completion in content["completions"]:
-                    if completion.get("key") and len(texts) < MOST_TEXTS:
-                        texts.setdefault(completion["key"], prompt_beginning(content["prompts"][completion["prompt"]]))
         for step in sorted(packed):
             block = base64.b64encode(packed[step]).decode()
             blocks.append(f'<script type="text/plain" id="step-{place}-{step}">{block}</script>')
-        found["texts"] = texts | found["texts"]
         del found["changed"]  # only a live page needs it
         found["held"] = sorted(held)
         found["chosen"] = [sum(kind for _, kind in held), len(recorded)]  # Steps with completions: in the page, in all.

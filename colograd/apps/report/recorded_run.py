@@ -98,7 +98,7 @@ class RecordedRun:
         if self._events.restarted():
             self._events, self._state_seen, fresh = Tail(self.folder, EVENTS), None, True
             self._forget()
-        for _, line in self._events.read():
+        for line in self._events.read():
             fresh = True
             if (event := parse(line, b'{"kind"')) is None:
                 continue

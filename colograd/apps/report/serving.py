@@ -123,11 +123,6 @@ class Handler(BaseHTTPRequestHandler):
             content = self.server.data(int(asked[1])) if asked[1] else self.server.step(int(asked[2]))
             self._answer(compact(content), "application/json")
 
-    def _only_get(self) -> None:
-        self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "Only GET.")
-
-    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _only_get
-
     def _refuse(self, status: HTTPStatus, why: str) -> None:
         self._answer(why + "\n", "text/plain; charset=utf-8", status)
 
@@ -140,8 +135,7 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in (HEADERS | {"Content-Type": kind, "Content-Length": str(len(body))}).items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log no requests, because an open page sends one every few seconds."""

@@ -52,8 +52,8 @@ class Tail:
         self.offset, self._inode = 0, -1
         return True
 
-    def read(self) -> Iterator[tuple[int, bytes]]:
-        """Yield each new complete line with its offset. An incomplete last line is read the next time."""
+    def read(self) -> Iterator[bytes]:
+        """Yield each new complete line. An incomplete last line is read the next time."""
         if (file := open_inside(self.folder, self.name)) is None:
             return
         with file:
@@ -63,7 +63,7 @@ class Tail:
             while block := file.read(BLOCK):
                 *lines, rest = (rest + block).split(b"\n")
                 for line in lines:
-                    yield self.offset, line
+                    yield line
                     self.offset += len(line) + 1
 
 

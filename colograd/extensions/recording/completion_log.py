@@ -14,8 +14,7 @@ from transformers import TrainerState
 from ...batch import Group, ScoredGroup
 from ...config import GRPOConfig
 from ...parallel.ranks import gather
-from .completion_table import chosen_rows, print_table
-from .completions import FOLDER, IMAGES, TEXT, CompletionRow, columns, write_log
+from .completions import FOLDER, IMAGES, TEXT, CompletionRow, chosen_rows, columns, print_table, write_log
 from .group_views import as_utf8, completion_rows
 from .trackers import Spare, Trackers
 

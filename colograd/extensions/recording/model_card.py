@@ -11,9 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub as hub
 import jinja2
 import numpy as np
-import yaml
 
 from ... import __version__
 from ...reporting.redaction import is_local, is_secret, shown_path, without_absolute_paths, without_secrets
@@ -60,21 +60,21 @@ def write_card(folder: Path, *, run: Any) -> Path:
             if (match := _ACCURACY.fullmatch(key)) and "step" in entry:
                 half = _cell(entry.get(f"{key}_ci95"))
                 exams[match[1]] = (f"`{match[1]}`", str(entry["step"]), f"{_cell(value)} ± {half}")
-    library = "peft" if run.adapter_rank else "transformers"
-    matter: dict[str, Any] = {"library_name": library, "model_name": run.model_name}
-    if _on_hub(run.base_model) or not (is_local(run.base_model) or "/" in run.base_model):
-        matter["base_model"] = run.base_model
-        matter["base_model_relation"] = "adapter" if run.adapter_rank else "finetune"
-    if run.license:
-        matter["license"] = run.license
-    if published := [name for name in run.datasets if _on_hub(name)]:
-        matter["datasets"] = published
+    known = _on_hub(run.base_model) or not (is_local(run.base_model) or "/" in run.base_model)
     own = [*TAGS, *(OF_REWARDS if run.reward_names else ()), *(["distillation"] if run.teachers else [])]
-    matter["tags"] = list(dict.fromkeys([*own, *(["lora"] if run.adapter_rank else []), *run.tags]))
-    matter["pipeline_tag"] = "image-text-to-text" if run.images else "text-generation"
+    matter = hub.ModelCardData(  # leaves out what is None, and repeated tags
+        library_name="peft" if run.adapter_rank else "transformers",
+        model_name=run.model_name,
+        base_model=run.base_model if known else None,
+        base_model_relation=("adapter" if run.adapter_rank else "finetune") if known else None,
+        license=run.license or None,
+        datasets=[name for name in run.datasets if _on_hub(name)] or None,
+        tags=[*own, *(["lora"] if run.adapter_rank else []), *run.tags],
+        pipeline_tag="image-text-to-text" if run.images else "text-generation",
+    )
     text = TEMPLATE.render(
         run=run,
-        front_matter=yaml.safe_dump(matter, sort_keys=False, allow_unicode=True),
+        front_matter=matter.to_yaml() + "\n",
         base=_linked(run.base_model),
         base_path=shown_path(Path(run.base_model)) if is_local(run.base_model) else run.base_model,
         base_is_folder=is_local(run.base_model),
@@ -105,8 +105,6 @@ def write_card(folder: Path, *, run: Any) -> Path:
 
 def license_of(base: str) -> str:
     """Return the licence in the base model's card, from its folder or the Hub's cache. Empty means unknown."""
-    import huggingface_hub as hub
-
     card = Path(base, "README.md") if is_local(base) else hub.try_to_load_from_cache(base, "README.md")
     with contextlib.suppress(OSError, ValueError, TypeError):
         if isinstance(card, (str, Path)) and Path(card).is_file():

@@ -66,23 +66,15 @@ class Work:
     pairs: int = 0  # Pairs of a query and a key that the query attends to.
 
     @classmethod
-    def of(cls, groups: Iterable[tuple[int, list[tuple[int, int]]]]) -> Work:
-        """Add up the work of groups: (prompt tokens, [(tokens before, tokens) of each completion or branch])."""
-        tokens = predicted = pairs = 0
-        for prompt, completions in groups:
-            own = sum(c for _, c in completions)
-            tokens += prompt + own
-            predicted += own
-            pairs += prompt * (prompt + 1) // 2 + sum(c * seen + c * (c + 1) // 2 for seen, c in completions)
-        return cls(tokens, predicted, pairs)
-
-    @classmethod
     def of_rows(cls, rows: Iterable[Any]) -> Work:
-        def lengths(rollouts: Any) -> list[tuple[int, int]]:
-            return [(one.context, one.length) for rollout in rollouts for one in rollout.segments]
-
-        parts = (part.rollouts for row in rows for part in row.parts)
-        return cls.of((len(rollouts[0].input), lengths(rollouts)) for rollouts in parts)
+        """Add up the work of packed rows."""
+        tokens = predicted = pairs = 0
+        for rollouts in (part.rollouts for row in rows for part in row.parts):
+            parts = [(each.context, each.length) for rollout in rollouts for each in rollout.segments]
+            prompt, own = len(rollouts[0].input), sum(length for _, length in parts)
+            tokens, predicted = tokens + prompt + own, predicted + own
+            pairs += sum(n * before + n * (n + 1) // 2 for before, n in [(0, prompt), *parts])
+        return cls(tokens, predicted, pairs)
 
 
 @dataclass(frozen=True)
