@@ -186,15 +186,14 @@ class ImageReader:
         raw = rows.with_format(None)
         raw.info.features = _undecoded(raw.features)  # The dataset then returns images as bytes and paths.
 
-        def load(example: Row, row: int) -> Row:
+        def load(row: int) -> Row:
+            example = raw[row]
             return example | {"images": images_of(example, rules.where(row)) or None, "image": None}
 
         with ThreadPoolExecutor(cpu_threads()) as threads:
             for first in _marked(range(0, len(raw), size), len(raw), rules):
-                part = raw[first : first + size]
-                numbers = range(first, first + len(part["prompt"]))
-                each = [{name: of[row - first] for name, of in part.items()} for row in numbers]
-                for row, example in zip(numbers, threads.map(load, each, numbers), strict=True):
+                numbers = range(first, min(first + size, len(raw)))
+                for row, example in zip(numbers, threads.map(load, numbers), strict=True):
                     if (arguments := _arguments(example, row, rules)) is None:
                         length: int | None = len(text_ids(rules.tokenizer, [example["prompt"]])[0])
                     else:
