@@ -102,16 +102,6 @@ def _mean(values: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    name: str
-    look: Callable[[History], Seen | None]
-    when: str  # condition that raises the alarm, for the documentation
-    why: str
-    remedy: str  # Text with settings in backquotes. An alarm adds their present values.
-    source: str  # URL of a source.
-
-
-@dataclass(frozen=True, slots=True)
 class Alarm:
     rule: str
     severity: str  # "severe", "warning" or "note"
@@ -124,14 +114,14 @@ class Alarm:
         return f"advisor: {self.seen}. {self.why} {self.remedy} ({self.rule}, {self.source})"
 
 
-RULES: list[Rule] = []
-_TEXTS = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encoding="utf-8"))
+RULES: dict[str, Callable[[History], Seen | None]] = {}
+# Rule -> texts: ``when`` it raises an alarm (for the documentation), ``why``, ``remedy`` (with settings), ``source``.
+TEXTS = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encoding="utf-8"))
 
 
 def rule(look: Callable[[History], Seen | None]) -> Callable[[History], Seen | None]:
-    """Decorate a rule: add the function to `RULES`, with its texts from alarms.toml."""
-    name = look.__name__.replace("_", "-")
-    RULES.append(Rule(name, look, **_TEXTS[name]))
+    """Decorate a rule: add the function to `RULES`."""
+    RULES[look.__name__.replace("_", "-")] = look
     return look
 
 
@@ -343,17 +333,17 @@ class Advisor:
         """Add the metrics of a step or an evaluation. Return new alarms, and the names of rules with ended alarms."""
         self.history.add(step, metrics)
         begin, end = [], []
-        for each in RULES:
-            seen, last = each.look(self.history), self._raised.get(each.name)
+        for name, find in RULES.items():
+            seen, last, texts = find(self.history), self._raised.get(name), TEXTS[name]
             if seen is not None:
                 if last is None:
                     severity = "note" if seen.good else "severe" if seen.severe else "warning"
-                    remedy = with_values(each.remedy, self.history.settings)
-                    begin.append(Alarm(each.name, severity, seen.text, each.why, remedy, each.source))
-                self._raised[each.name] = step
+                    remedy = with_values(texts["remedy"], self.history.settings)
+                    begin.append(Alarm(name, severity, seen.text, texts["why"], remedy, texts["source"]))
+                self._raised[name] = step
             elif last is not None and step - last > QUIET:
-                del self._raised[each.name]
-                end.append(each.name)
+                del self._raised[name]
+                end.append(name)
         return begin, end
 
 

@@ -16,7 +16,7 @@ import tiny
 
 from colograd import GRPOConfig, GRPOTrainer
 from colograd.config import ModelConfig, ScriptArguments
-from colograd.extensions.recording.advisor import QUIET, RULES, Advisor, Alarm
+from colograd.extensions.recording.advisor import QUIET, RULES, TEXTS, Advisor, Alarm
 from colograd.extensions.recording.event_log import events_of
 
 # Metrics of a healthy step.
@@ -223,8 +223,7 @@ NOT_RAISED: dict[str, list[dict[str, Any]]] = {
 
 
 def test_every_rule_has_its_logs() -> None:
-    names = [rule.name for rule in RULES]
-    assert sorted(names) == sorted(RAISED) == sorted(NOT_RAISED) and set(ALSO) <= set(names)
+    assert sorted(RULES) == sorted(TEXTS) == sorted(RAISED) == sorted(NOT_RAISED) and set(ALSO) <= set(RULES)
 
 
 @pytest.mark.parametrize("name", RAISED)
@@ -282,9 +281,9 @@ def test_remedies_name_keys_that_there_are_with_their_values() -> None:
     knobs = {
         field.name for group in (GRPOConfig, ModelConfig, ScriptArguments) for field in dataclasses.fields(group)
     } | others
-    for rule in RULES:
-        named = re.findall(r"`(\w+)(?::[^`]*)?`", rule.remedy)
-        assert named and set(named) - {"colograd"} <= knobs, (rule.name, set(named) - knobs)
+    for name, texts in TEXTS.items():
+        named = re.findall(r"`(\w+)(?::[^`]*)?`", texts["remedy"])
+        assert named and set(named) - {"colograd"} <= knobs, (name, set(named) - knobs)
     (alarm,) = alarms([{"completions/clipped_ratio": 1.0}] * 3)
     assert "Raise `max_completion_length` (now 256), look whether" in alarm.remedy
     assert alarm.line().startswith("advisor: 100% of the last steps' completions were cut off at 256 tokens. A compl")
