@@ -83,14 +83,14 @@ def json_line(entry: Any) -> bytes:
 
 def plain(value: Any) -> Any:
     """Convert a value for JSON. NaN and infinities become None. Arrays, tensors, tuples and sets become lists (scalars:
-    numbers). Values of other types that JSON lacks become texts."""
+    numbers). Values of other types that JSON lacks become texts, and keys of such types are left out."""
 
     def convert(other: Any) -> Any:
         if isinstance(other, Mapping | set | frozenset):
             return dict(other) if isinstance(other, Mapping) else list(other)
         return other.tolist() if hasattr(other, "tolist") else str(other)
 
-    return json.loads(json.dumps(value, default=convert), parse_constant=lambda name: None)
+    return json.loads(json.dumps(value, default=convert, skipkeys=True), parse_constant=lambda name: None)
 
 
 def histogram(values: Sequence[float], bins: int = BINS) -> dict[str, list[Any]]:
