@@ -31,7 +31,7 @@ SCRIPTS = (
 )  # fmt: skip
 STYLES = ("uplot/uPlot.min.css", "page.css")
 NAME = "report.html"  # File name of a report. The model card links to this name.
-# Compressed bytes in a page, for all runs together: no step is added above them. Base64 makes them a third larger.
+# If a page has this number of compressed bytes, no step is added. Base64 makes the bytes a third larger.
 ROLLOUT_BYTES = 900_000
 COMPLETION_BYTES = 3_000_000
 STEP_BYTES = 2_000_000  # Approximate maximum of a step's completions as JSON, which compresses 6 to 10 times.

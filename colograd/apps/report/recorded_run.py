@@ -92,7 +92,7 @@ class RecordedRun:
         return max(self.steps.rows, default=0)
 
     def refresh(self) -> bool:
-        """Read what the run's files have new. Return whether there was anything."""
+        """Read new data from the run's files. Return whether there were any."""
         self.change += 1
         fresh = False
         if self._events.restarted():

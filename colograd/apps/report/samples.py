@@ -38,7 +38,7 @@ class Samples:
         self.folder = folder
         self.files: dict[int, dict[str, str]] = defaultdict(dict)  # Completions log: step -> purpose -> file.
         self.stored: set[int] = set()  # Steps with samples.
-        self._read = 0  # End of the last known record of samples.
+        self._read = 0  # Offset behind the last known record of samples.
 
     @property
     def steps(self) -> list[int]:

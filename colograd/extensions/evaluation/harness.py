@@ -152,7 +152,7 @@ def _manager(folders: tuple[str, ...], builtin: bool) -> Any:
 
 
 def _load(name: str, include: tuple[str, ...]) -> Any:
-    """Load a task, group or tag by its name or YAML file. The harness's whole index is built only if files don't do."""
+    """Load a task, group or tag by its name or YAML file. The index of all the harness's tasks is built last."""
     import lm_eval.tasks
     from lm_eval.tasks._index import Kind, TaskIndex
 

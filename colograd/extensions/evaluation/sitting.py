@@ -27,7 +27,7 @@ from .results import Answer, SuiteResult, TaskResult
 from .specs import names_of
 
 MOST_WORKERS = 8  # Maximum number of worker processes per rank.
-SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # vLLM must sample at least one token per request
+SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # Settings of a request to score. vLLM must sample a token.
 CHECK_SECONDS = 120.0  # Maximum seconds of one call that judges a question with all filters and metrics.
 
 

@@ -26,7 +26,7 @@ from ...policy.sending import to_device_async
 from ...policy.towers import has_tower, in_tower, keep_gradients_out, reads_text_alone, takes_images, tower_layers
 from .rider import PER_TOKEN, Images
 
-# Attribute of a model with FSDP. Its vision tower must run for rows of text, too, because ranks gather weights there.
+# Attribute of models with FSDP: whether the tower runs in every forward, because ranks gather its weights together.
 IN_EACH_FORWARD = "tower_in_each_forward"
 TOWER_NAME = "colograd_flash_tower"  # "flash" in the name makes transformers pass all windows in one call.
 
@@ -143,7 +143,7 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
             read = read.index_fill(0, places, decoder.config.pad_token_id)
         more["per_layer_inputs"] = decoder.get_per_layer_inputs(read.view_as(ids), None)
     if not placed:
-        if getattr(model, IN_EACH_FORWARD, False):  # Run the tower without effect, for ranks with images.
+        if getattr(model, IN_EACH_FORWARD, False):  # Gather its weights, as ranks with images do.
             features, deeper = _features(model, [_unseen_picture(model.config)])
             embeds = _Beside.apply(embeds, features, *deeper)
         return embeds, more

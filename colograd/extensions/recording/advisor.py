@@ -312,7 +312,7 @@ def engine_waits(history: History) -> Seen | None:
 class Advisor:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.history = History(settings)
-        self._raised: dict[str, int] = {}  # step of the last finding, by rule with a raised alarm
+        self._raised: dict[str, int] = {}  # Rule with a raised alarm -> step of its last finding.
 
     def restore(self, events: Iterable[Mapping[str, Any]], last: int) -> None:
         """Restore metrics and alarms of the events up to step ``last``. A resumed run then raises no alarm twice."""

@@ -50,7 +50,7 @@ ROWS = 256  # Number of rows that are packed and written together.
 PACKING = 4096  # Largest accepted ratio of the size of unpacked rows to their file's size, beyond 64 MiB.
 ROW_BYTES = 2048  # Estimated bytes of Python objects per row.
 LARGEST_LIST = 100_000  # Maximum entries of a list in a parquet file's header.
-DEFAULT_WIDTH = 120  # width of the table in characters if no terminal's width is known
+DEFAULT_WIDTH = 120  # Width of the printed table in characters, if no terminal's width is known.
 TEXT_LINES = 6  # Target number of lines in a cell of text.
 EXTRA_CHARACTERS = 60  # Maximum characters of a logged value.
 # Control characters except newline and tab are replaced, because a model's text must not control the terminal.

@@ -1,9 +1,9 @@
 """`EventLog`: writes a run's record for its report: `_report/events.jsonl` and `_report/samples.records`.
 
-Events are the run's start and end, each step's metrics, rollouts, groups, histograms and alarms. The file only grows.
-Each event is one line, written at once, so that another process can read the file meanwhile. Numbers that aren't finite
-are null. Samples are completions of some groups, token by token: compressed JSON, a record per step or evaluation. If a
-file can't be written, the user gets one warning, and the run goes on.
+Events are the run's start and end, each step's metrics, rollouts, groups, histograms and alarms. Their file only
+grows. Each event is one line, written at once, so that another process can read the file meanwhile. Numbers that
+aren't finite are null. Samples are completions of some groups, token by token: compressed JSON, a record per step or
+evaluation. If a file can't be written, the user gets one warning, and the run goes on.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class EventLog:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._events = open(self.folder / EVENTS, "ab", buffering=0)  # noqa: SIM115 - until `close`
                 if self._events.tell():
-                    self._events.write(b"\n")  # ends a line that is incomplete
-            if self._events.write(line) != len(line):  # a full disk may take only a part of the line
+                    self._events.write(b"\n")  # Ends an incomplete line of a killed run.
+            if self._events.write(line) != len(line):  # A full disk may take only a part of the line.
                 raise OSError("the disk has no room for a whole line")
 
     def samples(self, step: int, completions: Sequence[Mapping[str, Any]]) -> None:

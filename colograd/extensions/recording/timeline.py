@@ -1,4 +1,4 @@
-"""`Timeline`: a record of the sampling on one rank: engine load, calls of rewards and tools, training during the tail.
+"""`Timeline`: a record of the sampling on one rank: engine load, calls of rewards and tools, and early training.
 
 `Recorder.watching` lets the engine, the reward functions and the tools call its methods. A call costs microseconds. The
 event that `take` returns has a bounded size, however long the sampling took.
@@ -21,7 +21,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self.begin()
-        self._records = False  # Whether the sampling lasts.
+        self._records = False  # Whether this rank samples now.
 
     def begin(self) -> None:
         self._began, self._records = time.perf_counter(), True

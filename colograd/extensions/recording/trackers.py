@@ -53,7 +53,7 @@ def spare_from_trackers(trainer: Any) -> None:
 
 
 class Trackers:
-    """Sends data to the trackers of ``report_to``. ``writer`` returns TensorBoard's writer. ``warn`` logs an error."""
+    """Sends data to the trackers of ``report_to``. ``writer`` returns TensorBoard's; ``warn`` logs the first error."""
 
     def __init__(
         self,

@@ -85,7 +85,7 @@ class ImagePrompts(EngineFeature):
 
 
 class TextAlone(EngineFeature):
-    """Engine feature that loads a model without its vision and audio towers, because the run has text only."""
+    """Engine feature that loads a model without its vision and audio towers, because all prompts are text."""
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"language_model_only": True}
@@ -185,7 +185,7 @@ def _plain(value: Any) -> Any:
 
 
 def whole_of_known_features() -> None:
-    """Patch vLLM's scheduler: an engine that mustn't split an image over two steps doesn't split cached images too."""
+    """Patch vLLM's scheduler, so that engines that must not split an image over two steps don't split cached ones."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     theirs: Any = getattr(Scheduler, "_try_schedule_encoder_inputs", None)
