@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ...batch import Group, Media, RolloutId, ScoredGroup
 from ...data.messages import text_of
@@ -56,34 +56,17 @@ def completion_rows(
 
 
 class TokenTexts:
-    """Maps each token id to a text. The bytes of an incomplete character become escapes (``\\xe2``)."""
+    """Maps each token id to a text. The bytes of an incomplete character become "\ufffd"."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._special = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", ()))
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        decoder = b"" if backend is None or backend.decoder is None else backend.decoder.__getstate__()
-        # Byte-level vocabularies write each byte as one character.
-        self._bytes = {char: byte for byte, char in bytes_to_unicode().items()} if b'"ByteLevel"' in decoder else None
-        self._marks_spaces = b"\xe2\x96\x81" in decoder
+        self._decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         self._known: dict[int, str] = {}
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        return [self._known[i] if i in self._known else self._known.setdefault(i, self._text(i)) for i in ids]
-
-    def _text(self, token: int) -> str:
-        raw = self._tokenizer.convert_ids_to_tokens(token)
-        if raw is None:
-            return f"<{token}>"
-        if token in self._special:
-            return str(raw)
-        if self._bytes is not None and all(char in self._bytes for char in raw):
-            return bytes(self._bytes[char] for char in raw).decode("utf-8", "backslashreplace")
-        if len(raw) == 6 and raw.startswith("<0x"):  # a byte such as <0xE2> in a vocabulary with byte fallback
-            return bytes([int(raw[3:5], 16)]).decode("utf-8", "backslashreplace")
-        if self._marks_spaces:
-            return str(raw).replace("\u2581", " ")
-        return str(self._tokenizer.decode([token]))
+        for token in {*ids} - self._known.keys():
+            # Decode the token a second time behind itself, because some tokenizers drop a space at a text's start.
+            self._known[token] = self._decode([token, token])[len(self._decode([token])) :] or f"<{token}>"
+        return [self._known[token] for token in ids]
 
 
 def shown_completions(
