@@ -14,20 +14,19 @@ import torch
 
 from ...batch import FinishReason, Group, ModelInput, Prompt, ScoredGroup
 from ...engine.load import stepping
-from ...engine.sampling import Sampling
 from ...parallel import watchdog
 from ...parallel.ranks import gather, on_all_ranks
 from ...rewards.answers import after_thinking
 from ...runtime import process
 from ...training.preparation import engine_context, longest_completion
 from ...usercode.worker_pool import WorkerPool
+from .engine import score
 from .harness import HarnessBenchmark, LoadedTask, Question, Request, Rules, stops, thinks
 from .judging import Judge
 from .results import Answer, SuiteResult, TaskResult
 from .specs import names_of
 
 MOST_WORKERS = 8  # Maximum number of worker processes per rank.
-SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # Settings of a request to score. vLLM must sample a token.
 CHECK_SECONDS = 120.0  # Maximum seconds of one call that judges a question with all filters and metrics.
 
 
@@ -191,26 +190,3 @@ def with_benchmarks(dataset: Any, policy: Any, args: Any, context: int | None) -
         template_kwargs=dict(args.chat_template_kwargs or {}),
     )
     return {name: RunBenchmark(one, rules) if isinstance(one, str) else one for name, one in dataset.items()}
-
-
-def score(engine: Any, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
-    """Score (context, continuation) pairs of token ids, on an engine's first rank. Return for each pair the sum of the
-    continuation's log-probabilities, and whether greedy decoding would write the continuation."""
-    scores: dict[int, tuple[float, bool]] = {}
-    waiting = {engine.submit([*context, *target], SCORED, seed=0): i for i, (context, target) in enumerate(parts)}
-    names = [*waiting]
-    try:
-        while waiting:
-            watchdog.progress("a step of the engine")
-            for output in engine.core.step():
-                if output.finished:
-                    index = waiting.pop(output.request_id)
-                    start = len(parts[index][0])
-                    pairs = zip(output.prompt_logprobs[start:], output.prompt_token_ids[start:], strict=True)
-                    found = [entry[token] for entry, token in pairs]
-                    scores[index] = float(sum(each.logprob for each in found)), all(each.rank == 1 for each in found)
-            for listener in engine.after_step:
-                listener()
-    finally:
-        engine.abort(names)
-    return [scores[index] for index in range(len(parts))]
