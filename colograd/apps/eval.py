@@ -160,7 +160,7 @@ def _rows(answers: Any) -> Iterator[dict[str, Any]]:
     for each in answers:
         named = [*map(_named, each.verdicts)]
         row = {"task": each.task, "row": each.row, "answer": each.question.target}
-        row["prompt"] = each.question.requests[0].arguments[0]
+        row["prompt"] = each.question.requests[0].instance.args[0]
         rollouts = [rollout for group in each.groups for rollout in group.rollouts]
         for index, text in enumerate(text for texts in each.texts for text in texts):
             yield row | {

@@ -34,8 +34,7 @@ FEWSHOT_SEED = 1234  # The harness's default seed for choosing few-shot examples
 class Request:
     """One request to the engine for a question: sample completions of a prompt, or score given continuations."""
 
-    kind: str
-    arguments: tuple[Any, ...]  # Arguments of the request, as the task made them.
+    instance: Any  # The harness's object with the kind and the arguments of the request.
     prompt: tuple[int, ...] = ()  # Token ids to continue. Empty in a request to score.
     sampling: Sampling | None = None  # Sampling settings. None in a request to score `parts`.
     parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # (context, continuation) as token ids.
@@ -54,7 +53,6 @@ class Question:
     """One document (question) of a task, with its requests to the engine."""
 
     row: int  # number of the document in the task
-    doc: Any
     target: str  # correct answer, for people
     requests: tuple[Request, ...]
 
@@ -217,8 +215,8 @@ def _questions(name: str, task: Any, spec: TaskSpec, rules: Rules) -> LoadedTask
         instances.sort(key=lambda each: each.idx)
         requests = [_request(name, each, spec.n or repeats, rules, encoder) for each in instances]
         cut += any(shortened for _, shortened in requests)
-        doc = instances[0].doc
-        questions.append(Question(row, doc, str(task.doc_to_target(doc)), tuple(each for each, _ in requests)))
+        target = str(task.doc_to_target(instances[0].doc))
+        questions.append(Question(row, target, tuple(request for request, _ in requests)))
     return LoadedTask(name, task, tuple(questions), spec.n, cut)
 
 
@@ -246,24 +244,24 @@ def _encoder(tokenizer: Any) -> Any:
 def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tuple[Request, bool]:
     """Return a task's request as token ids, and whether it was cut off. As in the harness's models, a text longer than
     the context loses its beginning, or is split into windows if the whole text is scored."""
-    kind, arguments = instance.request_type, tuple(instance.args)
+    kind, arguments = instance.request_type, instance.args
     if kind == GENERATE:
         sampling = _sampling(name, arguments[1], n, rules)
         ids = encoder.tok_encode(arguments[0])
         room = max(rules.context - sampling.max_tokens, rules.context // 2)
-        return Request(kind, arguments, tuple(ids[-room:]), sampling), len(ids) > room
+        return Request(instance, tuple(ids[-room:]), sampling), len(ids) > room
     room = rules.context - 1  # one token is left for the token that the engine has to sample
     if kind == SCORE:
         ((context, target),) = encoder.loglikelihood([instance], disable_tqdm=True)
         kept = max(room - len(target), 1)
         part = tuple(context[-kept:]), tuple(target[-(room - 1) :])
-        return Request(kind, arguments, parts=(part,)), len(context) + len(target) > room
+        return Request(instance, parts=(part,)), len(context) + len(target) > room
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     ids = encoder.tok_encode(arguments[0], add_special_tokens=False)
     windows = get_rolling_token_windows(ids, encoder.prefix_token_id, room - 1, 1)
     pairs = [make_disjoint_window(window) for window in windows]
-    return Request(kind, arguments, parts=tuple((tuple(a), tuple(b)) for a, b in pairs)), False
+    return Request(instance, parts=tuple((tuple(a), tuple(b)) for a, b in pairs)), False
 
 
 def _sampling(name: str, kwargs: dict[str, Any], n: int, rules: Rules) -> Sampling:

@@ -50,18 +50,12 @@ class Judge:
                 cloudpickle.register_pickle_by_value(module)
         return _restored, (cloudpickle.dumps(self.task),)
 
-    def __call__(
-        self, doc: Any, requests: Sequence[tuple[str, tuple[Any, ...]]], responses: Sequence[list[Any]]
-    ) -> dict[tuple[str, str], Any]:
-        """Return the metrics by (metric, filter). ``requests`` are (kind, arguments) pairs. ``responses`` has a list
-        per request, with a text or (log-probability, is greedy) per repeat."""
-        from lm_eval.api.instance import Instance
-
-        instances = [
-            Instance(kind, doc, arguments, index, (None, 0, len(of_one)), list(of_one))
-            for index, ((kind, arguments), of_one) in enumerate(zip(requests, responses, strict=True))
-        ]
-        self.task._instances = instances
+    def __call__(self, instances: Sequence[Any], responses: Sequence[list[Any]]) -> dict[tuple[str, str], Any]:
+        """Return the metrics by (metric, filter). ``instances`` are the harness's requests of one document.
+        ``responses`` has a list per request, with a text or (log-probability, is greedy) per repeat."""
+        doc, self.task._instances = instances[0].doc, list(instances)
+        for instance, of_one in zip(instances, responses, strict=True):
+            instance.resps = list(of_one)
         self.task.apply_filters()
         return {
             (metric, name): value

@@ -88,6 +88,7 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
     answers = {
         each.row: Answer(task.name, each.row, question=each, texts=[[] for _ in each.requests]) for each in questions
     }
+    judge = f"{text}: {task.name}"
     responses: dict[int, list[list[Any]]] = {each.row: [[] for _ in each.requests] for each in questions}
 
     def answer(question: Question, index: int, found: list[Any]) -> None:
@@ -96,10 +97,10 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
         if not all(responses[row]):
             return
         of_requests = responses.pop(row)
-        asked = {"doc": question.doc, "requests": [(each.kind, each.arguments) for each in question.requests]}
+        instances = [each.instance for each in question.requests]
         # One call of `Judge` per question, or one per completion if each completion is judged separately.
         alone = [[[each] for each in of_one] for of_one in zip(*of_requests, strict=True)] if task.n else [of_requests]
-        answers[row].calls = [pool.submit(f"{text}: {task.name}", asked | {"responses": of_call}) for of_call in alone]
+        answers[row].calls = [pool.submit(judge, {"instances": instances, "responses": of_call}) for of_call in alone]
 
     requests = [(each, index, request) for each in questions for index, request in enumerate(each.requests)]
     scores = iter(score(host.engine, [part for _, _, request in requests for part in request.parts]))
@@ -108,12 +109,15 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
     for question, index, request in requests:
         if request.parts:
             of_parts = [next(scores) for _ in request.parts]
-            total = sum(logprob for logprob, _ in of_parts)
-            answer(question, index, [total if request.kind.endswith("rolling") else (total, of_parts[0][1])])
+            total, is_rolling = (
+                sum(logprob for logprob, _ in of_parts),
+                request.instance.request_type.endswith("rolling"),
+            )
+            answer(question, index, [total if is_rolling else (total, of_parts[0][1])])
         if request.prompt:
             position = question.row * len(question.requests) + index
             wanted[position] = question, index, request
-            example = {"prompt": request.arguments[0], "answer": question.target}
+            example = {"prompt": request.instance.args[0], "answer": question.target}
             prompt = Prompt(example, ModelInput(request.prompt), position)
             by_sampling.setdefault(repr(request.sampling), []).append(prompt)
     for prompts in by_sampling.values():
@@ -136,9 +140,9 @@ def _texts(group: Group, request: Request, tokenizer: Any) -> list[str]:
     ids = [list(rollout.completion_ids) for rollout in group.rollouts]
     texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
     if thinks(tokenizer):
-        begun = str(request.arguments[0]).rstrip().endswith("<think>")
+        begun = str(request.instance.args[0]).rstrip().endswith("<think>")
         texts = [after_thinking(text, begun).lstrip() for text in texts]
-    for stop in stops(request.arguments[1]):
+    for stop in stops(request.instance.args[1]):
         texts = [text.partition(stop)[0] for text in texts]
     return texts
 

@@ -106,11 +106,10 @@ def test_an_impossible_task_is_one_error(folder: Path, text: str, changes: dict[
 @pytest.mark.slow
 def test_a_check_that_hangs_dies_or_raises_counts_as_wrong(tmp_path: Path) -> None:
     (task,) = loaded(benchmark_cases.write(tmp_path, ("", "hang", "die", "raise", "")), "letters").tasks
-    requests = [("generate_until", ("", {}))]
     pool = WorkerPool("checks", {"letters": Judge(task.task)}, 2, 10.0)
     try:
         calls = [
-            pool.submit("letters", {"doc": each.doc, "requests": requests, "responses": [["abc"]]})
+            pool.submit("letters", {"instances": [r.instance for r in each.requests], "responses": [["abc"]]})
             for each in task.questions
         ]
         outcomes = [call.result() for call in calls]
