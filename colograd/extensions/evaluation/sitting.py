@@ -109,11 +109,8 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
     for question, index, request in requests:
         if request.parts:
             of_parts = [next(scores) for _ in request.parts]
-            total, is_rolling = (
-                sum(logprob for logprob, _ in of_parts),
-                request.instance.request_type.endswith("rolling"),
-            )
-            answer(question, index, [total if is_rolling else (total, of_parts[0][1])])
+            total, kind = sum(logprob for logprob, _ in of_parts), request.instance.request_type
+            answer(question, index, [total if kind.endswith("rolling") else (total, of_parts[0][1])])
         if request.prompt:
             position = question.row * len(question.requests) + index
             wanted[position] = question, index, request
