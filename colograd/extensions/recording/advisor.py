@@ -101,19 +101,6 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-@dataclass(frozen=True, slots=True)
-class Alarm:
-    rule: str
-    severity: str  # "severe", "warning" or "note"
-    seen: str
-    why: str
-    remedy: str
-    source: str
-
-    def line(self) -> str:
-        return f"advisor: {self.seen}. {self.why} {self.remedy} ({self.rule}, {self.source})"
-
-
 RULES: dict[str, Callable[[History], Seen | None]] = {}
 # Rule -> texts: ``when`` it raises an alarm (for the documentation), ``why``, ``remedy`` (with settings), ``source``.
 TEXTS = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encoding="utf-8"))
@@ -329,8 +316,9 @@ class Advisor:
             elif kind == "calm":
                 self._raised.pop(str(name), None)
 
-    def look(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[Alarm], list[str]]:
-        """Add the metrics of a step or an evaluation. Return new alarms, and the names of rules with ended alarms."""
+    def look(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[dict[str, str]], list[str]]:
+        """Add the metrics of a step or an evaluation. Return new alarms, and the names of rules with ended alarms. An
+        alarm has the keys rule, severity ("severe", "warning" or "note"), seen, why, remedy and source."""
         self.history.add(step, metrics)
         begin, end = [], []
         for name, find in RULES.items():
@@ -339,7 +327,8 @@ class Advisor:
                 if last is None:
                     severity = "note" if seen.good else "severe" if seen.severe else "warning"
                     remedy = with_values(texts["remedy"], self.history.settings)
-                    begin.append(Alarm(name, severity, seen.text, texts["why"], remedy, texts["source"]))
+                    alarm = {"rule": name, "severity": severity, "seen": seen.text, "why": texts["why"]}
+                    begin.append(alarm | {"remedy": remedy, "source": texts["source"]})
                 self._raised[name] = step
             elif last is not None and step - last > QUIET:
                 del self._raised[name]

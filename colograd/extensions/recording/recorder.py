@@ -258,12 +258,14 @@ class Recorder(NoRecord):
         self.file.event("log", step=step, metrics=metrics)
         begin, end = self._advisor.look(step, metrics)
         for alarm in begin:
-            self.file.event("alarm", step=step, **dataclasses.asdict(alarm))
-            if alarm.rule not in self._told:
-                self._told.add(alarm.rule)
-                self.trainer.console.say(alarm.line(), logging.INFO if alarm.severity == "note" else logging.WARNING)
-                text = f"{alarm.seen}. {alarm.why} {alarm.remedy} {alarm.source}"
-                self.trackers.alarm(step, alarm.rule, text, alarm.severity)
+            self.file.event("alarm", step=step, **alarm)
+            rule, severity, source = alarm["rule"], alarm["severity"], alarm["source"]
+            if rule not in self._told:
+                self._told.add(rule)
+                text = f"{alarm['seen']}. {alarm['why']} {alarm['remedy']}"
+                level = logging.INFO if severity == "note" else logging.WARNING
+                self.trainer.console.say(f"advisor: {text} ({rule}, {source})", level)
+                self.trackers.alarm(step, rule, f"{text} {source}", severity)
         for name in end:
             self.file.event("calm", step=step, rule=name)
 
