@@ -245,7 +245,7 @@ def prompt_histories(run: RecordedRun) -> dict[str, Any]:
             for place in np.flatnonzero(keys == key)
         ]
         shown.append([names[key], number(float(spreads[key]), 4), history])
-    return {"total": len(names), "visits": len(rows), "half": _half(spreads), "shown": shown}
+    return {"total": len(names), "visits": len(rows), "half": _half(spreads.tolist()), "shown": shown}
 
 
 def _half(amounts: Sequence[float]) -> int:

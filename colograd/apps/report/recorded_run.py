@@ -156,7 +156,7 @@ class RecordedRun:
                     found["functions"][str(name)] = [number(least, 4), number(most, 4)]
                 self.spreads[step] = {name: value for name, value in found.items() if value}
             case "groups":
-                rows = []
+                flat: list[list[float]] = []
                 for key, position, size, mean, spread, truncated, signal, *beginning in event["groups"][:512]:
                     prompt = text(key[:64])
                     if prompt not in self.prompts and len(self.prompts) >= MOST_PROMPTS:
@@ -165,8 +165,8 @@ class RecordedRun:
                         self.texts[prompt] = text(beginning[0], BEGINNING)
                     numbers = map(number, (position, size, mean, spread, truncated, signal))
                     place = self.prompts.setdefault(prompt, len(self.prompts))
-                    rows.append([place, *(math.nan if value is None else value for value in numbers)])
-                self.groups[step] = np.array(rows).reshape(-1, 7)
+                    flat.append([place, *(math.nan if value is None else value for value in numbers)])
+                self.groups[step] = np.array(flat).reshape(-1, 7)
                 self.changed[step] = self.change
             case "alarm" if len(self.alarms) < MOST_ALARMS:
                 texts_of = {name: text(event.get(name)) for name in ("rule", "seen", "why", "remedy", "source")}

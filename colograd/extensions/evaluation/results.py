@@ -131,8 +131,9 @@ class TaskResult:
         if sampling is not None:
             settings = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
             found["sampling"] = settings | {name: v for name, v in sampling.options.items() if _is_number(v)}
+        key: Any = self.primary
         answered = self.answered if self.estimates() else ()
-        right = {str(each.row): sum(verdict.get(self.primary, 0.0) for verdict in each.verdicts) for each in answered}
+        right = {str(each.row): sum(verdict.get(key, 0.0) for verdict in each.verdicts) for each in answered}
         return found | {"right": right}
 
 
