@@ -29,7 +29,7 @@ from colograd.config import GRPOConfig, ModelConfig, ScriptArguments
 from colograd.config.conflicts import Conflict, When, tables
 from colograd.config.knob import REFUSED, RENAMED, UNUSED, rules_of
 from colograd.extensions import EXTENSIONS
-from colograd.extensions.recording.advisor import LEAST, QUIET, RULES, WINDOW
+from colograd.extensions.recording.advisor import LEAST, QUIET, RULES, TEXTS, WINDOW
 from colograd.extensions.trl_names.attributes import ABSENT, DIFFERENT, HOOKS
 
 DOCS = Path(__file__).resolve().parent
@@ -433,8 +433,8 @@ def sentence(text: str | None) -> str:
 def alarms() -> str:
     """Write the page of the advisor's rules."""
     rows = [
-        (f"`{rule.name}`", f"{rule.when}.", rule.remedy, f"[{source_name(rule.source)}]({rule.source})")
-        for rule in RULES
+        (f"`{name}`", f"{text['when']}.", text["remedy"], f"[{source_name(text['source'])}]({text['source']})")
+        for name, text in ((name, TEXTS[name]) for name in RULES)
     ]
     return between(
         "metrics.md",

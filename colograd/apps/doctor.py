@@ -264,7 +264,7 @@ def check_rewards(trainer: GRPOTrainer, groups: Sequence[Group]) -> Check:
     import torch
 
     from ..batch import ScoredGroup
-    from ..extensions.recording.completion_table import print_table
+    from ..extensions.recording.completions import print_table
     from ..extensions.recording.group_views import as_utf8, completion_rows
     from ..rewards import RewardError
 

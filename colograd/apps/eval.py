@@ -7,11 +7,11 @@ MODEL is a folder or Hub id, a checkpoint-N, or a run's folder (its saved model,
 is first merged into a copy of its base. A task is a task, group or tag of the harness, or a task's YAML file.
 `name[:100]` takes the first 100 rows, `name@4` samples 4 completions per question. --include-path DIR adds YAML files.
 
---limit, --temperature, --top-p and --max-tokens apply to all tasks. --chat-template true (false) applies the chat
-template to all (no) questions; by default only to questions that are sampled. --json writes results after each task;
---resume skips tasks that FILE has. --completions writes each question with its metrics (JSON lines). Other flags are
-settings of engine and prompts, such as --dtype, --seed, --vllm_tensor_parallel_size or
---chat_template_kwargs.enable_thinking false. The exit status is 2 for bad input.
+--temperature, --top-p and --max-tokens apply to all tasks, --limit to tasks without rows of their own such as `[:100]`.
+--chat-template true (false) applies the chat template to all (no) questions; by default to questions that are sampled,
+if the model has a template. --json writes results after each task; --resume skips tasks that FILE has. --completions
+writes each question with its metrics (JSON lines). Other flags are settings of engine and prompts, such as --dtype,
+--seed, --vllm_tensor_parallel_size or --chat_template_kwargs.enable_thinking false. Exit status 2 means an error.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def model_of(name: str) -> str:
 def run(
     options: argparse.Namespace, host: Host, benchmarks: dict[str, HarnessBenchmark], document: dict[str, Any]
 ) -> None:
-    """Run benchmarks one after the other. Write the results into ``document`` after each benchmark. A collective."""
+    """Run benchmarks one after the other, and write the files of ``--json`` and ``--completions`` after each. All ranks
+    must call."""
     from ..extensions.evaluation.results import table
     from ..extensions.evaluation.sitting import checkers, take
     from ..parallel.faults import ends_together
@@ -130,9 +131,9 @@ def run(
         pool = checkers(benchmarks.values())
     with contextlib.closing(pool), ends_together("the benchmarks"):
         for name, benchmark in benchmarks.items():
-            result, judged = take(benchmark, host, pool, contextlib.nullcontext())
+            result, answers = take(benchmark, host, pool, contextlib.nullcontext())
             results.append(result)
-            rows = gather([*_rows(judged)]) if options.completions is not None else []
+            rows = gather([*_rows(answers)]) if options.completions is not None else []
             with on_all_ranks("writing the results"):
                 if is_main and options.json is not None:
                     groups = {group: _named(values) for group, values in result.groups.items()}
@@ -154,14 +155,14 @@ def _named(values: dict[Any, Any]) -> dict[str, Any]:
     return {",".join(key): value for key, value in values.items()}
 
 
-def _rows(judged: Any) -> Iterator[dict[str, Any]]:
-    """Yield one dict per completion, or per question that is scored without sampling, with answer and metrics."""
-    for sat, verdicts in judged:
-        named = [*map(_named, verdicts)]
-        row = {"task": sat.task, "row": sat.question.row, "answer": sat.question.target}
-        row["prompt"] = sat.question.requests[0].arguments[0]
-        rollouts = [rollout for group in sat.groups for rollout in group.rollouts]
-        for index, text in enumerate(text for texts in sat.texts for text in texts):
+def _rows(answers: Any) -> Iterator[dict[str, Any]]:
+    """Yield a dict per completion, or per question without completions, with the correct answer and the metrics."""
+    for each in answers:
+        named = [*map(_named, each.verdicts)]
+        row = {"task": each.task, "row": each.row, "answer": each.question.target}
+        row["prompt"] = each.question.requests[0].instance.args[0]
+        rollouts = [rollout for group in each.groups for rollout in group.rollouts]
+        for index, text in enumerate(text for texts in each.texts for text in texts):
             yield row | {
                 "completion": text,
                 "metrics": named[index if len(named) > 1 else 0],
@@ -175,7 +176,7 @@ def _rows(judged: Any) -> Iterator[dict[str, Any]]:
 def prepare(
     options: argparse.Namespace, flags: Sequence[str], closing: contextlib.ExitStack
 ) -> tuple[Host, dict[str, HarnessBenchmark], dict[str, Any]]:
-    """Build the engine and load the tasks' questions. A collective: all ranks must call this function.
+    """Load the tasks' questions and build the engine. All ranks must call this function.
 
     The third result is the document of ``--json``: the model, the ``request`` (settings that results depend on, which
     ``--resume`` compares), and the results by task, with ``--resume`` including the results in the file."""

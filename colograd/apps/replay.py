@@ -3,10 +3,10 @@
 colograd replay RUN --step N [--to M] [--profile [FOLDER]] [--any_flag value]
 torchrun --nproc-per-node 2 -m colograd.apps.cli replay RUN --step N
 
-Starts at the last checkpoint before step N and trains the run's recorded rollouts. Nothing is sampled, no reward
-function is called, and nothing is written into RUN. Prints the loss and gradient norm of steps N to M next to the
-recorded ones. --profile writes a trace and a table of operators of these steps (default: replay-N-M in the current
-directory).
+Starts at the last checkpoint before step N, else at the model, and trains the run's recorded rollouts. Nothing is
+sampled, no reward function is called, and nothing is written into RUN. Prints the loss and gradient norm of steps N to
+M next to the recorded ones. --profile writes a trace and a table of operators of these steps (default: replay-N-M in
+the current directory).
 
 Settings come from RUN's recorded recipe, or from --config. Flags may change settings that only training depends on,
 such as --optim, --loss_type or --max_tokens_per_microbatch. The exit status is 2 for bad input.

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..extensions.recording.completion_table import print_table
-from ..extensions.recording.completions import CompletionRow, logged_steps, read_log
+from ..extensions.recording.completions import CompletionRow, logged_steps, print_table, read_log
 from ..extensions.recording.event_log import prompt_text
 from .report.samples import Samples
 
@@ -36,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.run.is_dir():
         raise ValueError(f"{options.run} is no folder: give the output_dir of a run.")
     logged, samples = logged_steps(options.run), Samples(options.run)
-    samples.refresh(1)
+    samples.refresh()
     steps = sorted({*logged, *samples.stored})
     if not steps:
         raise ValueError(

@@ -72,8 +72,8 @@ class LogKnobs:
     """Keep small pictures of prompts' images in the completions log and the trackers' tables."""
     log_unique_prompts: bool = recording(False, "Show and send one completion per prompt.")
     report: bool = recording(True)
-    """Record the run for its report (`_report/`, and some groups token by token in `_journal/`), and write
-    `report.html` at the end; `colograd watch` shows it during training (see docs/metrics.md)."""
+    """Record the run for its report (`_report/`, with some groups token by token), and write `report.html` at the end;
+    `colograd watch` shows it during training (see docs/metrics.md)."""
     report_groups: int = recording(2, at_least=0)
     """Groups of each step that are recorded token by token: first the largest reward difference, then the largest
     difference of sampler and trainer. 0: none."""

@@ -6,7 +6,7 @@ A killed run resumes from its last checkpoint and reads the groups sampled after
 These groups aren't sampled again, and scored again only with `rescore: true`. A round is all groups sampled with one
 set of weights. The first rank of each vLLM engine appends to one file per round or evaluation:
 
-    RUN/_journal/step-00000012/rank-00000.records     an `About`, the groups, notes of extensions
+    RUN/_journal/step-00000012/rank-00000.records     an `About`, the groups
     RUN/_journal/step-00000012/rank-00000.unscored    with `rescore: true`: groups that are scored again
     RUN/_journal/step-00000012/steps.jsonl            loss and gradient norm of the optimizer steps
     RUN/_journal/recipe.yaml                          the run's recipe, for `colograd replay`
@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,6 @@ import torch
 
 from ..batch import Group, Prompt
 from ..checkpoint.folders import move_aside
-from ..runtime.registry import hooks
 from .group_records import NONSENSE, JournalError, RewardedGroup, digest_of_example, group_bytes, group_of
 from .record_file import Record, RecordFile, read_records
 
@@ -291,14 +291,10 @@ class RolloutStore:
         return next((found.settings for found in files), {})
 
     def prune(self, before: int) -> None:
-        """Delete the folders of groups sampled before step ``before``, except files that functions at the hook
-        ``kept_records`` return for a folder."""
-        for folder in [folder for step, folder in self._folders() if self._pruned <= step < before]:
-            keeps = {path for hook in hooks("kept_records") for path in hook(folder)}
-            with contextlib.suppress(OSError):  # The folder isn't empty if a file is kept.
-                for path in {*folder.iterdir()} - keeps:
-                    path.unlink(missing_ok=True)
-                folder.rmdir()
+        """Delete the groups sampled before step ``before``."""
+        for step, folder in self._folders():
+            if self._pruned <= step < before:
+                shutil.rmtree(folder, ignore_errors=True)
         self._pruned = max(self._pruned, before)
 
     def _folders(self) -> list[tuple[int, Path]]:

@@ -716,5 +716,5 @@ def test_changed_distribution_turns_correction_off(bent) -> None:
     gap = {"reward": 0.5, "grad_norm": 0.5, "sampling/sampling_logp_difference/mean": 0.6}
     for settings, raised in ((vars(found), set()), (vars(config()), {"sampler-trainer-gap"})):
         advisor = Advisor(settings)
-        rules = {alarm.rule for step in range(1, 9) for alarm in advisor.look(step, gap)[0]}
+        rules = {alarm["rule"] for step in range(1, 9) for alarm in advisor.look(step, gap)[0]}
         assert rules & {"sampler-trainer-gap"} == raised

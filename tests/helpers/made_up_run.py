@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from colograd.rollout.record_file import Record, RecordFile
+
 BEGUN = 1_795_000_000.0
 STEP_SECONDS = 20.0
 TEXT = "The answer is 4 2 so we add seven and get 49 . \n First , let us think : multiply both sides , then check"
@@ -31,7 +33,7 @@ HOSTILE = (
     "javascript:window.hacked=1",
 )
 
-# Lines that no run should have written: of events.jsonl, and of samples.jsonl.
+# Lines of events.jsonl, and records of samples, that no run should have written.
 WRONG = [
     b"",
     b"\n",
@@ -66,18 +68,18 @@ WRONG = [
     b'{"kind": "log", "step": 1, "metrics": {"reward": ' + b"9" * 5000 + b"}}\n",
 ]
 WRONG_SAMPLES = [
-    b"{}\n",
-    b"[]\n",
-    b'{"step": 1}\n',
-    b'{"step": 1, "tokens": 5}\n',
-    b'{"step": 1, "tokens": [1, 2]}\n',
-    b'{"step": 1, "tokens": ["a"], "sampler": [], "trainer": "x", "advantage": "y", "mask": [null], "rewards": [1]}\n',
-    b'{"step": 1, "tokens": ["a", "b"], "sampler": [NaN, '
-    b'-1e300], "trainer": [1, 2], "advantage": [1], "messages": [1, {}]}\n',
-    b'{"step": 1, "position": -4, "index": "x", "prompt": {"a": 1}, '
-    b'"tokens": ["\\ud800"], "purpose": 7, "extra": [1]}\n',
-    b'{"tokens": ["{\\"step\\": 5}"], "step": 2}\n',
-    b'{"step": 1, "tok',
+    b"",
+    b"{}",
+    b"[]",
+    b'"text"',
+    b"[5, null, {}]",
+    b"[" * 5000,
+    b'[{"tokens": 5}]',
+    b'[{"tokens": [1, 2]}]',
+    b'[{"tokens": ["a"], "sampler": [], "trainer": "x", "advantage": "y", "mask": [null], "rewards": [1]}]',
+    b'[{"tokens": ["a", "b"], "sampler": [NaN, -1e300], "trainer": [1, 2], "advantage": [1], "messages": [1, {}]}]',
+    b'[{"position": -4, "index": "x", "prompt": {"a": 1}, "tokens": ["\\ud800"], "purpose": 7, "extra": [1]}]',
+    b'[{"tok',
 ]
 
 
@@ -93,7 +95,7 @@ class MadeUp:
     groups: int = 4  # per step
     size: int = 8  # completions of a group
     tokens: int = 60  # of a completion, at most
-    recorded: int = 2  # groups per step in samples.jsonl
+    recorded: int = 2  # groups per step with samples
     ranks: int = 1
     tools: bool = False
     evaluations: bool = True
@@ -116,11 +118,12 @@ class MadeUp:
         with (report / "events.jsonl").open("w") as file:
             for event in self.events():
                 file.write(json.dumps(event) + "\n")
-        cache: dict[int, str] = {}
-        with (report / "samples.jsonl").open("w") as file:
-            for step in range(1, self.steps + 1):
-                for line in self.samples(step, cache):
-                    file.write(line + "\n")
+        cache, records = dict[int, str](), report / "samples.records"
+        records.unlink(missing_ok=True)
+        samples = RecordFile(records)
+        for step in range(1, self.steps + 1):
+            samples.append(Record(step, f"[{', '.join(self.samples(step, cache))}]".encode()))
+        samples.close()
         return folder
 
     def events(self) -> Iterator[dict[str, Any]]:
@@ -391,7 +394,7 @@ class MadeUp:
         return f"{position % max(self.steps * self.groups // 3, 1) * 0x9E3779B97F4A7C15 % 2**64:016x}"  # three epochs
 
     def samples(self, step: int, cache: dict[int, str]) -> Iterator[str]:
-        """Yield a step's lines of samples.jsonl. Parts that steps share come from ``cache``."""
+        """Yield a step's samples as JSON. Parts that steps share come from ``cache``."""
         for place in range(self.recorded):
             position = (step - 1) * self.groups + place
             for index in range(self.size):

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import launcher
@@ -34,8 +35,13 @@ from colograd.extensions.recording.utilisation import Matrices, Work
 
 def test_a_step_is_counted_as_its_packed_rows() -> None:
     """A prompt of 3 with completions of 2 and 4: 6 pairs in the prompt, 2 * 3 + 3 and 4 * 3 + 10 in the completions."""
-    assert Work.of([(3, [(3, 2), (3, 4)])]) == Work(tokens=9, predicted=6, pairs=6 + 9 + 22)
-    assert Work.of([(3, [(3, 2), (3, 4)]), (1, [(1, 1)])]) == Work(tokens=11, predicted=7, pairs=37 + 1 + 2)
+
+    def row(prompt: int, *segments: tuple[int, int]) -> Any:
+        parts = [SimpleNamespace(context=context, length=length) for context, length in segments]
+        return SimpleNamespace(parts=[SimpleNamespace(rollouts=[SimpleNamespace(input=range(prompt), segments=parts)])])
+
+    assert Work.of_rows([row(3, (3, 2), (3, 4))]) == Work(tokens=9, predicted=6, pairs=6 + 9 + 22)
+    assert Work.of_rows([row(3, (3, 2), (3, 4)), row(1, (1, 1))]) == Work(tokens=11, predicted=7, pairs=37 + 1 + 2)
 
 
 def test_flops_are_those_of_the_formula() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from colograd.batch import FinishReason, Group, Logged, MicroBatch, ModelInput, Prompt, Rollout, ScoredGroup
-from colograd.extensions.recording.group_views import MOST_OF_A_STEP, shown_notes
+from colograd.extensions.recording.group_views import MOST_OF_A_STEP, shown_completions
 from colograd.policy import padded
 from colograd.policy.merged_attention import Call, calls_at_once, calls_one_by_one
 from colograd.policy.packing import collate, plan_rows
@@ -92,9 +92,9 @@ def test_the_rollout_log_has_a_group_in_nine_bytes_per_token(group: ScoredGroup)
     assert [r.completion_ids for r in again.group.rollouts] == [r.completion_ids for r in group.group.rollouts]
 
 
-def test_the_report_s_notes_of_a_step_have_a_bound(group: ScoredGroup) -> None:
+def test_samples_of_a_step_have_a_bound(group: ScoredGroup) -> None:
     trainer = {identity: torch.zeros(LONG - PROMPT) for identity in group.group.rollout_ids}
     words: Any = lambda ids: [f" {token}" for token in ids]  # noqa: E731
-    notes = shown_notes([(group, [0.0] * COUNT)], 1, "train", ["right"], trainer, words, False)
-    assert all(len(note["trainer"]) == 4096 and note["cut"] for note in notes["groups"][0]["completions"])
-    assert len(json.dumps(notes)) < 40 * MOST_OF_A_STEP
+    shown = shown_completions([(group, [0.0] * COUNT)], "train", ["right"], trainer, words, False)
+    assert all(len(each["trainer"]) == 4096 and each["cut"] for each in shown)
+    assert len(json.dumps(shown)) < 40 * MOST_OF_A_STEP

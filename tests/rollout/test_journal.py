@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from shown_rows import as_before_training, samples_of
+from shown_rows import samples_of
 
 from colograd import GRPOTrainer
 from colograd.checkpoint import folders
@@ -116,7 +116,6 @@ def test_a_round_that_was_cut_takes_what_it_has_and_samples_the_rest(whole, tiny
     shutil.copytree(folder / FOLDER, tmp_path / FOLDER)
     shutil.rmtree(files(tmp_path)[3].parent)
     torn = files(tmp_path)[2]
-    as_before_training(torn)
     torn.write_bytes(torn.read_bytes()[:-7])
     again = train(tiny_model, tmp_path, resume="auto")
     assert len(again["sampled"]) == 5 and again["scored"] == 20, "a group of the third round, and the fourth"

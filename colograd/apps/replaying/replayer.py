@@ -1,12 +1,13 @@
 """`Replayer`: a `GRPOTrainer` that trains a run's recorded steps again, without vLLM and without reward functions.
 
-It loads the last checkpoint before the steps, trains the recorded groups from there to the last step, and compares the
-loss and gradient norm with the recorded ones.
+It loads the last checkpoint before the steps (or starts from the model), trains the recorded groups from there to the
+last step, and compares the loss and gradient norm with the recorded ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from ...training.checkpointer import Checkpointer
 from ...training.preparation import PreparedRun, reader_of
 from ...training.recorded_settings import OF_GROUPS, settings_of
 
-LARGEST_FIGURES = 2**24  # Maximum number of bytes that are read of `steps.jsonl`.
+LARGEST_FIGURES = 2**24  # Maximum number of bytes that are read of each `steps.jsonl`.
 PROFILE_ROWS = 30  # Maximum rows of the profile's table of operators.
 
 
@@ -59,7 +60,7 @@ class ReplayStore(RolloutStore):
         self.replay = replay
 
     def check_recorded(self, start: int, args: GRPOConfig) -> None:
-        """Raise an error unless all groups from step ``start`` to the last step are recorded, with equal settings."""
+        """Raise an error unless all groups from step ``start`` to the last are recorded, with equal `OF_GROUPS`."""
         for number, folder in self._folders():
             for path, found, _ in files_of(folder) if number >= start else ():
                 self._check_settings(found, path)
@@ -183,11 +184,10 @@ class Replayer(GRPOTrainer):
             rounds.check_recorded(start, args)
         given |= {"rollout_func": None, "reward_processing_classes": None, "eval_dataset": None}
         super().__init__(reward_funcs=rewards, args=args, **given)
-        self._recorded: dict[int, dict[str, float]] = {}  # Figures of the run's first training, by step.
+        self._recorded: dict[int, dict[str, float]] = {}  # Recorded loss and gradient norm by step.
         for folder in self.rounds.rounds().values():
             self._recorded |= read_figures(folder)
-        self._compared = self._equal = 0  # Number of replayed steps with recorded figures, and of equal ones.
-        self._largest: dict[str, float] = {}  # Figure's name -> largest difference from its recorded value.
+        self._apart: list[dict[str, float]] = []  # Differences from recorded figures, one entry per replayed step.
 
     sampler_class = ReplaySampler
 
@@ -198,14 +198,15 @@ class Replayer(GRPOTrainer):
         return super()._make_sampler(task)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train from the last checkpoint before the first step to the end of the last step, and print a comparison."""
+        """Train from the last checkpoint, or the model, to the end of the last step, and print a comparison."""
         output = super().train()
-        line = f"replay: {self._equal} of {self._compared} step(s) came out bit for bit as recorded"
-        if not self._compared:
+        equal = sum(not any(each.values()) for each in self._apart)
+        line = f"replay: {equal} of {len(self._apart)} step(s) came out bit for bit as recorded"
+        if not self._apart:
             line = "replay: no recorded figures to compare with"
-        elif self._equal < self._compared:
+        elif equal < len(self._apart):
             why = "on a GPU, or with other ranks, threads or kernels, sums round otherwise"
-            apart = ", ".join(f"{name} {value:.2g}" for name, value in self._largest.items())
+            apart = ", ".join(f"{name} {max(each[name] for each in self._apart):.2g}" for name in self._apart[0])
             line += f"; the largest differences: {apart} ({f'with {self.flags}' if self.flags else why})"
         self.console.say(line)
         return output
@@ -228,14 +229,9 @@ class Replayer(GRPOTrainer):
                 written = self._write_profile(self.profile)
         line, was = f"replay: step {step}: {_shown(figures)}", self._recorded.get(step)
         if was is not None:
-            self._compared += 1
-            apart = {name: abs(value - was.get(name, float("nan"))) for name, value in figures.items()}
-            if any(apart.values()):
-                self._largest = {name: max(value, self._largest.get(name, 0.0)) for name, value in apart.items()}
-                line += f"; recorded: {_shown(was)}"
-            else:
-                self._equal += 1
-                line += "; as recorded, bit for bit"
+            self._apart.append({name: abs(value - was.get(name, math.nan)) for name, value in figures.items()})
+            is_equal = not any(self._apart[-1].values())
+            line += "; as recorded, bit for bit" if is_equal else f"; recorded: {_shown(was)}"
         elif self._recorded:
             line += "; no figures of its first training are recorded"
         self.console.step(step, self.state.max_steps, metrics)
@@ -265,11 +261,10 @@ class Replayer(GRPOTrainer):
         start = step_of(checkpoint) if checkpoint else 0
         with on_all_ranks("the journal"):
             self.rounds.check_recorded(start, self.args)
-        first, last = self.replay.first, self.replay.last
-        be, also = ("is" if step == last else "are" for step in (start + 1, first))
-        shown = f", of which {steps_named(first, last)} {also} shown" if start + 1 < first else ""
-        origin, trained = f"checkpoint-{start}" if start else "the model", steps_named(start + 1, last)
-        self.console.say(f"replay: {trained} of {self.replay.run} {be} trained again from {origin} on{shown}")
+        first, last, origin = self.replay.first, self.replay.last, f"checkpoint-{start}" if start else "the model"
+        trained, shows = steps_named(start + 1, last), f", and shows {steps_named(first, last)}"
+        trains = f"replay: trains {trained} of {self.replay.run} again from {origin} on"
+        self.console.say(trains + (shows if start + 1 < first else ""))
 
 
 class ReplayCheckpoints(Checkpointer):

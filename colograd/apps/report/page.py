@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import argparse
 import base64
-import bisect
 import hashlib
-import itertools
 import json
 import math
 import os
 import re
 import zlib
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ... import __version__
-from ...extensions.recording.event_log import prompt_beginning
-from .recorded_run import RecordedRun
+from .recorded_run import NO_GROUPS, RecordedRun
 from .untrusted import mapping, number, text, whole
 
 ASSETS = Path(__file__).parent / "assets"
@@ -33,10 +31,9 @@ SCRIPTS = (
 )  # fmt: skip
 STYLES = ("uplot/uPlot.min.css", "page.css")
 NAME = "report.html"  # File name of a report. The model card links to this name.
-# Maximum compressed bytes in a page, for all runs together. Base64 makes them a third larger.
+# If a page has this number of compressed bytes, no step is added. Base64 makes the bytes a third larger.
 ROLLOUT_BYTES = 900_000
 COMPLETION_BYTES = 3_000_000
-MOST_TEXTS = 2000  # Maximum number of prompts with their beginnings in the page's initial data.
 STEP_BYTES = 2_000_000  # Approximate maximum of a step's completions as JSON, which compresses 6 to 10 times.
 
 POINTS = 2000  # Maximum points of a curve. With more steps, each point is a mean of several steps.
@@ -92,11 +89,10 @@ def read_run(folder: str | Path) -> RecordedRun:
 
 
 def page(runs: Sequence[RecordedRun]) -> str:
-    """Return the HTML page of runs with the data that each run's last `refresh` has read."""
+    """Return the HTML page of runs, as of each run's last `refresh`. Completions are read from their files now."""
     data, blocks = [], []
     for place, run in enumerate(runs):
         found, alarms = overview(run), [int(alarm["step"]) for alarm in run.alarms[:20]]
-        texts: dict[str, str] = {}  # Key of a prompt -> beginning of the prompt's text.
         packed: dict[int, bytes] = {}  # Step -> compressed JSON.
         recorded, held = {*run.samples.steps}, []
         # Bytes of the page that are left for steps without completions, and for steps with completions.
@@ -108,13 +104,10 @@ def page(runs: Sequence[RecordedRun]) -> str:
                 packed[step] = zlib.compress(compact(content).encode(), 9)
                 rooms[kind] -= len(packed[step])
                 held.append([step, kind])
-                for completion in content["completions"]:
-                    if completion.get("key") and len(texts) < MOST_TEXTS:
-                        texts.setdefault(completion["key"], prompt_beginning(content["prompts"][completion["prompt"]]))
         for step in sorted(packed):
             block = base64.b64encode(packed[step]).decode()
             blocks.append(f'<script type="text/plain" id="step-{place}-{step}">{block}</script>')
-        found["texts"] = texts | found.get("texts", {})
+        del found["changed"]  # only a live page needs it
         found["held"] = sorted(held)
         found["chosen"] = [sum(kind for _, kind in held), len(recorded)]  # Steps with completions: in the page, in all.
         data.append(found)
@@ -149,21 +142,16 @@ def document(data: dict[str, Any], blocks: str = "", connect: str = "'none'") ->
 # -- The JSON for a page: `overview` when the page opens, `of_step` when the user opens a step.
 
 
-def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, Any]:
-    """Return a run's data without completions, newer than change ``after``. ``thin`` limits the number of points."""
-    if after < run.born:
-        after = 0
-    steps, columns = run.steps.columns(after)
-    evaluated, of_evaluations = run.evaluations.columns(after)
-    every = 1 if not thin else max(1, math.ceil(len(steps) / POINTS))
-    touched = run.touched["spreads"].items()
-    spreads = sorted((step for step, change in touched if change > after and step in run.spreads), reverse=True)
-    each = 1 if not thin else max(1, math.ceil(len(spreads) / MOST_SPREADS))
+def overview(run: RecordedRun) -> dict[str, Any]:
+    """Return a run's data without completions. Long curves are thinned out: each point is a mean of several steps."""
+    (steps, columns), (evaluated, of_evaluations) = run.steps.columns(), run.evaluations.columns()
+    every, spreads = max(1, math.ceil(len(steps) / POINTS)), sorted(run.spreads, reverse=True)
+    spreads = spreads[:: max(1, math.ceil(len(spreads) / MOST_SPREADS))]
     end, begun = run.end or {}, run.starts[0].get("time") if run.starts else None
-    found: dict[str, Any] = {
+    completed = {*run.samples.steps}
+    return {
         "name": text(run.folder.name, 200) or "run",
         "change": run.change,
-        "whole": after == 0,  # True if the data are of the whole run, False if only of changes.
         "status": {
             "state": end.get("status") or ("running" if run.starts else "waiting"),
             "error": end.get("error", ""),
@@ -182,16 +170,14 @@ def overview(run: RecordedRun, after: int = 0, thin: bool = True) -> dict[str, A
         "steps": steps[every - 1 :: every],
         "columns": {name: _means(values, every) for name, values in columns.items()},
         "evaluations": {"steps": evaluated, "columns": of_evaluations},
-        "spreads": {str(step): run.spreads[step] for step in sorted(spreads[::each])},
+        "spreads": {str(step): run.spreads[step] for step in spreads},
+        "groups": groups_over_time(run),
+        "prompts": (prompts := prompt_histories(run)),
+        "texts": _texts(run, (row[0] for row in prompts["shown"])),
+        # Pairs (step, whether the step has completions), and the number of the step's last change.
+        "held": sorted({step: int(step in completed) for step in {*run.rollouts, *run.groups, *completed}}.items()),
+        "changed": run.changed,
     }
-    if any(change > after for change in run.touched["groups"].values()):
-        found["groups"] = groups_over_time(run)
-        found["prompts"] = prompt_histories(run)
-        found["texts"] = _texts(run, (row[0] for row in found["prompts"]["shown"]))
-    held = {step: 0 for kind in ("rollouts", "groups") for step, change in run.touched[kind].items() if change > after}
-    held |= {step: 1 for step, change in run.samples.changed.items() if change > after}
-    found["held"] = sorted([step, has] for step, has in held.items())  # Pairs (step, has completions).
-    return found
 
 
 def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
@@ -204,12 +190,8 @@ def of_step(run: RecordedRun, step: int, most_bytes: int) -> dict[str, Any]:
         if place == len(prompts):
             prompts.append(found["prompt"])
         found["prompt"] = place
-    keys = list(run.prompts)
-    groups = [
-        [keys[int(group[0])], *(number(value, 4) for value in group[1:])]
-        for group in run.groups_of(step)[:STEP_GROUPS]
-        if not math.isnan(group[0])
-    ]
+    keys, rows = list(run.prompts), run.groups.get(step, NO_GROUPS)[:STEP_GROUPS].tolist()
+    groups = [[keys[int(prompt)], *(number(value, 4) for value in values)] for prompt, *values in rows]
     of_ranks = sorted(run.rollouts.get(step, {}).items())  # "rollout" events, in the order of ranks
     return {
         "step": step,
@@ -228,56 +210,48 @@ def _texts(run: RecordedRun, keys: Iterable[Any]) -> dict[str, str]:
 
 def pass_mark(run: RecordedRun) -> float:
     """Return the mean reward that a group with equal rewards needs to count as solved."""
-    means = [group[3] for step in run.groups for group in run.groups_of(step) if not math.isnan(group[3])]
+    means = np.concatenate([NO_GROUPS, *run.groups.values()])[:, 3]
+    means = means[~np.isnan(means)]
     mark = number(mapping(mapping(run.start.get("run")).get("settings")).get("pass_threshold_eval"))
     mark = 1.0 if mark is None else mark
-    return mark if not means or max(means) >= mark - FLAT else (min(means) + max(means)) / 2
+    return mark if not len(means) or means.max() >= mark - FLAT else float(means.min() + means.max()) / 2
 
 
 def groups_over_time(run: RecordedRun) -> dict[str, Any]:
     """Count per step the solved, unsolved and mixed groups, and the groups that give a gradient."""
-    mark = pass_mark(run)
-    steps = sorted(run.groups)
-    counts: dict[str, list[int]] = {name: [0] * len(steps) for name in ("solved", "unsolved", "mixed", "signal")}
-    for place, step in enumerate(steps):
-        for _, _, _, mean, spread, _, signal in run.groups_of(step):
-            if spread > FLAT:
-                counts["mixed"][place] += 1
-            elif not math.isnan(mean):
-                counts["solved" if mean >= mark - FLAT else "unsolved"][place] += 1
-            counts["signal"][place] += signal == 1
-    return {"mark": number(mark), "steps": steps, **counts}
+    mark, counts = pass_mark(run), []
+    for step in sorted(run.groups):
+        _, _, _, mean, spread, _, signal = run.groups[step].T
+        alike = ~np.isnan(mean) & ~(spread > FLAT)
+        solved = alike & (mean >= mark - FLAT)
+        counts.append([int(each.sum()) for each in (solved, alike & ~solved, spread > FLAT, signal == 1)])
+    columns = zip(*counts, strict=True) if counts else ((), (), (), ())
+    of_kinds = dict(zip(("solved", "unsolved", "mixed", "signal"), map(list, columns), strict=True))
+    return {"mark": number(mark), "steps": sorted(run.groups), **of_kinds}
 
 
 def prompt_histories(run: RecordedRun) -> dict[str, Any]:
     """Count the run's prompts. For prompts with the largest reward differences return [key, sum of spreads, history]; a
     history is [[step, mean, spread, truncated share], ...]."""
-    spreads: dict[int, float] = defaultdict(float)
-    visits: dict[int, int] = defaultdict(int)
-    for step in run.groups:
-        for key, _, _, _, spread, _, _ in run.groups_of(step):
-            spreads[int(key)] += 0.0 if math.isnan(spread) else abs(spread)
-            visits[int(key)] += 1
-    order = sorted(visits, key=lambda key: (-spreads[key], -visits[key], key))
-    shown = {key: place for place, key in enumerate(order[:MOST_PROMPTS])}
-    histories: list[list[Any]] = [[] for _ in shown]
-    for step in sorted(run.groups):
-        for key, _, _, mean, spread, truncated, _ in run.groups_of(step):
-            if (place := shown.get(int(key))) is not None:
-                histories[place].append([step, number(mean, 4), number(spread, 4), number(truncated, 4)])
-    keys = list(run.prompts)
-    return {
-        "total": len(visits),
-        "visits": sum(visits.values()),
-        "half": _half([*spreads.values()]),
-        "shown": [[keys[key], number(spreads[key], 4), histories[place]] for key, place in shown.items()],
-    }
+    steps, names = sorted(run.groups), list(run.prompts)
+    rows = np.concatenate([NO_GROUPS, *(run.groups[step] for step in steps)])
+    of_rows, keys = [step for step in steps for _ in run.groups[step]], rows[:, 0].astype(int)
+    visits = np.bincount(keys, minlength=len(names))
+    spreads = np.bincount(keys, np.abs(np.nan_to_num(rows[:, 4])), minlength=len(names))
+    shown = []
+    for key in np.lexsort((-visits, -spreads))[:MOST_PROMPTS]:  # sorts by spread, then by number of visits
+        history = [
+            [of_rows[place], *(number(value, 4) for value in rows[place, 3:6].tolist())]
+            for place in np.flatnonzero(keys == key)
+        ]
+        shown.append([names[key], number(float(spreads[key]), 4), history])
+    return {"total": len(names), "visits": len(rows), "half": _half(spreads.tolist()), "shown": shown}
 
 
 def _half(amounts: Sequence[float]) -> int:
     """Return how many of the largest amounts add up to half of the total."""
-    so_far = [0.0, *itertools.accumulate(sorted(amounts, reverse=True))]
-    return bisect.bisect_left(so_far, so_far[-1] / 2)
+    so_far = np.cumsum([0.0, *sorted(amounts, reverse=True)])
+    return int(np.searchsorted(so_far, so_far[-1] / 2))
 
 
 def _means(values: Sequence[float | None], every: int) -> list[float | None]:

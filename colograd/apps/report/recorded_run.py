@@ -1,7 +1,7 @@
 """A run's folder as plain data: its recorded events, or without events the history in `trainer_state.json`.
 
-`RecordedRun.refresh` reads only new lines. It counts changes, so that `colograd watch` can send a page only the changes
-since the page's last request. Memory grows with the number of steps, not of completions.
+`RecordedRun.refresh` reads only new events. It counts changes, so that `colograd watch` sends a page only new data.
+Memory grows with the number of steps and groups. Completions stay in their files.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import math
 import os
 import re
 import zlib
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ...extensions.recording.event_log import BEGINNING
 from .samples import Samples
@@ -30,32 +31,30 @@ MOST_PROMPTS = 200_000  # Maximum number of prompts with a history.
 MOST_ALARMS = 500
 MOST_LIMITS = 64  # Maximum number of reward functions per step.
 MOST_KNOBS = 2000
-GROUP_WIDTH = 7  # Numbers per group: prompt, position, G, mean and spread of rewards, truncated share, has signal.
+# Columns: prompt's number, position, G, mean and spread of rewards, truncated share, 1 if the group has a signal.
+NO_GROUPS = np.empty((0, 7))
 TRAINING = ("reward", "loss", "grad_norm", "learning_rate", "step_time")  # Metrics of training steps only.
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 class Table:
-    """Numbers by step and name. For each step the table also has the number of the last change."""
+    """Numbers by step and name."""
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}  # Each name once, because all steps share it.
         self.rows: dict[int, dict[str, float]] = {}
-        self.changed: dict[int, int] = {}
 
-    def put(self, step: int, values: Mapping[str, Any], change: int) -> None:
+    def put(self, step: int, values: Mapping[str, Any]) -> None:
         row = self.rows.setdefault(step, {})
         for name, value in values.items():
             found, name = number(value), text(name, 200)
             if found is not None and (name in self.names or len(self.names) < MOST_NAMES):
                 row[self.names.setdefault(name, name)] = found
-        self.changed[step] = change
 
-    def columns(self, after: int = 0) -> tuple[list[int], dict[str, list[float | None]]]:
-        """Return the sorted steps that changed after change number ``after``, and by name the values at these steps."""
-        steps = sorted(step for step, change in self.changed.items() if change > after)
-        found = {name: [self.rows[step].get(name) for step in steps] for name in self.names}
-        return steps, {name: values for name, values in found.items() if any(v is not None for v in values)}
+    def columns(self) -> tuple[list[int], dict[str, list[float | None]]]:
+        """Return the sorted steps, and by name the values at these steps."""
+        steps = sorted(self.rows)
+        return steps, {name: [self.rows[step].get(name) for step in steps] for name in self.names}
 
 
 class RecordedRun:
@@ -64,7 +63,6 @@ class RecordedRun:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).resolve()
         self.change = 0  # Number of refreshes that found new data.
-        self.born = 0  # Value of `change` when the present run began in the folder.
         self._events = Tail(self.folder, EVENTS)
         self._state_seen: tuple[str, int, int] | None = None
         self._forget()
@@ -77,12 +75,12 @@ class RecordedRun:
         self.memory: list[dict[str, Any]] = []
         self.rollouts: dict[int, dict[int, bytes]] = defaultdict(dict)  # Rollout events: step -> rank -> compressed.
         self.spreads: dict[int, dict[str, Any]] = {}
-        self.groups: dict[int, array[float]] = {}  # Groups: step -> GROUP_WIDTH numbers per group.
+        self.groups: dict[int, np.ndarray] = {}  # Step -> a row per group, with the columns of `NO_GROUPS`.
         self.prompts: dict[str, int] = {}  # Prompts: key -> number.
         self.texts: dict[str, str] = {}  # Prompts: key -> beginning of the text.
         self.alarms: list[dict[str, Any]] = []
         self.last_time: float | None = None
-        self.touched: dict[str, dict[int, int]] = defaultdict(dict)  # Events: kind -> step -> change number.
+        self.changed: dict[int, int] = {}  # Step -> number of the last change of its rollouts, groups or completions.
         self.samples = Samples(self.folder)
 
     @property
@@ -94,14 +92,13 @@ class RecordedRun:
         return max(self.steps.rows, default=0)
 
     def refresh(self) -> bool:
-        """Read new lines of the run's files. Return whether there were any."""
+        """Read new data from the run's files. Return whether there were any."""
         self.change += 1
         fresh = False
-        if self._events.restarted() or self.samples.tail.restarted():
-            self._events, self.born, fresh = Tail(self.folder, EVENTS), self.change, True
-            self._state_seen = None
+        if self._events.restarted():
+            self._events, self._state_seen, fresh = Tail(self.folder, EVENTS), None, True
             self._forget()
-        for _, line in self._events.read():
+        for line in self._events.read():
             fresh = True
             if (event := parse(line, b'{"kind"')) is None:
                 continue
@@ -110,7 +107,8 @@ class RecordedRun:
             if step is not None:
                 with contextlib.suppress(Exception):  # An error means that Colograd didn't write the line.
                     self._take(step, event)
-        fresh = self.samples.refresh(self.change) or fresh
+        if touched := self.samples.refresh():
+            fresh, self.changed = True, self.changed | dict.fromkeys(touched, self.change)
         if not self.steps.rows or self._state_seen is not None:
             fresh = self._refresh_state() or fresh
         if not fresh:
@@ -122,9 +120,7 @@ class RecordedRun:
         match event["kind"]:
             case "start":
                 if step == 0 and not event.get("resumed") and self.steps.rows:  # A new run began in this folder.
-                    samples = self.samples
                     self._forget()
-                    self.born, self.samples = self.change, samples
                 known = {name: plain(event.get(name)) for name in ("step", "max_steps", "resumed", "time")}
                 self.starts.append(known | {"run": _described(event.get("run"))})
                 del self.starts[:-64]
@@ -132,8 +128,10 @@ class RecordedRun:
                 rows = [mapping(row) for row in items(event.get("memory"))[:64]]
                 sizes = ("sampling", "training")
                 self.memory = [{"part": text(r.get("part"), 200)} | {n: number(r.get(n)) for n in sizes} for r in rows]
-                for alarm in self.alarms:  # End all alarms: a resumed run raises alarms that still hold once more.
-                    alarm.setdefault("until", step)
+                self.alarms = [alarm for alarm in self.alarms if alarm["step"] <= step]
+                for alarm in self.alarms:
+                    if alarm.get("until", 0) > step:
+                        del alarm["until"]
             case "log":
                 self.take_metrics(step, event["metrics"])
             case "rollout":
@@ -146,7 +144,7 @@ class RecordedRun:
                     of_rank[name] = [[text(function, 100), *map(number, span)] for function, *span in calls]
                 if (rank := whole(event["rank"])) is not None and rank < 4096:
                     self.rollouts[step][rank] = zlib.compress(json.dumps(of_rank).encode())
-                    self.touched["rollouts"][step] = self.change
+                    self.changed[step] = self.change
             case "spread":
                 found: dict[str, Any] = {"functions": {}}
                 for name in ("rewards", "lengths"):
@@ -157,9 +155,8 @@ class RecordedRun:
                 for name, (least, most) in [*mapping(event.get("functions")).items()][:MOST_LIMITS]:
                     found["functions"][str(name)] = [number(least, 4), number(most, 4)]
                 self.spreads[step] = {name: value for name, value in found.items() if value}
-                self.touched["spreads"][step] = self.change
             case "groups":
-                flat = array("d")
+                flat: list[list[float]] = []
                 for key, position, size, mean, spread, truncated, signal, *beginning in event["groups"][:512]:
                     prompt = text(key[:64])
                     if prompt not in self.prompts and len(self.prompts) >= MOST_PROMPTS:
@@ -168,9 +165,9 @@ class RecordedRun:
                         self.texts[prompt] = text(beginning[0], BEGINNING)
                     numbers = map(number, (position, size, mean, spread, truncated, signal))
                     place = self.prompts.setdefault(prompt, len(self.prompts))
-                    flat.extend([place, *(math.nan if value is None else value for value in numbers)])
-                self.groups[step] = flat
-                self.touched["groups"][step] = self.change
+                    flat.append([place, *(math.nan if value is None else value for value in numbers)])
+                self.groups[step] = np.array(flat).reshape(-1, 7)
+                self.changed[step] = self.change
             case "alarm" if len(self.alarms) < MOST_ALARMS:
                 texts_of = {name: text(event.get(name)) for name in ("rule", "seen", "why", "remedy", "source")}
                 severity = event["severity"] if event["severity"] in ("severe", "note") else "warning"
@@ -187,11 +184,11 @@ class RecordedRun:
         evaluated = {name: value for name, value in metrics.items() if name.startswith("eval_")}
         rest = {name: value for name, value in metrics.items() if name not in evaluated and name != "step"}
         if evaluated:
-            self.evaluations.put(step, evaluated, self.change)
+            self.evaluations.put(step, evaluated)
         if "train_runtime" in rest:
             self.totals = {name: found for name, value in rest.items() if (found := number(value)) is not None}
         elif any(name in rest for name in TRAINING):
-            self.steps.put(step, rest, self.change)
+            self.steps.put(step, rest)
 
     def _refresh_state(self) -> bool:
         """Read `log_history` from the trainer_state.json of the run, or of its newest checkpoint, if it has changed."""
@@ -223,11 +220,6 @@ class RecordedRun:
                 self.end = {"step": self.last_step, "status": "finished", "error": ""}
             return True
         return False
-
-    def groups_of(self, step: int) -> list[list[float]]:
-        """Return the groups of a step, each as a list of GROUP_WIDTH numbers."""
-        flat = self.groups.get(step, array("d"))
-        return [list(flat[at : at + GROUP_WIDTH]) for at in range(0, len(flat), GROUP_WIDTH)]
 
 
 # Fields of a start event's `run` that a page shows, each with a function that bounds the value.

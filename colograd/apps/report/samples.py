@@ -1,7 +1,7 @@
-"""The completions of a step: groups that were recorded token by token, and rows of the completions log.
+"""The completions of a step: samples that were recorded token by token, and rows of the completions log.
 
-`Samples` knows the files of each step, and reads them only when a page needs them, because the completions of a long
-run don't fit into a page or into this process. Older versions of Colograd wrote `_report/samples.jsonl`.
+`Samples` knows which steps have completions, and reads a step's only when a page needs them, because the completions of
+a long run don't fit into a page or into this process.
 """
 
 from __future__ import annotations
@@ -17,21 +17,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...extensions.recording.completions import FOLDER, IMAGES, TEXT, CompletionFile, data_url, prompt_of
-from ...extensions.recording.shown import record_positions, shown, steps_of
+from ...rollout.record_file import heads, read_records
 from ...runtime.sizes import THUMBNAIL_BYTES, THUMBNAILS
-from .untrusted import Tail, entries, items, mapping, number, open_inside, parse, plain, text, whole
+from .untrusted import entries, items, mapping, number, open_inside, plain, text, whole
 
-SAMPLES = "_report/samples.jsonl"  # Older versions of Colograd wrote this file.
-STORE = "_journal"
-STORED = ("rank-00000.shown", "rank-00000.records")  # Files of the main process, in ascending precedence.
+SAMPLES = "_report/samples.records"
+MOST_SAMPLES = 2**28  # Maximum bytes of a step's unpacked samples. The report skips larger records.
 LONGEST = 200_000  # Maximum characters of a completion or a prompt.
 MOST_TOKENS = 4096  # Maximum tokens of a completion.
 MOST_TURNS = 1024  # Maximum answers in an agent's session.
 MILLI = 1000  # Log-probabilities are sent as integers, in thousandths.
-# The step is read from the beginning of a line, where logged texts can't imitate it.
-_STEP = re.compile(rb'\{"step": ?(\d{1,15})[,}]')
 PICTURE = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]{1,8000}={0,2}")
-_ROUND = re.compile(r"step-\d{8,12}(-[A-Za-z0-9_.]{1,100})?")
 _FILE = re.compile(r"(.{1,100})_(\d{1,12})\.parquet")
 
 
@@ -40,19 +36,16 @@ class Samples:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.lines: dict[int, list[tuple[int, int]]] = defaultdict(list)  # samples.jsonl: step -> [(offset, length)].
         self.files: dict[int, dict[str, str]] = defaultdict(dict)  # Completions log: step -> purpose -> file.
-        self.stored: dict[int, set[str]] = defaultdict(set)  # Rollout log: step -> names of files.
-        self.changed: dict[int, int] = {}
-        self._read: dict[str, int] = {}  # Rollout log: file -> bytes that were read.
-        self.tail = Tail(folder, SAMPLES)
+        self.stored: set[int] = set()  # Steps with samples.
+        self._read = 0  # Offset behind the last known record of samples.
 
     @property
     def steps(self) -> list[int]:
-        return sorted({*self.lines, *self.stored, *self.files})
+        return sorted({*self.stored, *self.files})
 
-    def refresh(self, change: int) -> bool:
-        """Find new lines and files, and note them as change number ``change``. Return whether there are any."""
+    def refresh(self) -> list[int]:
+        """Find new samples and files. Return their steps."""
         touched = []
         with contextlib.suppress(OSError):
             for path in os.scandir(self.folder / FOLDER):
@@ -60,30 +53,18 @@ class Samples:
                 if match and match[1] not in self.files[int(match[2])]:
                     touched.append(int(match[2]))
                     self.files[touched[-1]][match[1]] = path.name
-        rounds: list[str] = []
-        with contextlib.suppress(OSError):
-            rounds = [entry.name for entry in os.scandir(self.folder / STORE) if _ROUND.fullmatch(entry.name)]
-        for name in (f"{STORE}/{each}/{name}" for each in rounds for name in STORED):
-            with contextlib.suppress(OSError):  # A name may be missing.
-                size, start = os.stat(self.folder / name).st_size, self._read.get(name, 0)
-                if size == start or (file := open_inside(self.folder, name)) is None:
-                    continue
-                with file:
-                    positions, self._read[name] = record_positions(file, start if start <= size else 0)
-                for step in (step for step in steps_of(positions) if whole(step) is not None):
-                    self.stored[step].add(name)
-                    touched.append(step)
-        for offset, line in self.tail.read():
-            begun = _STEP.match(line)
-            at = int(begun.group(1)) if begun else whole((parse(line, b'{"step"') or {}).get("step"))
-            if at is not None:
-                self.lines[at].append((offset, len(line)))
-                touched.append(at)
-        self.changed |= dict.fromkeys(touched, change)
-        return bool(touched)
+        if (file := open_inside(self.folder, SAMPLES)) is not None:
+            with file:
+                start = self._read if self._read <= os.fstat(file.fileno()).st_size else 0
+                for step, length, _, _ in heads(file, start):
+                    self._read = file.tell() + length
+                    if whole(step) is not None:
+                        touched.append(step)
+                        self.stored.add(step)
+        return touched
 
     def of_step(self, step: int, most_bytes: int) -> tuple[list[dict[str, Any]], int]:
-        """Return a step's completions (whole groups, about ``most_bytes`` together), and the number of omitted ones."""
+        """Return a step's completions in whole groups, about ``most_bytes`` in all, and the number of omitted ones."""
         groups: dict[tuple[str, int], dict[int, dict[str, Any]]] = {}  # (Purpose, position) -> index -> completion.
         for found in self._recorded(step):  # If a completion was recorded twice, the last record wins.
             groups.setdefault((found["purpose"], found["position"]), {})[found["index"]] = found
@@ -103,17 +84,11 @@ class Samples:
         return kept, sum(map(len, groups.values())) - len(kept)
 
     def _recorded(self, step: int) -> Iterator[dict[str, Any]]:
-        for name in sorted(self.stored.get(step, ()), reverse=True):
-            if (stored := open_inside(self.folder, name)) is not None:  # Saving a checkpoint deletes old files.
-                with stored, contextlib.suppress(Exception):  # Reading an untrusted file can raise any error.
-                    yield from filter(None, map(_recorded, shown(stored, step)))
-        lines = self.lines.get(step)
-        if lines and (file := open_inside(self.folder, SAMPLES)) is not None:
+        if step in self.stored and (file := open_inside(self.folder, SAMPLES)) is not None:
             with file:
-                for offset, length in lines:
-                    file.seek(offset)
-                    if (entry := parse(file.read(length), b'{"step"')) is not None:
-                        yield from filter(None, [_recorded(entry)])
+                for record in read_records(file, lambda at: at == step, MOST_SAMPLES):
+                    with contextlib.suppress(Exception):  # Untrusted content can raise any error.
+                        yield from filter(None, map(_recorded, json.loads(record.content)))
 
 
 def _size(found: dict[str, Any]) -> int:
@@ -141,7 +116,7 @@ def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recorded(entry: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a completion token by token, or None. Lists per token with a different number of entries are left out."""
+    """Return a completion token by token, or None without valid tokens. Lists with too few entries are left out."""
     tokens = items(entry.get("tokens"))[:MOST_TOKENS]
     if not all(isinstance(token, str) for token in tokens):
         return None
@@ -176,7 +151,7 @@ def _milli(values: Any, many: int) -> list[int | None] | None:
 
 
 def _bits(values: Any, many: int) -> str | None:
-    """Join a list such as [1, 0, 1] into the text "101". Return None if all values are 1, or if values are missing."""
+    """Join a list such as [1, 0, 1] into the text "101". Return None if all values are 1, or if there are too few."""
     given = items(values)[:many]
     if len(given) < many or all(value == 1 for value in given):
         return None

@@ -1,7 +1,7 @@
 """The live page of a run: an HTTP server that only reads the run's files.
 
 It serves `/`, `/data?after=N` and `/step?step=N`. The arguments are numbers, so no part of a request becomes a path.
-The server answers only GET requests with this machine as their host, because of DNS rebinding attacks.
+The server answers only GET requests whose Host header `host_is_ours` accepts, because of DNS rebinding attacks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }  # fmt: skip
 LOOK_SECONDS = 1.0  # Minimum seconds between two looks for new data in the files, however many pages are open.
-REQUEST_SECONDS = 20  # Maximum seconds until a request has arrived.
+REQUEST_SECONDS = 20  # Seconds without data after which a request is dropped.
 _ADDRESS = re.compile(r"/data\?after=([0-9]{1,15})|/step\?step=([0-9]{1,15})")
 
 
@@ -88,7 +88,7 @@ class Server(ThreadingHTTPServer):
                 self._looked = time.monotonic()
             if 0 < after == self.run.change:
                 return {"change": after}
-            return overview(self.run, after, thin=False)
+            return overview(self.run)
 
     def step(self, step: int) -> dict[str, Any]:
         with self._lock:
@@ -113,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
             why = "This host isn't served here: open the address that colograd watch printed."
             return self._refuse(HTTPStatus.FORBIDDEN, why)
         if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
-            return self._refuse(HTTPStatus.FORBIDDEN, "Another site's page may not ask here.")
+            return self._refuse(HTTPStatus.FORBIDDEN, "Pages of other sites may not read this page's data.")
         if self.path == "/":
             data = {"live": True, "version": __version__, "runs": [self.server.data(0)]}
             self._answer(document(data, connect="'self'"), "text/html; charset=utf-8")
@@ -122,11 +122,6 @@ class Handler(BaseHTTPRequestHandler):
         else:
             content = self.server.data(int(asked[1])) if asked[1] else self.server.step(int(asked[2]))
             self._answer(compact(content), "application/json")
-
-    def _only_get(self) -> None:
-        self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "Only GET.")
-
-    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _only_get
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
         self._answer(why + "\n", "text/plain; charset=utf-8", status)
@@ -140,15 +135,15 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in (HEADERS | {"Content-Type": kind, "Content-Length": str(len(body))}).items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log no requests, because each page sends one every two seconds."""
+        """Log no requests, because an open page sends one every few seconds."""
 
 
 def host_is_ours(host: str | None, served: str) -> bool:
-    """Return whether a Host header names this machine: an IP address, or a name that no foreign page can have."""
+    """Return whether a Host header is localhost, the --host, or an IP address (if --host is local: a loopback address).
+    A foreign page's requests have the page's name."""
     try:
         name = urlsplit(f"//{(host or '').strip()}").hostname or ""
         if name in ("localhost", served.lower()):

@@ -42,7 +42,7 @@ class Tail:
         self._inode = -1
 
     def restarted(self) -> bool:
-        """Return whether the file was replaced or shortened since the last read. If so, it is read from its start."""
+        """Return whether the file was replaced, shortened or deleted since the last read."""
         if (file := open_inside(self.folder, self.name)) is None:
             return self.offset > 0
         with file:
@@ -52,8 +52,8 @@ class Tail:
         self.offset, self._inode = 0, -1
         return True
 
-    def read(self) -> Iterator[tuple[int, bytes]]:
-        """Yield each new complete line with its offset. An incomplete last line is read the next time."""
+    def read(self) -> Iterator[bytes]:
+        """Yield each new complete line. An incomplete last line is read the next time."""
         if (file := open_inside(self.folder, self.name)) is None:
             return
         with file:
@@ -63,7 +63,7 @@ class Tail:
             while block := file.read(BLOCK):
                 *lines, rest = (rest + block).split(b"\n")
                 for line in lines:
-                    yield self.offset, line
+                    yield line
                     self.offset += len(line) + 1
 
 

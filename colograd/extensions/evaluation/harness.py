@@ -34,8 +34,7 @@ FEWSHOT_SEED = 1234  # The harness's default seed for choosing few-shot examples
 class Request:
     """One request to the engine for a question: sample completions of a prompt, or score given continuations."""
 
-    kind: str
-    arguments: tuple[Any, ...]  # Arguments of the request, as the task made them.
+    instance: Any  # The harness's object with the kind and the arguments of the request.
     prompt: tuple[int, ...] = ()  # Token ids to continue. Empty in a request to score.
     sampling: Sampling | None = None  # Sampling settings. None in a request to score `parts`.
     parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # (context, continuation) as token ids.
@@ -44,13 +43,16 @@ class Request:
     def tokens(self) -> int:
         return max(len(self.prompt), *(len(context) + len(target) for context, target in self.parts), 0)
 
+    @property
+    def sequences(self) -> int:
+        return len(self.parts) if self.sampling is None else self.sampling.n
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """One document (question) of a task, with its requests to the engine."""
 
     row: int  # number of the document in the task
-    doc: Any
     target: str  # correct answer, for people
     requests: tuple[Request, ...]
 
@@ -66,20 +68,20 @@ class Rules:
     temperature: float | None = None  # Temperature in place of the task's temperature.
     top_p: float | None = None
     spread: float = 1.0  # Temperature for several completions per question, if the task samples greedily.
-    template: bool | None = None  # Whether to use the chat template. None: for completions, if the model has one.
+    template: bool | None = None  # Whether to use a chat template. None: only for sampled completions.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     include: tuple[str, ...] = ()  # folders with YAML files of tasks
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTask:
-    """A task with its questions. If ``n`` is set, each completion of a question is judged separately."""
+    """A task with its questions."""
 
     name: str
     task: Any  # task object of lm_eval
     questions: tuple[Question, ...]
-    n: int | None
-    cut: int  # number of prompts whose beginning was cut off
+    n: int | None  # Completions per question, each judged separately. None means that a question is judged once.
+    cut: int  # Number of questions whose text was cut off, because it exceeded the context.
 
     @property
     def sampling(self) -> Sampling | None:
@@ -100,7 +102,9 @@ class HarnessBenchmark:
         self.dropped = any(task.cut for task in self.tasks)
         self._questions = [question for task in self.tasks for question in task.questions]
         requests = [request for question in self._questions for request in question.requests]
-        self._longest = max(each.tokens for each in requests)
+        self.longest = max(each.tokens for each in requests)  # Tokens of the longest prompt or scored text.
+        # Largest number of sequences that one question puts into the engine's queue.
+        self.generations = max(sum(each.sequences for each in question.requests) for question in self._questions)
         # Number of tokens in the longest prompt with its longest completion, or in the longest scored text.
         self.longest_sequence = max(e.tokens + (e.sampling.max_tokens if e.sampling else 0) for e in requests)
 
@@ -114,21 +118,8 @@ class HarnessBenchmark:
     def __len__(self) -> int:
         return len(self._questions)
 
-    @property
-    def longest(self) -> int:
-        """Number of tokens in the longest prompt or the longest scored text."""
-        return self._longest
-
-    @property
-    def generations(self) -> int:
-        """Largest number of sequences that one question puts into the engine's queue."""
-        return max(
-            sum(len(request.parts) or (request.sampling.n if request.sampling else 0) for request in each.requests)
-            for each in self._questions
-        )
-
     def metric_names(self) -> list[str]:
-        """Return the names of metrics that tasks have in common, without the evaluation's prefix."""
+        """Return names that metrics of an evaluation may have, except pass@k, without the evaluation's prefix."""
         names = ["accuracy", "accuracy_ci95", "completions", "runtime", "samples_per_second", "num_tokens"]
         if len(self.tasks) > 1:
             return [*names, *(f"{task.name}_accuracy" for task in self.tasks)]
@@ -137,7 +128,7 @@ class HarnessBenchmark:
 
 @contextlib.contextmanager
 def _as_the_harness() -> Iterator[None]:
-    """Set the harness's random seeds, hide its progress lines, and restore the generators' states afterwards."""
+    """Context with the harness's default random seeds and without its progress lines, for loading tasks."""
     logger = logging.getLogger("lm_eval")
     with contextlib.ExitStack() as restored, torch.random.fork_rng(devices=[]), code_runs_apart():
         restored.callback(logger.setLevel, logger.level)
@@ -159,7 +150,7 @@ def _manager(folders: tuple[str, ...], builtin: bool) -> Any:
 
 
 def _load(name: str, include: tuple[str, ...]) -> Any:
-    """Load a task, group or tag by its name or YAML file. The whole index is built last, because it takes long."""
+    """Load a task, group or tag by its name or YAML file. The index of all the harness's tasks is built last."""
     import lm_eval.tasks
     from lm_eval.tasks._index import Kind, TaskIndex
 
@@ -224,8 +215,8 @@ def _questions(name: str, task: Any, spec: TaskSpec, rules: Rules) -> LoadedTask
         instances.sort(key=lambda each: each.idx)
         requests = [_request(name, each, spec.n or repeats, rules, encoder) for each in instances]
         cut += any(shortened for _, shortened in requests)
-        doc = instances[0].doc
-        questions.append(Question(row, doc, str(task.doc_to_target(doc)), tuple(each for each, _ in requests)))
+        target = str(task.doc_to_target(instances[0].doc))
+        questions.append(Question(row, target, tuple(request for request, _ in requests)))
     return LoadedTask(name, task, tuple(questions), spec.n, cut)
 
 
@@ -251,26 +242,26 @@ def _encoder(tokenizer: Any) -> Any:
 
 
 def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tuple[Request, bool]:
-    """Return a task's request as token ids, and whether its beginning was cut off. Like the harness's own models, this
-    function cuts the beginning of a request that exceeds the context."""
-    kind, arguments = instance.request_type, tuple(instance.args)
+    """Return a task's request as token ids, and whether it was cut off. As in the harness's models, a text longer than
+    the context loses its beginning, or is split into windows if the whole text is scored."""
+    kind, arguments = instance.request_type, instance.args
     if kind == GENERATE:
         sampling = _sampling(name, arguments[1], n, rules)
         ids = encoder.tok_encode(arguments[0])
         room = max(rules.context - sampling.max_tokens, rules.context // 2)
-        return Request(kind, arguments, tuple(ids[-room:]), sampling), len(ids) > room
+        return Request(instance, tuple(ids[-room:]), sampling), len(ids) > room
     room = rules.context - 1  # one token is left for the token that the engine has to sample
     if kind == SCORE:
         ((context, target),) = encoder.loglikelihood([instance], disable_tqdm=True)
         kept = max(room - len(target), 1)
         part = tuple(context[-kept:]), tuple(target[-(room - 1) :])
-        return Request(kind, arguments, parts=(part,)), len(context) + len(target) > room
+        return Request(instance, parts=(part,)), len(context) + len(target) > room
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     ids = encoder.tok_encode(arguments[0], add_special_tokens=False)
     windows = get_rolling_token_windows(ids, encoder.prefix_token_id, room - 1, 1)
     pairs = [make_disjoint_window(window) for window in windows]
-    return Request(kind, arguments, parts=tuple((tuple(a), tuple(b)) for a, b in pairs)), False
+    return Request(instance, parts=tuple((tuple(a), tuple(b)) for a, b in pairs)), False
 
 
 def _sampling(name: str, kwargs: dict[str, Any], n: int, rules: Rules) -> Sampling:
@@ -297,11 +288,12 @@ def _sampling(name: str, kwargs: dict[str, Any], n: int, rules: Rules) -> Sampli
 
 
 def stops(kwargs: dict[str, Any]) -> list[str]:
-    """Return a task's stop strings, which end a completion."""
+    """Return the stop strings in a task's generation settings."""
     until = kwargs.get("until") or []
     return [each for each in ([until] if isinstance(until, str) else until) if each]
 
 
 def thinks(tokenizer: Any) -> bool:
-    """Return whether the model's chat template has reasoning. Stop strings may occur in a completion's reasoning."""
+    """Return whether the model reasons before it answers. Stop strings, which may occur in the reasoning, then don't
+    end the sampling, but cut the answer."""
     return "</think>" in str(getattr(tokenizer, "chat_template", None) or "")

@@ -1,9 +1,8 @@
 """`Judge`: calls the filters and metrics of a benchmark's task, in worker processes that can be killed.
 
-Code that a model wrote runs in a new interpreter, a child of the worker. `CodeEval` replaces the metric `code_eval` of
-Hugging Face's evaluate, which runs the code in a copy of the calling process, with its environment variables. The
-interpreter's limits contain bugs, but don't protect against an attacker, because the program has the user's rights and
-the network.
+`CodeEval` runs programs of the metric `code_eval`, which a model wrote, in a new interpreter, a child of the worker.
+Hugging Face's own `code_eval` runs them in a copy of the calling process, with its environment variables. The new
+interpreter's limits contain bugs, but don't protect against an attacker: programs have the user's rights and network.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ...rewards.answers import chance_of_pass
 CODE_SECONDS = 20.0  # Maximum seconds of one program with its tests.
 MEMORY = 4 * 2**30  # maximum bytes of a program's address space
 FILE_BYTES = 16 * 2**20
-ENDED_BY_SCHEDULER = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGUSR2)  # Exit statuses, see `stop_signals`.
+ENDED_BY_SCHEDULER = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGUSR2)  # Exit statuses by a scheduler's signals.
 # Attributes of the harness's tasks that hold documents. A judge lacks them, because each call brings its document.
 DOCUMENTS = ("dataset", "task_docs", "_training_docs", "_fewshot_docs", "_instances", "sampler", "fewshot_rnd")
 
@@ -51,18 +50,12 @@ class Judge:
                 cloudpickle.register_pickle_by_value(module)
         return _restored, (cloudpickle.dumps(self.task),)
 
-    def __call__(
-        self, doc: Any, requests: Sequence[tuple[str, tuple[Any, ...]]], responses: Sequence[list[Any]]
-    ) -> dict[tuple[str, str], Any]:
-        """Return the metrics by (metric, filter). ``requests`` are (kind, arguments) pairs. ``responses`` has a list
-        per request, with a text or (log-probability, is greedy) per repeat."""
-        from lm_eval.api.instance import Instance
-
-        instances = [
-            Instance(kind, doc, arguments, index, (None, 0, len(of_one)), list(of_one))
-            for index, ((kind, arguments), of_one) in enumerate(zip(requests, responses, strict=True))
-        ]
-        self.task._instances = instances
+    def __call__(self, instances: Sequence[Any], responses: Sequence[list[Any]]) -> dict[tuple[str, str], Any]:
+        """Return the metrics by (metric, filter). ``instances`` are the harness's requests of one document.
+        ``responses`` has a list per request, with a text or (log-probability, is greedy) per repeat."""
+        doc, self.task._instances = instances[0].doc, list(instances)
+        for instance, of_one in zip(instances, responses, strict=True):
+            instance.resps = list(of_one)
         self.task.apply_filters()
         return {
             (metric, name): value
@@ -97,7 +90,7 @@ class CodeEval:
 
 @contextlib.contextmanager
 def code_runs_apart() -> Iterator[None]:
-    """Make `evaluate.load("code_eval")` return `CodeEval`, which needs no connection to the Hub."""
+    """Context in which `evaluate.load("code_eval")` returns `CodeEval`, without a connection to the Hub."""
     try:
         import evaluate
     except ImportError:
@@ -114,8 +107,8 @@ def code_runs_apart() -> Iterator[None]:
 def run_python(program: str, seconds: float) -> bool:
     """Run a Python program that a model wrote. Return whether it reached its last line; an earlier exit is a failure.
 
-    The program gets none of the trainer's environment variables, an empty folder to write into, and limits of time,
-    memory and file size. It is killed with all processes of its group when it ends, or after ``seconds``."""
+    The program gets none of the trainer's environment variables, a temporary folder to write into, and limits of time,
+    memory and file size. When it ends, or after ``seconds``, all processes of its group are killed."""
 
     def limit() -> None:
         for kind, most in (
@@ -155,6 +148,6 @@ def run_python(program: str, seconds: float) -> bool:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            if status not in ENDED_BY_SCHEDULER:  # Else run it once more: the job still judges its last answers.
+            if status not in ENDED_BY_SCHEDULER:  # A program that a scheduler's signal ended runs once more.
                 break
         return end.is_file() and end.read_text(errors="replace") == token

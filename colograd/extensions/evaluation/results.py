@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...batch import Group
 from ...rewards.answers import chance_of_pass
-from .harness import HarnessBenchmark, LoadedTask
+from ...usercode.worker_pool import WorkerCall
+from .harness import HarnessBenchmark, LoadedTask, Question
 
 NORMAL_95 = 1.959964
 Key = tuple[str, str]  # (metric, filter), the key of a value
@@ -31,23 +34,27 @@ class Estimate:
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
         """Compute mean and interval from one value per question."""
-        count, mean = len(values), sum(values) / len(values)
-        variance = sum((value - mean) ** 2 for value in values) / (count - 1) if count > 1 else math.nan
-        return cls(mean, NORMAL_95 * math.sqrt(variance / count))
+        half = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        return cls(statistics.fmean(values), NORMAL_95 * half)
 
     def percent(self) -> str:
         return f"{100 * self.mean:.1f}" + ("" if math.isnan(self.half) else f" ± {100 * self.half:.1f}")
 
 
 @dataclass(slots=True)
-class Answered:
-    """One answered question with its verdicts (values by metric and filter)."""
+class Answer:
+    """An answered question. Ranks exchange the data up to ``failed``. Only the rank that answered has the others."""
 
+    task: str
     row: int
-    verdicts: list[dict[Key, Any]]  # One per separately judged completion, else one. {}: a check failed.
+    verdicts: list[dict[Key, Any]] = field(default_factory=list)  # One per separately judged completion, or one.
     tokens: int = 0  # Tokens of all completions.
     cut_off: int = 0  # Number of completions that ended at their token limit.
-    failed: list[tuple[str, str]] = field(default_factory=list)  # Failed checks: late, died, raised; and the error.
+    failed: list[tuple[str, str]] = field(default_factory=list)  # Failed checks, with empty verdicts: (kind, error).
+    question: Question | None = None
+    groups: list[Group] = field(default_factory=list)  # One group per sampled request.
+    texts: list[list[str]] = field(default_factory=list)  # Judged texts of each request.
+    calls: list[WorkerCall] = field(default_factory=list)  # Calls that judge the texts.
 
 
 @dataclass(slots=True)
@@ -55,7 +62,7 @@ class TaskResult:
     """The result of a task over the questions of all ranks, in the order of the task's rows."""
 
     loaded: LoadedTask
-    answered: list[Answered]
+    answered: list[Answer]
     seconds: float = 0.0  # Seconds of the whole benchmark.
     aggregates: dict[Key, float] = field(default_factory=dict)  # Values aggregated by the harness.
 
@@ -64,11 +71,9 @@ class TaskResult:
         sampling = self.loaded.sampling
         return 0 if sampling is None else len(self.answered) * sampling.n
 
-    def counts(self) -> Counter[str]:
-        return Counter(kind for each in self.answered for kind, _ in each.failed)
-
     def values(self) -> dict[Key, list[list[Any]]]:
-        """Return a list of values per question, by metric: one value per verdict. A failed check is a wrong answer."""
+        """Return each metric's values: a list per question, with a value per verdict. A failed check has the value 0,
+        or none if lower values are better or values aren't numbers."""
         found: dict[Key, list[list[Any]]] = {}
         better = self.loaded.task.higher_is_better()
         for key in dict.fromkeys(key for each in self.answered for verdict in each.verdicts for key in verdict):
@@ -83,41 +88,36 @@ class TaskResult:
         """The first metric and filter of the task. None if the task has no numeric metric."""
         return next(iter(self.aggregates), None)
 
-    @property
-    def accuracy(self) -> Estimate | None:
-        """The primary metric with its interval. None if the metric isn't a mean of values from 0 to 1."""
-        values = self.values().get(self.primary) if self.primary is not None else None
-        if values is None or not _are_numbers(values) or not all(0 <= each <= 1 for v in values for each in v):
-            return None
-        found = Estimate.of([sum(v) / len(v) for v in values])
-        return found if math.isclose(found.mean, self.aggregates[self.primary], abs_tol=1e-6) else None  # type: ignore[index]
-
-    def passes(self) -> dict[int, Estimate]:
-        """Return pass@k for k = 2, 4, 8 ... up to n (k = 1 is the accuracy). Empty if a value isn't 0 or 1."""
-        n = self.loaded.n or 1
-        values = self.values().get(self.primary, []) if self.accuracy is not None else []  # type: ignore[arg-type]
-        if n < 2 or any(each not in (0, 1) for v in values for each in v):
+    def estimates(self) -> dict[str, Estimate]:
+        """Return ``accuracy`` (the primary metric), and ``pass@k`` for k = 2, 4, 8 ... up to n. Empty if the primary
+        metric isn't a mean of values from 0 to 1, and without pass@k if a value isn't 0 or 1."""
+        key, n = self.primary, self.loaded.n or 1
+        values = [] if key is None else self.values().get(key, [])
+        if not values or not _are_numbers(values) or not all(0 <= each <= 1 for v in values for each in v):
             return {}
-        ks = [2**power for power in range(1, n.bit_length())]
-        return {k: Estimate.of([chance_of_pass(n, int(sum(v)), k) for v in values]) for k in ks}
+        accuracy = Estimate.of([sum(v) / len(v) for v in values])
+        if not math.isclose(accuracy.mean, self.aggregates[key], abs_tol=1e-6):  # type: ignore[index]
+            return {}
+        ks = [2**power for power in range(1, n.bit_length()) if all(each in (0, 1) for v in values for each in v)]
+        of_ks = {f"pass@{k}": Estimate.of([chance_of_pass(n, int(sum(v)), k) for v in values]) for k in ks}
+        return {"accuracy": accuracy, **of_ks}
 
     def metrics(self) -> dict[str, float]:
         """Return the task's metrics for the log of a run. Accuracies are fractions, not percent."""
-        found: dict[str, float] = {}
-        if (accuracy := self.accuracy) is not None:
-            found["accuracy"] = accuracy.mean
-            if not math.isnan(accuracy.half):
-                found["accuracy_ci95"] = accuracy.half
+        estimates = self.estimates()
+        found = {name: estimate.mean for name, estimate in estimates.items()}
+        if "accuracy" in estimates and not math.isnan(half := estimates["accuracy"].half):
+            found["accuracy_ci95"] = half
         found |= {_name(key): value for key, value in self.aggregates.items()}
-        found |= {f"pass@{k}": estimate.mean for k, estimate in self.passes().items()}
         if self.completions:
             found["completions/mean_length"] = sum(each.tokens for each in self.answered) / self.completions
             found["completions/clipped_ratio"] = sum(each.cut_off for each in self.answered) / self.completions
         found["completions"] = float(self.completions)
-        return found | {f"checks/{kind}": float(count) for kind, count in self.counts().items()}
+        kinds = Counter(kind for each in self.answered for kind, _ in each.failed)
+        return found | {f"checks/{kind}": float(count) for kind, count in sorted(kinds.items())}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the task's result, with its settings, as JSON values."""
+        """Return the task's result, with its settings, as JSON values. ``right`` has the sum of values by row."""
         sampling, task = self.loaded.sampling, self.loaded.task
         found = {
             "task": self.loaded.name,
@@ -131,9 +131,10 @@ class TaskResult:
         if sampling is not None:
             settings = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens}
             found["sampling"] = settings | {name: v for name, v in sampling.options.items() if _is_number(v)}
-        primary = self.values().get(self.primary, []) if self.accuracy is not None else []  # type: ignore[arg-type]
-        rows = (each.row for each in self.answered)
-        return found | {"right": {str(row): sum(values) for row, values in zip(rows, primary, strict=False)}}
+        key: Any = self.primary
+        answered = self.answered if self.estimates() else ()
+        right = {str(each.row): sum(verdict.get(key, 0.0) for verdict in each.verdicts) for each in answered}
+        return found | {"right": right}
 
 
 @dataclass(slots=True)
@@ -165,7 +166,7 @@ class SuiteResult:
         if len(self.tasks) == 1 and not self.groups:
             return self.tasks[0].metrics()
         found: dict[str, float] = {}
-        if values := next(iter(self.groups.values()), {}):  # the first group contains all other groups
+        if values := next(iter(self.groups.values()), {}):  # the first group contains all others
             found["accuracy"] = next(iter(values.values()))
             found |= {_name(key): value for key, value in values.items()}
         for each in self.tasks:
@@ -174,27 +175,18 @@ class SuiteResult:
 
 
 def table(results: Sequence[SuiteResult]) -> list[str]:
-    """Return the lines of a table with a row per task and metric, then the groups and failed checks."""
-    rows = [("task", "questions", "metric", "value", "pass@k", "tokens", "cut off")]
-    lines = []
+    """Return the lines of a table with a row per metric of each task and group, and lines about failed checks."""
+    rows, lines = [("task", "questions", "metric", "value")], []
     for result in (each for suite in results for each in suite.tasks):
-        accuracy, count, tokens, cut = result.accuracy, result.completions, "-", "-"
-        each = f"@{result.loaded.n} " if result.loaded.n else ""
-        of_k = ", ".join(f"@{k} {e.percent()}" for k, e in result.passes().items())
-        if count:
-            tokens = f"{sum(a.tokens for a in result.answered) / count:.0f}"
-            cut = f"{100 * sum(a.cut_off for a in result.answered) / count:.1f} %"
-        for key, value in result.aggregates.items():
-            first = key == result.primary
-            shown = accuracy.percent() + " %" if first and accuracy is not None else f"{value:.4g}"
-            cells = (f"{each}{_name(key)}", shown, (first and of_k) or "-", tokens, cut)
-            rows.append((result.loaded.name, str(len(result.answered)), *cells))
-        if wrong := ", ".join(f"{count} {kind}" for kind, count in sorted(result.counts().items())):
-            about = next((f": {error}" for each in result.answered for _, error in each.failed if error), "")
-            lines.append(f"{result.loaded.name}: checks that judged nothing count as wrong answers: {wrong}{about}")
+        shown = {name: f"{value:.4g}" for name, value in result.metrics().items() if name != "accuracy_ci95"}
+        shown |= {name: f"{estimate.percent()} %" for name, estimate in result.estimates().items()}
+        rows += [(result.loaded.name, str(len(result.answered)), name, value) for name, value in shown.items()]
+        if failed := [each for answered in result.answered for each in answered.failed]:
+            about = next((f": {error}" for _, error in failed if error), "")
+            lines.append(f"{result.loaded.name}: {len(failed)} failed checks count as wrong answers{about}")
     for suite in results:
         for group, values in suite.groups.items():
-            rows += [(group, "", _name(key), f"{value:.4g}", "-", "-", "-") for key, value in values.items()]
+            rows += [(group, "", _name(key), f"{value:.4g}") for key, value in values.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     shown_rows = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
     return [*(row.rstrip() for row in shown_rows), *lines]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,14 +20,14 @@ from ...parallel.ranks import gather, on_all_ranks
 from ...rewards.answers import after_thinking
 from ...runtime import process
 from ...training.preparation import engine_context, longest_completion
-from ...usercode.worker_pool import WorkerCall, WorkerPool
+from ...usercode.worker_pool import WorkerPool
 from .harness import HarnessBenchmark, LoadedTask, Question, Request, Rules, stops, thinks
 from .judging import Judge
-from .results import Answered, SuiteResult, TaskResult
+from .results import Answer, SuiteResult, TaskResult
 from .specs import names_of
 
 SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # Settings of a scoring request: vLLM needs one sampled token.
-MOST_WORKERS = 8  # Maximum number of worker processes.
+MOST_WORKERS = 8  # Maximum number of worker processes per rank.
 CHECK_SECONDS = 120.0  # Maximum seconds of one call that judges a question with all filters and metrics.
 
 
@@ -41,17 +42,6 @@ class Host:
     version: int  # optimizer step of the engine's weights
 
 
-@dataclass(slots=True)
-class Sat:
-    """A question that this rank has answered, with the calls that judge the answers."""
-
-    task: str
-    question: Question
-    calls: list[WorkerCall]
-    groups: list[Group]  # One group per sampled request.
-    texts: list[list[str]]  # Judged texts of each sampled request.
-
-
 def checkers(benchmarks: Iterable[HarnessBenchmark]) -> WorkerPool:
     """Start the worker processes that judge the questions of all tasks in ``benchmarks``."""
     judges = {f"{each.text}: {task.name}": Judge(task.task) for each in benchmarks for task in each.tasks}
@@ -63,11 +53,11 @@ def checkers(benchmarks: Iterable[HarnessBenchmark]) -> WorkerPool:
 
 def take(
     benchmark: HarnessBenchmark, host: Host, pool: WorkerPool, turn: AbstractContextManager[Any]
-) -> tuple[SuiteResult, list[tuple[Sat, list[dict[Any, Any]]]]]:
-    """Answer and judge all questions: a collective. Return all ranks' result, and this rank's answers and verdicts."""
+) -> tuple[SuiteResult, list[Answer]]:
+    """Answer and judge all questions. All ranks must call. Return all ranks' result, and this rank's answers."""
     started, mine = time.perf_counter(), host.config.layout
     with turn, on_all_ranks("the benchmark"):
-        sat: list[Sat] = host.engine.on_engine_leader(
+        answers: list[Answer] = host.engine.on_engine_leader(
             lambda: [
                 each
                 for task in benchmark.tasks
@@ -75,42 +65,43 @@ def take(
             ],
             others=[],
         )
-    judged, answers = [], []
-    for each in sat:
-        verdicts, failed = [], []
+    for each in answers:
         for call in each.calls:
             watchdog.progress(f"the checks of {each.task}")
             outcome = call.result()
-            verdicts.append(dict(outcome.value) if outcome.kind == "value" else {})
+            each.verdicts.append(dict(outcome.value) if outcome.kind == "value" else {})
             if outcome.kind != "value":
-                failed.append((outcome.kind, outcome.value[0] if outcome.kind == "raised" else ""))
+                each.failed.append((outcome.kind, outcome.value[0] if outcome.kind == "raised" else ""))
         rollouts = [rollout for group in each.groups for rollout in group.rollouts]
-        tokens = sum(len(rollout.completion_ids) for rollout in rollouts)
-        cut_off = sum(rollout.finish_reason is not FinishReason.STOP for rollout in rollouts)
-        judged.append((each, verdicts))
-        answers.append((each.task, Answered(each.question.row, verdicts, tokens, cut_off, failed)))
-    parts, results = gather(answers), []
+        each.tokens = sum(len(rollout.completion_ids) for rollout in rollouts)
+        each.cut_off = sum(rollout.finish_reason is not FinishReason.STOP for rollout in rollouts)
+    own = [Answer(each.task, each.row, each.verdicts, each.tokens, each.cut_off, each.failed) for each in answers]
+    of_all, results = sorted(itertools.chain(*gather(own)), key=lambda each: each.row), []
     for task in benchmark.tasks:
-        answered = sorted((a for rows in parts for name, a in rows if name == task.name), key=lambda a: a.row)
-        results.append(TaskResult(task, answered, time.perf_counter() - started))
+        of_task = [each for each in of_all if each.task == task.name]
+        results.append(TaskResult(task, of_task, time.perf_counter() - started))
     with on_all_ranks("the benchmark's metrics"):
-        return SuiteResult.of(benchmark, results), judged
+        return SuiteResult.of(benchmark, results), answers
 
 
-def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: WorkerPool, text: str) -> list[Sat]:
-    """Answer questions of a task on this engine: score first, then sample. Judging of an answer starts at once."""
-    sat = {each.row: Sat(task.name, each, [], [], [[] for _ in each.requests]) for each in questions}
+def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: WorkerPool, text: str) -> list[Answer]:
+    """Answer questions of a task on this engine: score first, then sample. Workers judge meanwhile."""
+    answers = {
+        each.row: Answer(task.name, each.row, question=each, texts=[[] for _ in each.requests]) for each in questions
+    }
+    judge = f"{text}: {task.name}"
     responses: dict[int, list[list[Any]]] = {each.row: [[] for _ in each.requests] for each in questions}
 
-    def answer(row: int, index: int, found: list[Any]) -> None:
+    def answer(question: Question, index: int, found: list[Any]) -> None:
+        row = question.row
         responses[row][index] = found
         if not all(responses[row]):
             return
-        question, of_requests = sat[row].question, responses.pop(row)
-        asked = {"doc": question.doc, "requests": [(each.kind, each.arguments) for each in question.requests]}
+        of_requests = responses.pop(row)
+        instances = [each.instance for each in question.requests]
         # One call of `Judge` per question, or one per completion if each completion is judged separately.
         alone = [[[each] for each in of_one] for of_one in zip(*of_requests, strict=True)] if task.n else [of_requests]
-        sat[row].calls = [pool.submit(f"{text}: {task.name}", asked | {"responses": of_call}) for of_call in alone]
+        answers[row].calls = [pool.submit(judge, {"instances": instances, "responses": of_call}) for of_call in alone]
 
     requests = [(each, index, request) for each in questions for index, request in enumerate(each.requests)]
     scores = iter(score(host.engine, [part for _, _, request in requests for part in request.parts]))
@@ -119,12 +110,12 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
     for question, index, request in requests:
         if request.parts:
             of_parts = [next(scores) for _ in request.parts]
-            total = sum(logprob for logprob, _ in of_parts)
-            answer(question.row, index, [total if request.kind.endswith("rolling") else (total, of_parts[0][1])])
+            total, kind = sum(logprob for logprob, _ in of_parts), request.instance.request_type
+            answer(question, index, [total if kind.endswith("rolling") else (total, of_parts[0][1])])
         if request.prompt:
             position = question.row * len(question.requests) + index
             wanted[position] = question, index, request
-            example = {"prompt": request.arguments[0], "answer": question.target}
+            example = {"prompt": request.instance.args[0], "answer": question.target}
             prompt = Prompt(example, ModelInput(request.prompt), position)
             by_sampling.setdefault(repr(request.sampling), []).append(prompt)
     for prompts in by_sampling.values():
@@ -136,10 +127,10 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
                 bar.update(sum(len(rollout.completion_ids) for rollout in group.rollouts))
                 question, index, request = wanted[group.position]
                 texts = _texts(group, request, host.tokenizer)
-                sat[question.row].groups.append(group)
-                sat[question.row].texts[index] = texts
-                answer(question.row, index, texts)
-    return [*sat.values()]
+                answers[question.row].groups.append(group)
+                answers[question.row].texts[index] = texts
+                answer(question, index, texts)
+    return [*answers.values()]
 
 
 def score(engine: Engine, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
@@ -157,13 +148,13 @@ def score(engine: Engine, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) 
 
 
 def _texts(group: Group, request: Request, tokenizer: Any) -> list[str]:
-    """Return the completions' texts for the task's filters: without reasoning, and cut at the task's stop strings."""
+    """Return the completions' texts, without reasoning, and cut at the task's stop strings."""
     ids = [list(rollout.completion_ids) for rollout in group.rollouts]
     texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
     if thinks(tokenizer):
-        begun = str(request.arguments[0]).rstrip().endswith("<think>")
+        begun = str(request.instance.args[0]).rstrip().endswith("<think>")
         texts = [after_thinking(text, begun).lstrip() for text in texts]
-    for stop in stops(request.arguments[1]):
+    for stop in stops(request.instance.args[1]):
         texts = [text.partition(stop)[0] for text in texts]
     return texts
 
@@ -181,13 +172,13 @@ class RunBenchmark(HarnessBenchmark):
             if self.pool is None:
                 self.pool = checkers([self])
                 weakref.finalize(self, self.pool.close)
-        result, judged = take(self, host, self.pool, sampler.device_turns.sampling(trainer.optimizer))
+        result, answers = take(self, host, self.pool, sampler.device_turns.sampling(trainer.optimizer))
         if trainer.completion_log is not None:
             groups = []  # sampled groups, with the primary metric as their reward
-            primary = {each.loaded.name: each.primary for each in result.tasks}
-            for sat, verdicts in judged:
-                values = [float(verdict.get(primary[sat.task], 0.0)) for verdict in verdicts]
-                for group in sat.groups:
+            primary: dict[str, Any] = {each.loaded.name: each.primary for each in result.tasks}
+            for each in answers:
+                values = [float(verdict.get(primary[each.task], 0.0)) for verdict in each.verdicts]
+                for group in each.groups:
                     size = len(group.rollouts)
                     rewards = torch.tensor(values if len(values) == size else values[:1] * size).reshape(-1, 1)
                     groups.append(ScoredGroup(group, rewards, torch.zeros(size)))

@@ -109,7 +109,7 @@ class ImageReader:
         )
 
     def tokens(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-        """Return a conversation without images as text and as token ids. An image token counts as text."""
+        """Return a conversation without images as text and as token ids. The text may contain image tokens."""
         text, special = self._text(messages, arguments)
         return text, tuple(self.processor.tokenizer(text, add_special_tokens=special).input_ids)
 
@@ -143,8 +143,7 @@ class ImageReader:
         return int(self.processor.tokenizer.convert_tokens_to_ids(self.processor.image_token))
 
     def count(self, row: Mapping[str, Any], arguments: Mapping[str, Any], where: str) -> int | None:
-        """Count the tokens of a row's prompt from the sizes of its images. None: the processor can't compute the
-        count."""
+        """Count the tokens of a row's prompt from the sizes of its images, or return None if the processor can't."""
         with _refusals(row, where):
             messages, pictures = self._messages(row, where)
             text, special = self._text(messages, arguments)
@@ -163,7 +162,7 @@ class ImageReader:
             return placeholders + sum(tokens - 1 + around for tokens in each)
 
     def lengths(self, rows: Dataset, rules: PromptRules) -> list[int]:
-        """Count the tokens of each row's prompt with its images. Pixels are processed only when a step uses the row,
+        """Count the tokens of each row's prompt with its images, where possible from the images' sizes. Keep no pixels,
         because a whole dataset's pixels don't fit into memory."""
 
         def processed(row: int) -> int:
@@ -178,26 +177,25 @@ class ImageReader:
             if all(processed(row) == found[row] for row in probes):
                 return found
         rules.tell(
-            f"{rules.name}: images: the processor can't compute numbers of tokens from images' sizes, so each row "
-            "is processed"
+            f"{rules.name}: images: the processor can't compute correct numbers of tokens from images' sizes, so "
+            "each row is processed"
         )
         return [processed(row) for row in _marked(range(len(rows)), len(rows), rules)]
 
     def _counted(self, rows: Dataset, rules: PromptRules) -> list[int] | None:
-        """Count the tokens of each row from its images' sizes. None: the processor can't compute the counts."""
+        """Count the tokens of each row from its images' sizes, or return None if the processor can't."""
         lengths, size = [], AT_ONCE * cpu_threads()
         raw = rows.with_format(None)
         raw.info.features = _undecoded(raw.features)  # The dataset then returns images as bytes and paths.
 
-        def load(example: Row, row: int) -> Row:
+        def load(row: int) -> Row:
+            example = raw[row]
             return example | {"images": images_of(example, rules.where(row)) or None, "image": None}
 
         with ThreadPoolExecutor(cpu_threads()) as threads:
             for first in _marked(range(0, len(raw), size), len(raw), rules):
-                part = raw[first : first + size]
-                numbers = range(first, first + len(part["prompt"]))
-                each = [{name: of[row - first] for name, of in part.items()} for row in numbers]
-                for row, example in zip(numbers, threads.map(load, each, numbers), strict=True):
+                numbers = range(first, min(first + size, len(raw)))
+                for row, example in zip(numbers, threads.map(load, numbers), strict=True):
                     if (arguments := _arguments(example, row, rules)) is None:
                         length: int | None = len(text_ids(rules.tokenizer, [example["prompt"]])[0])
                     else:
@@ -260,7 +258,7 @@ def images_of(row: Mapping[str, Any], where: str) -> list[Any]:
     """Return the images of a dataset's row, from its column ``images`` or ``image``, as PIL images in RGB."""
     several, one = row.get("images"), row.get("image")
     if several and one is not None:
-        raise Unreadable(f"{where}: it has both `images` and `image`: leave one of the columns out.")
+        raise Unreadable(f"{where}: the row has both `images` and `image`: leave one of the columns out.")
     if several is not None and not isinstance(several, (list, tuple)):
         raise Unreadable(
             f"{where}: `images` is {type(several).__name__}, but must be a list; one image goes into column `image`."
@@ -331,7 +329,7 @@ def most_images(prompts: Prompts) -> int:
 
 def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
     """Return one prompt with images, for the check of packed rows at start. Empty if the run has no images. The prompt
-    is artificial if only tools, or rows after the first ROWS_LOOKED_AT, have images."""
+    is artificial unless one of the first dataset's first ROWS_LOOKED_AT rows has images."""
     if (reader := reader_of(policy)) is None:
         return []
     if most_images(prompts[0]):
@@ -348,7 +346,7 @@ def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFea
 
 
 def _marked(rows: range, total: int, rules: PromptRules) -> Iterator[int]:
-    """Yield the row numbers ``rows``, and log every `SAID_AFTER` seconds how many of ``total`` rows are read."""
+    """Yield the row numbers ``rows``. Log about every `SAID_AFTER` seconds how many of ``total`` rows are read."""
     last = time.monotonic()
     for row in rows:
         watchdog.progress("the prompts' images")

@@ -43,8 +43,8 @@ ROWS = pa.schema(
 class Images(Media):
     """The processed images of a prompt or of a tool's answer. A rollout carries one `Images` object per answer.
 
-    All completions of a prompt share one object. Two objects are equal if their digests and token ids are equal,
-    because a run has only one processor.
+    Completions of one dataset row share its prompt's object. Two objects are equal if their digests and token ids are
+    equal, because a run has only one processor.
 
         Images("5f...", engine_ids=(11, 90, 13), pictures=(...), inputs={"pixel_values": ...}, places=(1, 2))
     """
@@ -52,7 +52,7 @@ class Images(Media):
     digest: str  # Digest of the images' sizes and pixels.
     engine_ids: tuple[int, ...]  # Token ids of the text with one placeholder per image, as input of the engine.
     pictures: tuple[Any, ...]  # PIL images in RGB, in the order of their placeholders. Empty on ranks that only train.
-    inputs: Mapping[str, torch.Tensor]  # Inputs of the model's forward in addition to token ids, in host memory.
+    inputs: Mapping[str, torch.Tensor]  # The forward's further inputs, in host memory. Empty for the engine.
     places: tuple[int, ...]  # Indices in the text of the image tokens. Features replace the embeddings of these tokens.
     placeholder: int = -1  # Id of the placeholder token.
 
@@ -125,15 +125,15 @@ class Images(Media):
         them."""
         from PIL import Image
 
-        assert encoder is not None, "it has images, which the model doesn't read"
+        assert encoder is not None, "the record has images, which the model doesn't read"
         found, pictures = [*rollouts], dict[str, list[Any]]()
         for row in read_table(reader, cls.MARK, ROWS).to_pylist():
             if row["files"] is not None:
                 pictures[row["digest"]] = [Image.open(io.BytesIO(file)) for file in row["files"]]
-                assert digest_of(pictures[row["digest"]]) == row["digest"], "a picture isn't the one that was recorded"
+                assert digest_of(pictures[row["digest"]]) == row["digest"], "a recorded image differs from its digest"
             rollout, places = found[row["rollout"]], row["places"]
             length = len(rollout.input) if row["in_prompt"] else len(rollout.completion_ids)
-            assert places and 0 <= min(places) <= max(places) < length, "a picture's place is wrong"
+            assert places and 0 <= min(places) <= max(places) < length, "a recorded image's place is wrong"
             images = encoder.again(pictures[row["digest"]], row["engine_ids"], places)
             found[row["rollout"]] = (
                 dataclasses.replace(rollout, input=ModelInput(rollout.input.ids, images))
@@ -144,7 +144,7 @@ class Images(Media):
 
 
 def thumbnails(pictures: Sequence[Any]) -> list[bytes]:
-    """Convert the first images to small JPEG files. A file of more than THUMBNAIL_BYTES is left out."""
+    """Convert the first THUMBNAILS images to small JPEG files. A file of more than THUMBNAIL_BYTES is left out."""
     files = []
     for picture in pictures[:THUMBNAILS]:
         small, file = picture.copy(), io.BytesIO()

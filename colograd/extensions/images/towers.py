@@ -26,7 +26,7 @@ from ...policy.sending import to_device_async
 from ...policy.towers import has_tower, in_tower, keep_gradients_out, reads_text_alone, takes_images, tower_layers
 from .rider import PER_TOKEN, Images
 
-# Attribute of a model with FSDP. Its vision tower must run for rows of text, too, because ranks gather weights there.
+# Attribute of models with FSDP: whether the tower runs in every forward, because ranks gather its weights together.
 IN_EACH_FORWARD = "tower_in_each_forward"
 TOWER_NAME = "colograd_flash_tower"  # "flash" in the name makes transformers pass all windows in one call.
 
@@ -143,7 +143,7 @@ def _with_pictures(model: Any, ids: torch.Tensor, placed: Placed) -> tuple[torch
             read = read.index_fill(0, places, decoder.config.pad_token_id)
         more["per_layer_inputs"] = decoder.get_per_layer_inputs(read.view_as(ids), None)
     if not placed:
-        if getattr(model, IN_EACH_FORWARD, False):  # Run the tower, as other ranks do, on an image without effect.
+        if getattr(model, IN_EACH_FORWARD, False):  # Gather its weights, as ranks with images do.
             features, deeper = _features(model, [_unseen_picture(model.config)])
             embeds = _Beside.apply(embeds, features, *deeper)
         return embeds, more
@@ -214,7 +214,7 @@ def _unseen_picture(config: Any) -> Images:
 
 
 def _features(model: Any, images: Sequence[Images]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Compute the features of several images in order, (F, hidden), and a list of features for the first layers."""
+    """Compute the features of several images, (F, hidden), and a list of features for the language model's layers."""
     body = _body(model)
     taken = inspect.signature(body.get_image_features).parameters
     given = {name for of in images for name in of.inputs if name in taken}
@@ -242,8 +242,8 @@ def _joined(parts: Sequence[torch.Tensor], tiled: bool) -> torch.Tensor:
 
 def _row_positions(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
     """Return the rotary positions (time, height, width) of a packed row, (3, 1, T). Segments with images get the
-    model's positions, which don't depend on later segments. A completion without images continues after its prompt's
-    largest position."""
+    model's positions, which don't depend on later segments. After a prompt with images, a completion without images
+    continues behind the prompt's largest position."""
     layout, starts = micro_batch.layout, micro_batch.layout.starts
     positions = micro_batch.position_ids.cpu().expand(3, 1, -1).clone()
     segments = micro_batch.input_ids[0].cpu().split(layout.lengths)
@@ -268,7 +268,7 @@ def _positions(model: Any, ids: torch.Tensor, placed: Placed) -> torch.Tensor:
 
 
 def _kinds(placed: Placed, length: int) -> torch.Tensor:
-    """Return a mask of image tokens, (1, L) bool: True for the tokens of images."""
+    """Return a mask of the tokens of the images ``placed``, (1, L) bool, with L = ``length``."""
     kinds = torch.zeros(1, length, dtype=torch.bool)
     for at, of in placed:
         kinds[0, torch.tensor(of.places) + at] = True
@@ -304,8 +304,7 @@ class ImageStep(ForwardStep):
         tower = name
         if name not in ("eager", "sdpa"):
             # For tower layers with `cu_seqlens` (windows) transformers would wait in each layer for the GPU to return
-            # the windows' lengths. The present device doesn't matter, because a reference in host memory moves to the
-            # GPU.
+            # the windows' lengths. A model that is still in host memory counts, because it may move to the GPU.
             layers = tower_layers(model)
             windows = bool(layers) and "cu_seqlens" in inspect.signature(type(layers[0]).forward).parameters
             tower = TOWER_NAME if windows and torch.cuda.is_available() else "sdpa"

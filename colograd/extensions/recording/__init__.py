@@ -2,8 +2,7 @@
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "completion_log": "completion_log:log_of",
-    "guard_callbacks": "spare:spare_from_trackers",
-    "kept_records": "shown:kept_records",
+    "guard_callbacks": "trackers:spare_from_trackers",
     "model_card": "model_card:write_card_of",
     "recorder": "recorder:recorder_of",
 }

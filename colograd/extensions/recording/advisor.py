@@ -1,8 +1,8 @@
 """The advisor: rules over a run's logged metrics. A rule's finding becomes an alarm with its reason and a remedy.
 
-A rule is a function of a `History`, the metrics so far. Rules use several steps together, so that one odd step raises
-no alarm, except in the rule for gradient spikes. An alarm is raised once. The alarm ends when its rule has found
-nothing for `QUIET` steps, and may then be raised again.
+A rule is a function of a `History`, the metrics so far. All rules but the one for gradient spikes need at least `LEAST`
+steps, rounds or evaluations, because a single step is noisy. While an alarm lasts, its rule raises no second one. The
+alarm ends when its rule has found nothing for more than `QUIET` steps, and may then be raised again.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from typing import Any, NamedTuple, TypeGuard
 
 from ...config.sampling import shaping
 
-WINDOW = 5  # Number of last steps that a rule looks at.
-LEAST = 3  # Minimum number of steps for a finding.
-QUIET = 20  # Number of steps without a finding that end an alarm.
+WINDOW = 5  # Number of last steps that most rules average.
+LEAST = 3  # Minimum number of steps, rounds or evaluations for a finding, except for gradient spikes.
+QUIET = 20  # An alarm ends after more than this number of steps without a finding.
 KEPT = 200  # Number of last steps with all metrics in memory.
-ROLLOUTS = 32  # Number of last rollout events in memory.
 
 
 class Seen(NamedTuple):
     """The finding of an advisor's rule."""
 
     text: str  # Sentence with the measured numbers.
-    severe: bool = False  # Whether the policy learns nothing while this lasts.
-    good: bool = False  # Whether the finding is good news and no alarm.
+    severe: bool = False  # Whether the alarm's severity is "severe" in place of "warning".
+    good: bool = False  # Whether the finding is good news. The alarm's severity is then "note".
 
 
 @dataclass(slots=True)
 class History:
-    """Metrics that a run has logged, oldest first: all metrics of the last `KEPT` steps, and rewards of all steps."""
+    """A run's data for the rules, oldest first: metrics of the last `KEPT` steps, rewards of all, rollout events."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)  # settings of the run by name
     steps: deque[tuple[int, Mapping[str, float]]] = field(default_factory=lambda: deque(maxlen=KEPT))
     first: list[Mapping[str, float]] = field(default_factory=list)  # Metrics of the first `WINDOW` steps.
-    rewards: list[tuple[int, float]] = field(default_factory=list)  # (Step, reward) of all steps.
-    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # Rewards by evaluation.
-    rollouts: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=ROLLOUTS))
+    rewards: list[tuple[int, float]] = field(default_factory=list)  # (Step, reward) of all steps with a reward.
+    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # Evaluation -> [(step, reward)].
+    # Round -> preempted sequences, and whether sequences waited for room in a full KV cache for half of the time.
+    rollouts: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics of a step or of an evaluation."""
+        """Add the metrics of a step, or the rewards of an evaluation. Ignore metrics of the training's end."""
         if any(name.startswith("eval") for name in metrics):
             for name, value in metrics.items():
                 if (found := re.fullmatch(r"(eval(?:_.+)?)_reward", name)) and _is_number(value):
@@ -58,8 +58,15 @@ class History:
             if _is_number(reward := metrics.get("reward")):
                 self.rewards.append((step, float(reward)))
 
+    def add_rollout(self, step: int, rollout: Mapping[str, Any]) -> None:
+        """Add the record of a rank's sampling for the round that begins with step ``step``."""
+        looks = [*zip(*(rollout.get(name) or [] for name in ("running", "waiting", "kv")), strict=False)]
+        waits = sum(waiting[1] >= running[1] > 0 and kv[1] >= 0.9 for running, waiting, kv in looks)
+        preempted, full = self.rollouts.get(step, (0, False))
+        self.rollouts[step] = preempted + (rollout.get("preemptions") or 0), full or 0 < len(looks) <= 2 * waits
+
     def last(self, name: str, count: int = WINDOW) -> list[float]:
-        """Return a metric's values in the last ``count`` steps, without steps that lack the metric."""
+        """Return a metric's values in the last ``count`` steps, without steps that lack a finite value."""
         recent = list(self.steps)[-count:]
         return [float(metrics[name]) for _, metrics in recent if _is_number(metrics.get(name))]
 
@@ -67,13 +74,15 @@ class History:
         return _mean([float(metrics[name]) for metrics in self.first if _is_number(metrics.get(name))])
 
     def recently(self, name: str) -> float:
-        """Return a metric's mean over the last steps. With too few values return NaN, so that comparisons fail."""
+        """Return a metric's mean over the last `WINDOW` steps, or NaN, which no comparison is true for, if fewer than
+        `LEAST` steps have the metric."""
         values = self.last(name)
         return _mean(values) if len(values) >= LEAST else math.nan
 
     @property
     def is_solved(self) -> bool:
-        """Whether the mean reward has risen to the pass threshold. A low entropy is then no problem."""
+        """Whether the mean reward is at most 10 % below `pass_threshold_eval`, and has risen by half of its initial
+        spread. Low entropy and equal rewards are then no problem."""
         now, wanted = self.recently("reward"), self.settings.get("pass_threshold_eval", 1.0)
         passes = _is_number(wanted) and now >= wanted - 0.1 * abs(wanted)
         return passes and now - self.at_first("reward") >= 0.5 * self.at_first("reward_std") > 0
@@ -92,37 +101,14 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    name: str
-    look: Callable[[History], Seen | None]
-    when: str  # condition that raises the alarm, for the documentation
-    why: str
-    remedy: str  # Text with settings in backquotes. An alarm adds their present values.
-    source: str  # URL of a source.
-
-
-@dataclass(frozen=True, slots=True)
-class Alarm:
-    rule: str
-    severity: str  # "severe", "warning" or "note"
-    seen: str
-    why: str
-    remedy: str
-    source: str
-
-    def line(self) -> str:
-        return f"advisor: {self.seen}. {self.why} {self.remedy} ({self.rule}, {self.source})"
-
-
-RULES: list[Rule] = []
-_TEXTS = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encoding="utf-8"))
+RULES: dict[str, Callable[[History], Seen | None]] = {}
+# Rule -> texts: ``when`` it raises an alarm (for the documentation), ``why``, ``remedy`` (with settings), ``source``.
+TEXTS = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encoding="utf-8"))
 
 
 def rule(look: Callable[[History], Seen | None]) -> Callable[[History], Seen | None]:
-    """Decorate a rule: add the function to `RULES`, with its texts from alarms.toml."""
-    name = look.__name__.replace("_", "-")
-    RULES.append(Rule(name, look, **_TEXTS[name]))
+    """Decorate a rule: add the function to `RULES`."""
+    RULES[look.__name__.replace("_", "-")] = look
     return look
 
 
@@ -235,7 +221,7 @@ def entropy_collapse(history: History) -> Seen | None:
 @rule
 def gradient_spike(history: History) -> Seen | None:
     *before, last = history.last("grad_norm", 21) or [0.0]
-    before = [norm for norm in before if norm > 0]  # the gradient is 0 in a step without reward differences
+    before = [norm for norm in before if norm > 0]  # the gradient may be 0 in a step without reward differences
     limit = history.settings.get("max_grad_norm")
     if len(before) < WINDOW or not _is_number(limit) or last <= max(10 * statistics.median(before), float(limit)):
         return None
@@ -302,20 +288,10 @@ def no_effect(history: History) -> Seen | None:
 
 @rule
 def engine_waits(history: History) -> Seen | None:
-    rounds = list(dict.fromkeys(rollout.get("step") for rollout in history.rollouts))[-LEAST:]
-    if len(rounds) < LEAST:
-        return None
-    of_rounds = [[r for r in history.rollouts if r.get("step") == step] for step in rounds]
-    preempted = [sum(rollout.get("preemptions") or 0 for rollout in ranks) for ranks in of_rounds]
-    if all(preempted):
-        return Seen(f"the engine preempted {sum(preempted)} sequences in the last {LEAST} rollouts")
-    full = set()  # rounds with a full KV cache and waiting >= running sequences in half of a rank's samples
-    for rollout in history.rollouts:
-        looks = [*zip(*(rollout.get(name) or [] for name in ("running", "waiting", "kv")), strict=False)]
-        waits = sum(waiting[1] >= running[1] > 0 and kv[1] >= 0.9 for running, waiting, kv in looks)
-        if looks and waits >= len(looks) / 2:
-            full.add(rollout.get("step"))
-    if full.issuperset(rounds):
+    rounds = [*history.rollouts.values()][-LEAST:]
+    if len(rounds) == LEAST and all(preempted for preempted, _ in rounds):
+        return Seen(f"the engine preempted {sum(n for n, _ in rounds)} sequences in the last {LEAST} rollouts")
+    if len(rounds) == LEAST and all(full for _, full in rounds):
         return Seen(f"in the last {LEAST} rollouts most sequences waited for room in a full KV cache")
     return None
 
@@ -323,10 +299,10 @@ def engine_waits(history: History) -> Seen | None:
 class Advisor:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.history = History(settings)
-        self._raised: dict[str, int] = {}  # step of the last finding, by rule with a raised alarm
+        self._raised: dict[str, int] = {}  # Rule with a raised alarm -> step of its last finding.
 
     def restore(self, events: Iterable[Mapping[str, Any]], last: int) -> None:
-        """Restore the alarms from a run's events up to step ``last``, so that a resumed run raises no alarm twice."""
+        """Restore metrics and alarms of the events up to step ``last``. A resumed run then raises no alarm twice."""
         for event in events:
             kind, step, name = event.get("kind"), event.get("step"), event.get("rule")
             if not isinstance(step, int) or step > last:
@@ -334,32 +310,34 @@ class Advisor:
             if kind == "log" and isinstance(metrics := event.get("metrics"), Mapping):
                 self.history.add(step, metrics)
             elif kind == "rollout":
-                self.history.rollouts.append(event)
+                self.history.add_rollout(step, event)
             elif kind == "alarm" and isinstance(name, str):
                 self._raised[name] = step
             elif kind == "calm":
                 self._raised.pop(str(name), None)
 
-    def look(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[Alarm], list[str]]:
-        """Add the metrics of a step or an evaluation. Return new alarms, and the names of rules with ended alarms."""
+    def look(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[dict[str, str]], list[str]]:
+        """Add the metrics of a step or an evaluation. Return new alarms, and the names of rules with ended alarms. An
+        alarm has the keys rule, severity ("severe", "warning" or "note"), seen, why, remedy and source."""
         self.history.add(step, metrics)
         begin, end = [], []
-        for each in RULES:
-            seen, last = each.look(self.history), self._raised.get(each.name)
+        for name, find in RULES.items():
+            seen, last, texts = find(self.history), self._raised.get(name), TEXTS[name]
             if seen is not None:
                 if last is None:
                     severity = "note" if seen.good else "severe" if seen.severe else "warning"
-                    remedy = with_values(each.remedy, self.history.settings)
-                    begin.append(Alarm(each.name, severity, seen.text, each.why, remedy, each.source))
-                self._raised[each.name] = step
+                    remedy = with_values(texts["remedy"], self.history.settings)
+                    alarm = {"rule": name, "severity": severity, "seen": seen.text, "why": texts["why"]}
+                    begin.append(alarm | {"remedy": remedy, "source": texts["source"]})
+                self._raised[name] = step
             elif last is not None and step - last > QUIET:
-                del self._raised[each.name]
-                end.append(each.name)
+                del self._raised[name]
+                end.append(name)
         return begin, end
 
 
 def with_values(remedy: str, settings: Mapping[str, Any]) -> str:
-    """Return a remedy's text with the present value behind the first mention of each setting."""
+    """Return a remedy's text with a setting's present value behind its first mention. Lists and dicts are left out."""
     for name in dict.fromkeys(re.findall(r"`(\w+)`", remedy)):
         value = settings.get(name, [])
         if not isinstance(value, dict | list):

@@ -14,18 +14,16 @@ from transformers import TrainerState
 from ...batch import Group, ScoredGroup
 from ...config import GRPOConfig
 from ...parallel.ranks import gather
-from .completion_table import chosen_rows, print_table
-from .completions import FOLDER, IMAGES, TEXT, CompletionRow, columns, write_log
+from .completions import FOLDER, IMAGES, TEXT, CompletionRow, chosen_rows, columns, print_table, write_log
 from .group_views import as_utf8, completion_rows
-from .spare import Spare
-from .trackers import Trackers
+from .trackers import Spare, Trackers
 
 UPLOAD_MINUTES = 2  # minutes between uploads to the Hub, as in TRL
 PROBLEM = "log_completions: some completions can't be logged"
 
 
 class CompletionLog:
-    """Logs completions: one file per optimizer step and per evaluation, and a table of some of the file's rows."""
+    """Logs completions: a file per optimizer step and evaluation, and a table every `log_completions_steps` steps."""
 
     def __init__(
         self,
@@ -56,7 +54,7 @@ class CompletionLog:
     def add(
         self, steps: Sequence[Sequence[ScoredGroup]], decode: Callable[[Group], list[str]], state: TrainerState
     ) -> None:
-        """Log the completions of steps. A collective. ``decode`` decodes the groups whose texts `keep` didn't store."""
+        """Log the completions of steps. All ranks must call. ``decode`` returns texts that `keep` hasn't stored."""
         config = self.config
         every = config.log_completions_steps or max(int(state.logging_steps), 1)
         for step, groups in enumerate(steps, start=state.global_step + 1):
@@ -77,7 +75,7 @@ class CompletionLog:
         name: str,
         reward_names: Sequence[str] | None = None,
     ) -> None:
-        """Log an evaluation's completions. A collective. ``reward_names`` defaults to names of the run's rewards."""
+        """Log an evaluation's completions. All ranks must call. ``reward_names`` defaults to the run's rewards."""
         names, step = self.names if reward_names is None else reward_names, state.global_step
         rows = [dataclasses.replace(row, advantage=math.nan) for row in self._rows(groups, decode, step)]
         self._texts.clear()
@@ -100,7 +98,7 @@ class CompletionLog:
         self, groups: Sequence[ScoredGroup], decode: Callable[[Group], list[str]], step: int
     ) -> list[CompletionRow]:
         own: list[CompletionRow] = []
-        with self._spare(PROBLEM):  # catches errors, because all ranks must reach `gather`
+        with self._spare(PROBLEM):  # turns errors into a warning, because all ranks must reach `gather`
             texts = [self._texts.get(scored.group.position) or as_utf8(decode(scored.group)) for scored in groups]
             own = completion_rows(groups, texts, step, self.images)
         return sorted((row for part in gather(own) for row in part), key=lambda row: row.position)

@@ -1,8 +1,8 @@
-"""Files of completions: one parquet file per optimizer step and per evaluation, written and read without torch.
+"""Files of completions: one parquet file per optimizer step and per evaluation, and their printed table, without torch.
 
 The files have TRL's names (``completions/completions_00001.parquet``, ``eval_00001.parquet``) and TRL's columns.
 Further columns: the prompt's position in the stream, token counts, how each completion ended, values of ``log_extra``,
-thumbnails of prompts' images. Parquet stores equal thumbnails of ROWS rows once.
+thumbnails of prompts' images. Among ROWS successive rows parquet stores equal thumbnails once.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ from __future__ import annotations
 import base64
 import contextlib
 import functools
+import io
+import itertools
 import json
 import math
 import os
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +25,12 @@ from typing import Any, BinaryIO
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from ...usercode.untrusted import clean
+from ...usercode.untrusted import clean, printable
+from .event_log import prompt_text
 
 FOLDER = "completions"
 TEXT = "completion"  # name of the column with `CompletionRow.text`
@@ -39,10 +47,15 @@ IMAGE_TYPE = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))  #
 # Metadata that makes `datasets` and the Hub's viewer show the column as images.
 IMAGE_FEATURE = {"info": {"features": {IMAGES: {"feature": {"_type": "Image"}, "_type": "Sequence"}}}}
 ROWS = 256  # Number of rows that are packed and written together.
-PACKING = 4096  # Largest accepted ratio of the size of unpacked rows to their file's size.
-ROW_BYTES = 2048  # Bytes of Python objects per row.
+PACKING = 4096  # Largest accepted ratio of the size of unpacked rows to their file's size, beyond 64 MiB.
+ROW_BYTES = 2048  # Estimated bytes of Python objects per row.
 LARGEST_LIST = 100_000  # Maximum entries of a list in a parquet file's header.
-# Errors that reading a file other than a completions log may raise, in addition to Arrow's errors.
+DEFAULT_WIDTH = 120  # Width of the printed table in characters, if no terminal's width is known.
+TEXT_LINES = 6  # Target number of lines in a cell of text.
+EXTRA_CHARACTERS = 60  # Maximum characters of a logged value.
+# Control characters except newline and tab are replaced, because a model's text must not control the terminal.
+_CONTROLS = {code: 0xFFFD for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
+# Errors, in addition to Arrow's errors, of reading a file that is damaged or isn't a completions log.
 NONSENSE = (
     ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
@@ -54,7 +67,7 @@ def data_url(file: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    step: int  # Optimizer step that trains on the completion, from 1.
+    step: int  # Optimizer step (from 1) that trains on the completion, or the last step before the evaluation.
     position: int  # Position of the prompt in the stream of prompts, one per group.
     prompt: Any  # Text or messages.
     text: bytes  # UTF-8, because one rare character makes a Python string four times as large.
@@ -62,9 +75,9 @@ class CompletionRow:
     completion_tokens: int
     finish_reason: str
     rewards: tuple[float, ...]  # [R], NaN where a reward function abstained.
-    advantage: float  # Mean over the completion's tokens if each token has an advantage.
+    advantage: float  # Mean over the tokens if each token has an advantage. NaN in an evaluation.
     extra: dict[str, Any] = field(default_factory=dict)  # Values that reward functions logged, by column.
-    thumbnails: tuple[bytes, ...] = ()  # JPEG files of the prompt's first images, shared by its completions.
+    thumbnails: tuple[bytes, ...] = ()  # JPEG files of the prompt's first images. Rows may share this object.
     sizes: tuple[str, ...] = ()  # Sizes of all images of the prompt, as in "640x480".
 
     @property
@@ -148,7 +161,7 @@ def write_log(
 class CompletionFile:
     """A completions file of ``size`` bytes, written by Colograd or by TRL. TRL's files don't name the reward columns.
 
-    Reading raises if the unpacked rows are larger than PACKING times ``size``, or than half of the free memory.
+    Reading raises if the unpacked rows take more than 64 MiB + PACKING * ``size``, or than half of the free memory.
     """
 
     def __init__(self, source: Path | BinaryIO, size: int) -> None:
@@ -161,18 +174,18 @@ class CompletionFile:
 
     def rows(self, pictures: bool) -> Iterator[tuple[dict[str, Any], list[Any], dict[str, Any]]]:
         """Yield each row as a dict by column, with thumbnails if ``pictures``, and the row's rewards and logged values.
-        Memory holds at most ROWS rows."""
+        At most ROWS rows are in memory."""
         groups = (self._file.metadata.row_group(index) for index in range(self._file.metadata.num_row_groups))
         taken, schema = 0, self._file.schema_arrow
         if sum(group.total_byte_size for group in groups) > self._most_bytes:
-            raise ValueError("the header of the file claims more content than the file can hold")
+            raise ValueError("the file's header claims more content than a file of this size can hold")
         if "dictionary<" in str(schema.types):  # the size of dictionary columns isn't known before unpacking
             raise TypeError("a column has a dictionary type, which no completions log has")
         read = [name for name in schema.names if name != IMAGES] if self.has_images and not pictures else None
         for batch in self._file.iter_batches(batch_size=ROWS, columns=read, use_threads=False):
             taken += batch.nbytes + ROW_BYTES * batch.num_rows
             if taken > self._most_bytes:
-                raise ValueError(f"its rows take more than {self._most_bytes:,} bytes")
+                raise ValueError(f"the file's rows take more than {self._most_bytes:,} bytes")
             for row in batch.to_pylist():
                 extra = {name: row[column] for name, column in zip(self._extra_names, self._columns[1], strict=True)}
                 yield row, [row[column] for column in self._columns[0]], extra
@@ -226,3 +239,80 @@ def logged_steps(run_dir: Path) -> dict[int, Path]:
     """Return the completions files of a run by optimizer step, in ascending order."""
     paths = {path.stem.removeprefix("completions_"): path for path in (run_dir / FOLDER).glob("completions_*.parquet")}
     return dict(sorted((int(number), path) for number, path in paths.items() if number.isdigit()))
+
+
+# -- The printed table of completions
+
+
+def completions_table(
+    rows: Sequence[CompletionRow],
+    reward_names: Sequence[str],
+    title: str,
+    limit: int | None,
+    unique_prompts: bool,
+    width: int = DEFAULT_WIDTH,
+) -> Table:
+    """Return a table of completions with rewards, advantages, and steps if the steps differ. Long texts are shortened.
+
+    Args:
+        limit: maximum number of rows, chosen as by `chosen_rows`. None shows all.
+        unique_prompts: whether to show only one completion per group.
+    """
+    extra, several = extra_names(rows), len({row.step for row in rows}) > 1
+    # A column of numbers is as wide as its header and border. Prompt and completion share the remaining width 1 : 2.
+    room = max(width - (48 if several else 40) - sum(max(len(name), 5) + 3 for name in [*reward_names, *extra]), 45)
+    prompt_limit, completion_limit = TEXT_LINES * room // 3, TEXT_LINES * room * 2 // 3
+    table, number = Table(title=title, width=width, show_lines=True), {"justify": "right", "no_wrap": True}
+    if several:
+        table.add_column("Step", **number)  # type: ignore[arg-type]
+    table.add_column("Prompt", ratio=1, overflow="fold")
+    table.add_column("Completion", ratio=2, overflow="fold")
+    for name in [*reward_names, *extra]:
+        table.add_column(Text(name), justify="right", overflow="fold")
+    for name in ("Advantage", "Tokens", "End"):
+        table.add_column(name, **number)  # type: ignore[arg-type]
+    for row in chosen_rows(rows, limit, unique_prompts):
+        prompt = _shorten(prompt_text(row.prompt, row.sizes), prompt_limit)
+        texts = Text(prompt), Text(_shorten(row.completion, completion_limit))
+        values = [*row.rewards, *(row.extra.get(name) for name in extra), row.advantage, row.completion_tokens]
+        table.add_row(*([str(row.step)] if several else []), *texts, *map(_cell, [*values, row.finish_reason]))
+    return table
+
+
+def print_table(
+    rows: Sequence[CompletionRow],
+    reward_names: Sequence[str],
+    title: str,
+    limit: int | None,
+    unique_prompts: bool,
+    width: int | None = None,
+) -> None:
+    """Print `completions_table`. ``width`` defaults to the terminal's width, also if a pager reads standard output."""
+    terminal, buffer = sys.stdout.isatty(), io.StringIO()
+    width = width or (Console().width if terminal or sys.stderr.isatty() else DEFAULT_WIDTH)
+    table = completions_table(rows, reward_names, title, limit, unique_prompts, width)
+    Console(file=buffer, width=width, force_terminal=terminal).print(table)
+    print(printable(buffer.getvalue()), end="", flush=True)
+
+
+def chosen_rows(rows: Sequence[CompletionRow], limit: int | None, unique_prompts: bool) -> list[CompletionRow]:
+    """Return at most ``limit`` rows in their order. First completions of groups are chosen before second ones."""
+    turns: dict[int, Iterator[int]] = defaultdict(itertools.count)  # number of completions of each group so far
+    by_turn = sorted((next(turns[row.position]), index) for index, row in enumerate(rows))
+    chosen = [index for turn, index in by_turn if not (unique_prompts and turn)][:limit]
+    return [rows[index] for index in sorted(chosen)]
+
+
+def _shorten(text: str, limit: int) -> str:
+    """Shorten a text to ``limit`` characters (at least 7): its start, an ellipsis and its end."""
+    text = text.translate(_CONTROLS)
+    if len(text) <= limit:
+        return text
+    head = limit * 2 // 3
+    return f"{text[:head]} … {text[len(text) - max(limit - head - 3, 0) :]}"
+
+
+def _cell(value: Any) -> Text:
+    if value is None or value != value:
+        return Text("–")
+    return Text(f"{value:.2f}" if isinstance(value, float) else _shorten(str(value), EXTRA_CHARACTERS))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ...batch import Group, Media, ModelInput, RolloutId, ScoredGroup
+from ...batch import Group, Media, RolloutId, ScoredGroup
 from ...data.messages import text_of
 from ...policy.packing import loss_tokens
 from .completions import CompletionRow, data_url
 
 MOST_TOKENS = 4096  # Maximum number of shown tokens of a completion.
-MOST_OF_A_STEP = 32_768  # Maximum number of shown tokens of all shown completions of a step.
-LEAST_TOKENS = 256  # Minimum number of tokens that are shown of any completion.
+MOST_OF_A_STEP = 32_768  # Target for the number of shown tokens of all completions of a step.
+LEAST_TOKENS = 256  # Number of tokens that are shown of each longer completion, also above the target.
+OPTIONAL = ("images", "messages", "session", "cut")  # Keys that are left out if their value is empty.
 
 
 def _prompt(group: Group) -> Any:
@@ -55,83 +56,66 @@ def completion_rows(
 
 
 class TokenTexts:
-    """Maps token ids to texts that join to the completion's text. Single bytes become escapes (``\\xe2``)."""
+    """Maps each token id to a text. The bytes of an incomplete character become "\ufffd"."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._special = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", ()))
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        decoder = b"" if backend is None or backend.decoder is None else backend.decoder.__getstate__()
-        # Byte-level vocabularies write each byte as one character.
-        self._bytes = {char: byte for byte, char in bytes_to_unicode().items()} if b'"ByteLevel"' in decoder else None
-        self._marks_spaces = b"\xe2\x96\x81" in decoder
+        self._decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         self._known: dict[int, str] = {}
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        return [self._known[i] if i in self._known else self._known.setdefault(i, self._text(i)) for i in ids]
-
-    def _text(self, token: int) -> str:
-        raw = self._tokenizer.convert_ids_to_tokens(token)
-        if raw is None:
-            return f"<{token}>"
-        if token in self._special:
-            return str(raw)
-        if self._bytes is not None and all(char in self._bytes for char in raw):
-            return bytes(self._bytes[char] for char in raw).decode("utf-8", "backslashreplace")
-        if len(raw) == 6 and raw.startswith("<0x"):  # a byte such as <0xE2> in a vocabulary with byte fallback
-            return bytes([int(raw[3:5], 16)]).decode("utf-8", "backslashreplace")
-        if self._marks_spaces:
-            return str(raw).replace("\u2581", " ")
-        return str(self._tokenizer.decode([token]))
+        for token in {*ids} - self._known.keys():
+            # Decode the token a second time behind itself, because some tokenizers drop a space at a text's start.
+            self._known[token] = self._decode([token, token])[len(self._decode([token])) :] or f"<{token}>"
+        return [self._known[token] for token in ids]
 
 
-def shown_notes(
+def shown_completions(
     groups: Sequence[tuple[ScoredGroup, Sequence[float]]],
-    step: int,
     purpose: str,
     reward_names: Sequence[str],
     trainer: Mapping[RolloutId, torch.Tensor],
     token_texts: TokenTexts,
     mask_truncated: bool,
-) -> dict[str, Any]:
-    """Return the data of some groups, with their weighted rewards [G], that the report shows token by token.
+) -> list[dict[str, Any]]:
+    """Return the completions of groups as dicts that the report shows token by token.
 
     Args:
+        groups: pairs of a group and its completions' weighted rewards [G].
         purpose: ``train``, or the name of an evaluation.
         trainer: the trainer's log-probabilities [C] of the completions that this rank trained.
         mask_truncated: whether the loss leaves out truncated completions.
     """
     completions = sum(len(scored.group.rollouts) for scored, _ in groups)
     most = min(MOST_TOKENS, max(LEAST_TOKENS, MOST_OF_A_STEP // max(completions, 1)))
-    tokens = {token for scored, _ in groups for each in scored.group.rollouts for token in each.completion_ids[:most]}
-    noted = []
+    shown = []
     for scored, totals in groups:
-        group, advantages = scored.group, _advantages(scored)
-        shown: dict[ModelInput, list[str]] = {}
-        found = []
+        group, prompt, advantages = scored.group, _prompt(scored.group), _advantages(scored)
         for identity, rollout, total in zip(group.rollout_ids, group.rollouts, totals, strict=True):
-            advantage, known = advantages[identity.index], trainer.get(identity)
-            note: dict[str, Any] = {
+            index, known, answers = identity.index, trainer.get(identity), rollout.all(Media)
+            advantage = advantages[index]
+            found = {
+                "purpose": purpose,
+                "position": group.position,
+                "index": index,
+                "prompt": prompt,
                 "key": rollout.input.key,
+                "tokens": token_texts(rollout.completion_ids[:most]),
+                "sampler": _rounded(rollout.sampler_logprobs[:most]),
                 "trainer": None if known is None else _rounded(known[:most]),
                 "advantage": _rounded(advantage[:most]) if advantage.dim() else round(float(advantage), 4),
                 "mask": loss_tokens(rollout, mask_truncated)[:most].int().tolist(),
+                "sampled": rollout.sampled[:most].int().tolist(),
+                "rewards": dict(zip(reward_names, scored.rewards[index].tolist(), strict=True)),
                 "reward": total,
+                "finish": rollout.finish_reason.value,
+                "extra": {name: values[index] for name, values in scored.logged.columns.items()},
+                "images": [*_picture_urls(rollout.input.media), *_picture_urls(*answers)],
+                "messages": text_of(list(rollout.messages)),
+                "session": rollout.columns.get("session"),
+                "cut": len(rollout.completion_ids) > most,
             }
-            if rollout.input not in shown:
-                shown[rollout.input] = _picture_urls(rollout.input.media)
-            answers = rollout.all(Media)
-            if pictures := [*shown[rollout.input], *_picture_urls(*answers)]:
-                note["images"] = pictures
-            if rollout.messages and answers:
-                note["messages"] = text_of(list(rollout.messages))
-            if len(rollout.completion_ids) > most:
-                note["cut"] = True
-            found.append(note)
-        noted.append({"position": group.position, "prompt": _prompt(group), "completions": found})
-    texts = dict(zip(map(str, tokens), token_texts(list(tokens)), strict=True))
-    about = {"step": step, "purpose": purpose, "rewards": list(reward_names), "tokens": most}
-    return {**about, "texts": texts, "groups": noted}
+            shown.append({name: value for name, value in found.items() if value or name not in OPTIONAL})
+    return shown
 
 
 def _rounded(values: torch.Tensor) -> list[float]:
@@ -146,7 +130,8 @@ def _picture_urls(*media: Media | None) -> list[str]:
 def chosen_groups(
     groups: Sequence[tuple[ScoredGroup, Sequence[float]]], trainer: Mapping[RolloutId, torch.Tensor], number: int
 ) -> list[tuple[ScoredGroup, Sequence[float]]]:
-    """Return ``number`` groups to show: alternately the largest spread of rewards, and sampler-trainer difference."""
+    """Choose at most ``number`` groups: alternately by the largest spread of rewards, and by the largest difference
+    between the sampler's and the trainer's log-probabilities. Return them in their order."""
     known = [[total for total in totals if total == total] for _, totals in groups]
     spreads = [max(totals, default=0.0) - min(totals, default=0.0) for totals in known]
     differences = []  # mean |trainer - sampler| log-probability over a group's sampled tokens, 0 if none is known
@@ -158,6 +143,6 @@ def chosen_groups(
     left, chosen = [*range(len(groups))], list[int]()
     for turn in range(min(number, len(groups))):
         by = differences if turn % 2 else spreads
-        chosen.append(max(left, key=by.__getitem__))  # The first one of equal groups.
+        chosen.append(max(left, key=by.__getitem__))  # `max` takes the first of equal groups.
         left.remove(chosen[-1])
     return [groups[index] for index in sorted(chosen)]

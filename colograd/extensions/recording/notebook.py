@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.utils.notebook import NotebookProgressCallback
 
-# Logged metrics and the titles of their table columns. transformers names the columns of an evaluation.
+# Logged metrics of training steps, with the titles of their columns. transformers adds columns for evaluations.
 COLUMNS = {"loss": "Training Loss", "reward": "Training Reward", "completions/mean_length": "Mean Length"}
 
 
@@ -15,7 +15,7 @@ class RewardTable(NotebookProgressCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" not in logs or self.training_tracker is None or self.first_column != "Step":
-            return  # If evaluations run per epoch, a row shows only the epoch's figures.
+            return  # With evaluations per epoch, transformers' table has rows for epochs, not for steps.
         rewards = {name.split("/")[1]: name for name in logs if name.startswith("rewards/") and name.endswith("/mean")}
         shown = {column: name for name, column in COLUMNS.items()} | (rewards if len(rewards) > 1 else {})
         row = dict.fromkeys(self.training_tracker.inner_table[0], "No Log") | {"Step": state.global_step}

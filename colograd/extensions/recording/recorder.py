@@ -1,14 +1,15 @@
 """`Recorder`: a callback that records a run for its report: events, and the groups that the report shows.
 
 Only the main process writes. The other ranks send some kilobytes per round (the prompts sampled with one set of
-weights), together with their rollout statistics. The report shows only groups that the main process sampled. A step's
-log-probabilities stay on the device until the step ends.
+weights), together with their rollout statistics. The report shows only groups of the main process token by token. If
+it will show groups of a step, the step's log-probabilities stay on the device until its loss pass ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -28,15 +29,12 @@ from ...parallel.ranks import rank, world_size
 from ...policy.packing import has_signal
 from ...reporting.events import NoRecord
 from ...reporting.redaction import is_secret, without_absolute_paths, without_secrets
-from ...rollout.group_records import RewardedGroup
 from ...rollout.statistics import Combine, RolloutStatistics
-from ...rollout.store import RolloutStore
 from ...runtime import registry
 from .advisor import Advisor
 from .event_log import EventLog, events_of, histogram, plain, prompt_beginning
-from .group_views import TokenTexts, chosen_groups, shown_notes
+from .group_views import TokenTexts, chosen_groups, shown_completions
 from .model_card import listed, versions
-from .shown import show
 from .timeline import Timeline
 from .trackers import Trackers
 from .utilisation import Matrices, Work, peak_flops
@@ -47,25 +45,24 @@ ERROR_CHARACTERS = 2000
 
 
 class Recorder(NoRecord):
-    """Records one training. An error in the recorder never fails the run. ``report: false`` disables the recorder."""
+    """Records one training for its report, and sends data to trackers. With ``report: false`` it only sends data."""
 
     def __init__(self, trainer: Any, is_main: bool) -> None:
         self.trainer, self.args = trainer, trainer.args
-        self.records: bool = self.args.report  # whether to record: the same value on all ranks
+        self.records: bool = self.args.report  # Whether this rank records. False after an error, see `_spared`.
         self.writes = self.records and is_main
         self.file = EventLog(str(self.args.output_dir), trainer.console.warn)
         self.trackers = Trackers((self.args.report_to or ()) if is_main else (), self._writer, trainer.console.warn)
         self.lanes = Timeline()
         self._next = 0  # Step of the statistics that `sampled` gets next.
         self._groups: dict[int, tuple[ScoredGroup, ...]] = {}  # Sampled groups by step, until the step is trained.
-        self._kept: list[tuple[MicroBatch, torch.Tensor]] | None = None  # Log-probabilities of this step.
+        self._kept: list[tuple[MicroBatch, torch.Tensor]] | None = None  # Log-probabilities of this step, or None.
         self._kept_early: list[tuple[MicroBatch, torch.Tensor]] = []  # Log-probabilities of the next step's first rows.
-        self._step: dict[str, float] = {}  # Figures of the present step that aren't metrics.
+        self._step: dict[str, float] = {}  # The present step's FLOPs and learning rate.
         self._is_open = False
         self._matrices: Matrices | None = None
         self._peak = 0.0
         self._token_texts: TokenTexts
-        self._store: RolloutStore
         self._advisor = Advisor({})
         self._told: set[str] = set()  # Alarm rules that were printed.
         self._named: set[str] = set()  # Keys of prompts with recorded text.
@@ -124,11 +121,10 @@ class Recorder(NoRecord):
             self._token_texts = TokenTexts(trainer.policy.tokenizer)
             facts = run_facts(trainer) | {"peak_flops": self._peak, "peak_source": source}
             self._advisor = Advisor(facts["settings"])
+            self.file.close()
             if step:
                 self._advisor.restore(events_of(self.args.output_dir), step)
-            self.file.close()
             self._named.clear()
-            self._store = trainer.journal or RolloutStore(str(args.output_dir), rank(), {})
             self._is_open = True
             memory = [
                 {"part": part, "sampling": round(sampling / GIB, 3), "training": round(training / GIB, 3)}
@@ -142,7 +138,7 @@ class Recorder(NoRecord):
         return next(filter(None, writers), None)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Record the metrics of an evaluation or of the training's end. The trackers have these metrics already."""
+        """Send waiting data to the trackers. Record the metrics of an evaluation or of the training's end."""
         with self._spared():
             self.trackers.flush()
             if self._is_open and logs and "loss" not in logs:
@@ -156,8 +152,8 @@ class Recorder(NoRecord):
             yield
             return
         self.lanes.begin()
-        self.trainer.sampler.scorer.on_call = self.lanes.reward
-        self.trainer.feature.watch(self.lanes.tool)
+        self.trainer.sampler.scorer.on_call = functools.partial(self.lanes.call, "rewards")
+        self.trainer.feature.watch(functools.partial(self.lanes.call, "tools"))
         engine = self.trainer.engine
         before = engine.load().preemptions
         with after_each_step(engine, lambda: self.lanes.look(engine.load())):
@@ -168,7 +164,7 @@ class Recorder(NoRecord):
         self.lanes.all_sampled()
 
     def note(self, steps: Sequence[SampledStep], statistics: Sequence[RolloutStatistics], combine: Combine) -> None:
-        """Append this rank's record of a round to ``statistics``. The main process also stores the groups to show."""
+        """Append this rank's record of a round to ``statistics``. The main process holds the groups for the report."""
         self._next = self.trainer.state.global_step + 1
         if not self.records:
             return
@@ -182,7 +178,7 @@ class Recorder(NoRecord):
                 self._groups = {self._next + place: step.sampled for place, step in enumerate(steps)}
 
     def sampled(self, whole: RolloutStatistics) -> None:
-        """Record the statistics of the round's next step, collected from all ranks."""
+        """Record the rollout statistics, over all ranks, of the round's next optimizer step."""
         step, self._next = self._next, self._next + 1
         with self._spared():
             by_function = dict(zip(self.trainer.learner.reward_names, zip(*whole.rewards, strict=True), strict=False))
@@ -196,7 +192,7 @@ class Recorder(NoRecord):
             for note in whole.notes:
                 if note["rollout"] is not None:
                     self.file.event("rollout", step=step, **note["rollout"])
-                    self._advisor.history.rollouts.append({"step": step, **note["rollout"]})
+                    self._advisor.history.add_rollout(step, note["rollout"])
             rows = sorted((row for note in whole.notes for row in note["groups"]), key=lambda row: row[1])[:MOST_GROUPS]
             for row in rows:
                 if row[0] in self._named or not self.args.report_groups:
@@ -211,7 +207,7 @@ class Recorder(NoRecord):
 
     @contextlib.contextmanager
     def trains(self, step: StepBatch) -> Iterator[None]:
-        """Wrap a step's loss pass. A pass that is repeated after running out of memory is wrapped once more."""
+        """Wrap a step's loss pass (forward and backward). A repetition after running out of memory is wrapped too."""
         early, self._kept_early, self._step = self._kept_early, [], {}
         with self._spared():
             if self._is_open and step.version + 1 in self._groups:
@@ -231,14 +227,14 @@ class Recorder(NoRecord):
 
     @contextlib.contextmanager
     def trains_early(self, rows: Sequence[PackedRow]) -> Iterator[None]:
-        """Wrap a loss pass over the next step's first rows, which runs before all groups of that step are known."""
+        """Wrap a loss pass of the next step's first rows, which are trained while other groups are still sampled."""
         self._kept = self._kept_early if self._is_open and self.args.report_groups else None
         started = time.perf_counter()
         try:
             yield
         finally:
             self._kept = None
-        self.lanes.early(started, time.perf_counter(), sum(row.num_tokens for row in rows))
+        self.lanes.call("trained", "train", started, time.perf_counter(), sum(row.num_tokens for row in rows))
 
     def keep(self, row: MicroBatch, logprobs: torch.Tensor) -> None:
         with self._spared():
@@ -264,12 +260,14 @@ class Recorder(NoRecord):
         self.file.event("log", step=step, metrics=metrics)
         begin, end = self._advisor.look(step, metrics)
         for alarm in begin:
-            self.file.event("alarm", step=step, **dataclasses.asdict(alarm))
-            if alarm.rule not in self._told:
-                self._told.add(alarm.rule)
-                self.trainer.console.say(alarm.line(), logging.INFO if alarm.severity == "note" else logging.WARNING)
-                text = f"{alarm.seen}. {alarm.why} {alarm.remedy} {alarm.source}"
-                self.trackers.alarm(step, alarm.rule, text, alarm.severity)
+            self.file.event("alarm", step=step, **alarm)
+            rule, severity, source = alarm["rule"], alarm["severity"], alarm["source"]
+            if rule not in self._told:
+                self._told.add(rule)
+                text = f"{alarm['seen']}. {alarm['why']} {alarm['remedy']}"
+                level = logging.INFO if severity == "note" else logging.WARNING
+                self.trainer.console.say(f"advisor: {text} ({rule}, {source})", level)
+                self.trackers.alarm(step, rule, f"{text} {source}", severity)
         for name in end:
             self.file.event("calm", step=step, rule=name)
 
@@ -284,8 +282,7 @@ class Recorder(NoRecord):
         totals = [(scored, self.trainer.combine(scored.rewards.clone()).tolist()) for scored in groups]
         chosen = chosen_groups(totals, trainer, self.args.report_groups)
         names, masked = self.trainer.learner.reward_names, self.args.mask_truncated_completions
-        notes = shown_notes(chosen, step, purpose, names, trainer, self._token_texts, masked)
-        show(self._store, notes, [RewardedGroup(scored.group, scored.rewards, scored.logged) for scored, _ in chosen])
+        self.file.samples(step, shown_completions(chosen, purpose, names, trainer, self._token_texts, masked))
 
 
 def recorder_of(trainer: Any) -> Recorder | None:
@@ -309,7 +306,7 @@ def by_completion(kept: Sequence[tuple[MicroBatch, torch.Tensor]]) -> dict[Rollo
 
 
 def group_row(scored: ScoredGroup, combine: Combine) -> list[Any]:
-    """Return a group's row in a "groups" event. The last value, the prompt's beginning, is recorded once per prompt."""
+    """Return a group's row in a "groups" event. `sampled` drops the prompt's beginning if it was recorded before."""
     group, totals, size = scored.group, combine(scored.rewards.clone()), len(scored.group.rollouts)
     truncated = sum(rollout.finish_reason.is_truncated for rollout in group.rollouts)
     mean = None if totals.isnan().all() else round(float(totals.nanmean()), 4)

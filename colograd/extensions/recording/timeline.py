@@ -1,7 +1,7 @@
-"""`Timeline`: a record of the sampling on one rank: engine load, calls of rewards and tools, training during the tail.
+"""`Timeline`: a record of the sampling on one rank: engine load, calls of rewards and tools, and early training.
 
-The engine, the rewards and the tools call hooks, which are None if nothing is recorded. A sample of the engine's load
-costs microseconds. The size of the recorded event doesn't grow with the length of the sampling.
+`Recorder.watching` lets the engine, the reward functions and the tools call its methods. A call costs microseconds. The
+event that `take` returns has a bounded size, however long the sampling took.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ CALLS = 64  # Maximum number of recorded reward calls, and of tool calls.
 
 
 class Timeline:
-    """A record of a round of sampling on this rank: `begin`, `end`, and `all_sampled` when all ranks have sampled."""
+    """A record of one round of sampling on this rank, from `begin` to `end`. Times are seconds since `begin`."""
 
     def __init__(self) -> None:
         self.begin()
-        self._records = False  # Whether the sampling lasts.
+        self._records = False  # Whether this rank samples now.
 
     def begin(self) -> None:
         self._began, self._records = time.perf_counter(), True
@@ -35,18 +35,15 @@ class Timeline:
         if self._records:
             self._looks.append((time.perf_counter() - self._began, load))
 
-    def reward(self, name: str, started: float, ended: float, completions: int) -> None:
-        """Record a call of a reward function, with times of `time.perf_counter`. Any thread may call this method."""
-        if self._records:
-            self._calls["rewards"].append((name, started - self._began, ended - self._began, completions))
+    def call(self, kind: str, name: str, started: float, ended: float, count: int = 1) -> None:
+        """Record a call, with times of `time.perf_counter`. Any thread may call this method.
 
-    def tool(self, name: str, started: float, ended: float) -> None:
-        if self._records:
-            self._calls["tools"].append((name, started - self._began, ended - self._began, 1))
-
-    def early(self, started: float, ended: float, tokens: int) -> None:
-        """Record a training of finished groups while other ranks sampled. ``tokens``: number of trained tokens."""
-        self._calls["trained"].append(("train", started - self._began, ended - self._began, tokens))
+        Args:
+            kind: ``rewards``, ``tools``, or ``trained``: a training of finished groups while other ranks sample.
+            count: number of the reward call's completions, or of the trained tokens.
+        """
+        if self._records or kind == "trained":
+            self._calls[kind].append((name, started - self._began, ended - self._began, count))
 
     def end(self, preemptions: int) -> None:
         """End the record of this rank's sampling."""
@@ -80,7 +77,7 @@ def curve(points: Sequence[tuple[float, float]], most: int = POINTS) -> list[lis
 
 
 def tail(points: Sequence[tuple[float, float]]) -> float | None:
-    """Return the time when fewer than half of the maximum number of sequences ran for good. None if none ran."""
+    """Return the time after which always fewer than half of the largest number of sequences ran. None if none ran."""
     most = max((value for _, value in points), default=0)
     if not most:
         return None
@@ -90,13 +87,12 @@ def tail(points: Sequence[tuple[float, float]]) -> float | None:
 
 def merged(calls: Sequence[tuple[str, float, float, int]], most: int = CALLS) -> list[tuple[str, float, float, int]]:
     """Sort calls by start. If there are more than ``most``, merge neighbours of one name and add up completions."""
-    found, result = sorted(calls, key=lambda call: call[1]), []
-    if len(found) <= most:
-        return found
-    names = list(dict.fromkeys(call[0] for call in found))
-    for name in names[:most]:
-        own = [call for call in found if call[0] == name]
-        size = -(-len(own) // max(1, most // len(names)))
+    of_names: dict[str, list[tuple[str, float, float, int]]] = {}
+    for call in sorted(calls, key=lambda call: call[1]):
+        of_names.setdefault(call[0], []).append(call)
+    result = []
+    for name, own in [*of_names.items()][:most]:
+        size = 1 if len(calls) <= most else -(-len(own) // max(1, most // len(of_names)))
         for part in (own[start : start + size] for start in range(0, len(own), size)):
             result.append((name, part[0][1], max(call[2] for call in part), sum(call[3] for call in part)))
     return sorted(result, key=lambda call: call[1])

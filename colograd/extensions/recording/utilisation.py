@@ -30,7 +30,7 @@ from ...runtime.sizes import num_experts
 PEAKS = {
     "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12,
 }  # fmt: skip
-SECONDS = 0.2  # Maximum seconds of a measurement, for devices without a number.
+SECONDS = 0.2  # Seconds of the measurement of a device that `PEAKS` lacks.
 SIZES = {"cpu": 1024, "cuda": 4096}  # Rows and columns of the measured matrices.
 
 
@@ -45,7 +45,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     if name and (peak := peak_of(name)) is not None:
         return peak, f"{name}'s data sheet"
     if device.type == "cpu" and dtype == torch.bfloat16 and cpu_products.wanted():
-        dtype = torch.float32  # Products of bfloat16 matrices run in float32 there.
+        dtype = torch.float32  # On such CPUs Colograd computes products of bfloat16 matrices in float32.
     size = SIZES.get(device.type, 1024)
     factor = torch.ones(size, size, device=device, dtype=dtype)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
@@ -66,23 +66,15 @@ class Work:
     pairs: int = 0  # Pairs of a query and a key that the query attends to.
 
     @classmethod
-    def of(cls, groups: Iterable[tuple[int, list[tuple[int, int]]]]) -> Work:
-        """Add up the work of groups: (prompt tokens, [(tokens before, tokens) of each completion or branch])."""
-        tokens = predicted = pairs = 0
-        for prompt, completions in groups:
-            own = sum(c for _, c in completions)
-            tokens += prompt + own
-            predicted += own
-            pairs += prompt * (prompt + 1) // 2 + sum(c * seen + c * (c + 1) // 2 for seen, c in completions)
-        return cls(tokens, predicted, pairs)
-
-    @classmethod
     def of_rows(cls, rows: Iterable[Any]) -> Work:
-        def lengths(rollouts: Any) -> list[tuple[int, int]]:
-            return [(one.context, one.length) for rollout in rollouts for one in rollout.segments]
-
-        parts = (part.rollouts for row in rows for part in row.parts)
-        return cls.of((len(rollouts[0].input), lengths(rollouts)) for rollouts in parts)
+        """Add up the work of packed rows."""
+        tokens = predicted = pairs = 0
+        for rollouts in (part.rollouts for row in rows for part in row.parts):
+            parts = [(each.context, each.length) for rollout in rollouts for each in rollout.segments]
+            prompt, own = len(rollouts[0].input), sum(length for _, length in parts)
+            tokens, predicted = tokens + prompt + own, predicted + own
+            pairs += sum(n * before + n * (n + 1) // 2 for before, n in [(0, prompt), *parts])
+        return cls(tokens, predicted, pairs)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import browser
 import pytest
 from made_up_run import WRONG, WRONG_SAMPLES, MadeUp
+from shown_rows import write_samples
 
 import colograd.apps.report
 from colograd.apps.report import write_report
@@ -414,9 +415,9 @@ def test_old_and_empty_runs_are_shown(page: browser.Browser, folder: Path) -> No
 
 def test_what_no_run_should_have_written_is_survived(page: browser.Browser, folder: Path) -> None:
     run = MadeUp(steps=3, alarms=True).write(folder / "wrong")
-    for name, lines in (("events.jsonl", WRONG), ("samples.jsonl", WRONG_SAMPLES)):
-        with (run / "_report" / name).open("ab") as file:
-            file.writelines(lines)
+    with (run / "_report" / "events.jsonl").open("ab") as file:
+        file.writelines(WRONG)
+    write_samples(run, *WRONG_SAMPLES)
     page.open(write_report(run).as_uri())
     for view in VIEWS:
         for step in (1, 2, 3):
@@ -461,10 +462,6 @@ def test_a_live_page_shows_a_step_when_it_ends(folder: Path) -> None:
 
 
 def write(folder: Path, run: MadeUp, step: int) -> None:
-    entries: list[tuple[str, list[dict[str, Any]]]] = [
-        ("samples.jsonl", [{"step": step, "position": 0, "index": 0, **run.completion(step, 0, 0)}]),
-        ("events.jsonl", list(run.step_events(step))),
-    ]
-    for name, lines in entries:
-        with (folder / "_report" / name).open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+    write_samples(folder, {"step": step, "position": 0, "index": 0, **run.completion(step, 0, 0)})
+    with (folder / "_report" / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in run.step_events(step))

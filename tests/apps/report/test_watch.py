@@ -19,6 +19,7 @@ import pytest
 import tiny
 from made_up_run import HOSTILE, MadeUp
 from paths import ROOT
+from shown_rows import write_samples
 
 from colograd.apps.cli import main
 from colograd.apps.report import serving
@@ -61,9 +62,9 @@ def data(server: Server, after: int = 0) -> dict[str, Any]:
     return json.loads(text)
 
 
-def append(folder: Path, *events: dict[str, Any], name: str = "events.jsonl") -> None:
+def append(folder: Path, *events: dict[str, Any]) -> None:
     (folder / "_report").mkdir(parents=True, exist_ok=True)
-    with (folder / "_report" / name).open("a") as file:
+    with (folder / "_report" / "events.jsonl").open("a") as file:
         file.writelines(json.dumps(event) + "\n" for event in events)
 
 
@@ -79,19 +80,11 @@ def test_a_page_waits_for_the_run_and_gets_what_is_new(server: Server, folder: P
     assert second["steps"] == [1, 2] and second["status"]["state"] == "running"
     assert data(server, second["change"]) == {"change": second["change"]}, "nothing is new"
     append(folder, *run.step_events(20))
-    append(
-        folder,
-        *({"step": 20, "position": 1, "index": i, **run.completion(20, 1, i)} for i in range(3)),
-        name="samples.jsonl",
-    )
+    write_samples(folder, *({"step": 20, "position": 1, "index": i, **run.completion(20, 1, i)} for i in range(3)))
     third = data(server, second["change"])
-    assert (
-        third["steps"] == [20]
-        and not third["whole"]
-        and third["held"] == [[20, 1]]
-        and list(third["spreads"]) == ["20"]
-    )
-    assert third["columns"]["reward"] == [pytest.approx(run.metrics(20)["reward"], rel=1e-4)]
+    assert third["steps"] == [1, 2, 20] and [20, 1] in third["held"] and "20" in third["spreads"]
+    assert third["changed"]["20"] == third["change"] > third["changed"]["2"], "a page fetches only changed steps again"
+    assert third["columns"]["reward"][-1] == pytest.approx(run.metrics(20)["reward"], rel=1e-4)
     assert [alarm["rule"] for alarm in third["alarms"]] == ["entropy-collapse"]
     content = json.loads(ask(server, "/step?step=20")[1])
     assert len(content["completions"]) == 3 and content["rollouts"] and content["groups"]
@@ -107,7 +100,7 @@ def test_only_new_bytes_are_read(server: Server, folder: Path, monkeypatch: pyte
         serving.RecordedRun, "_take", lambda self, step, event: (taken.append(event["kind"]), read(self, step, event))
     )
     append(folder, {"kind": "log", "time": 1.0, "step": 30, "metrics": {"reward": 1.0}})
-    assert data(server, change)["steps"] == [30] and taken == ["log"]
+    assert data(server, change)["steps"] == [*range(1, 31)] and taken == ["log"]
 
 
 def test_a_run_that_began_anew_is_sent_whole(server: Server, folder: Path) -> None:
@@ -116,7 +109,7 @@ def test_a_run_that_began_anew_is_sent_whole(server: Server, folder: Path) -> No
     (folder / "_report" / "events.jsonl").unlink()
     append(folder, MadeUp().start(), *MadeUp().step_events(1))
     after = data(server, before["change"])
-    assert after["whole"] and after["steps"] == [1]
+    assert after["steps"] == [1] and after["changed"]["1"] > before["changed"]["1"]
 
 
 REFUSED = [

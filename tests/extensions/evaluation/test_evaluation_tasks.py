@@ -28,7 +28,7 @@ pytest.importorskip("lm_eval")
 from colograd.extensions.evaluation import sitting
 from colograd.extensions.evaluation.harness import HarnessBenchmark, Rules
 from colograd.extensions.evaluation.judging import CodeEval, Judge, run_python
-from colograd.extensions.evaluation.results import Answered, SuiteResult, TaskResult, table
+from colograd.extensions.evaluation.results import Answer, SuiteResult, TaskResult, table
 from colograd.usercode.worker_pool import WorkerPool
 
 
@@ -106,11 +106,10 @@ def test_an_impossible_task_is_one_error(folder: Path, text: str, changes: dict[
 @pytest.mark.slow
 def test_a_check_that_hangs_dies_or_raises_counts_as_wrong(tmp_path: Path) -> None:
     (task,) = loaded(benchmark_cases.write(tmp_path, ("", "hang", "die", "raise", "")), "letters").tasks
-    requests = [("generate_until", ("", {}))]
     pool = WorkerPool("checks", {"letters": Judge(task.task)}, 2, 10.0)
     try:
         calls = [
-            pool.submit("letters", {"doc": each.doc, "requests": requests, "responses": [["abc"]]})
+            pool.submit("letters", {"instances": [r.instance for r in each.requests], "responses": [["abc"]]})
             for each in task.questions
         ]
         outcomes = [call.result() for call in calls]
@@ -119,11 +118,11 @@ def test_a_check_that_hangs_dies_or_raises_counts_as_wrong(tmp_path: Path) -> No
     assert [outcome.kind for outcome in outcomes] == ["value", "late", "died", "raised", "value"]
     assert outcomes[0].value == {("right", "none"): 1.0}
     verdicts = [outcome.value if outcome.kind == "value" else {} for outcome in outcomes]
-    answered = [Answered(row, [verdict]) for row, verdict in enumerate(verdicts)]
+    answered = [Answer("letters", row, [verdict]) for row, verdict in enumerate(verdicts)]
     answered[1].failed.append(("late", ""))
     result = TaskResult(task, answered)
     SuiteResult.of(loaded(tmp_path, "letters"), [result])
-    assert result.metrics()["accuracy"] == 2 / 5 and "count as wrong answers: 1 late" in table_of(result)
+    assert result.metrics()["accuracy"] == 2 / 5 and "1 failed checks count as wrong answers" in table_of(result)
 
 
 def table_of(*results: TaskResult) -> str:
@@ -141,14 +140,16 @@ def test_pass_at_k_is_the_mean_over_choices() -> None:
 def test_intervals_are_over_questions(folder: Path) -> None:
     benchmark = loaded(folder, "letters[:4]@4")
     rights = (4, 0, 1, 2)
-    answered = [Answered(row, [{("right", "none"): float(i < c)} for i in range(4)]) for row, c in enumerate(rights)]
+    answered = [
+        Answer("letters", row, [{("right", "none"): float(i < c)} for i in range(4)]) for row, c in enumerate(rights)
+    ]
     result = TaskResult(benchmark.tasks[0], answered)
     suite = SuiteResult.of(benchmark, [result])
     metrics, values = suite.metrics(), [1.0, 0.0, 0.25, 0.5]
     assert metrics["accuracy"] == metrics["right"] == pytest.approx(0.4375)
     assert metrics["accuracy_ci95"] == pytest.approx(1.959964 * statistics.stdev(values) / 2)
     assert metrics["pass@2"] == pytest.approx(sum(chance_of_pass(4, c, 2) for c in rights) / 4)
-    assert "43.8 ± 41.8 %" in table_of(result) and "@2 " in table_of(result)
+    assert "43.8 ± 41.8 %" in table_of(result) and "pass@2 " in table_of(result)
 
 
 def test_model_written_code_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import sys
 import types
 from pathlib import Path
@@ -17,6 +16,7 @@ import tiny_images
 import torch
 from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Pictures
+from shown_rows import write_samples
 
 from colograd.apps.cli import main
 from colograd.apps.report.samples import Samples
@@ -106,10 +106,9 @@ def test_what_else_a_picture_holds_makes_no_thumbnail_too_large() -> None:
 def test_the_report_shows_as_many_of_tools_answers_as_of_the_prompt(tmp_path: Path) -> None:
     small = [*map(data_url, rider.thumbnails([tiny_images.picture(n) for n in range(4)]))]
     entry = {"step": 1, "purpose": "train", "position": 0, "index": 0, "tokens": ["a"], "images": small * 3}
-    (tmp_path / "_report").mkdir()
-    (tmp_path / "_report" / "samples.jsonl").write_text(json.dumps(entry) + "\n")
+    write_samples(tmp_path, entry)
     samples = Samples(tmp_path)
-    samples.refresh(1)
+    samples.refresh()
     assert samples.of_step(1, 2**20)[0][0]["images"] == small * 2
 
 
@@ -147,7 +146,7 @@ def test_trackers_get_them_as_their_own_images(tmp_path: Path, monkeypatch: pyte
 
 def test_the_report_shows_those_of_completions_that_are_only_logged(logged: Path) -> None:
     samples = Samples(logged.parents[1])
-    samples.refresh(1)
+    samples.refresh()
     found, _ = samples.of_step(1, 2**20)
     assert [len(each.get("images", ())) for each in found] == [1, 1, 2, 2, 1, 1, 0, 0]
     assert all(url.startswith("data:image/jpeg;base64,/9j/") for each in found for url in each.get("images", ()))
@@ -163,6 +162,6 @@ def test_what_isn_t_small_is_left_out(tmp_path: Path) -> None:
     )
     write_log(tmp_path, [hostile], ["r"], 1, images=True)
     samples = Samples(tmp_path)
-    samples.refresh(1)
+    samples.refresh()
     assert "images" not in samples.of_step(1, 2**20)[0][0]
     assert main(["show", str(tmp_path)]) == 0

@@ -224,7 +224,7 @@ def test_a_small_file_that_unpacks_to_much_is_an_error(tmp_path: Path) -> None:
     table = pq.read_table(path).take([0] * 50_000)
     bomb = pa.DictionaryArray.from_arrays(pa.array([0] * 50_000, pa.int32()), pa.array(["x" * 2**16]))
     table = table.set_column(table.column_names.index("completion"), "completion", bomb)
-    for stored, why in ((False, "its rows take more than"), (True, "a column has a dictionary type")):
+    for stored, why in ((False, "rows take more than"), (True, "a column has a dictionary type")):
         pq.write_table(table, path, store_schema=stored)
         assert path.stat().st_size < 2**16
         status, said, taken = shown_elsewhere(tmp_path)

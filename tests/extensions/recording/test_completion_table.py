@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from colograd.batch import FinishReason, Group, Rollout, ScoredGroup
-from colograd.extensions.recording.completion_table import completions_table, print_table
-from colograd.extensions.recording.completions import CompletionRow
+from colograd.extensions.recording.completions import CompletionRow, completions_table, print_table
 from colograd.extensions.recording.group_views import as_utf8, completion_rows
 
 POSITIONS = itertools.count()

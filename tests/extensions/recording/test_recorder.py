@@ -28,19 +28,17 @@ from colograd.extensions.recording import timeline as lanes_module
 from colograd.extensions.recording.event_log import (
     EVENTS,
     FOLDER,
+    SAMPLES,
     EventLog,
     events_of,
     histogram,
     json_line,
 )
-from colograd.extensions.recording.group_views import TokenTexts, chosen_groups, shown_notes
+from colograd.extensions.recording.group_views import TokenTexts, chosen_groups, shown_completions
 from colograd.extensions.recording.recorder import Recorder, group_row, shown
-from colograd.extensions.recording.shown import show
 from colograd.extensions.recording.timeline import CALLS, POINTS, Timeline, curve, merged, tail
 from colograd.extensions.recording.utilisation import peak_flops
 from colograd.policy.logprobs import policy_logprobs
-from colograd.rollout.group_records import RewardedGroup
-from colograd.rollout.store import RolloutStore
 
 # -- the files
 
@@ -133,7 +131,7 @@ def test_a_long_rollout_is_recorded_in_few_points(monkeypatch: pytest.MonkeyPatc
     for step in range(20_000):
         lanes.look(Load(20_000 - step, step, step / 20_000))
     for call in range(1000):
-        lanes.reward("slow" if call % 10 else "quick", call, call + 0.5, 2)
+        lanes.call("rewards", "slow" if call % 10 else "quick", call, call + 0.5, 2)
     lanes.end(preemptions=3)
     found = lanes.take()
     assert found is not None
@@ -195,7 +193,7 @@ def test_the_pieces_of_a_completion_join_to_it() -> None:
     ids = tokenizer.encode(" grün\n✓") + [tokenizer.eos_token_id]
     pieces = TokenTexts(tokenizer)(ids)
     assert pieces[:3] == [" ", "g", "r"] and pieces[-1] == "<end>"
-    assert pieces[3:5] == ["\\xc3", "\\xbc"], "bytes that are no UTF-8 alone"
+    assert pieces[3:5] == ["\ufffd", "\ufffd"], "bytes that are no UTF-8 alone"
     plain = TokenTexts(tokenizer)(tokenizer.encode("1 + 1\t= 2"))
     assert "".join(plain) == "1 + 1\t= 2"
 
@@ -206,9 +204,9 @@ def test_pieces_of_a_vocabulary_that_marks_spaces() -> None:
 
     words = {"▁the": 0, "▁c": 1, "at": 2, "<0xE2>": 3, "</s>": 4}
     backend = Tokenizer(models.BPE(vocab=words, merges=[]))
-    backend.decoder = decoders.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     pieces = TokenTexts(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
-    assert pieces([0, 1, 2, 3, 4]) == [" the", " c", "at", "\\xe2", "</s>"]
+    assert pieces([0, 1, 2, 3, 4]) == [" the", " c", "at", "\ufffd", "</s>"]
 
 
 def test_the_groups_that_differ_most_are_chosen() -> None:
@@ -238,7 +236,7 @@ def test_a_long_completion_is_cut_and_says_so() -> None:
     tokenizer = tiny.make_tokenizer()
     group = scored(5, [0.0, math.nan], [6000, 2], advantages=torch.arange(6002) / 10)
     known = {RolloutId(5, 0): torch.zeros(6000)}
-    long, short = sample_entries([(group, [0.0, math.nan])], 3, "train", ["right"], known, TokenTexts(tokenizer), False)
+    long, short = sample_entries([(group, [0.0, math.nan])], "train", ["right"], known, TokenTexts(tokenizer), False)
     assert long["cut"] and "cut" not in short
     for name in ("tokens", "sampler", "trainer", "advantage", "mask", "sampled"):
         assert len(long[name]) == 4096, name
@@ -250,10 +248,9 @@ def test_what_is_recorded_of_a_step_is_bounded(tmp_path: Path) -> None:
     """Two groups of 16 completions of 4,096 tokens: half a megabyte, in some hundredths of a second."""
     tokenizer, groups = tiny.make_tokenizer(), [(scored(p, [0.0] * 16, [4096] * 16), [0.0] * 16) for p in (0, 1)]
     pieces, started = TokenTexts(tokenizer), time.process_time()
-    notes = shown_notes(groups, 1, "train", ["f"], {}, pieces, False)
-    recorded = [RewardedGroup(group.group, group.rewards, group.logged) for group, _ in groups]
-    show(RolloutStore(tmp_path, 0, {}), notes, recorded)
-    (path,) = (tmp_path / "_journal").rglob("*.shown")
+    record = EventLog(tmp_path, pytest.fail)
+    record.samples(1, shown_completions(groups, "train", ["f"], {}, pieces, False))
+    path = tmp_path / FOLDER / SAMPLES
     assert path.stat().st_size < 2**19 and len(samples_of(tmp_path)) == 32
     assert time.process_time() - started < 2
 

@@ -20,7 +20,7 @@ from colograd.extensions.recording.completion_log import CompletionLog
 from colograd.extensions.recording.completions import CompletionRow, read_log, write_log
 from colograd.extensions.recording.event_log import EventLog
 from colograd.extensions.recording.recorder import Recorder
-from colograd.extensions.recording.spare import spare_from_trackers
+from colograd.extensions.recording.trackers import spare_from_trackers
 from colograd.reporting.console import Console
 from colograd.usercode.untrusted import storable
 

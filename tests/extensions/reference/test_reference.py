@@ -255,7 +255,9 @@ def test_the_memory_plan_counts_it(tiny_model, tmp_path, monkeypatch) -> None:
     assert reference_bytes(config, policy_of(tiny_model, tmp_path, LORA)) == 0
     devices = own_devices(config.device, policy.model)
     with_it, without = (
-        plan_or_raise(describe_run(config, policy.model, devices, 64, 4, tokens=64, shared=False, reference=size), "none")
+        plan_or_raise(
+            describe_run(config, policy.model, devices, 64, 4, tokens=64, shared=False, reference=size), "none"
+        )
         for size in (GIB, 0)
     )
     assert ("weights of the reference", GIB, GIB) in with_it.rows()

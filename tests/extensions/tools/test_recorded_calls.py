@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from array import array
 from typing import Any
@@ -38,7 +39,7 @@ def test_calls_of_rewards_and_tools_are_told_with_their_times() -> None:
     group = scored(0, [0.0, 1.0], [2, 2]).group
     scorer.submit([group], [["a", "b"]]).result()
     lanes.begin()
-    scorer.on_call, tools.on_call = lanes.reward, lanes.tool
+    scorer.on_call, tools.on_call = (functools.partial(lanes.call, kind) for kind in ("rewards", "tools"))
     scorer.submit([group], [["a", "b"]]).result()
     session, _ = tools.open({})
     answers = tools.call(session, [ToolCall("add", {"a": 1, "b": 2}), ToolCall("divide", {})])

@@ -320,7 +320,7 @@ def test_samples_show_small_pictures_and_no_large_ones(trained: Any) -> None:
     trainer, groups, _ = trained
     pieces = TokenTexts(trainer.policy.tokenizer)
     told = [(scored(group), [0.0] * len(group.rollouts)) for group in groups[:2]]
-    for entry in sample_entries(told, 1, "train", ["r"], {}, pieces, False):
+    for entry in sample_entries(told, "train", ["r"], {}, pieces, False):
         rollout = groups[[g.position for g in groups].index(entry["position"])].rollouts[entry["index"]]
         prompt = rollout.input.images
         shown = sum(len(of.pictures) for of in rollout.riders)

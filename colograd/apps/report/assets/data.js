@@ -38,43 +38,16 @@ function asRun(run, data, index) {
   run.cache = new Map();
   Object.assign(run, data);
   run.held = new Map(data.held);
-  run.groups = data.groups || { steps: [] };
-  run.prompts = data.prompts || { shown: [], total: 0, visits: 0 };
-  run.texts = new Map(Object.entries(data.texts || {})); // of prompts, by key, as far as they are known
+  run.texts = new Map(Object.entries(data.texts)); // of prompts, by key, as far as they are known
   return run;
 }
 
-// Put what changed over what is known.
-function merge(run, news) {
-  const kept = { steps: run.steps, columns: run.columns, evaluations: run.evaluations, spreads: run.spreads, held: run.held, groups: run.groups, prompts: run.prompts, texts: run.texts };
-  if (news.whole) {
-    asRun(run, news, run.index);
-    return;
-  }
-  for (const [step] of news.held) run.cache.delete(step);
-  Object.assign(run, news);
-  Object.assign(run, joined(kept, news));
-  run.evaluations = joined(kept.evaluations, news.evaluations);
-  run.spreads = { ...kept.spreads, ...news.spreads };
-  run.held = new Map([...kept.held, ...news.held]);
-  for (const [step, has] of kept.held) if (has) run.held.set(step, 1);
-  run.texts = new Map([...kept.texts, ...Object.entries(news.texts || {})]);
-  run.groups = news.groups || kept.groups;
-  run.prompts = news.prompts || kept.prompts;
-}
-
-function joined(old, news) {
-  if (!news.steps.length) return { steps: old.steps, columns: old.columns };
-  const steps = [...new Set([...old.steps, ...news.steps])].sort((a, b) => a - b);
-  const [inOld, inNews] = [old, news].map((part) => new Map(part.steps.map((step, place) => [step, place])));
-  const columns = {};
-  for (const name of new Set([...Object.keys(old.columns), ...Object.keys(news.columns)])) {
-    columns[name] = steps.map((step) => {
-      const fresh = inNews.has(step) && news.columns[name] ? news.columns[name][inNews.get(step)] : null;
-      return fresh ?? (inOld.has(step) && old.columns[name] ? old.columns[name][inOld.get(step)] : null);
-    });
-  }
-  return { steps, columns };
+// Replace a run's data by newer data. Steps that were unpacked stay if they haven't changed.
+function renew(run, news) {
+  const { cache, changed, texts } = run;
+  asRun(run, news, run.index);
+  for (const [step, content] of cache) if (changed[step] === news.changed[step]) run.cache.set(step, content);
+  run.texts = new Map([...texts, ...run.texts]);
 }
 
 const column = (run, name) => (Object.hasOwn(run.columns, name) ? run.columns[name] : null);
@@ -172,7 +145,7 @@ const messageText = ({ content }) => (typeof content === "string" ? content : Ar
 const BEGINNING = 160;
 const promptName = (run, key) => (run.texts.get(key) || `a prompt whose text wasn't recorded (${key.slice(0, 8)})`).replace(/\s+/g, " ");
 
-// Live: ask for what changed, every two seconds, seldom where nobody looks.
+// Live: ask for newer data, every two seconds, seldom where nobody looks.
 const EVERY = 2000, HIDDEN = 20000;
 
 async function follow(arrived) {
@@ -182,7 +155,7 @@ async function follow(arrived) {
       const answer = await fetch(`data?after=${runs[0].change}`);
       if (!answer.ok) throw new Error(String(answer.status));
       const news = await answer.json();
-      if (news.change !== runs[0].change) merge(runs[0], news);
+      if (news.change !== runs[0].change) renew(runs[0], news);
       arrived(news, true);
     } catch {
       arrived(null, false);

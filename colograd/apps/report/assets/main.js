@@ -120,7 +120,7 @@ function update(reasons) {
 
 function foot() {
   const thinned = runs.filter((run) => run.every > 1).map((run) => `${several() ? `${run.name}: ` : ""}each point of a curve is the mean of ${run.every} steps`);
-  add(document.getElementById("foot"), el("p", {}, `Colograd ${page.version}. `, page.live ? "This page is live: it asks the program that serves it, and nobody else. " : "This file asks nobody for anything. ", thinned.join("; "), " Charts by uPlot 1.6.32 (MIT)."));
+  document.getElementById("foot").replaceChildren(el("p", {}, `Colograd ${page.version}. `, page.live ? "This page is live: it asks the program that serves it, and nobody else. " : "This file asks nobody for anything. ", thinned.join("; "), " Charts by uPlot 1.6.32 (MIT)."));
 }
 
 // What is new is drawn where it doesn't take away what somebody is reading.
@@ -133,6 +133,7 @@ function arrived(news, reached) {
   if (!news || news.change === arrived.known) return;
   arrived.known = news.change;
   head();
+  foot();
   if (state.view === "completions") {
     if (state.step === null && !completionsView.chosen && !completionsView.filters.all) completionsView.load();
   } else {

@@ -83,14 +83,14 @@ class ImagePrompts(EngineFeature):
 
 
 class TextAlone(EngineFeature):
-    """Engine feature that loads a model without its vision and audio towers, because the run has text only."""
+    """Engine feature that loads a model without its vision and audio towers, because all prompts are text."""
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"language_model_only": True}
 
 
 def towers_of(config: GRPOConfig, use: EngineUse) -> EngineFeature | None:
-    """Return `ImagePrompts`, or `TextAlone` for a run that doesn't use the model's towers. None: it has no towers."""
+    """Return `ImagePrompts`, `TextAlone` for a run that doesn't use the model's towers, or None without towers."""
     if use.policy is None:
         return TextAlone() if has_tower(use.model_config) else None
     if use.policy.processor is None:
@@ -186,7 +186,7 @@ def _plain(value: Any) -> Any:
 
 
 def whole_of_known_features() -> None:
-    """Patch vLLM's scheduler, so that engines that never split an image over two steps don't split cached images."""
+    """Patch vLLM's scheduler, so that engines that must not split an image over two steps don't split cached ones."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     theirs: Any = getattr(Scheduler, "_try_schedule_encoder_inputs", None)
