@@ -24,7 +24,7 @@ from transformers import TrainingArguments
 from colograd.config.sharding import TENSOR
 from colograd.extensions.experts.model import TRIED
 from colograd.extensions.experts.model import WHOLE as UNSPLIT
-from colograd.extensions.tensor_parallel.strategy import CUT
+from colograd.extensions.tensor_parallel.model import CUT
 from colograd.memory.description import WHOLE
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]

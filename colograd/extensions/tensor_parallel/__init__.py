@@ -2,8 +2,8 @@
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "conflicts:CONFLICTS",
-    "loaded_policy": "strategy:check_policy",
-    "model_feature": "strategy:InEngineLayout",
+    "loaded_policy": "model:check_policy",
+    "model_feature": "model:InEngineLayout",
     "sharding:tensor": "strategy:TensorParallel",
     "sharding:tensor+optimizer": "strategy:TensorOptimizer",
     "sharding:tensor+gradients": "strategy:TensorGradients",

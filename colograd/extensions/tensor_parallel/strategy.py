@@ -1,5 +1,5 @@
-"""Checks of models, weight sync and sharding strategies of a policy in the engine's tensor-parallel layout (`sharding:
-tensor`, `tensor+optimizer`, `tensor+gradients`). The weight sync divides the policy's layers (`layers.split`).
+"""Weight sync and sharding strategies of a policy in the engine's tensor-parallel layout (`sharding: tensor`,
+`tensor+optimizer`, `tensor+gradients`). The weight sync divides the policy's layers (`layers.split`).
 
 The ranks of one engine train each row together. The ranks with the same part of the policy, one per engine, sum the
 part's gradients. `tensor+optimizer` and `tensor+gradients` divide optimizer state or gradients among these ranks. Every
@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from ...config import GRPOConfig
 from ...parallel import watchdog
 from ...parallel.faults import telling
 from ...parallel.ranks import gather, on_all_ranks
-from ...parallel.shards import RankGroup, Shard, parts_of
+from ...parallel.shards import RankGroup, Shard
 from ...policy.lora import Adapter, adapted_layers, base_name, is_adapted
-from ...policy.supported import ModelFeature, Wanted
 from ...runtime.registry import hooks
 from ...sharding import optimizer_state
 from ...sharding.strategy import Owned, Write, squared_norm
@@ -36,51 +34,7 @@ from ...weights.sync import SharedWeights, Unserved, obstacle
 from .layers import TensorParts, adapter_shards, split
 
 if TYPE_CHECKING:
-    from ...policy.loading import Policy
-
-# Models that support a policy in the engine's tensor-parallel layout.
-CUT = ("gemma3_text", "lfm2", "llama", "qwen2", "qwen3", "qwen3_moe")
-
-
-class InEngineLayout(ModelFeature):
-    def check(self, wanted: Wanted) -> None:
-        model_config, config = wanted.model_config, wanted.config
-        if model_config is None or not config.tensor_parallel:
-            return
-        if model_config.model_type not in CUT:
-            raise ValueError(
-                f"sharding is {config.sharding!r}, but {model_config.model_type} isn't among the models whose policy "
-                f"can have the engine's layout in this version ({', '.join(CUT)}): set sharding: gradients, or fsdp "
-                "for a policy that no rank has room for."
-            )
-        dropout = {name: value for name, value in vars(model_config).items() if "dropout" in name and value}
-        if dropout and not config.disable_dropout:
-            name, value = dropout.popitem()
-            raise ValueError(
-                f"sharding is {config.sharding!r} and the model's {name} is {value}, but the ranks of an engine would "
-                "drop different parts of one row: set disable_dropout: true."
-            )
-
-    def can_be_cut(self, model_config: Any) -> bool:
-        return model_config.model_type in CUT
-
-    def on_load(self, model: Any, path: str, config: GRPOConfig) -> None:
-        if parts_of(model) is not None:
-            raise ValueError("The model was cut by an earlier trainer (sharding: tensor): load it again.")
-
-
-def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
-    if config.tensor_parallel and not samples:
-        raise ValueError(
-            f"sharding is {config.sharding!r}, which divides the policy as the engine does, but recorded steps are "
-            "trained without an engine: set sharding: gradients or fsdp."
-        )
-    if config.tensor_parallel and policy.adapter is not None and policy.adapter.why_merged:
-        raise ValueError(
-            f"sharding is {config.sharding!r}, but {policy.adapter.why_merged}, and the adapter can't be merged into "
-            "weights that policy and engine share: set sharding: gradients, or train an adapter that vLLM serves."
-        )
-    return policy
+    pass
 
 
 def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:

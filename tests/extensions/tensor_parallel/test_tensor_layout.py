@@ -26,7 +26,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from colograd.config.conflicts import check_conflicts
-from colograd.extensions.tensor_parallel.strategy import check_policy
+from colograd.extensions.tensor_parallel.model import check_policy
 from colograd.parallel.balance import plan, share_out
 from colograd.parallel.shards import Shard
 from colograd.policy.lora import Adapter, wrap
