@@ -192,9 +192,8 @@ class RunDescription:
 
 
 def describe_run(
-    settings: Any, model: Any, devices: Devices, length: int, sequences: int, *, shared: bool, tokens: int = 0,
-    prompt: int = 0, shares_prompts: bool = True, reference: int = 0, teacher: int = 0,
-    to_pack: Mapping[torch.Tensor, int] | None = None,
+    settings: Any, model: Any, devices: Devices, length: int, sequences: int, *, prompt: int = 0,
+    shares_prompts: bool = True, to_pack: Mapping[torch.Tensor, int] | None = None, **fields: Any,
 ) -> RunDescription:  # fmt: skip
     """Return the `RunDescription` of a run with these settings, model and devices.
 
@@ -203,13 +202,10 @@ def describe_run(
         model: the policy with its frozen parameters marked, or its copy on the meta device (`policy.outline`).
         length: tokens of the longest sequence in the engine.
         sequences: completions of one generation in this rank's engine.
-        shared: whether the policy's parameters are the engine's tensors.
-        tokens: tokens of a micro-batch. 0 means as many as fit.
         prompt: tokens of the longest prompt. 0 means ``length`` minus the longest completion.
         shares_prompts: whether a group's prompt is computed once per packed row, for all its completions.
-        reference: bytes of the reference model.
-        teacher: bytes of the teacher model.
         to_pack: bytes of parameters that loading will quantise, see `PolicySizes.of`.
+        fields: the result's `shared`, `tokens`, `reference` and `teacher`, if they differ from its defaults.
     """
     given: dict[str, Any] = dict(settings.vllm_engine_kwargs or {})
     dtype, on_gpu = model.dtype, devices.on_gpu  # On a CPU nothing is offloaded, and the KV cache doesn't sleep.
@@ -223,17 +219,17 @@ def describe_run(
     return RunDescription(
         devices=devices, ranks_per_engine=settings.vllm_tensor_parallel_size, shape=Shape.of(model.config),
         sizes=PolicySizes.of(model, optim, dtype.itemsize, to_pack), engine_itemsize=of_engine,
-        cache_itemsize=1 if eight_bit else of_engine, length=length, sequences=sequences, tokens=tokens,
+        cache_itemsize=1 if eight_bit else of_engine, length=length, sequences=sequences, **fields,
         running=min(sequences, int(given.get("max_num_seqs") or MOST_SEQUENCES)),
         lengths=Lengths(prompt or max(length - completion, 1), completion, group),
-        checkpointing=settings.checkpointing, shared=shared, served=settings.weights == "shared",
+        checkpointing=settings.checkpointing, served=settings.weights == "shared",
         reshard=settings.fsdp_reshard_after_forward, offloads_parts=on_gpu and settings.fsdp_offload_params,
         sleeps=on_gpu and settings.vllm_enable_sleep_mode,
         offloads=on_gpu and settings.offload_optimizer == "sampling",
         streams=on_gpu and settings.offload_optimizer == "stream", can_stream=optim == "adamw_split",
         offloads_gradients=on_gpu and settings.offload_gradients,
         offloads_activations=on_gpu and settings.offloads_activations,
-        reference=reference, teacher=teacher, kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
+        kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
         overruled=share_is_given(settings),
         share=float(settings.vllm_gpu_memory_utilization or given.get("gpu_memory_utilization") or 0.0),
         strategies=_strategies(settings, model, devices, settings.vllm_tensor_parallel_size),
