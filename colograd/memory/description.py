@@ -207,7 +207,7 @@ def describe_run(
 
     Args:
         settings: a `GRPOConfig`, or the options of `colograd plan`, which have the same field names.
-        model: the policy with its frozen parameters marked, or its copy on the meta device (`policy.outline`).
+        model: the policy with its frozen parameters marked, or its copy on the meta device (`policy.loading.outline`).
         shared: whether the policy's parameters are the engine's tensors.
         reference: bytes of the reference model.
         teacher: bytes of the teacher model.
