@@ -205,7 +205,7 @@ def described(options: argparse.Namespace) -> RunDescription:
     from ..config import ModelConfig
     from ..engine.arguments import check_parts
     from ..memory.description import Devices, describe_run
-    from ..policy.outline import outline, to_pack, with_adapter
+    from ..policy.loading import outline, to_pack, with_adapter
     from ..policy.row_proof import obstacle
     from ..policy.supported import check_planned, check_shared_rows
 

@@ -199,7 +199,7 @@ def describe_run(
 
     Args:
         settings: a `GRPOConfig`, or the options of `colograd plan`, which have the same field names.
-        model: the policy with its frozen parameters marked, or its copy on the meta device (`policy.outline`).
+        model: the policy with its frozen parameters marked, or its copy on the meta device (`policy.loading.outline`).
         length: tokens of the longest sequence in the engine.
         sequences: completions of one generation in this rank's engine.
         prompt: tokens of the longest prompt. 0 means ``length`` minus the longest completion.

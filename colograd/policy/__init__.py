@@ -5,5 +5,5 @@
 `loading` loads the policy and its tokenizer, `supported` checks whether a model can be trained, `lora` describes the
 policy's adapter and quantised weights. `row_proof` checks on a few tokens whether rows can be packed. `second_models`
 runs reference and teacher models. `towers` names the vision and audio parts of a model. `layers` compiles decoder
-layers. `outline` makes a model without values. `sending` copies small tensors to the device.
+layers. `sending` copies small tensors to the device.
 """

@@ -11,11 +11,9 @@ run it without changes:
 A call of such a model without a layout (``generate`` in a notebook, a callback's forward) runs transformers' `sdpa`,
 or torch's `scaled_dot_product_attention` with an additional key if the model has sinks.
 
-On CUDA in 16 bits (or under autocast), one variable-length flash call of torch attends to all segments' own keys, and a
-second flash call attends to the prompts' keys, without copies of keys (`merged_attention`). A window that is shorter
-than a sequence needs one flash call with copies. On a CPU there is one call per segment and one call per prompt. In
-other cases each segment runs `scaled_dot_product_attention` on a copy of all its keys: e.g. with dropout, soft caps,
-float32 on CUDA, and on a CPU for short windows or short prompts (`IN_PLACE_FROM`).
+On CUDA in 16 bits (or under autocast) and on a CPU, fused kernels read the prompts' keys without copies for each
+completion (`merged_attention`). In other cases each segment runs `scaled_dot_product_attention` on a copy of all its
+keys: e.g. with dropout, soft caps, float32 on CUDA, and on a CPU for short windows or short prompts (`IN_PLACE_FROM`).
 """
 
 from __future__ import annotations
@@ -79,11 +77,11 @@ def packed_attention(
         sinks = None if s_aux is None else row_part.own_heads(s_aux)
         output, _ = packed_attention(module, query, key, value, attention_mask, layout, sinks, **options)
         return row_part.to_tokens(output, heads), None
-    scaling, dropout = options.pop("scaling", None), options.pop("dropout", 0.0)
+    scaling, dropout = options.pop("scaling", None) or query.shape[-1] ** -0.5, options.pop("dropout", 0.0)
+    size = value.shape[-1]
     if layout is None:
         if s_aux is not None:
             # transformers' `sdpa` ignores sinks. If a causal mask is enough, transformers passes None as the mask.
-            size, scaling = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
             mask = attention_mask
             if mask is None:
                 mask = _causal_mask(query.shape[2], key.shape[2], None, query.device)
@@ -125,12 +123,10 @@ def packed_attention(
     calls = _calls(query, value, layout, sliding_window) if dropout == 0.0 and softcap is None else ()
     if calls:
         output = run_merged(*row, calls, scaling, s_aux)
-    elif s_aux is not None:
-        size, scaling = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
-        joined = _with_sinks(*row, s_aux, scaling)
-        output = _segment_attention(*joined, layout, (scaling, dropout, None), sliding_window, sink=True)[..., :size]
     else:
-        output = _segment_attention(*row, layout, (scaling, dropout, softcap), sliding_window)
+        joined = row if s_aux is None else _with_sinks(*row, s_aux, scaling)
+        of_layer, has_sink = (scaling, dropout, softcap), s_aux is not None
+        output = _segment_attention(*joined, layout, of_layer, sliding_window, has_sink)[..., :size]
     if both_ways:
         again = _seen_both_ways(*row, layout, both_ways, (scaling, dropout, sliding_window))
         places = torch.cat([torch.arange(first, end) for first, end in both_ways])
@@ -174,7 +170,7 @@ def _with_sinks(
 
 def _fused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout: float,
-    scaling: float | None, causal: bool = False,
+    scaling: float, causal: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     if dropout == 0.0 and slow(query) and query.shape[-1] == value.shape[-1] and len(query) == 1:
         if mask is not None and mask.dtype == torch.bool:
@@ -190,7 +186,7 @@ def _fused(
 
 def _segment_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout,
-    options: tuple[float | None, float, float | None], window: int | None, sink: bool = False,
+    options: tuple[float, float, float | None], window: int | None, sink: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Compute the attention of a packed row, (1, T, H, D), segment by segment, on copies of all keys that a segment
     attends to. With ``sink`` the row's last key is a sink. ``options`` are scaling, dropout and soft cap."""
@@ -212,7 +208,7 @@ def _segment_attention(
         # torch has no fused kernel with soft caps. So all scores are stored, for one segment at a time.
         times = queries.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (k, v))
-        scores = queries @ k.mT * (queries.shape[-1] ** -0.5 if scaling is None else scaling)
+        scores = queries @ k.mT * scaling
         scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
         outputs.append(F.dropout(scores.softmax(-1, dtype=torch.float32).to(v.dtype), dropout) @ v)
     # The memory layout equals that of `MergedAttention`, so that compiled layers need only one graph.
@@ -230,7 +226,7 @@ def _heads_for_masks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 def _seen_both_ways(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, runs: Sequence[tuple[int, int]],
-    options: tuple[float | None, float, int | None],
+    options: tuple[float, float, int | None],
 ) -> torch.Tensor:  # fmt: skip
     """Compute the attention of image tokens, (1, tokens of all ``runs``, H, D). A token in a run (first, last + 1)
     attends to all tokens of its sequence before the run's end, except those behind a window's start. ``options`` are
@@ -318,15 +314,14 @@ def _calls(query: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, wind
 
 
 def run_merged(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, calls: tuple[Call, ...], scaling: float | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, calls: tuple[Call, ...], scaling: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Run ``calls`` of fused kernels on a row, and merge the results into the row's attention (1, T, H, D)."""
     size = value.shape[-1]
     value = F.pad(value, (0, query.shape[-1] - size))  # Latent attention has keys that are larger than values.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # Query, key, value: (T, heads, D).
-    scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-    found: torch.Tensor = MergedAttention.apply(q, k, v, sinks, calls, scale)
+    found: torch.Tensor = MergedAttention.apply(q, k, v, sinks, calls, scaling)
     return found[..., :size].unsqueeze(0)
 
 

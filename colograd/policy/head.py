@@ -221,8 +221,7 @@ class _LabelLogprobs(torch.autograd.Function):
                     _add_tile(tile, labels, (row, vocabulary), running[:, row], sums)
                 else:
                     tile = head.product(states[row], part, part_bias)
-                    hidden_tokens = None if head.candidates is None else head.candidates.hidden(row, vocabulary)
-                    kernels.add_tile(head, tile, (labels[row], vocabulary.start, hidden_tokens), running[:, row])
+                    kernels.add_tile(head, tile, (labels, row, vocabulary), running[:, row])
         if head.part is not None:
             maximum, (label_logit, moment, total) = head.part.combine(maximum, (label_logit, moment, total))
         normaliser = maximum + total.log()
@@ -273,10 +272,8 @@ class _LabelLogprobs(torch.autograd.Function):
                         _turn_to_gradient(head, tile, of_row, (row, vocabulary), spread)
                     else:
                         tile = head.product(states[row], part, part_bias)
-                        hidden_tokens = None if head.candidates is None else head.candidates.hidden(row, vocabulary)
-                        place = labels[row], vocabulary.start, hidden_tokens
                         values = normaliser[row], gradient[row], of_entropy[row], own_entropy
-                        tile = kernels.gradient(head, tile, place, values, dtype)
+                        tile = kernels.gradient(head, tile, (labels, row, vocabulary), values, dtype)
                     if d_bias is not None:
                         of_bias = _plus(of_bias, tile.sum(dim=0), head.exact)
                     tile = tile.to(head.dtype)

@@ -15,41 +15,40 @@ import triton.language as tl
 
 BLOCK = 2048  # Number of columns that a Triton program reads at a time.
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
-# The place of a tile (n labels x c tokens): labels, (n,) int64; token id of the first column; mask (n, c) bool, True
-# where the sampler couldn't choose the token, or None. Arguments ``head`` in this file are a `head.Head`.
-Place: TypeAlias = tuple[torch.Tensor, int, torch.Tensor | None]
+# Arguments in this file: ``head`` is a `head.Head`. ``tile`` has all N labels, (N,) int64, and the slices of labels and
+# of token ids of a tile (n labels x c tokens).
+Tile: TypeAlias = tuple[torch.Tensor, slice, slice]
 
 
-def add_tile(head: Any, product: torch.Tensor, place: Place, running: torch.Tensor) -> None:
+def add_tile(head: Any, product: torch.Tensor, tile: Tile, running: torch.Tensor) -> None:
     """Update the ``running`` statistics of n labels, (4, n) float32, by a tile of `Head.product`. The four are the
     label's logit, the sum of e^(x - m) (x - m), the sum of e^(x - m), and the maximum m of the logits x so far."""
-    _launch(_add_tile, (len(product),), head, product, place, running, running.stride(0))
+    _launch(_add_tile, (len(product),), head, product, tile, running, running.stride(0))
 
 
 def gradient(
-    head: Any, product: torch.Tensor, place: Place, of_rows: Sequence[torch.Tensor | None], dtype: torch.dtype
+    head: Any, product: torch.Tensor, tile: Tile, of_rows: Sequence[torch.Tensor | None], dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the loss's gradient for a tile of `Head.product` in ``dtype``. A ``product`` of this dtype is overwritten.
     ``of_rows`` has, for each label, the normaliser, the gradient for the log-probability, the gradient for the entropy,
     and the entropy, (n,) float32 each. If the entropy is None, the gradient for the entropy isn't read."""
     result = product if product.dtype == dtype else torch.empty_like(product, dtype=dtype)
     grid = len(result), triton.cdiv(result.shape[1], BLOCK)
-    _launch(_turn_to_gradient, grid, head, product, place, *of_rows, result, head.chain)
+    _launch(_turn_to_gradient, grid, head, product, tile, *of_rows, result, head.chain)
     return result
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], head: Any, product: torch.Tensor, place: Place, *others: Any) -> None:
+def _launch(kernel: Any, grid: tuple[int, ...], head: Any, product: torch.Tensor, tile: Tile, *others: Any) -> None:
     """Start a kernel on the GPU that holds ``product``, even if the thread's current device is a different GPU. Logits
     are behind * tanh(before * product) with a soft cap, else behind * before * product."""
     assert product.is_contiguous()
-    labels, first, hidden = place
+    labels, row, vocabulary = tile
+    hidden = None if head.candidates is None else head.candidates.hidden(row, vocabulary).contiguous()
     cap, capped = head.softcap or 1.0, bool(head.softcap)
     transform = {"before": head.scale / cap, "behind": cap / head.temperature, "CAPPED": capped}
+    start = product, product.shape[1], labels[row], vocabulary.start, hidden
     with torch.cuda.device_of(product):
-        hidden = None if hidden is None else hidden.contiguous()
-        kernel[grid](
-            product, product.shape[1], labels, first, hidden, *others, low=head.low, **transform, BLOCK=BLOCK, **OPTIONS
-        )
+        kernel[grid](*start, *others, low=head.low, **transform, BLOCK=BLOCK, **OPTIONS)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Load the policy and its tokenizer, check both, and choose packed or padded rows for the policy."""
+"""Load the policy and its tokenizer, check both, and choose packed or padded rows. Make outlines of models."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import dataclasses
 import inspect
 import math
 import os
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -28,6 +30,7 @@ from ..data.columns import check_rows, surplus_rows
 from ..parallel.ranks import world_size
 from ..parallel.shards import parts_of
 from ..runtime import cpu_products, registry
+from ..runtime.hub import check_model_name
 from ..runtime.shipped import file_or_shipped
 from .head import vocabulary_size
 from .layers import disable_dropout, largest_dropout, tells_routing
@@ -133,8 +136,6 @@ class Policy:
             yield f"policy: text alone is trained; vision and audio parts of {kind} are frozen, and not in the engine"
         elif hears(inner.config):
             yield "policy: the model's audio tower is frozen, and not in the engine"
-        if self.model.device.type == "cpu" and self.model.dtype == torch.bfloat16 and cpu_products.wanted():
-            yield "policy: this CPU multiplies no bfloat16, so products are computed in float32 and rounded"
         if self.why_padded:
             yield f"rows: padded, each completion with its prompt ({self.why_padded})"
 
@@ -312,3 +313,38 @@ def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool
     finally:
         if not config.verbose:
             hf_logging.disable_progress_bar()  # Saving files later in the run needs no progress bar.
+
+
+# Outlines: models on the meta device, made from a configuration, with parameters that have shapes but no values.
+
+
+def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revision: str | None = None) -> Any:
+    """Make the model at ``path`` (a folder or a Hub id) on the meta device, without values, from its config.json."""
+    check_model_name(path, revision=revision)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
+        kind = AutoModelForImageTextToText if has_tower(config) else AutoModelForCausalLM
+        with torch.device("meta"):
+            return kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{path!r} has no configuration of a causal language model ({reason}) Give a folder with a config.json, or "
+            "a Hub id."
+        ) from None
+
+
+def with_adapter(model: Any, rank: int) -> Any:
+    """Add a LoRA adapter of ``rank`` with peft's targets `all-linear` to a model on the meta device."""
+    import peft
+
+    with torch.device("meta"), warnings.catch_warnings():
+        # peft adds rank patterns for fused experts, then warns that these patterns match no linear layer.
+        warnings.filterwarnings("ignore", ".*_pattern keys did not match")
+        return wrap(model, peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"), seed=0)
+
+
+def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
+    """Return the weights of an `outline` that loading with the quantisation ``settings`` would quantise, each with its
+    number of bytes after quantisation. Return an empty dict without settings. Extension `quantized` does this."""
+    return registry.hooks("to_pack")[0](model, settings) if settings else {}

@@ -30,7 +30,7 @@ from .padded import PackedSequence
 class Pass:
     """Data of one forward of a row. A `ForwardStep` may change the data before the forward, and add `values` later."""
 
-    model: Any  # The transformers model, without a PeftModel around it.
+    model: Any  # The transformers model, without a wrapper around it.
     batch: MicroBatch
     temperature: float
     entropy_gradient: bool = False
@@ -101,7 +101,7 @@ class PolicyForward:
     model may have an attribute ``around_forward`` if ranks exchange tensors in a forward: a function that returns a
     context manager for the forward, so that the forward fails on all ranks or on none."""
 
-    model: torch.nn.Module  # The transformers model, or a wrapper such as a PeftModel.
+    model: torch.nn.Module  # The transformers model, or a wrapper with an adapter around it.
     temperature: float
     entropy_gradient: bool = False
     steps: tuple[ForwardStep, ...] = ()  # Steps of loss terms, which wrap the steps installed on the model.
@@ -173,8 +173,8 @@ def run_body(row: Pass, body: Any = None) -> torch.Tensor:
 
 
 def label_values(row: Pass) -> tuple[torch.Tensor, ...]:
-    """Run the model's body and head on a row. Return the labels' log-probabilities (N,) and entropies (N,). Put a KL
-    divergence from a teacher (``row.other``) into ``row.values``."""
+    """Run the model's body and head on a row. Return the labels' log-probabilities (N,) and entropies (N,). Put the
+    divergence from the distribution ``row.other`` into ``row.values``."""
     hidden, head = row.label_states(), row.model.get_output_embeddings()
 
     def of_labels(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -243,17 +243,14 @@ def calls_at_once(layout: SegmentLayout, window: int | None, device: torch.devic
         all_keys = torch.cat(index) if any(layout.attends_to) else None
         calls = [Call(None, all_keys, True, window, _sequences(own, joined))]
     # The tensors of all calls go to the device in one transfer.
-    host = [
-        part for call in calls for part in (call.queries, call.keys, *(call.sequences or ()))
-        if isinstance(part, torch.Tensor)
-    ]  # fmt: skip
+    parts = [(call.queries, call.keys, *(call.sequences or ())) for call in calls]
+    host = [part for of_call in parts for part in of_call if isinstance(part, torch.Tensor)]
     sent = iter(to_device_async(torch.cat(host), device).split([len(part) for part in host]))
     on_device = []
-    for call in calls:
-        places = [next(sent) if isinstance(x, torch.Tensor) else x for x in (call.queries, call.keys)]
-        assert call.sequences is not None
-        starts = (next(sent).to(torch.int32), next(sent).to(torch.int32), *call.sequences[2:])
-        on_device.append(Call(places[0], places[1], call.causal, call.window, starts))
+    for call, of_call in zip(calls, parts, strict=True):
+        queries, keys, *starts = (next(sent) if isinstance(part, torch.Tensor) else part for part in of_call)
+        sequences = (starts[0].to(torch.int32), starts[1].to(torch.int32), *starts[2:])
+        on_device.append(Call(queries, keys, call.causal, call.window, sequences))
     return tuple(on_device)
 
 

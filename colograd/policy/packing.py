@@ -26,7 +26,7 @@ from ..batch import (
     SegmentLayout,
 )
 from ..parallel.ranks import gather, on_all_ranks
-from ..riders import Media
+from .padded import media_of
 from .sending import to_device_async
 
 NOBODY = -1  # Prompt position of dummy completions, which fill rows and belong to no prompt.
@@ -54,8 +54,8 @@ def has_signal(group: ScoredGroup) -> bool:
 
 
 def loss_tokens(rollout: Rollout, mask_truncated: bool) -> torch.Tensor:
-    """Return a mask [C] bool, True for the tokens of a completion that count in the loss. Tokens of tools don't count,
-    and with ``mask_truncated`` no token of a truncated completion counts."""
+    """Return a mask [C] bool, True for the tokens of a completion that count in the loss: tokens that the model
+    sampled. With ``mask_truncated`` no token of a truncated completion counts."""
     if mask_truncated and rollout.finish_reason.is_truncated:
         return torch.zeros_like(rollout.sampled)
     return rollout.sampled
@@ -66,7 +66,7 @@ def pack_step(groups: Sequence[ScoredGroup], rules: PackingRules) -> tuple[Packe
     fewer rows than other ranks appends dummy rows without a gradient."""
     with on_all_ranks("packing"):
         rows = plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
-    if rules.equal_counts:  # A dummy row has a token per rank that shares the row, so that all experts get gradients.
+    if rules.equal_counts:  # A dummy row has a token per rank that shares the row, so that no rank's share is empty.
         filler = dummy(rules.device, ((1, (max(1, rules.ranks_per_row - 1),)),))
         rows += (filler,) * (max(gather(len(rows))) - len(rows))
     return rows
@@ -154,23 +154,18 @@ def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
 def collate(row: PackedRow) -> MicroBatch:
     """Make the `MicroBatch` of a row: all tokens one after the other, in tensors on the row's device. Token t of a
     completion is predicted at token t-1, and token 0 at the prompt's last token. Riders (data of extensions) may change
-    the result, e.g. for completions with branches."""
+    the result."""
     segments, position_ids, logit_positions, labels = (list[torch.Tensor]() for _ in range(4))
     attends_to: list[tuple[int, ...]] = []
-    media: dict[int, tuple[Media, ...]] = {}
     at = 0  # Number of the row's tokens laid out so far.
     for part in row.parts:
         prompt, first = part.rollouts[0].input, len(segments)
-        if prompt.media is not None:
-            media[first] = (prompt.media,)
         segments.append(torch.tensor(prompt.ids))
         position_ids.append(torch.arange(len(prompt)))
         attends_to.append(())
         at += len(prompt)
         last = at - 1  # Index of the prompt's last token.
         for rollout in part.rollouts:
-            if rollout.riders and (own_media := rollout.all(Media)):
-                media[len(segments)] = own_media
             completion = torch.frombuffer(rollout.completion_ids, dtype=torch.int32).long()
             segments.append(completion)
             labels.append(completion)
@@ -199,11 +194,11 @@ def collate(row: PackedRow) -> MicroBatch:
         layout=SegmentLayout(tuple(map(len, segments)), tuple(attends_to)),
         old_logprobs=scores.pop("old_logprobs", None),
         scores=scores,
-        rollouts=tuple(identity for part in row.parts for identity in part.ids),
+        rollouts=row.rollouts,
         in_loss=bool(in_loss.any()),
         completion_lengths=tuple(map(len, labels)),
         step_constants=row.step_constants,
-        media=media or None,
+        media=media_of(row),
         riders=tuple(rider for rider in riders if rider is not None),
         host_positions=host["logit_positions"],
     )

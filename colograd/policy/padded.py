@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ..batch import MicroBatch, RolloutId, SegmentLayout
+from ..batch import MicroBatch, PackedRow, RolloutId, SegmentLayout
+from ..riders import Media
 from .sending import to_device_async
 
 
@@ -87,6 +88,16 @@ def hidden_states(
     for name, values in of_layers.items():
         values += [each.flatten(0, -2).index_select(0, rows.places) for each in getattr(output, name, None) or ()]
     return rows.packed(output.last_hidden_state)
+
+
+def media_of(row: PackedRow) -> dict[int, tuple[Media, ...]] | None:
+    """Return the images of a row's prompts and completions, by the index of their segment. None: the row has none."""
+    of_segments: list[tuple[Media, ...]] = []
+    for part in row.parts:
+        of_prompt = part.rollouts[0].input.media
+        of_segments.append(() if of_prompt is None else (of_prompt,))
+        of_segments += [rollout.all(Media) for rollout in part.rollouts]
+    return {segment: media for segment, media in enumerate(of_segments) if media} or None
 
 
 class PackedSequence(NamedTuple):

@@ -24,7 +24,6 @@ from ..parallel.layout import Place, check_engines, check_places
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.layers import check_compiled
 from ..policy.loading import Policy, load_policy, proven_on
-from ..policy.outline import note_on_cpu
 from ..policy.supported import check_supported
 from ..reporting.console import Console
 from ..rewards import Scorer, resolve_rewards
@@ -73,8 +72,6 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         for take in registry.hooks("trainer_arguments"):  # (arguments, config) -> None
             take(given, args)
         check_supported(given.model, args, given.peft_config, given.has_images)
-        if args.layout.is_main and (note := note_on_cpu(given.model, args)):
-            Console(enabled=True, bars=False).warn(note)
         if given.samples:
             check_vllm()
             check_sampling(args)

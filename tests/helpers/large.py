@@ -15,7 +15,7 @@ from colograd.memory.description import STRATEGIES, WHOLE, Devices, PolicySizes,
 from colograd.memory.estimate import RankBytes, bytes_per_rank
 from colograd.memory.shape import Lengths, Shape
 from colograd.memory.table import GIB
-from colograd.policy.outline import outline, with_adapter
+from colograd.policy.loading import outline, with_adapter
 
 # Of Qwen2.5-7B.
 LAYERS, HIDDEN, INNER, HEADS, KEYS, HEAD, VOCABULARY = 28, 3584, 18944, 28, 4, 128, 152064

@@ -22,7 +22,7 @@ from colograd.memory.choice import auto, plan_or_raise
 from colograd.memory.description import PLANNED_TOKENS, Devices, RunDescription, describe_run
 from colograd.memory.shape import CacheNeed, Shape
 from colograd.memory.table import GIB, PHASES, MemoryPlan
-from colograd.policy.outline import outline
+from colograd.policy.loading import outline
 from colograd.training.assembly import most_sequences
 
 LAYERS, HIDDEN, INNER, HEADS, KEYS, HEAD, VOCABULARY = 3, 64, 160, 4, 2, 16, 100

@@ -19,10 +19,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ...batch import TEACHER, PackedRow
 from ...config import GRPOConfig
-from ...policy.loading import Policy, from_name
+from ...policy.loading import Policy, from_name, outline, to_pack
 from ...policy.logprobs import PolicyForward, evaluation_mode, products_in_float32
 from ...policy.lora import adapter_folder, packed_weights, unwrap
-from ...policy.outline import outline, to_pack
 from ...policy.row_proof import choose_rows
 from ...policy.second_models import FrozenModel, Kind, offloads, own_logprobs, prepared, values_in_place
 from ...policy.supported import Wanted, check_installed, features

@@ -63,8 +63,8 @@ class PackedWeight:
     @property
     def _has_broken_rows(self) -> bool:
         """Whether 4-bit blocks of a weight on a CPU span two rows, where bitsandbytes (0.50) uses wrong scales."""
-        on_cpu = self.layer.weight.device.type == "cpu"
-        return on_cpu and self.state is not None and bool(self.shape[-1] % self.state.blocksize)
+        is_host = self.layer.weight.device.type == "cpu"
+        return is_host and self.state is not None and bool(self.shape[-1] % self.state.blocksize)
 
     @property
     def _row_scales(self) -> torch.Tensor:

@@ -23,7 +23,6 @@ from colograd.memory.choice import auto, best_plan, fits
 from colograd.memory.description import ORDER, STRATEGIES
 from colograd.memory.estimate import ALIVE
 from colograd.memory.table import GIB, MARGIN
-from colograd.policy.outline import note_on_cpu
 from colograd.sharding.zero import ELEMENTS
 
 LLAMA_8B: dict[str, Any] = {
@@ -391,23 +390,6 @@ def test_machine_without_gpus_needs_their_number(
     monkeypatch.setattr(torch.cuda, "get_device_properties", sizes.__getitem__)
     assert cli.main(["plan", "--model", str(qwen), "--context", "4096"]) == 0
     assert "on 2 GPU(s) of 79 GiB" in capsys.readouterr().out
-
-
-# -- a run without a GPU
-
-
-def test_large_model_on_cpu_prints_one_line(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, generator = tiny.config(tmp_path), torch.get_rng_state()
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert note_on_cpu(str(qwen), config) == (
-        f"no GPU was found: {qwen.name}, of 7.6 billion parameters, is trained on the CPU in float32, which is meant "
-        "for small models; `colograd plan` says which GPUs it would fit"
-    )
-    assert not note_on_cpu(str(tiny.make_model(tmp_path / "small")), config)
-    assert not note_on_cpu("./no/such/folder", config), "loading tells"
-    assert torch.equal(torch.get_rng_state(), generator)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert not note_on_cpu(str(qwen), config)
 
 
 # -- the page

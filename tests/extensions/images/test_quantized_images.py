@@ -29,7 +29,7 @@ from colograd.extensions.lora.weights import AdapterWeights
 from colograd.extensions.quantized import checkpoints as quantized
 from colograd.extensions.quantized.layers import packed_weights, settle
 from colograd.memory.description import PolicySizes
-from colograd.policy import outline, row_proof
+from colograd.policy import loading, row_proof
 from colograd.policy.loading import load_policy
 from colograd.policy.lora import base_name, wrap
 from colograd.policy.supported import check_supported
@@ -272,7 +272,7 @@ def loaded(family: str, kind: str, folder: Path, targets: Any = TEXT) -> tuple[A
     arguments = quantized.load_arguments(KINDS[kind], torch.device("cpu"))
     found = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, **arguments)
     settle(found)
-    return wrap(found, adapter(targets), seed=0), outline.outline(str(folder), torch.float32)
+    return wrap(found, adapter(targets), seed=0), loading.outline(str(folder), torch.float32)
 
 
 @pytest.mark.parametrize("family", image_cases.but_slowly(tiny_images.FAMILIES))
@@ -290,8 +290,8 @@ def test_packed_and_padded_rows_give_one_loss_and_one_gradient(family: str, tmp_
 def test_the_plan_knows_what_is_quantised_before_anything_is_loaded(family: str, tmp_path: Path) -> None:
     for kind in ("nested", "int8") if family == "idefics3" else ("nested",):
         model, sketch = loaded(family, kind, tmp_path / kind, "all-linear")
-        to_pack = outline.to_pack(sketch, KINDS[kind])
-        planned = PolicySizes.of(outline.with_adapter(sketch, 4), "adamw_torch", 4, to_pack)
+        to_pack = loading.to_pack(sketch, KINDS[kind])
+        planned = PolicySizes.of(loading.with_adapter(sketch, 4), "adamw_torch", 4, to_pack)
         assert planned == PolicySizes.of(model, "adamw_torch", 4) and planned.packed > 0
         assert Tower.of(model) is not None, "an adapter on it keeps its activations"
     if family == "idefics3":
