@@ -88,7 +88,7 @@ class Checkpointer(TrainerCallback):
         self._damaged: set[int] = set()  # Optimizer steps of damaged checkpoints.
 
     def _resolve_folders(self) -> bool:
-        """Return whether the nodes share no file system. If they don't, each node writes whole checkpoints."""
+        """Return whether the nodes share no file system, so that each node writes whole checkpoints."""
         args = self.args
         with on_all_ranks("writing into output_dir"):
             if args.layout.leads_node:
