@@ -78,17 +78,7 @@ class Checkpointer(TrainerCallback):
         self.stop_signal.tell, self.stop_signal.leave = faults.tell_stop, faults.leave
         self._newest = 0  # optimizer step of this run's newest checkpoint, written or still being written
         self.writer = Writer()
-        with on_all_ranks("writing into output_dir"):
-            if args.layout.leads_node:
-                folders.check_file_system(args.output_dir)
-        # If the nodes share no file system, each node writes whole checkpoints.
-        self.nodes_are_apart = folders.nodes_are_apart(args.output_dir, args.layout)
-        if args.save_on_each_node and args.layout.nodes > 1 and not self.nodes_are_apart:
-            raise ValueError(
-                f"save_on_each_node is true, but all nodes share the folder {args.output_dir!r} and would write the "
-                "same files. Set `save_on_each_node` to false, or use an `output_dir` that is local to each node."
-            )
-        args.resolve_saving(self.nodes_are_apart)
+        self.nodes_are_apart = self._resolve_folders()
         self._host_files = HostFiles(self.args.device)
         self._in_background = False  # Whether a thread will write the checkpoint that is being assembled.
         self._why_in_foreground = ""  # Last printed reason why training waits for a save.
@@ -96,6 +86,21 @@ class Checkpointer(TrainerCallback):
         self._failures = 0  # Number of failed saves in a row.
         self._best_before: str | None = None  # Folder of the best checkpoint before the present save.
         self._damaged: set[int] = set()  # Optimizer steps of damaged checkpoints.
+
+    def _resolve_folders(self) -> bool:
+        """Return whether the nodes share no file system, so that each node writes whole checkpoints."""
+        args = self.args
+        with on_all_ranks("writing into output_dir"):
+            if args.layout.leads_node:
+                folders.check_file_system(args.output_dir)
+        apart = folders.nodes_are_apart(args.output_dir, args.layout)
+        if args.save_on_each_node and args.layout.nodes > 1 and not apart:
+            raise ValueError(
+                f"save_on_each_node is true, but all nodes share the folder {args.output_dir!r} and would write the "
+                "same files. Set `save_on_each_node` to false, or use an `output_dir` that is local to each node."
+            )
+        args.resolve_saving(apart)
+        return apart
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -106,7 +106,7 @@ class SeamTrainer(Trainer):
         self.lengths = LengthHistory()
         self._unlogged: list[dict[str, float]] = []  # Metrics of the steps that no log has averaged yet.
         self._gathered: dict[str, torch.Tensor] | None = None  # Weights to save, gathered from a sharded policy.
-        self.checkpointer = Checkpointer(self)
+        self.checkpointer = self.make_checkpointer()
         # The hook "recorder" of an extension is a function (trainer) -> an instance of a `NoRecord` subclass, or None.
         self.recorder: NoRecord = next(filter(None, (make(self) for make in hooks("recorder"))), None) or NoRecord()
         self.completion_log = next(filter(None, (make(self) for make in hooks("completion_log"))), None)
@@ -115,6 +115,10 @@ class SeamTrainer(Trainer):
             self.remove_callback(shown)
         for callback in (self.checkpointer, self.console, self.recorder):
             self.add_callback(callback)
+
+    def make_checkpointer(self) -> Checkpointer:
+        """Make the `Checkpointer`. A replay overrides this method to read the recorded run's checkpoints."""
+        return Checkpointer(self)
 
     def _begin_training(self, wanted: str | bool | None) -> tuple[str | None, TrainOutput | None]:
         """Find the checkpoint to resume from, and open the run's records. Return the checkpoint and None. If it is of
