@@ -129,6 +129,11 @@ class TensorParts:
         own = self.places[self.engine.place if place is None else place][name]
         return tuple(place for place, shards in enumerate(self.places) if shards[name] == own)
 
+    @property
+    def elements(self) -> int:
+        """Number of elements of the whole policy."""
+        return sum(torch.Size(shard.shape).numel() for shard in self.shards.values())
+
 
 def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> TensorParts:
     """Change the layers of a model that has only this rank's parts of parameters, so that it computes like the whole

@@ -117,11 +117,10 @@ class TensorStrategy(SharedRows):
         local = sum(parameter.numel() for parameter in self.model.parameters())
         data = self.cut.data.size
         shared = f"; {self.shared_out} in {data} parts" if self.shared_out and data > 1 else ""
-        whole = sum(torch.Size(shard.shape).numel() for shard in self.cut.shards.values())
         return (
-            f"sharding: the policy is in the engine's layout, {local / 1e6:,.1f} M of its {whole / 1e6:,.1f} M "
-            f"parameters on this rank; {self.row.size} ranks train each row together, gradients are summed over {data}"
-            f"{shared}"
+            f"sharding: the policy is in the engine's layout, {local / 1e6:,.1f} M of its "
+            f"{self.cut.elements / 1e6:,.1f} M parameters on this rank; {self.row.size} ranks train each row together, "
+            f"gradients are summed over {data}{shared}"
         )
 
     def sum_of_squares(self) -> float:
