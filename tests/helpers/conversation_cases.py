@@ -34,7 +34,7 @@ class EachTurnCalls(ToolFormat):
 
 def asked(trainer: Any, size: int) -> tuple[PromptRules, list[Prompt]]:
     rules = PromptRules(trainer.processing_class, 900, "drop", {}, "rows")
-    inputs = map(ModelInput, rules.encode({"prompt": [row["prompt"] for row in rows(size)]}, 0))
+    inputs = map(ModelInput, rules.encode(rows(size), 0))
     return rules, [Prompt(row, read, i) for i, (row, read) in enumerate(zip(rows(size), inputs, strict=True))]
 
 
