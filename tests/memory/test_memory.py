@@ -18,7 +18,7 @@ from colograd.data import PromptDataset
 from colograd.engine.arguments import engine_dtype, engine_kwargs
 from colograd.memory import description as memory
 from colograd.memory.choice import auto, plan_or_raise
-from colograd.memory.description import PLANNED_TOKENS, Devices, RunDescription, describe_run
+from colograd.memory.description import PLANNED_TOKENS, Devices, RunDescription, Workload, describe_run
 from colograd.memory.shape import CacheNeed, Shape
 from colograd.memory.table import GIB, PHASES, MemoryPlan
 from colograd.policy.outline import outline
@@ -45,7 +45,7 @@ PLAN = MemoryPlan(
 
 def described(config: GRPOConfig, model: Any, length: int, sequences: int, tokens: int, shared: bool) -> RunDescription:
     devices = memory.own_devices(config.device, model)
-    return describe_run(config, model, devices, length, sequences, tokens=tokens, shared=shared)
+    return describe_run(config, model, devices, Workload(length, sequences, tokens), shared=shared)
 
 
 def planned(*args: Any, strategy: str = "none", **sizes: Any) -> MemoryPlan:

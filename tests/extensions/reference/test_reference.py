@@ -26,7 +26,7 @@ from colograd.extensions.reference.model import (
 from colograd.losses.objective import Objective
 from colograd.memory import token_budget
 from colograd.memory.choice import plan_or_raise
-from colograd.memory.description import describe_run, own_devices
+from colograd.memory.description import Workload, describe_run, own_devices
 from colograd.memory.table import GIB
 from colograd.policy import lora, row_proof
 from colograd.policy.loading import Policy, load_policy
@@ -250,9 +250,9 @@ def test_the_memory_plan_counts_it(tiny_model, tmp_path, monkeypatch) -> None:
     nbytes = sum(p.nbytes for p in policy.model.parameters())
     assert reference_bytes(config, policy) == nbytes
     assert reference_bytes(config, policy_of(tiny_model, tmp_path, LORA)) == 0
-    devices = own_devices(config.device, policy.model)
+    devices, work = own_devices(config.device, policy.model), Workload(64, 4, 64)
     with_it, without = (
-        plan_or_raise(describe_run(config, policy.model, devices, 64, 4, tokens=64, shared=False, reference=size), "none")
+        plan_or_raise(describe_run(config, policy.model, devices, work, shared=False, reference=size), "none")
         for size in (GIB, 0)
     )
     assert ("weights of the reference", GIB, GIB) in with_it.rows()
