@@ -204,7 +204,7 @@ def described(options: argparse.Namespace) -> RunDescription:
 
     from ..config import ModelConfig
     from ..engine.arguments import check_parts
-    from ..memory.description import Devices, describe_run
+    from ..memory.description import Devices, Workload, describe_run
     from ..policy.loading import outline, to_pack, with_adapter
     from ..policy.row_proof import obstacle
     from ..policy.supported import check_planned, check_shared_rows
@@ -253,10 +253,10 @@ def described(options: argparse.Namespace) -> RunDescription:
         teacher += sum(of_other.get(parameter, parameter.nbytes) for parameter in other.parameters())
     engines, memory = options.gpus // per_engine, int(options.gpu_memory * GIB)
     sequences = -(-(options.sequences or options.sequences_per_engine * engines) // engines)
+    devices, work = Devices(options.gpus, memory, memory), (longest, sequences, options.max_tokens_per_microbatch)
     run = describe_run(
-        options, model, Devices(options.gpus, memory, memory), longest, sequences, shared=shared,
-        tokens=options.max_tokens_per_microbatch, reference=reference, teacher=teacher, to_pack=packed,
-    )  # fmt: skip
+        options, model, devices, Workload(*work), shared=shared, reference=reference, teacher=teacher, to_pack=packed
+    )
     return dataclasses.replace(run, strategies=(options.sharding,)) if is_import_path(options.sharding) else run
 
 

@@ -120,13 +120,21 @@ class Devices:
         return self.ranks % ranks == 0 and (self.ranks_per_node or self.ranks) % ranks == 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunDescription:
-    """The numbers of a run that determine the memory of one rank, for its engine and its policy."""
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The work of one rank: lengths of sequences, completions per generation, and size of micro-batches."""
 
     length: int  # Tokens of the longest sequence in the engine.
     sequences: int  # Completions of one generation in this rank's engine.
     tokens: int = 0  # Tokens of a micro-batch. 0 means as many as fit.
+    prompt: int = 0  # Tokens of the longest prompt. 0 means ``length`` minus the longest completion.
+    shares_prompts: bool = True  # Whether a group's prompt is computed once per packed row, for all its completions.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDescription(Workload):
+    """The numbers of a run that determine the memory of one rank, for its engine and its policy."""
+
     devices: Devices
     ranks_per_engine: int
     shape: Shape
@@ -192,50 +200,49 @@ class RunDescription:
 
 
 def describe_run(
-    settings: Any, model: Any, devices: Devices, length: int, sequences: int, *, prompt: int = 0,
-    shares_prompts: bool = True, to_pack: Mapping[torch.Tensor, int] | None = None, **fields: Any,
+    settings: Any, model: Any, devices: Devices, work: Workload, *, shared: bool, reference: int = 0,
+    teacher: int = 0, to_pack: Mapping[torch.Tensor, int] | None = None,
 ) -> RunDescription:  # fmt: skip
     """Return the `RunDescription` of a run with these settings, model and devices.
 
     Args:
         settings: a `GRPOConfig`, or the options of `colograd plan`, which have the same field names.
         model: the policy with its frozen parameters marked, or its copy on the meta device (`policy.loading.outline`).
-        length: tokens of the longest sequence in the engine.
-        sequences: completions of one generation in this rank's engine.
-        prompt: tokens of the longest prompt. 0 means ``length`` minus the longest completion.
-        shares_prompts: whether a group's prompt is computed once per packed row, for all its completions.
+        shared: whether the policy's parameters are the engine's tensors.
+        reference: bytes of the reference model.
+        teacher: bytes of the teacher model.
         to_pack: bytes of parameters that loading will quantise, see `PolicySizes.of`.
-        fields: the result's `shared`, `tokens`, `reference` and `teacher`, if they differ from its defaults.
     """
     given: dict[str, Any] = dict(settings.vllm_engine_kwargs or {})
-    dtype, on_gpu = model.dtype, devices.on_gpu  # On a CPU nothing is offloaded, and the KV cache doesn't sleep.
+    dtype = model.dtype
     of_engine = engine_dtype(settings, dtype).itemsize
     eight_bit = str(given.get("kv_cache_dtype") or "").startswith("fp8")
-    completion = min(settings.max_completion_length or length, length)
-    group = (settings.num_generations or 1) if shares_prompts else 1
+    completion = min(settings.max_completion_length or work.length, work.length)
+    group = (settings.num_generations or 1) if work.shares_prompts else 1
     optim = resolve_optimizer(settings.optim, dtype)
     excluded = conflict(settings, {"sequence_parallel_size": 2}, "sequence_parallel_size")
-    can_share_rows = shares_prompts and not excluded and not why_rows_stay_whole(model, obstacle(model))
+    frees_device = {
+        "offloads_parts": settings.fsdp_offload_params, "sleeps": settings.vllm_enable_sleep_mode,
+        "offloads": settings.offload_optimizer == "sampling", "streams": settings.offload_optimizer == "stream",
+        "offloads_gradients": settings.offload_gradients, "offloads_activations": settings.offloads_activations,
+    }  # fmt: skip
+    can_share_rows = work.shares_prompts and not excluded and not why_rows_stay_whole(model, obstacle(model))
     return RunDescription(
         devices=devices, ranks_per_engine=settings.vllm_tensor_parallel_size, shape=Shape.of(model.config),
         sizes=PolicySizes.of(model, optim, dtype.itemsize, to_pack), engine_itemsize=of_engine,
-        cache_itemsize=1 if eight_bit else of_engine, length=length, sequences=sequences, **fields,
-        running=min(sequences, int(given.get("max_num_seqs") or MOST_SEQUENCES)),
-        lengths=Lengths(prompt or max(length - completion, 1), completion, group),
-        checkpointing=settings.checkpointing, served=settings.weights == "shared",
-        reshard=settings.fsdp_reshard_after_forward, offloads_parts=on_gpu and settings.fsdp_offload_params,
-        sleeps=on_gpu and settings.vllm_enable_sleep_mode,
-        offloads=on_gpu and settings.offload_optimizer == "sampling",
-        streams=on_gpu and settings.offload_optimizer == "stream", can_stream=optim == "adamw_split",
-        offloads_gradients=on_gpu and settings.offload_gradients,
-        offloads_activations=on_gpu and settings.offloads_activations,
-        kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
+        cache_itemsize=1 if eight_bit else of_engine, **dataclasses.asdict(work),
+        running=min(work.sequences, int(given.get("max_num_seqs") or MOST_SEQUENCES)),
+        lengths=Lengths(work.prompt or max(work.length - completion, 1), completion, group),
+        checkpointing=settings.checkpointing, shared=shared, served=settings.weights == "shared",
+        reshard=settings.fsdp_reshard_after_forward, can_stream=optim == "adamw_split",
+        reference=reference, teacher=teacher, kv_bytes=int(given.get("kv_cache_memory_bytes") or 0),
         overruled=share_is_given(settings),
         share=float(settings.vllm_gpu_memory_utilization or given.get("gpu_memory_utilization") or 0.0),
         strategies=_strategies(settings, model, devices, settings.vllm_tensor_parallel_size),
         larger_engines=_larger_engines(settings, model, devices),
         ranks_per_sequence=settings.sequence_parallel_size, can_share_rows=can_share_rows,
         further=tuple(filter(None, (of(model) for of in registry.hooks("activations")))),
+        **(frees_device if devices.on_gpu else {}),
     )  # fmt: skip
 
 

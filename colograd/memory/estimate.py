@@ -25,7 +25,7 @@ from ..config.sharding import TENSOR
 from ..engine.arguments import MOST_SEQUENCES
 from ..sharding.zero import ELEMENTS, IN_FLIGHT
 from .description import RunDescription
-from .shape import activation_bytes, left_on_device
+from .shape import Trained, activation_bytes, left_on_device
 from .table import MemoryPlan, RankBytes
 
 ENGINE_TOKENS = 16384  # Tokens of one engine step: vLLM's default for `LLM` on large GPUs.
@@ -89,11 +89,13 @@ def estimate(run: RunDescription, strategy: str, tokens: int) -> MemoryPlan:
     device = "cuda" if devices.on_gpu else "cpu"
     copied = run.lengths.copied_keys(run.shape, tokens, itemsize, device)
     cut = run.ranks_per_engine if strategy in TENSOR else 1
+    trained = Trained(
+        head=run.sizes.largest >= run.shape.vocabulary * run.shape.hidden, on_way=parts.on_way,
+        adapted=2 * run.sizes.trained < run.sizes.elements, inputs_on_host=run.offloads_activations,
+    )  # fmt: skip
     activations = activation_bytes(
         run.shape.split(cut).on_row_ranks(run.ranks_per_sequence), -(-tokens // run.ranks_per_sequence), itemsize,
-        run.checkpointing, device, copied, head_trained=run.sizes.largest >= run.shape.vocabulary * run.shape.hidden,
-        adapted=2 * run.sizes.trained < run.sizes.elements, on_way=parts.on_way,
-        inputs_on_host=run.offloads_activations,
+        run.checkpointing, device, copied, trained,
     )  # fmt: skip
     for part in run.further:
         activations += part.bytes(tokens, run.lengths, itemsize, run.checkpointing)

@@ -181,32 +181,37 @@ def left_on_device() -> Any:
     return left
 
 
+class Trained(NamedTuple):
+    """Facts about training that the memory of activations depends on."""
+
+    head: bool = True  # Whether the output head is trained.
+    adapted: bool = False  # Whether most parameters are frozen, as with LoRA.
+    inputs_on_host: bool = False  # Whether inputs of checkpointed layers are in host memory.
+    on_way: int = 0  # Maximum bytes of gradients in transfer to the host in the backward. They count as gradients.
+
+
 def activation_bytes(
-    shape: Shape, tokens: int, itemsize: int, checkpointing: int, device: str, copied: CopiedKeys = CopiedKeys(), *,
-    head_trained: bool = True, adapted: bool = False, inputs_on_host: bool = False, on_way: int = 0,
+    shape: Shape, tokens: int, itemsize: int, checkpointing: int, device: str, copied: CopiedKeys = CopiedKeys(),
+    trained: Trained = Trained(),
 ) -> int:  # fmt: skip
     """Estimate the peak bytes of one forward and backward, without weights and gradients: the largest of three moments.
 
     In the head: the layers' activations, the final norm, the head's input and its gradient, two float32 tiles of logits
     (`logprobs`), and the gradient of the head's weight. In the last layer: the layer's gradients, and for a tied head
     the weight's gradient, which waits for the embedding's gradient. In the embedding: its gradient in its dtype and in
-    float32, and if tied, both gradients and their sum in float32. If gradients go to the host, at most ``on_way`` bytes
-    of gradients are in transfer. The plan counts these bytes as gradients, but the head may use them, because no
-    gradient is in transfer while the head runs.
-
-    ``adapted`` means that most parameters are frozen, as with LoRA. With ``inputs_on_host`` the inputs of checkpointed
-    layers are in host memory.
+    float32, and if tied, both gradients and their sum in float32. If gradients go to the host, none is in transfer
+    while the head runs, so the head may use the bytes of `Trained.on_way`.
 
     Counted on fake CUDA tensors (tests/policy/test_fake_gpu.py). SmolLM2-135M in bfloat16 on a CPU: estimated 956 and
     1,740 MiB for 1,024 and 2,048 tokens (measured 953 and 1,697); with checkpointing 325 MiB for 1,024 tokens (measured
     272).
     """
-    kept, twice = kept_by_layers(shape, itemsize, checkpointing, copied, inputs_on_host)
-    weight = 4 * shape.vocabulary * shape.hidden if head_trained else 0
+    kept, twice = kept_by_layers(shape, itemsize, checkpointing, copied, trained.inputs_on_host)
+    weight = 4 * shape.vocabulary * shape.hidden if trained.head else 0
     head = tokens * shape.hidden * (8 + 3 * itemsize) + 2 * 4 * TILE_ELEMENTS.get(device, 2**24) + weight
     # Peak of gradients inside one layer, per token: either in its MLP, or in its attention after the MLP's activations
     # are freed. The MLP has the gradients of gate and up, or the product's gradient and a LoRA adapter's float32 input.
-    inner, joined = max(itemsize, 4) if adapted else itemsize, copied.inside
+    inner, joined = max(itemsize, 4) if trained.adapted else itemsize, copied.inside
     mlp = (itemsize + inner) * shape.intermediate + itemsize * 2 * max(shape.experts, 1) * shape.hidden
     attention = itemsize * (
         joined * 2 * shape.keys - shape.gated * shape.intermediate - 2 * shape.experts * shape.hidden
@@ -220,7 +225,7 @@ def activation_bytes(
     attention += SCORE * shape.capped * copied.segment
     inside = tokens * (twice + max(mlp, attention)) + (weight if shape.tied else 0)
     embedding = tokens * shape.hidden * itemsize + weight * (3 if shape.tied else 1 + itemsize / 4)
-    return int(max(tokens * kept + max(head - on_way, inside), embedding))
+    return int(max(tokens * kept + max(head - trained.on_way, inside), embedding))
 
 
 @dataclass(frozen=True, slots=True)

@@ -334,14 +334,12 @@ def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revi
         ) from None
 
 
-def with_adapter(model: Any, rank: int) -> Any:
-    """Add a LoRA adapter of ``rank`` with peft's targets `all-linear` to a model on the meta device."""
-    import peft
-
+def with_adapter(model: Any, peft_config: Any) -> Any:
+    """Add the LoRA adapter of a `peft.LoraConfig` to a model on the meta device."""
     with torch.device("meta"), warnings.catch_warnings():
         # peft adds rank patterns for fused experts, then warns that these patterns match no linear layer.
         warnings.filterwarnings("ignore", ".*_pattern keys did not match")
-        return wrap(model, peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"), seed=0)
+        return wrap(model, peft_config, seed=0)
 
 
 def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:

@@ -17,7 +17,7 @@ from ..engine.protocol import Engine, EngineUse
 from ..engine.sampling import Sampling
 from ..engine.vllm_engine import VLLMEngine
 from ..memory.choice import auto, least_checkpointing, plan_or_raise
-from ..memory.description import RunDescription, describe_run, own_devices
+from ..memory.description import RunDescription, Workload, describe_run, own_devices
 from ..memory.device_turns import DeviceTurns
 from ..memory.shape import CacheNeed, Shape
 from ..memory.table import CPU_SHARE
@@ -169,17 +169,20 @@ def resolve_by_memory(config: GRPOConfig, prepared: PreparedRun, samples: bool =
 def read_run(config: GRPOConfig, prepared: PreparedRun, max_tokens: int) -> RunDescription:
     """Return the numbers that a run's memory depends on: model sizes, context, completions, tokens per micro-batch."""
     policy = prepared.policy
+    work = Workload(
+        length=needed_context(config, prepared),
+        sequences=sampled_together(config),
+        tokens=max_tokens,
+        prompt=max(part.longest for part in prepared.prompts),
+        shares_prompts=not policy.why_padded,
+    )
     others = second_model_bytes(prepared.objective.needs, config, policy)
     return describe_run(
         config,
         policy.model,
         own_devices(config.device, policy.model),
-        needed_context(config, prepared),
-        sampled_together(config),
+        work,
         shared=expects_sharing(config, policy),
-        tokens=max_tokens,
-        prompt=max(part.longest for part in prepared.prompts),
-        shares_prompts=not policy.why_padded,
         reference=others.get("reference", 0),
         teacher=others.get("teacher", 0),
     )

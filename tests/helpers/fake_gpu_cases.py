@@ -43,7 +43,7 @@ from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
 from colograd.extensions.offload.on_host import WholeOnHost
 from colograd.extensions.reference.model import FrozenCopy
 from colograd.memory.description import PolicySizes
-from colograd.memory.shape import Lengths, Shape, activation_bytes
+from colograd.memory.shape import Lengths, Shape, Trained, activation_bytes
 from colograd.policy import attention
 from colograd.policy.logprobs import PolicyForward, with_old_logprobs
 from colograd.policy.lora import wrap
@@ -136,8 +136,7 @@ def plan(
     head, shape = model.get_output_embeddings().weight.requires_grad, Shape.of(model.config)
     copied = lengths.copied_keys(shape, tokens, 2, "cuda")
     adapted = any("lora" in name for name, _ in model.named_parameters())
-    facts = {"head_trained": head, "adapted": adapted, **on_host}
-    return activation_bytes(shape, tokens, 2, checkpointing, "cuda", copied, **facts)
+    return activation_bytes(shape, tokens, 2, checkpointing, "cuda", copied, Trained(head, adapted, **on_host))
 
 
 def dense(gpu: FakeGPU, tied: bool) -> dict[str, Any]:

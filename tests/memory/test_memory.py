@@ -19,7 +19,7 @@ from colograd.engine.arguments import engine_dtype, engine_kwargs
 from colograd.engine.protocol import EngineUse
 from colograd.memory import description as memory
 from colograd.memory.choice import auto, plan_or_raise
-from colograd.memory.description import PLANNED_TOKENS, Devices, RunDescription, describe_run
+from colograd.memory.description import PLANNED_TOKENS, Devices, RunDescription, Workload, describe_run
 from colograd.memory.shape import CacheNeed, Shape
 from colograd.memory.table import GIB, PHASES, MemoryPlan
 from colograd.policy.loading import outline
@@ -46,7 +46,7 @@ PLAN = MemoryPlan(
 
 def described(config: GRPOConfig, model: Any, length: int, sequences: int, tokens: int, shared: bool) -> RunDescription:
     devices = memory.own_devices(config.device, model)
-    return describe_run(config, model, devices, length, sequences, tokens=tokens, shared=shared)
+    return describe_run(config, model, devices, Workload(length, sequences, tokens), shared=shared)
 
 
 def planned(*args: Any, strategy: str = "none", **sizes: Any) -> MemoryPlan:

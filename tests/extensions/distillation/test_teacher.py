@@ -28,7 +28,7 @@ from colograd.extensions.distillation.teacher import (
 from colograd.losses.objective import Objective
 from colograd.memory import token_budget
 from colograd.memory.choice import plan_or_raise
-from colograd.memory.description import describe_run, own_devices
+from colograd.memory.description import Workload, describe_run, own_devices
 from colograd.memory.table import GIB
 from colograd.policy import head as policy_head
 from colograd.policy import lora, row_proof
@@ -272,8 +272,8 @@ def test_a_quantised_teacher_stays_packed(tiny_model, tmp_path, large) -> None:
 def test_the_memory_plan_counts_it(tiny_model, tmp_path, large, monkeypatch) -> None:
     config, policy = made(tmp_path, large), policy_of(tiny_model, tmp_path)
     assert teacher_bytes(config, policy) == sum(p.nbytes for p in plain(large).parameters())
-    devices = own_devices(config.device, policy.model)
-    run = describe_run(config, policy.model, devices, 64, 4, tokens=64, shared=False, teacher=GIB)
+    devices, work = own_devices(config.device, policy.model), Workload(64, 4, 64)
+    run = describe_run(config, policy.model, devices, work, shared=False, teacher=GIB)
     assert ("weights of the teacher", GIB, GIB) in plan_or_raise(run, "none").rows()
     waits = made(tmp_path, large, offload_teacher=True)
     monkeypatch.setattr(GRPOConfig, "on_cpu", False)

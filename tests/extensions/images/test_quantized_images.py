@@ -291,7 +291,7 @@ def test_the_plan_knows_what_is_quantised_before_anything_is_loaded(family: str,
     for kind in ("nested", "int8") if family == "idefics3" else ("nested",):
         model, sketch = loaded(family, kind, tmp_path / kind, "all-linear")
         to_pack = loading.to_pack(sketch, KINDS[kind])
-        planned = PolicySizes.of(loading.with_adapter(sketch, 4), "adamw_torch", 4, to_pack)
+        planned = PolicySizes.of(loading.with_adapter(sketch, adapter("all-linear")), "adamw_torch", 4, to_pack)
         assert planned == PolicySizes.of(model, "adamw_torch", 4) and planned.packed > 0
         assert Tower.of(model) is not None, "an adapter on it keeps its activations"
     if family == "idefics3":

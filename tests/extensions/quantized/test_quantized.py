@@ -391,10 +391,12 @@ def test_the_adapter_and_what_isnt_quantised_keep_their_dtypes(tiny_model, tmp_p
 def test_the_plan_knows_what_is_quantised_before_anything_is_loaded(kind, tiny_model, tmp_path) -> None:
     sketch = loading.outline(str(tiny_model), torch.float32)
     to_pack = loading.to_pack(sketch, KINDS[kind])
-    planned = PolicySizes.of(loading.with_adapter(sketch, 4), "adamw_torch", 4, to_pack)
+    planned = PolicySizes.of(loading.with_adapter(sketch, adapter()), "adamw_torch", 4, to_pack)
     loaded = PolicySizes.of(policy_of(tiny_model, tmp_path, KINDS[kind]).model, "adamw_torch", 4)
     assert planned == loaded
-    whole = PolicySizes.of(loading.with_adapter(loading.outline(str(tiny_model), torch.float32), 4), "adamw_torch", 4)
+    whole = PolicySizes.of(
+        loading.with_adapter(loading.outline(str(tiny_model), torch.float32), adapter()), "adamw_torch", 4
+    )
     assert planned.elements == whole.elements and planned.trained == whole.trained and planned.block == whole.block
     one = large.on_each_rank("none", planned, 1, engine_itemsize=4, served=True)
     assert one.engine_weights == 4 * (whole.elements - planned.packed_elements) and one.policy_weights == planned.packed

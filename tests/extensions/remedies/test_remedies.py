@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from colograd.config import GRPOConfig
 from colograd.memory import description as memory
 from colograd.memory.choice import auto, best_plan, fits, plan_or_raise, remedies, too_large
-from colograd.memory.description import STRATEGIES, RunDescription, describe_run
+from colograd.memory.description import STRATEGIES, RunDescription, Workload, describe_run
 from colograd.memory.shape import Lengths
 from colograd.memory.table import GIB, PHASES, MemoryPlan
 
@@ -95,7 +95,7 @@ LLAMA = {
 
 def described(config: GRPOConfig, model: Any, length: int, sequences: int, tokens: int, shared: bool) -> RunDescription:
     devices = memory.own_devices(config.device, model)
-    return describe_run(config, model, devices, length, sequences, tokens=tokens, shared=shared)
+    return describe_run(config, model, devices, Workload(length, sequences, tokens), shared=shared)
 
 
 def planned(*args: Any, strategy: str = "none", **sizes: Any) -> MemoryPlan:
