@@ -74,7 +74,7 @@ class Engine(Protocol):
 
     def submit(
         self, prompt: ModelInput | Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None,
-        spent: int = 0, streams: bool = False,
+        spent: int = 0,
     ) -> str:  # fmt: skip
         """Queue a request to sample completions of ``prompt``, and return the request's name.
 
@@ -82,17 +82,10 @@ class Engine(Protocol):
             seed: seed of the first completion. The i-th completion, counted from 0, draws with seed + i.
             n: number of completions; default ``sampling.n``.
             spent: tokens of ``sampling.max_tokens`` that earlier turns of the conversation have used.
-            streams: whether `written` returns the request's tokens after each engine step. Streaming needs n = 1.
         """
 
     def advance(self) -> list[tuple[str, list[Sampled]]]:
         """Run one engine step. Return the name and the n completions of each request that finished in the step."""
-
-    def written(self) -> list[tuple[str, Sequence[int]]]:
-        """Return (name, all token ids so far) of unfinished streaming requests that got tokens in the last engine step.
-
-        The next engine step may append to the returned token ids.
-        """
 
     def abort(self, requests: Iterable[str]) -> None:
         """Drop unfinished ``requests`` and their tokens. Names of finished requests are ignored."""
