@@ -54,7 +54,6 @@ class LoadedVLLM:
         self._adapter: Any = None  # vLLM's LoRARequest, which every request gets. None without an adapter.
         self._requests = 0  # Number of requests since the engine was built.
         self._open: dict[str, ModelInput] = {}  # Prompts of unfinished requests by request name.
-        self._written: list[tuple[str, Sequence[int]]] = []
         self._unknown_tokens = 0  # number of sampled ids without a token in the tokenizer, since `take_counts`
         self.served: Any = None
         self._features = engine_features(config, use) if features is None else tuple(features)

@@ -73,15 +73,14 @@ class Engine(Protocol):
 
     def submit(
         self, prompt: ModelInput | Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None,
-        spent: int = 0, streams: bool = False,
+        spent: int = 0,
     ) -> str:  # fmt: skip
         """Queue a request to sample completions of ``prompt``, and return the request's name.
 
         Args:
             seed: seed of the first completion. The i-th completion, counted from 0, draws with seed + i.
             n: number of completions; default ``sampling.n``.
-            spent: tokens of ``sampling.max_tokens`` that are used up, e.g. by earlier turns of a conversation.
-            streams: whether `written` returns the request's tokens after each engine step. Streaming needs n = 1.
+            spent: tokens of ``sampling.max_tokens`` that earlier turns of the conversation have used.
         """
 
     def advance(self) -> list[tuple[str, list[Sampled]]]:
@@ -89,10 +88,6 @@ class Engine(Protocol):
 
     def load(self) -> Load:
         """Return the engine's load after the last engine step."""
-
-    def written(self) -> list[tuple[str, Sequence[int]]]:
-        """Return (name, all token ids so far) of unfinished streaming requests that got tokens in the last `advance`.
-        The next `advance` may append to the returned token ids."""
 
     def abort(self, requests: Iterable[str]) -> None:
         """Drop unfinished ``requests`` and their tokens. Names of finished requests are ignored."""

@@ -96,14 +96,10 @@ class VLLMEngine(LoadedVLLM):
 
     def submit(
         self, prompt: ModelInput | Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None,
-        spent: int = 0, streams: bool = False,
+        spent: int = 0,
     ) -> str:  # fmt: skip
-        from vllm.sampling_params import RequestOutputKind
-
         prompt = prompt if isinstance(prompt, ModelInput) else ModelInput(tuple(prompt))
         params = self.parameters(prompt.ids, sampling, seed, n or sampling.n, spent)
-        if streams:
-            params.output_kind = RequestOutputKind.CUMULATIVE
         return self._enqueue(prompt, params)
 
     def _enqueue(self, prompt: ModelInput, params: Any) -> str:
@@ -146,7 +142,6 @@ class VLLMEngine(LoadedVLLM):
         watchdog.progress("a step of the engine")
         outputs = self.core.step()
         finished = [output for output in outputs if output.finished]
-        self._written = [(each.request_id, each.outputs[0].token_ids) for each in outputs if not each.finished]
         watchdog.progress("what follows a step of the engine")
         for listener in self.after_step:
             listener()
@@ -156,9 +151,6 @@ class VLLMEngine(LoadedVLLM):
             completions.append((name, self._sampled(output, self._open[name])))
             self._drop(name)
         return completions
-
-    def written(self) -> list[tuple[str, Sequence[int]]]:
-        return self._written
 
     def _sampled(self, output: Any, prompt: ModelInput) -> list[Sampled]:
         """Convert a vLLM RequestOutput into its completions, in the order of their index."""

@@ -50,7 +50,7 @@ class Experts(ModelFeature):
         if ranks > 1 and (kind in WHOLE or kind not in TRIED):
             raise ValueError(
                 f"vllm_tensor_parallel_size is {ranks}, but {kind} is a mixture of experts that this version "
-                "can't split over the ranks of an engine: set 1, so that each rank has a whole engine."
+                "can't split over the ranks of an engine: set it to 1, so that each rank has a whole engine."
             )
         size = int(getattr(text, "moe_intermediate_size", None) or text.intermediate_size)
         if size % ranks:
@@ -72,7 +72,5 @@ class Experts(ModelFeature):
 
     def notes(self, policy: Policy, config: GRPOConfig) -> Iterator[str]:
         if coefficient := policy.router_coef(config):
-            yield (
-                f"experts: {coefficient:g} of the routers' load-balancing loss is added (router_aux_loss_coef), for "
-                "which groups without a reward difference are trained too"
-            )
+            line = "experts: the routers' load-balancing loss trains groups without a reward difference too"
+            yield f"{line} (router_aux_loss_coef {coefficient:g})"

@@ -35,9 +35,7 @@ UNKNOWN = -1  # Value in place of an expert's index, if the engine didn't record
 ROUTED = "routed_experts"  # Name of a layer's keyword argument with the experts of its tokens.
 APART = "experts/apart"  # Key of two counts (2,): the engine's choices that the policy's routers didn't make, and all.
 # Columns of a group's table, with one row per rollout. A null `prompt` means the last row's `prompt`.
-ROWS = pa.schema(
-    [pa.field("prompt", pa.binary()), pa.field("completion", pa.binary()), pa.field("shape", pa.list_(pa.int32()))]
-)
+ROWS = pa.schema([("prompt", pa.binary()), ("completion", pa.binary()), ("shape", pa.list_(pa.int32()))])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,28 +65,23 @@ class RoutedExperts(Rider):
         first = rollouts[0].get(cls)
         if first is None:
             return rollouts
-        found = []
-        for rollout in rollouts:
-            if rollout.input == rollouts[0].input:
-                riders = (cls(first.prompt, r.completion) if isinstance(r, cls) else r for r in rollout.riders)
-                rollout = dataclasses.replace(rollout, riders=tuple(riders))
-            found.append(rollout)
-        return tuple(found)
+
+        def sharing(rollout: Rollout) -> Rollout:
+            riders = (cls(first.prompt, r.completion) if isinstance(r, cls) else r for r in rollout.riders)
+            return dataclasses.replace(rollout, riders=tuple(riders))
+
+        return tuple(sharing(each) if each.input == rollouts[0].input else each for each in rollouts)
 
     @classmethod
     def of_row(cls, row: PackedRow) -> RowExperts:
         recorded = next(e for part in row.parts for r in part.rollouts if (e := r.get(cls)) is not None)
         pieces: list[torch.Tensor] = []
-
-        def add(tokens: int, experts: torch.Tensor | None) -> None:
-            pieces.append(filled(recorded.prompt[:0], tokens) if experts is None else experts)
-
         for part in row.parts:
             first = part.rollouts[0].get(cls)
-            add(len(part.rollouts[0].input), first and first.prompt)
+            pieces.append(first.prompt if first else filled(recorded.prompt[:0], len(part.rollouts[0].input)))
             for rollout in part.rollouts:
                 own = rollout.get(cls)
-                add(len(rollout.completion_ids), own and own.completion)
+                pieces.append(own.completion if own else filled(recorded.prompt[:0], len(rollout.completion_ids)))
         return RowExperts(to_device_async(torch.cat(pieces), row.device))
 
     @classmethod
@@ -99,11 +92,9 @@ class RoutedExperts(Rider):
             if experts is None:
                 rows.append((None, None, None))
                 continue
-            is_known = prompt is not None and torch.equal(prompt, experts.prompt)
-            prompt = experts.prompt
-            parts = (None if is_known else experts.prompt, experts.completion)
-            first, second = (None if part is None else part.numpy().tobytes() for part in parts)
-            rows.append((first, second, [*experts.completion.shape[1:], experts.completion.element_size()]))
+            last, prompt, own = prompt, experts.prompt, experts.completion
+            first = None if last is not None and torch.equal(last, prompt) else prompt.numpy().tobytes()
+            rows.append((first, own.numpy().tobytes(), [*own.shape[1:], own.element_size()]))
         return table_bytes(b"", rows, ROWS)
 
     @classmethod
@@ -165,10 +156,8 @@ def sigmoid_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> t
 SHARES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), sigmoid_shares),
     "gpt_oss": lambda router, logits, chosen: logits.gather(1, chosen).softmax(1, dtype=logits.dtype),
-    **dict.fromkeys(
-        ("flex_olmo", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
-        softmax_shares,
-    ),
+    **dict.fromkeys(("flex_olmo", "mellum", "mixtral", "olmoe"), softmax_shares),
+    **dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"), softmax_shares),
 }
 
 

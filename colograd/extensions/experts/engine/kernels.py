@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import gelu, linear, silu
 
 from ....config import GRPOConfig
-from ....engine.building import replaced
+from ....engine.building import patched
 from ....engine.protocol import EngineFeature, EngineUse
 from ....policy.loading import Policy
 from ....reporting.console import Console
@@ -68,78 +68,56 @@ class MixtureBuild(EngineFeature):
     """Engine feature for mixtures of experts. It creates vLLM's process group for experts if vLLM doesn't, and on a CPU
     keeps the experts' weights as loaded."""
 
-    def __init__(self, on_cpu: bool) -> None:
-        self.on_cpu = on_cpu
+    def __init__(self, config: GRPOConfig) -> None:
+        self.config = config
 
     @contextlib.contextmanager
     def while_built(self) -> Iterator[None]:
-        with groups_of_experts(), live_experts() if self.on_cpu else contextlib.nullcontext():
+        from vllm.distributed import parallel_state as vllm_groups
+
+        # vLLM creates its groups once per process. Those of a dense model lack the group for experts.
+        if vllm_groups._WORLD is not None and vllm_groups._EP is None:
+            world, ranks = vllm_groups._WORLD, torch.arange(torch.distributed.get_world_size())
+            engines = ranks.view(-1, self.config.vllm_tensor_parallel_size).tolist()
+            backend = torch.distributed.get_backend(world.device_group)
+            make = vllm_groups.init_model_parallel_group
+            vllm_groups._EP = make(engines, world.local_rank, backend, group_name="ep")
+        with live_experts() if self.config.on_cpu else contextlib.nullcontext():
             yield
 
 
 def mixture_build(config: GRPOConfig, use: EngineUse) -> MixtureBuild | None:
     """Return the engine feature `MixtureBuild`, or None for a model that is known to have no experts."""
     model_config = use.model_config if use.policy is None else use.policy.model.config
-    if model_config is not None:
-        experts = num_experts(model_config)
-        check_experts(experts, config.on_cpu)
-        if not experts:
-            return None
-    return MixtureBuild(config.on_cpu)
-
-
-def _unquantized_experts() -> Any:
-    """Return vLLM's class of unquantised experts on a CPU. None: this version of vLLM has no such class."""
-    try:
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    except ImportError:
-        return None
-    return CPUUnquantizedExperts
+    experts = None if model_config is None else num_experts(model_config)
+    check_experts(experts or 0, config.on_cpu)
+    return None if experts == 0 else MixtureBuild(config)
 
 
 def check_experts(experts: int, on_cpu: bool) -> None:
     """Raise a RuntimeError if vLLM would repack the weights of a mixture, so that a publish couldn't write them.
     ``experts``: number of experts of the model."""
-    if experts and on_cpu and _unquantized_experts() is None:
+    if not experts or not on_cpu:
+        return
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as _  # noqa: F401
+    except ImportError:
         from vllm import __version__ as found
 
         raise RuntimeError(
             f"The model is a mixture of experts, whose weights vLLM {found} repacks on a CPU, so that they can't be "
             "updated: install vLLM 0.31, or train the model on a GPU."
-        )
+        ) from None
 
 
 def live_experts() -> contextlib.AbstractContextManager[None]:
     """Context in which vLLM builds an engine on a CPU without repacking the experts' weights."""
-    theirs = _unquantized_experts()
-    if theirs is None:
-        return contextlib.nullcontext()
 
-    def keep(self: Any, layer: torch.nn.Module) -> None:
+    def keep(theirs: Any, self: Any, layer: torch.nn.Module) -> None:
         self.apply = functools.partial(apply_experts, self)
 
-    return replaced(theirs, "process_weights_after_loading", keep)
-
-
-def groups_of_experts() -> contextlib.AbstractContextManager[None]:
-    """Context that creates vLLM's process group for experts, if the engine of a mixture is built after a dense model's.
-    vLLM creates process groups once per process, and the group for experts only if the first model has experts."""
-    from vllm.config import get_current_vllm_config
-    from vllm.distributed import parallel_state
-    from vllm.v1.worker import gpu_worker
-
-    theirs = gpu_worker.ensure_model_parallel_initialized
-
-    def ensure(ranks: int, *others: Any, **named: Any) -> None:
-        theirs(ranks, *others, **named)
-        if parallel_state._EP is None and getattr(get_current_vllm_config().model_config, "is_moe", False):
-            world = parallel_state.get_world_group()
-            backend = torch.distributed.get_backend(world.device_group)
-            engines = torch.arange(torch.distributed.get_world_size()).view(-1, ranks).tolist()
-            make = parallel_state.init_model_parallel_group
-            parallel_state._EP = make(engines, world.local_rank, backend, group_name="ep")
-
-    return replaced(gpu_worker, "ensure_model_parallel_initialized", ensure)
+    cpu_moe = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+    return patched(f"{cpu_moe}:CPUUnquantizedExperts.process_weights_after_loading", keep)
 
 
 def merged_beside_experts(policy: Policy, args: GRPOConfig, samples: bool = True) -> Policy:
@@ -150,9 +128,7 @@ def merged_beside_experts(policy: Policy, args: GRPOConfig, samples: bool = True
         return policy
     why = why_no_slots(args.on_cpu)
     if why and args.layout.is_main:
-        Console(enabled=True, bars=False).warn(
-            f"adapter: the engine gets merged copies of the adapted weights, not the adapter's matrices: {why}"
-        )
+        Console(enabled=True, bars=False).warn(f"adapter: the engine gets merged copies of the adapted weights: {why}")
     return dataclasses.replace(policy, adapter=dataclasses.replace(adapter, why_merged=why))
 
 

@@ -72,9 +72,7 @@ class RouterLog(EngineFeature):
         self._step: list[torch.Tensor | None] = [None] * len(self._layers)
         routers = [getattr(layer, "router", None) for layer in self._layers]
         if not routers or not (self.itself or all(hasattr(router, "set_capture_fn") for router in routers)):
-            raise _problem(
-                "has no routers for this model that report their choice of experts, which router_replay needs"
-            )
+            raise _problem("has no routers of this model that report the experts, which router_replay needs")
         if not self.itself:
             for place, router in enumerate(routers):
                 router.set_capture_fn(functools.partial(self._keep, place))  # type: ignore[union-attr]
