@@ -105,7 +105,8 @@ def test_a_frozen_copy_stays_what_the_policy_was(tiny_model, tmp_path, dtype, of
     policy.model.train()
     disturb(policy.model)
     assert not torch.equal(says(policy.model, rows), before)
-    assert torch.equal(torch.cat([row.ref_logprobs for row in filled(reference, rows, 1.0)]), before), "bit for bit"
+    found = torch.cat([row.scores["ref_logprobs"] for row in filled(reference, rows, 1.0)])
+    assert torch.equal(found, before), "bit for bit"
     assert all(not p.requires_grad and p.dtype == policy.model.dtype for p in reference.model.parameters())
     assert not reference.model.training and policy.model.training
     assert reference.model.get_input_embeddings().weight is reference.model.get_output_embeddings().weight, "tied"
@@ -123,7 +124,9 @@ def test_the_reference_of_a_model_given_as_an_object_has_its_weights_not_its_che
     policy = policy_of(given, tmp_path, model_init_kwargs=None)
     reference = reference_of(made(tmp_path), policy)
     rows = rows_of(policy)
-    assert torch.equal(torch.cat([row.ref_logprobs for row in filled(reference, rows, 0.5)]), says(given, rows, 0.5))
+    assert torch.equal(
+        torch.cat([row.scores["ref_logprobs"] for row in filled(reference, rows, 0.5)]), says(given, rows, 0.5)
+    )
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -191,7 +194,7 @@ def test_the_reference_of_a_new_adapter_is_the_base(tiny_qwen, tmp_path, changes
     assert isinstance(reference, OfAdapter) and bool(reference.initial) == copies
     disturb(policy.model.train())
     before = state(policy.model)
-    found = torch.cat([row.ref_logprobs for row in filled(reference, rows, 1.0)])
+    found = torch.cat([row.scores["ref_logprobs"] for row in filled(reference, rows, 1.0)])
     assert torch.equal(found, says(base.model, rows))
     assert (found - says(policy.model.eval(), rows)).abs().mean() > 1e-3, "and the policy is another"
     policy.model.train()
@@ -212,7 +215,7 @@ def test_the_reference_of_an_adapter_that_was_given_is_that_adapter(tiny_model, 
     assert isinstance(reference, OfAdapter) and reference.initial
     disturb(policy.model.train(), seed=2)
     before = state(policy.model)
-    assert torch.equal(torch.cat([row.ref_logprobs for row in filled(reference, rows, 1.0)]), start)
+    assert torch.equal(torch.cat([row.scores["ref_logprobs"] for row in filled(reference, rows, 1.0)]), start)
     with pytest.raises(ZeroDivisionError), reference.present():
         raise ZeroDivisionError
     assert state(policy.model) == before
@@ -273,8 +276,8 @@ def test_they_go_with_their_completions_when_a_step_is_packed_again(tiny_model, 
     again = token_budget.repack(step, rules)
     assert len(again.rows) > len(rows)
     for row in again.rows:
-        (fresh,) = filled(reference, [dataclasses.replace(row, ref_logprobs=None)], 1.0)
-        torch.testing.assert_close(row.ref_logprobs, fresh.ref_logprobs, rtol=0, atol=1e-5)
+        (fresh,) = filled(reference, [dataclasses.replace(row, scores={})], 1.0)
+        torch.testing.assert_close(row.scores["ref_logprobs"], fresh.scores["ref_logprobs"], rtol=0, atol=1e-5)
 
 
 # -- in the trainer
@@ -331,8 +334,8 @@ def test_every_step_is_held_to_the_checkpoint_that_the_run_started_from(tiny_mod
     assert trainer.rows.keys() == {1, 2, 3, 4}
     for step, rows in trainer.rows.items():
         for row, policy in rows:
-            torch.testing.assert_close(row.ref_logprobs, plain(tiny_model, row, 0.8), rtol=0, atol=1e-4)
-            moved = (row.ref_logprobs - policy).abs().max()
+            torch.testing.assert_close(row.scores["ref_logprobs"], plain(tiny_model, row, 0.8), rtol=0, atol=1e-4)
+            moved = (row.scores["ref_logprobs"] - policy).abs().max()
             # Tolerances allow for rows that were packed again: they have other shapes than the reference's rows.
             assert moved < 1e-5 if step == 1 else moved > 1e-3
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
@@ -350,7 +353,7 @@ def test_a_reference_that_follows_is_resumed_as_it_was(tiny_model, tmp_path, clo
     assert "mixed with 0.6 of it every 2 steps" in capfd.readouterr().out
     trainer.train()
     for row, policy in trainer.rows[1]:
-        assert torch.equal(row.ref_logprobs, policy), "the divergence of the first step is 0, bit for bit"
+        assert torch.equal(row.scores["ref_logprobs"], policy), "the divergence of the first step is 0, bit for bit"
     kl = [entry["kl"] for entry in trainer.state.log_history if "reward" in entry]
     assert kl[0] == 0 and kl[2] < kl[1], "it came closer after step 2"
     final = [p.clone() for p in trainer.ref_model.parameters()]
@@ -359,10 +362,10 @@ def test_a_reference_that_follows_is_resumed_as_it_was(tiny_model, tmp_path, clo
     assert trainer.rows.keys() == {4, 5, 6}
     for step, rows in trainer.rows.items():
         for (row, _), (before, _) in zip(rows, first[step], strict=True):
-            assert torch.equal(row.ref_logprobs, before.ref_logprobs)
+            assert torch.equal(row.scores["ref_logprobs"], before.scores["ref_logprobs"])
     assert all(torch.equal(a, b) for a, b in zip(final, trainer.ref_model.parameters(), strict=True))
     (row, _), *_ = first[3]
-    assert (row.ref_logprobs - plain(tiny_model, row, 1.0)).abs().max() > 1e-3, "it had moved after step 2"
+    assert (row.scores["ref_logprobs"] - plain(tiny_model, row, 1.0)).abs().max() > 1e-3, "it had moved after step 2"
 
 
 @pytest.mark.engine
@@ -373,10 +376,10 @@ def test_an_adapter_is_held_to_its_base(tiny_model, tmp_path, closing) -> None:
     )
     trainer.train()
     for row, policy in trainer.rows[1]:
-        assert torch.equal(row.ref_logprobs, policy)
+        assert torch.equal(row.scores["ref_logprobs"], policy)
     for row, policy in trainer.rows[3]:
-        torch.testing.assert_close(row.ref_logprobs, plain(tiny_model, row, 1.0), rtol=0, atol=1e-4)
-        assert (row.ref_logprobs - policy).abs().max() > 1e-4
+        torch.testing.assert_close(row.scores["ref_logprobs"], plain(tiny_model, row, 1.0), rtol=0, atol=1e-4)
+        assert (row.scores["ref_logprobs"] - policy).abs().max() > 1e-4
 
 
 @pytest.mark.engine
@@ -388,7 +391,7 @@ def test_the_loss_of_an_evaluation_has_the_reference_and_the_scale_over_its_grou
     rows = [row for row, _ in trainer.rows[1]]
     advantages, mask = (torch.cat([getattr(row, name) for row in rows]) for name in ("advantages", "loss_mask"))
     assert metrics["eval_loss"] == pytest.approx(float(-(advantages * mask).sum() / mask.sum()), abs=1e-3)
-    assert all(torch.equal(row.ref_logprobs, policy) for row, policy in trainer.rows[1])
+    assert all(torch.equal(row.scores["ref_logprobs"], policy) for row, policy in trainer.rows[1])
     totals = torch.cat(trainer.totals)
     expected = torch.cat([of_group - of_group.mean() for of_group in trainer.totals]) / (totals.std() + 1e-4)
     found = [row.advantages[row.sequence.diff(prepend=row.sequence[:1] - 1) != 0] for row in rows]
