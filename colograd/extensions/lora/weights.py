@@ -80,7 +80,7 @@ class AdapterWeights(PlannedSync):
     def describe(self) -> str:
         layers, shared = len({slot.layer for slot in self.slots}), isinstance(self.base, SharedWeights)
         base = "shared with the engine" if shared else f"copied once ({self.base.why})"
-        if served := self.engine.served.weights:
+        if self.engine.served is not None and (served := self.engine.served.weights):
             size = sum(weight.nbytes for weight in served) / 2**20
             base = f"quantised, one memory with the engine's ({len(served)} packed matrices, {size:,.1f} MiB)"
         elif packed := [part for part in self.base.slices if part.packed is not None]:
