@@ -74,7 +74,7 @@ def read(folder: Path) -> Manifest | None:
                 raise Damaged(f"{MANIFEST} names {name!r}, but may name only files in the checkpoint's folder")
             size, checksum = (value.get("size"), value.get("xxh3_128")) if isinstance(value, dict) else (None, None)
             if type(size) is not int or size < 0 or not isinstance(checksum, str):
-                raise Damaged(f"{MANIFEST} has no size and checksum of the file {name}")
+                raise Damaged(f"{MANIFEST} lacks a valid size or checksum of {name}")
             files[name] = Entry(size, checksum)
         return files
     except (OSError, ValueError, RecursionError) as error:

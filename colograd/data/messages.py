@@ -1,4 +1,5 @@
-"""Conversions of chat messages for a chat template. Arrow tables and users may store messages in different forms."""
+"""Checks of chat messages, and conversions for a chat template. Arrow tables and users may store messages in different
+forms."""
 
 from __future__ import annotations
 

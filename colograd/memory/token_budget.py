@@ -36,7 +36,8 @@ def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tu
         largest: number of tokens that is enough. No larger number is tried.
 
     Returns:
-        The tokens, a multiple of `STEP`, and their bytes on the line. (`SMALLEST` / 2, 0) if `SMALLEST` didn't fit.
+        The tokens, a multiple of `STEP`, and their bytes on the line. If memory ran out at `SMALLEST`: half of
+        `SMALLEST`, and 0.
     """
     # Because the line starts at the origin, the first size gives an upper estimate of the slope.
     x, y, slope, most = 0, 0.0, 0.0, largest

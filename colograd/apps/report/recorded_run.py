@@ -41,7 +41,8 @@ class Table:
     """Numbers by step and name."""
 
     def __init__(self) -> None:
-        self.names: dict[str, str] = {}  # Each name once, because all steps share it.
+        # Each name -> the same name. The rows of all steps have these strings as keys, to store each string only once.
+        self.names: dict[str, str] = {}
         self.rows: dict[int, dict[str, float]] = {}
 
     def put(self, step: int, values: Mapping[str, Any]) -> None:
@@ -92,7 +93,7 @@ class RecordedRun:
         return max(self.steps.rows, default=0)
 
     def refresh(self) -> bool:
-        """Read new data from the run's files. Return whether there were any."""
+        """Read new data from the run's files. Return whether there was new data."""
         self.change += 1
         fresh = False
         if self._events.restarted():

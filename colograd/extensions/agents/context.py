@@ -71,7 +71,7 @@ class ChatFormat:
         if PROBE not in text:
             whose = tokenizer.name_or_path
             raise ValueError(f"{whose}'s chat template writes no messages of an assistant: set chat_template_path.")
-        self.end = text[text.index(PROBE) + len(PROBE) :]  # What the template writes behind a message's content.
+        self.end = text[text.index(PROBE) + len(PROBE) :]  # Text that the template writes behind a content.
         self.end_texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in self.ends}
 
     def write(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], begins: bool = True) -> str:
@@ -155,7 +155,8 @@ class SessionContexts:
         decode = functools.partial(self.form.tokenizer.decode, skip_special_tokens=False)
         texts = [context.text + str(decode([*wrote], clean_up_tokenization_spaces=False))]
         if whole:
-            # The ids end behind the sampled end token, or without an end token before the template's end of a message.
+            # Cut the template's text where the ids end. If an end token was sampled, that is behind the end token.
+            # Otherwise it is behind the message's content, before the text that the template writes there.
             stop = len(text) - len(self.form.end) if text.endswith(self.form.end) else len(text)
             end = self.form.end_texts.get(wrote[-1], "")
             if end and (at := text.rfind(end, min(stop, len(text) - 1))) >= 0:

@@ -213,8 +213,9 @@ def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
 
 
 def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks: int) -> RoundEnd | None:
-    """Read the file of a round's end that `write_round_end` wrote. Return None if the file is missing or incomplete, if
-    the number of ranks differs, or if a position has no prompt. Raise JournalError if the content isn't readable."""
+    """Read the file that `write_round_end` wrote at a round's end. Return None if the file is missing or incomplete, if
+    another number of ranks wrote it, or if ``prompt_at`` returns None for a group's position. Raise JournalError if a
+    record can't be read, or if a group was sampled from another prompt."""
     records = list(read_records(path)) if path.is_file() else []
     if not records:
         return None

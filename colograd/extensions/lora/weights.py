@@ -35,7 +35,7 @@ class Slot:
     scaling: float  # Engine's values divided by the policy's values: the LoRA scaling for B, 1 for A.
     holder: Any  # vLLM's layer with the LoRA slots.
     part: int  # Index of the adapted layer among the parts of a fused vLLM layer.
-    shard: Shard | None = None  # Part of A or B that this rank's parameter is. None means the whole matrix.
+    shard: Shard | None = None  # This rank's part of A or B. None means the whole matrix.
 
     @property
     def stack(self) -> torch.Tensor:
@@ -117,7 +117,7 @@ class AdapterWeights(PlannedSync):
 def map_adapter(policy: torch.nn.Module, engine: Engine, shards: Mapping[int, Shard] | None = None) -> list[Slot]:
     """Return the engine's LoRA slot of every tensor of the policy's adapter. Raise `Unserved` if vLLM has no slot for
     a layer. With tensor parallelism ``shards`` maps `id(parameter)` to this rank's part of A or B."""
-    # vLLM's layer with the LoRA slots of a layer, and the layer's index in it, by the layer's name in vLLM.
+    # A layer's name in vLLM -> the vLLM layer that has its LoRA slots, and the layer's index among the fused parts.
     holders, tensors = dict[str, tuple[Any, int]](), engine.tensors
     for name, holder in tensors.lora_layers().items():
         head, _, last = name.rpartition(".")
@@ -166,4 +166,7 @@ def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
     torch._foreach_zero_([slot.destination for slot in slots])
     for name, holder in engine.tensors.lora_layers().items():
         if any(bool(stack.any()) for kind in ("lora_A", "lora_B") for stack in lora_stacks(holder, kind)):
-            raise RuntimeError(f"A slot for {name} in vLLM has values outside the LoRA adapter. Set weights: copied.")
+            raise RuntimeError(
+                f"vLLM stored values of a LoRA adapter for {name} outside the slots that Colograd writes. Set weights: "
+                "copied."
+            )

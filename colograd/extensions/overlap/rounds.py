@@ -62,7 +62,8 @@ def read_partition(folder: Path, step: int) -> Partition | None:
 
 @dataclass
 class EarlyRows:
-    """This rank's first rows of the next optimizer step: trained before all groups were sampled, or recorded so."""
+    """This rank's first rows of the next optimizer step. They were trained before all groups were sampled, in this
+    training of the step or in a recorded one."""
 
     groups: list[ScoredGroup] = field(default_factory=list)  # Groups of the rows, sampled by any rank.
     batches: list[tuple[int, ...]] = field(default_factory=list)  # Positions of groups that were packed together.
@@ -71,7 +72,7 @@ class EarlyRows:
     trained: bool = False  # Whether the rows' gradients are already computed. False: rows of a record.
 
     def add(self, groups: Sequence[ScoredGroup], rules: PackingRules) -> Sequence[PackedRow]:
-        """Add a batch of groups, and return its rows, which aren't added."""
+        """Add a batch of groups. Return its packed rows, which the caller must add to `rows`."""
         self.groups += groups
         self.batches.append(tuple(scored.group.position for scored in groups))
         return plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
@@ -204,7 +205,7 @@ class OverlappedRound(PlainRound):
     @contextlib.contextmanager
     def _train_meanwhile(self, steps: Steps) -> Iterator[None]:
         """Context around a round's sampling. After this rank has sampled, it trains finished groups until no rank
-        samples or trains."""
+        samples or trains. It trains nothing if `finished` is None, or if first rows of the step are recorded."""
         self.early, self.recorded, self._is_first, self._sampled = None, None, True, []
         args, journal, step = self.trainer.args, self.trainer.journal, self.trainer.state.global_step
         if args.keeps_journal:

@@ -17,7 +17,8 @@ MOST_RANKS = 1024  # Largest number of ranks to propose.
 
 
 def remedies(run: RunDescription, strategy: str) -> str:
-    """Return a sentence without full stop: changes of settings, each enough to make the run fit, or that none is."""
+    """Return a sentence without full stop. It lists changes of settings, each enough to make the run fit, or says that
+    no change is enough."""
     if not (found := [*_changes(run, strategy)]):
         return "no single change would fit this device: take a smaller model or larger GPUs"
     return f"what would fit: {'; or '.join(found)}"
@@ -78,7 +79,8 @@ def with_adapter(sizes: PolicySizes, shape: Shape) -> PolicySizes:
 
 
 def _shorter(run: RunDescription, strategy: str) -> int | None:
-    """Return the longest context in tokens that fits, halving the run's context down to 256. None if none fits."""
+    """Return the longest context in tokens that fits. Only halvings of the run's context down to 256 are tried. None if
+    none fits."""
     length = run.length // 2
     while length >= 256:
         part = length / run.length
@@ -103,7 +105,8 @@ def _in_larger_engines(run: RunDescription) -> Iterator[str]:
 
 
 def _more_ranks(run: RunDescription) -> str:
-    """Return the smallest number of ranks (doubled from the run's) that fits, with settings. Empty if none fits."""
+    """Return a text with the fewest ranks that make the run fit, and their settings: "16 ranks with sharding: fsdp".
+    Only doublings of the run's ranks up to `MOST_RANKS` are tried. Empty if none fits."""
     ranks = 2 * run.devices.ranks
     while ranks <= MOST_RANKS:
         share = run.devices.ranks / ranks

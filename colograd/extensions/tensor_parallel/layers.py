@@ -152,11 +152,12 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
             part = VocabularyPart(start, stop, shards[name].shape[0], engine)
             _become(module, _Head if module is head else _Embedding, vocabulary=part)
             padding = getattr(module, "padding_idx", None)
-            if padding is not None:  # The padding token's embedding gets no gradient. Other ranks lack it.
+            if padding is not None:  # The padding token's embedding gets no gradient. One rank of an engine has it.
                 module.padding_idx = padding - start if start <= padding < stop else None
         elif all(shard.is_whole for shard in own.values()):
             continue
-        elif ".lora_A." in path:  # LoRA's A, cut by inputs. A hook sums, as `lora` may replace the forward.
+        elif ".lora_A." in path:  # Matrix A of an adapter, cut by inputs.
+            # A hook sums the ranks' products with A. A derived class couldn't, because `lora` may replace A's forward.
             module.in_features = module.weight.shape[1]
             module.register_forward_hook(lambda layer, args, output: leave(output, engine))
         elif isinstance(module, nn.Linear) and own["weight"].local_shape[0] == own["weight"].shape[0]:
