@@ -38,8 +38,9 @@ def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = 
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
             f"{name} has a transform (with_transform or set_transform), which runs whenever a row is read, but prompts "
-            "are tokenised once: apply the transform with map. (Tool calls and chat_template_kwargs need no transform "
-            "against the keys that Arrow adds with None. Other nested columns need on_mixed_types='use_json'.)"
+            "are tokenised once: apply the transform with map. Keys that Arrow adds with None need no transform: tool "
+            "calls and chat_template_kwargs are read without these keys. Make other nested columns with "
+            "Dataset.from_list(rows, on_mixed_types='use_json')."
         )
     if not images:
         check_no_images(columns_of(dataset), name)

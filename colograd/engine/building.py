@@ -282,7 +282,7 @@ def _convolve(theirs: Any, *, weight: torch.Tensor, is_vnni: bool, **given: Any)
 def _rotate(
     theirs: Any, self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Flatten (T, H, D) to (T, H * D) for vLLM's rotary kernel, which would else rotate only some heads (LFM2)."""
+    """Flatten (T, H, D) to (T, H * D) for vLLM's rotary kernel, which otherwise rotates only some heads (LFM2)."""
     if query.dim() != 3 or query.shape[1] == 1:
         return theirs(self, positions, query, key)
     rotated = theirs(self, positions, query.flatten(1), None if key is None else key.flatten(1))

@@ -171,11 +171,15 @@ def kept_by_layers(
 
 
 def left_on_device() -> Any:
-    """Return functions of the "offload" extension: the device bytes that data in host memory takes in transfer.
+    """Return an object of the "offload" extension that estimates the device memory of data kept in host memory.
 
-    ``inputs`` is the number of layer inputs on the device at once. ``state(nbytes)`` gives the bytes for an optimizer
-    state of ``nbytes``. ``sums(gradients)`` gives the bytes of gradient sums in transfer, and ``on_way(gradients,
-    largest)`` the bytes of gradients in transfer.
+    ``inputs`` is the number of layer inputs on the device at once. The other attributes are functions that return bytes
+    on the device:
+
+    - ``state(nbytes)``: buffers for the pieces of an optimizer state of ``nbytes``.
+    - ``sums(nbytes)``: buffers for the pieces of gradient sums of ``nbytes``.
+    - ``on_way(gradients, largest)``: peak of the gradients in a backward that sends them to the host. All gradients
+      have ``gradients`` bytes, and the largest gradient has ``largest`` bytes.
     """
     (left,) = registry.hooks("left_on_device")
     return left

@@ -31,10 +31,11 @@ SCRIPTS = (
 )  # fmt: skip
 STYLES = ("uplot/uPlot.min.css", "page.css")
 NAME = "report.html"  # File name of a report. The model card links to this name.
-# If a page has this number of compressed bytes, no step is added. Base64 makes the bytes a third larger.
+# A page gets no further step without completions, or with completions, once such steps have this number of compressed
+# bytes. Base64 makes the bytes a third larger.
 ROLLOUT_BYTES = 900_000
 COMPLETION_BYTES = 3_000_000
-STEP_BYTES = 2_000_000  # Approximate maximum of a step's completions as JSON, which compresses 6 to 10 times.
+STEP_BYTES = 2_000_000  # Approximate maximum bytes of a step's completions as JSON, before compression.
 
 POINTS = 2000  # Maximum points of a curve. With more steps, each point is a mean of several steps.
 MOST_SPREADS = 400  # Maximum number of steps with histograms.

@@ -143,14 +143,14 @@ class Node:
     logprobs: array[float] | None  # None means that the model read the tokens.
     trained: bool  # Whether the tokens were sampled with the run's settings. Read tokens aren't trained.
     children: list[Node] = field(default_factory=list)
-    number: int | None = None  # Number of the answer that begins with this node.
+    number: int | None = None  # If an answer begins with this node: the answer's index in the session.
 
 
 class TokenTree:
     """One session's contexts and answers as a tree of tokens. ``prompt`` is the context that becomes the prompt."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self.places: dict[int, int] = {}  # Answer's number -> index of its first token in the completion.
+        self.places: dict[int, int] = {}  # Answer's index in the session -> index of its first token in the completion.
         self._roots: list[Node] = []
         self._prompt = array("i", prompt)
         self._read(self._prompt)
@@ -161,7 +161,7 @@ class TokenTree:
     ) -> None:  # fmt: skip
         """Add a request's context ``read`` and answer ``wrote``. The requests that it continues must be in the tree.
         Tokens of a context that are already in the tree are shared. Answers are never shared: two equal samples remain
-        two answers. ``number`` is the answer's key in `places`."""
+        two answers. ``number`` is the answer's index in the session."""
         children = self._read(array("i", read))
         if len(wrote):
             children.append(Node(array("i", wrote), array("f", logprobs), trained, number=number))

@@ -168,7 +168,7 @@ class Session:
                 self.turns.append({**turn, "trained": not call.shaping, **seconds})
 
     def _path(self, number: int | None) -> list[dict[str, Any]]:
-        """Return the answers (turns) of the conversation that ends with answer ``number``, oldest first."""
+        """Return the answers (turns) of the conversation that ends with answer ``number`` (an index), oldest first."""
         path = []
         while number is not None:
             path.append(self.turns[number])

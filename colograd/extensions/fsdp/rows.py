@@ -82,9 +82,9 @@ def gathered(
     Args:
         device: device of the collectives and of the yielded rows.
         dtype_of: function from a parameter's name to the dtype of its yielded rows. None keeps the parameter's dtype.
-        elements: largest number of elements in one all-gather."""
+        elements: largest number of elements in one all-gather, except that each rank sends at least one row."""
     pieces = []
-    for cut in cuts:  # Divide a rank's rows into ranges that are small enough for all ranks to send one at once.
+    for cut in cuts:  # Divide a rank's rows into ranges, so that one range of every rank fits into an all-gather.
         step = max(1, elements // (cut.row * world_size()))
         pieces += [(cut, range(first, min(first + step, cut.share))) for first in range(0, cut.share, step)]
 

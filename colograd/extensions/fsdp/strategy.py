@@ -165,7 +165,7 @@ class FullySharded(SharedParts):
         self._began = True
         with on_all_ranks("the forward"), self._answering(blocks.root, FORWARD):
             yield
-        if not torch.is_grad_enabled():  # No backward follows, which would free the weights at its end.
+        if not torch.is_grad_enabled():  # A backward frees the gathered weights. Without a backward, free them here.
             for block in blocks.all():
                 block.reshard()
 

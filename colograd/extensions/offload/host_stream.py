@@ -33,7 +33,8 @@ class Job(NamedTuple):
 
 
 def device_bytes(nbytes: int, itemsize: int = ITEMSIZE) -> int:
-    """Return the buffers' device bytes, for ``nbytes`` of optimizer state on the host. ``itemsize``: per element."""
+    """Return the bytes of the device buffers for ``nbytes`` of optimizer state or gradient sums on the host, with
+    ``itemsize`` bytes per element of a parameter."""
     return min(nbytes, BUFFERS * ELEMENTS * itemsize)
 
 

@@ -122,7 +122,7 @@ def inputs_on_host(model: Any, inputs: LayerInputs | None) -> Iterator[None]:
     usual = model._set_gradient_checkpointing
 
     def enable(enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **options: Any) -> None:
-        # Leave out transformers' own offloading, which copies on the computing stream.
+        # Drop the option `offload`: with it transformers copies on the computing stream, which waits for the copies.
         given = {k: v for k, v in getattr(gradient_checkpointing_func, "keywords", {}).items() if k != "offload"}
         function = functools.partial(checkpoint if inputs is None else inputs.checkpoint, **given)
         usual(enable=enable, gradient_checkpointing_func=function, **options)
