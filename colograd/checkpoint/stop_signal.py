@@ -205,7 +205,7 @@ class StopSignal:
         os._exit(self.status)
 
 
-_installed: list[StopSignal] = []  # in the order of their installation
+_installed: list[StopSignal] = []  # installed objects, the oldest first
 # The socket that Python's C handler writes each signal's number into, and the previously set descriptor.
 _wakeup: list[Any] = []
 

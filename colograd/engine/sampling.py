@@ -96,8 +96,9 @@ def check_sampling(config: GRPOConfig) -> None:
     for name in config.generation_kwargs or {}:
         if name in RESERVED:
             raise ValueError(
-                f"generation_kwargs sets {name!r}, which the trainer sets itself: use num_generations, seed, "
-                "max_completion_length or temperature."
+                f"generation_kwargs sets {name!r}, which the trainer sets itself: remove it. Set num_generations "
+                "instead of n, max_completion_length instead of max_tokens, and seed and temperature outside of "
+                "generation_kwargs."
             )
         if name not in known:
             near = difflib.get_close_matches(name, SUPPORTED, n=1)

@@ -58,7 +58,8 @@ def _known_fits(run: RunDescription, plan: MemoryPlan) -> bool:
 
 
 def _set_cache(run: RunDescription, plan: MemoryPlan) -> int:
-    """Return the KV cache bytes that the user's settings determine; 0 if no setting determines the size."""
+    """Return the KV cache bytes that the user set, or else the user's fraction of the device's memory minus the
+    engine's weights. 0 if the user set neither."""
     return run.kv_bytes or max(int(run.share * run.devices.total) - plan.engine_weights, 0)
 
 

@@ -157,16 +157,17 @@ class RunDescription(Workload):
     reference: int = 0  # Bytes of the reference model.
     teacher: int = 0  # Bytes of the teacher model.
     kv_bytes: int = 0  # Bytes of the KV cache that the user set. 0 means that the user set none.
-    overruled: bool = False  # Whether the user sets the engine's fraction of the device's memory.
-    share: float = 0.0  # The engine's fraction of the device's memory that the user set. 0 means unknown.
+    overruled: bool = False  # Whether the user sets the engine's fraction of memory, or its number of blocks.
+    share: float = 0.0  # The engine's fraction of the device's memory that the user set. 0 means not set.
     strategies: tuple[str, ...] = STRATEGIES  # Sharding strategies that the run may use.
     # Sharding strategies that the run could use with more ranks per engine, by ranks per engine in ascending order.
     larger_engines: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     samples: bool = True  # Whether the run has an engine.
     ranks_per_sequence: int = 1  # Ranks that divide a row's tokens (sequence parallelism).
     can_share_rows: bool = False  # Whether model and settings allow sequence parallelism.
-    # Objects with a method ``bytes(tokens, lengths, itemsize, checkpointing)``: further bytes of activations, e.g. of a
-    # vision tower. Functions that extensions offer as "activations" make them from the model.
+    # Objects that count further bytes of activations, e.g. of a vision tower, by a method
+    # ``bytes(tokens, lengths, itemsize, checkpointing)``. Extensions offer functions (model) -> object or None at the
+    # seam "activations".
     further: tuple[Any, ...] = ()
 
     @property

@@ -26,8 +26,8 @@ DEVICE_ONLY = (
 class DeviceTurns:
     def __init__(self, engine: Engine, config: GRPOConfig, times: PhaseTimes) -> None:
         self.engine = engine
-        # Extensions register functions of the configuration that return None, or an object with ``to_host(optimizer)``
-        # and ``to_device()``. The methods move an optimizer's state, and return the bytes moved.
+        # Extensions offer functions (configuration) -> object or None at the seam "optimizer_moves". The object has
+        # methods ``to_host(optimizer)`` and ``to_device()``: they move optimizer state and return the bytes moved.
         moves = (moves_of(config) for moves_of in registry.hooks("optimizer_moves"))
         self.offload: Any = next(filter(None, moves), None)
         self.times = times

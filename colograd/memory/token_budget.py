@@ -39,7 +39,8 @@ def fill(peak: Callable[[int], float], limit: int, largest: int = LARGEST) -> tu
         The tokens, a multiple of `STEP`, and their bytes on the line. If memory ran out at `SMALLEST`: half of
         `SMALLEST`, and 0.
     """
-    # Because the line starts at the origin, the first size gives an upper estimate of the slope.
+    # The first line starts at the origin, so its slope includes bytes that don't depend on the tokens. That makes the
+    # slope too large rather than too small.
     x, y, slope, most = 0, 0.0, 0.0, largest
     tokens = SMALLEST
     while tokens <= largest:

@@ -91,8 +91,9 @@ def balance(
 ) -> tuple[list[ScoredGroup], int]:  # fmt: skip
     """Send scored groups between ranks, so that each rank gets the groups that it trains. A collective call.
 
-    Without ``between_engines`` a group stays in its block: consecutive ranks with only whole teams and whole vLLM
-    engines. Return the groups that this rank trains, and how many of them come from another block."""
+    A block is the smallest number of consecutive ranks with only whole teams and whole vLLM engines. Without
+    ``between_engines`` each group stays in its block. Return the groups that this rank trains, and the number of them
+    that come from another block."""
     costs = gather([cost(group, pair, share_prompts) for group in groups])
     teams = (plan if between_engines else share_out)(costs, ranks_per_engine, ranks_per_row)
     assignment = [team for team in teams for _ in range(ranks_per_row)]

@@ -132,7 +132,8 @@ class _Link:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def send_fault(self, fault: Fault) -> None:
-        if self.rank != fault.rank or fault.hangs:  # a hanging rank may go on
+        # A rank that made no progress must also get the report of its own failure, because it may continue later.
+        if self.rank != fault.rank or fault.hangs:
             self.send(**asdict(fault))
 
 

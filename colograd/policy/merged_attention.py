@@ -38,13 +38,15 @@ class Call:
 
     queries: Places
     keys: Places
-    causal: bool  # Whether attention is causal, with a sequence's last query at its last key. False: to all keys.
-    window: int | None = None  # Number of keys that a query attends to, up to the key at its position. None: no window.
-    # `sequences`, for a kernel of many sequences (flash): start indices of the sequences' queries and of their keys,
-    # (N + 1,) each, with the end as last entry; then the maximum numbers of queries and of keys in a sequence.
+    # If True, a query attends to the keys up to its position. A sequence's last query has its last key's position. If
+    # False, a query attends to all keys of its sequence.
+    causal: bool
+    window: int | None = None  # Maximum keys that a query attends to: the last ones up to its position. None: no limit.
+    # For flash attention, which takes many sequences in one call: the start of each sequence's queries, the start of
+    # each sequence's keys, the most queries of a sequence, and the most keys. The starts are (N + 1,), with the end.
     sequences: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
-    lengths: tuple[int, ...] = ()  # `lengths`, for CPU kernels: tokens of each sequence. Empty means one sequence.
-    mask: torch.Tensor | None = None  # `mask`, for CPU kernels: a tensor that is added to the scores of one sequence.
+    lengths: tuple[int, ...] = ()  # For CPU kernels: number of tokens of each sequence. Empty means one sequence.
+    mask: torch.Tensor | None = None  # For CPU kernels: tensor to add to the scores of a single sequence.
 
 
 class MergedAttention(torch.autograd.Function):
@@ -53,7 +55,7 @@ class MergedAttention(torch.autograd.Function):
     Args:
         query: (T, heads, D). Keys and values: (T, key-value heads, D).
         sinks: (heads,) logits of an additional key of value 0 that every token attends to. None means no sinks.
-        calls: kernel calls. The first call must have every query exactly once.
+        calls: kernel calls, whose outputs are merged. The first call must have all queries of the row, in order.
         scale: factor of the scores (query x key). None means 1 / sqrt(D).
 
     Returns:

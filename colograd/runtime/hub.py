@@ -42,7 +42,7 @@ def check_model_name(name: str, revision: str | None = None) -> None:
         why += "no such model on the Hub, or a private one (then `hf auth login`, or set HF_TOKEN)"
     except ConnectionError as error:
         why += str(error)
-    except Exception:  # The Hub is busy, or lacks the file. Loading explains that better.
+    except Exception:  # The Hub is busy, or lacks the file. If loading fails too, its error is clearer.
         return
     raise ValueError(
         f"The model {name!r} is neither a folder with a model nor a Hub model that can be loaded: {why}. Set "
@@ -67,7 +67,7 @@ def check_dataset_name(name: str, cache: str | None = None) -> None:
         _ask_hub(hf_hub_url(name, "README.md", repo_type="dataset"))
     except ConnectionError as error:
         raise ConnectionError(f"the dataset isn't in the cache, and {error}") from None
-    except Exception:  # Loading the dataset explains all other errors.
+    except Exception:  # Ignored, because `datasets` reports every error that prevents the loading.
         return
 
 

@@ -17,7 +17,7 @@ import torch
 
 PAGE = 4096
 HUGE = 2**21  # Buffers of at least 2 MiB use large pages.
-_reserved: dict[tuple[torch.device, int], collections.deque[Future[memoryview]]] = {}  # by device and bytes
+_reserved: dict[tuple[torch.device, int], collections.deque[Future[memoryview]]] = {}  # buffers by (device, bytes)
 
 
 def host_pages(nbytes: int, device: torch.device | None) -> memoryview:

@@ -79,8 +79,8 @@ def step_batch(
     counted = rank() % rules.ranks_per_row == 0
     rollouts = [rollout for scored in step.kept for rollout in scored.group.rollouts]
     in_loss = sum(int(loss_tokens(rollout, rules.mask_truncated).sum()) for rollout in rollouts)
-    # Counts to sum over ranks: tokens in the loss, completions, packed tokens, micro-batches, and groups that `balance`
-    # sent to a different rank. If several ranks train the same rows, only the first of these ranks counts the rows.
+    # Counts to sum over ranks: tokens in the loss, completions, packed tokens, micro-batches, and groups from another
+    # block of ranks (see `balance`). If several ranks train the same rows, only the first adds the last three counts.
     tokens = sum(part.num_tokens for row in rows for part in row.parts)
     work = (tokens, len(rows), moved) if counted else (0, 0, 0)
     ranks = gather(((in_loss, len(rollouts), *work), statistics))

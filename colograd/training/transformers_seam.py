@@ -314,7 +314,7 @@ class SeamTrainer(Trainer):
         """Raise a ValueError if a checkpoint's files lack parameters of the model."""
         state = self.model.state_dict()
         absent = {*load_result.missing_keys} - {*(self.model._keys_to_ignore_on_save or ())}
-        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # of tied tensors a file has only one
+        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # a file has one of several tied tensors
         if lacking := sorted(name for name in absent & state.keys() if state[name].data_ptr() not in loaded):
             raise ValueError(
                 f"The checkpoint lacks parameters of the policy ({len(lacking)}: {', '.join(lacking[:3])}). It belongs "

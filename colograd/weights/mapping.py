@@ -42,7 +42,7 @@ class Slice:
     cut: tuple[slice, ...] = ()  # Index of the part of ``source`` in ``destination``. Empty for the whole source.
     packed: PackedWeight | None = None  # The policy's quantised weight. None for other parameters.
     through: Callable[[torch.Tensor], torch.Tensor] | None = None  # Elementwise function from policy to engine values.
-    again: bool = False  # Whether ``destination`` is a second copy of the parameter in the engine.
+    again: bool = False  # Whether ``destination`` is the engine's second copy of the parameter, e.g. for decoding.
     rows: torch.Tensor | None = None  # Row indices of ``source`` in the order of ``destination``. None: same order.
     adapted: AdaptedLayer | None = None  # The LoRA layer to merge into the engine's values. None without merging.
 

@@ -126,16 +126,17 @@ def check_read(
     Raises:
         RuntimeError: the policy's output depends on a parameter, but the engine's output doesn't.
     """
-    slices = [part for part in slices if not part.again]  # a prompt can't test the second copies, used in decoding
+    # Second copies aren't tested, because a prompt doesn't read the copies for decoding (`mapping.ABSORBED`).
+    slices = [part for part in slices if not part.again]
     every = [part for part in every if not part.again]
     text, tower = ([part for part in slices if sees(part.name) == in_tower] for in_tower in (False, True))
-    probe = Probe(engine, probe_ids(engine, PROBE_TOKENS[0])) if text else None  # for both: two forwards less
+    probe = Probe(engine, probe_ids(engine, PROBE_TOKENS[0])) if text else None  # shared, to save two forwards
     proven = read_together(text, policy, engine, [part for part in every or slices if not sees(part.name)], probe)
     silent = unread([part for part in text if part.name not in proven], engine, probe=probe)
     silent += tower if tower_prompt is None else unread(tower, engine, tower_prompt)
     with on_all_ranks("the proof of the weights"):
         rest = silent
-        if engine.layout.engine_place > 0:  # of a summed output, only the engine's first rank adds the bias
+        if engine.layout.engine_place > 0:  # only the first rank adds the bias of a summed output
             of_first = engine.tensors.is_added_by_first_rank
             rest = [part for part in silent if not (part.name.endswith(".bias") and of_first(part.destination))]
         if unreachable := [part.name for part in rest if not inert(part, policy, engine, tower_prompt)]:

@@ -58,9 +58,8 @@ def check_choice(wanted: str, adapter: Adapter | None, cut: bool = False) -> Ada
     """
     if cut and adapter is not None:
         raise ValueError(
-            "sharding is 'fsdp', but the policy trains a LoRA adapter, and the adapter's frozen base shares the "
-            "engine's memory: set sharding: gradients, which cuts the adapter's gradients and optimizer state over "
-            "ranks."
+            "sharding is 'fsdp', but the policy trains a LoRA adapter, and fsdp doesn't divide a model with an "
+            "adapter: set sharding: gradients, which divides the adapter's gradients and optimizer state over ranks."
         )
     if cut and wanted not in ("auto", "gathered"):
         raise ValueError(

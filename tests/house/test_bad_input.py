@@ -381,7 +381,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "a base to cut that the engine has anyway": (
         lambda _: check_choice("auto", Adapter("default", 8, ("q_proj",), ""), cut=True),
         "sharding is 'fsdp', but the policy trains a LoRA adapter",
-        "shares the engine's memory",
+        "fsdp doesn't divide a model with an adapter",
         "set sharding: gradients",
     ),
     "a reference to mix with a policy in parts": (
@@ -461,8 +461,8 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
     "a sampling parameter that the trainer sets": (
         lambda _: check_sampling(config(generation_kwargs={"n": 4})),
         "generation_kwargs sets 'n'",
-        "the trainer sets itself",
-        "use num_generations",
+        "the trainer sets itself: remove it",
+        "Set num_generations instead of n",
     ),
     "a way of generating that there isn't": (
         lambda _: config(generation_kwargs={"num_beams": 4}),

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 BLOCK = 2**20
-LARGEST_STEP = 2**53  # Largest number that JavaScript represents exactly.
-LONGEST_TEXT = 4_000  # Maximum characters of a text, except completions.
+LARGEST_STEP = 2**53  # JavaScript represents all integers below this number exactly.
+LONGEST_TEXT = 4_000  # Maximum number of characters that `text` keeps by default.
 
 
 # -- Functions that read files

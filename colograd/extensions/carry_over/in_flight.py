@@ -123,7 +123,8 @@ def is_whole(group: Group) -> bool:
 
 
 def of_round(group: Group, version: int) -> Group:
-    """Return a whole group in flight as a group of the round at optimizer step ``version``, which trains the group."""
+    """Return a finished group as a group of the round at optimizer step ``version``, because this round trains it. A
+    completion that only this round sampled loses its `Versions`."""
     rollouts = []
     for rollout in group.rollouts:
         is_new = bool((versions_of(rollout) == version).all())

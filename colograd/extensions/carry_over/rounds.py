@@ -1,8 +1,8 @@
 """A round of sampling with `carry_over`: of all groups in flight, the groups that finish first are scored and trained.
 
-More groups are in flight than a round trains. When the round has enough whole groups, all other completions stop where
-they are. The next round continues these completions, and keeps their tokens with the log-probabilities of the weights
-that sampled them. A round waits for groups that are `carry_over_max_age` rounds old, to limit the age of tokens.
+More groups are in flight than a round trains. When the round has enough finished groups, all other completions stop.
+The next round continues these completions, and keeps their tokens with the log-probabilities of the weights that
+sampled them. A round waits for groups that are `carry_over_max_age` rounds old, to limit the age of tokens.
 
 A recorded round is read from the rollout log, together with the groups that the round left in flight. A round that was
 killed before its end is sampled again from its beginning, because the place where an unfinished completion stops
