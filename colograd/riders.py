@@ -84,7 +84,7 @@ class Rider:
         """Read the next Arrow table of a group's record, and return the rollouts with the riders in that table.
 
         Args:
-            encoder: the run's encoder of prompts with images (`data.prompts.RowEncoder`), or None.
+            encoder: the run's reader of dataset rows that aren't only text (`PromptRules.reader`), or None.
         """
         return rollouts
 

@@ -1,4 +1,4 @@
-"""The list of extensions: features outside the core, one folder each. A folder can be deleted if its line goes too.
+"""The list of extensions: features outside the core, one folder each. A folder can be deleted, and its line may stay.
 
 The core never imports an extension. The core calls `runtime.registry.hooks` with the name of a seam (a place that
 extensions can extend). An extension's `__init__.py` maps seams to "module:attribute" in its folder, in ``HOOKS``.

@@ -33,7 +33,7 @@ from ...runtime import cpu_products
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """One rank's part of a vocabulary of ``size`` entries: ``start`` to ``stop`` (exclusive). Implements `HeadPart`."""
+    """One rank's part of a vocabulary of ``size`` entries: ``start`` to ``stop`` (exclusive). It is `Head.part`."""
 
     start: int
     stop: int
