@@ -164,18 +164,18 @@ def test_additions_keep_their_order_and_reuse_memory(monkeypatch: pytest.MonkeyP
     assert races.races, "without events there are some"
 
 
-@pytest.mark.parametrize("way", [WholeCopies, SharedGradients])
+@pytest.mark.parametrize(("way", "name"), [(WholeCopies, "none"), (SharedGradients, "gradients")])
 def test_reserved_host_memory_is_what_training_takes(
-    way: type[Any], folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    way: type[Any], name: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        check_reserved(way, folders, monkeypatch)
+        check_reserved(way, name, folders, monkeypatch)
     finally:
         dist.destroy_process_group()
 
 
-def check_reserved(way: type[Any], folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def check_reserved(way: type[Any], name: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     reserved, taken, made = Counter[int](), Counter[int](), host_stream.host_empty
 
     def take(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -188,7 +188,7 @@ def check_reserved(way: type[Any], folders: Callable[[str], Path], monkeypatch: 
         monkeypatch.setattr(module, "host_empty", take)
     model = dense(folders, torch.bfloat16).train()
     accumulate_in_float32(model.parameters())
-    settings: Any = SimpleNamespace(offloads_gradients=True, streams_optimizer=True)
+    settings: Any = SimpleNamespace(offloads_gradients=True, streams_optimizer=True, sharding=name, world_size=2)
     sharding = on_host.on_host(way, settings)(model)
     optimizer = HostAdamW([*model.parameters()], compiled=False, streamed=True)
     sharding.share(optimizer)
