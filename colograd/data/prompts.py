@@ -64,6 +64,9 @@ class PromptDataset(torch.utils.data.Dataset):
         ids = self.token_ids[self.ends[row] : self.ends[row + 1]]
         return Prompt(example, ModelInput(tuple(ids.tolist())), position)
 
+    def first(self, count: int) -> list[Prompt]:
+        return [self[row, row] for row in range(min(count, len(self)))]
+
     def prompts(self, first: int = 0, step: int = 1) -> list[Prompt]:
         """Return the prompts of every ``step``-th row from row ``first`` on, for an evaluation; position is the row."""
         return [self[row, row] for row in range(first, len(self), step)]

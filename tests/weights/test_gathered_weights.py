@@ -122,7 +122,7 @@ def test_users_weight_sync_trains_to_equal_losses(
 def test_its_slices_are_proved_to_be_read(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from colograd.weights import proof
 
-    monkeypatch.setattr(proof, "unread", lambda slices, engine: slices[:1])
+    monkeypatch.setattr(proof, "unread", lambda slices, engine, probe=None: slices[:1])
     with pytest.raises(RuntimeError, match=r"engine's output doesn't depend on 1 of 20 parameters"):
         losses(tiny_model, tmp_path, GATHERED)
 

@@ -192,6 +192,8 @@ class TensorStrategy(SharedRows):
 class TensorParallel(TensorStrategy, WholeCopies):
     """Strategy `sharding: tensor`: each rank has the gradients and optimizer state of its whole policy part."""
 
+    shared_out = ""
+
     def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
         return True
 
@@ -216,11 +218,8 @@ class TensorParallel(TensorStrategy, WholeCopies):
 class TensorOptimizer(TensorStrategy, SharedOptimizer):
     """Strategy `sharding: tensor+optimizer`: ranks with the same policy part divide its optimizer state (ZeRO-1)."""
 
-    state_of = "optimizer state"
-
 
 class TensorGradients(TensorStrategy, SharedGradients):
     """Strategy `sharding: tensor+gradients`: ranks with the same policy part also divide its gradients (ZeRO-2)."""
 
-    state_of = "optimizer state and gradients"
     backward = SharedGradients.backward
