@@ -194,11 +194,11 @@ def collate(row: PackedRow) -> MicroBatch:
         layout=SegmentLayout(tuple(map(len, segments)), tuple(attends_to)),
         old_logprobs=scores.pop("old_logprobs", None),
         scores=scores,
-        rollouts=row.rollouts,
+        rollouts=tuple(identity for part in row.parts for identity in part.ids),
         in_loss=bool(in_loss.any()),
         completion_lengths=tuple(map(len, labels)),
         step_constants=row.step_constants,
-        media=media_of(row),
+        media=media_of(row) if any(rollout.riders or rollout.input.media for rollout in rollouts) else None,
         riders=tuple(rider for rider in riders if rider is not None),
         host_positions=host["logit_positions"],
     )
