@@ -156,7 +156,9 @@ class GRPOTrainer(TrainerBase):
         rules = packing_rules(args, task.policy, task.objective, equal_counts=strategy.meets_in_backward)
         if self.samples and compiles(args):
             self.console.say("engine: vLLM starts, compiles and captures graphs: 1 to 3 minutes, less the next time")
-        others = assemble(self, task, rules.max_tokens)
+        parts = assemble(args, task, rules.max_tokens, self.samples, self.times, self.closing)
+        self.engine, self.weights, self.device_turns = parts.engine, parts.weights, parts.device_turns
+        self.memory_plan, others = parts.memory_plan, parts.second_models
         self.sharding = strategy.for_run(self.model, args)
         self.closing.callback(self._release)
         for context in registry.hooks("training_context"):

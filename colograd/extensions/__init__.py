@@ -1,7 +1,7 @@
-"""The list of extensions: features outside the core, one folder each. A folder can be deleted, and its line may stay.
+"""The list of extensions: features outside the core, one folder or file each. It can be deleted; its line may stay.
 
-The core never imports an extension. The core calls `runtime.registry.hooks` with the name of a seam (a place that
-extensions can extend). An extension's `__init__.py` maps seams to "module:attribute" in its folder, in ``HOOKS``.
+The core calls `runtime.registry.hooks` with the name of a seam (a place that extensions can extend). An extension's
+``HOOKS``, in its `__init__.py` or file, maps seams to "module:attribute", or to ":attribute" of the module itself.
 """
 
 # If several extensions have a hook at one seam, the hooks run in the order of these names.

@@ -1,5 +1,5 @@
-"""Find extensions (optional features, one folder each) and their functions and classes for a seam, which is a named
-place where the core calls extensions. In the core only this module imports extensions."""
+"""Find extensions (optional features) and their functions and classes for a seam, a named place where the core calls
+extensions. In the core only this module imports extensions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ APPS = "apps"
 
 @functools.cache
 def installed() -> tuple[str, ...]:
-    """Return the names of the extensions that have a folder, in the order of `extensions.EXTENSIONS`."""
+    """Return the names of the extensions that have a folder or file, in the order of `extensions.EXTENSIONS`."""
     return tuple(name for name in extensions.EXTENSIONS if importlib.util.find_spec(f"{extensions.__name__}.{name}"))
 
 
@@ -35,7 +35,7 @@ def hooks_of(extension: str, seam: str) -> tuple[Any, ...]:
     offers = []
     for path in (paths,) if isinstance(paths, str) else paths:
         module, _, name = path.partition(":")
-        offers.append(getattr(importlib.import_module(f"{package}.{module}"), name))
+        offers.append(getattr(importlib.import_module(f"{package}.{module}" if module else package), name))
     return tuple(offers)
 
 

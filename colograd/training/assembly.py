@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -20,38 +20,49 @@ from ..memory.choice import auto, least_checkpointing, plan_or_raise
 from ..memory.description import RunDescription, Workload, describe_run, own_devices
 from ..memory.device_turns import DeviceTurns
 from ..memory.shape import CacheNeed, Shape
-from ..memory.table import CPU_SHARE
+from ..memory.table import CPU_SHARE, MemoryPlan
 from ..parallel.ranks import gather, on_all_ranks
 from ..policy.layers import check_compiled, compile_layers, forget_compiled
 from ..policy.lora import unwrap
 from ..policy.row_proof import choose_rows_where_it_trains
 from ..policy.second_models import FrozenModel, SecondModels, second_model_bytes, second_models
 from ..policy.supported import check_shared_rows
+from ..reporting.metrics import PhaseTimes
 from ..runtime import process, registry
 from ..sharding import strategy_name
-from ..weights import bytes_apart, check_choice, expects_sharing, weight_sync
+from ..weights import WeightSync, bytes_apart, check_choice, expects_sharing, weight_sync
 from .learner import Learner
 from .preparation import PreparedRun, Prompts, longest_completion, proof_prompts, without_template
 
 
-def assemble(trainer: Any, prepared: PreparedRun, max_tokens: int) -> SecondModels:
-    """Make the trainer's `memory_plan`, `engine`, `weights` (the weight sync) and `device_turns`, and move the policy
-    to its device. Return the reference and teacher models. `engine`, `weights` and `device_turns` are None if nothing
-    is sampled. A collective call. An extension's hook ``context`` checks the tokens of the longest sequence: (config,
-    policy, tokens) -> None."""
-    config: GRPOConfig = trainer.args
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """The parts of a run around its policy. If nothing is sampled, the last three are None."""
+
+    memory_plan: MemoryPlan
+    second_models: SecondModels
+    engine: Engine | None = None
+    weights: WeightSync | None = None
+    device_turns: DeviceTurns | None = None
+
+
+def assemble(
+    config: GRPOConfig, prepared: PreparedRun, max_tokens: int, samples: bool, times: PhaseTimes, closing: ExitStack
+) -> Assembly:
+    """Build engine, weight sync and second models, and move the policy to its device. A collective call.
+
+    An extension's hook ``context`` checks the tokens of the longest sequence: (config, policy, tokens) -> None."""
     policy, run = prepared.policy, read_run(config, prepared, max_tokens)
     context, end = needed_context(config, prepared), policy.tokenizer.eos_token_id
     with on_all_ranks("the context"):
         for check in registry.hooks("context"):
             check(config, policy, context)
-    plan = plan_or_raise(run if trainer.samples else run.without_engine(), strategy_name(config))
-    trainer.memory_plan, trainer.engine, trainer.weights, trainer.device_turns = plan, None, None, None
-    if not trainer.samples:
+    plan = plan_or_raise(run if samples else run.without_engine(), strategy_name(config))
+    if not samples:
         if not config.on_cpu:
             policy.model.to(config.device)
         with on_all_ranks("the second models"):
-            return second_models(prepared.objective.needs, config, policy)
+            return Assembly(plan, second_models(prepared.objective.needs, config, policy))
     use = EngineUse(
         end_tokens=() if end is None else (end,),
         adapter=check_choice(config.weights, policy.adapter, config.cuts_weights),
@@ -63,13 +74,13 @@ def assemble(trainer: Any, prepared: PreparedRun, max_tokens: int) -> SecondMode
         prompts=prepared.prompts,
         has_tools=prepared.feature.may_add_images,
     )
-    trainer.engine = engine = VLLMEngine(policy.path, config, policy.model.dtype, context, plan.kv_bytes, use)
-    trainer.closing.callback(engine.close)
+    engine = VLLMEngine(policy.path, config, policy.model.dtype, context, plan.kv_bytes, use)
+    closing.callback(engine.close)
     with on_all_ranks("the check of the sampling settings"):
         for sampling in (Sampling.for_training(config), Sampling.for_evaluation(config)):
             engine.check(sampling)
     with on_all_ranks("the plan of the weights"):
-        trainer.weights = weight_sync(
+        weights = weight_sync(
             config.weights,
             policy.model,
             engine,
@@ -84,9 +95,8 @@ def assemble(trainer: Any, prepared: PreparedRun, max_tokens: int) -> SecondMode
     with on_all_ranks("the second models"):
         others = second_models(prepared.objective.needs, config, policy)
     apart = plan.policy_weights if config.cuts_weights else bytes_apart(policy.model, engine.tensors)
-    trainer.memory_plan = plan.with_engine(engine.weight_bytes, apart, engine.kv_tokens)
-    trainer.device_turns = DeviceTurns(engine, config, trainer.times)
-    return others
+    plan = plan.with_engine(engine.weight_bytes, apart, engine.kv_tokens)
+    return Assembly(plan, others, engine, weights, DeviceTurns(engine, config, times))
 
 
 def join_second_models(trainer: Any, models: SecondModels) -> None:

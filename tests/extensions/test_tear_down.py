@@ -46,7 +46,8 @@ def torn_down(folder: Path, *extensions: str) -> Path:
     for name in FILES:
         shutil.copy(ROOT / name, folder / name)
     for name in extensions:
-        shutil.rmtree(folder / "colograd" / "extensions" / name)
+        place = folder / "colograd" / "extensions" / name
+        shutil.rmtree(place) if place.is_dir() else place.with_suffix(".py").unlink()
         shutil.rmtree(folder / "tests" / "extensions" / name, ignore_errors=True)
     return folder
 

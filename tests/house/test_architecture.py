@@ -97,8 +97,10 @@ def arrows() -> dict[str, set[str]]:
 
 def owner(name: str) -> str:
     """Owner of a file: `extensions/images`, `apps`, or `core`."""
-    parts = name.split("/")
-    return "/".join(parts[:2]) if parts[0] == "extensions" else parts[0] if parts[0] == "apps" else "core"
+    room, _, rest = name.partition("/")
+    if room == "extensions":
+        return f"extensions/{rest.partition('/')[0].removesuffix('.py')}"
+    return "apps" if room == "apps" else "core"
 
 
 def optional_imports() -> set[tuple[str, str]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from colograd.batch import FinishReason, Group, Logged, ModelInput, Prompt, Rollout, ScoredGroup
-from colograd.extensions.token_weights.rider import TokenWeights
+from colograd.extensions.token_weights import TokenWeights
 from colograd.policy.packing import pack
 from colograd.reporting.metrics import PhaseTimes
 from colograd.rewards import RewardError

@@ -16,9 +16,9 @@ from typing import Any, Self
 
 import torch
 
-from ...batch import MicroBatch, PackedRow, Rollout
-from ...policy.sending import to_device_async
-from ...riders import Rider, RowRider
+from ..batch import MicroBatch, PackedRow, Rollout
+from ..policy.sending import to_device_async
+from ..riders import Rider, RowRider
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,3 +48,6 @@ class TokenWeights(Rider, RowRider):
         if not is_list or not all(isinstance(each, numbers.Real) and math.isfinite(each) for each in value):
             raise ValueError(f"{value!r:.60}: give {count} finite numbers, one per completion token, or None.")
         return cls(torch.tensor([float(each) for each in value]))
+
+
+HOOKS: dict[str, str | tuple[str, ...]] = {"riders": ":TokenWeights"}
