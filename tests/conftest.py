@@ -14,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # for tests and their child processes
 
+import launching
 from families import pytest_addoption, pytest_runtest_makereport, pytest_sessionfinish, tried  # noqa: F401
 from model_runner_v2 import pytest_collection_modifyitems  # noqa: F401
 
@@ -23,6 +24,12 @@ process.quiet_logs(verbose=False)
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job, and so of all that tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the server that forks tests' programs while pytest-xdist's workers import and collect."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        os.environ[launching.ADDRESS] = launching.start()
 
 
 @pytest.fixture(scope="session")

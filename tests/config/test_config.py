@@ -21,7 +21,6 @@ from colograd.config.knob import INERT, REFUSED, RENAMED, UNUSED, names_checked
 from colograd.config.parse import flags_help
 from colograd.data import StepOrder
 from colograd.data.loading import MIXTURE_KEYS
-from colograd.extensions.recording.advisor import Advisor
 from colograd.parallel.layout import RankLayout
 
 
@@ -713,6 +712,7 @@ def test_changed_distribution_turns_correction_off(bent) -> None:
     found = config(**bent)
     assert not found.vllm_importance_sampling_correction
     assert any("vllm_importance_sampling_correction is off" in note for note in found.notes)
+    Advisor = pytest.importorskip("colograd.extensions.recording.advisor").Advisor
     gap = {"reward": 0.5, "grad_norm": 0.5, "sampling/sampling_logp_difference/mean": 0.6}
     for settings, raised in ((vars(found), set()), (vars(config()), {"sampler-trainer-gap"})):
         advisor = Advisor(settings)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
-from tiny import PATIENCE
+from tiny import PATIENCE, clean_environment
 
 from colograd.extensions import EXTENSIONS
 
@@ -56,7 +56,7 @@ def run(folder: Path, *command: str, patience: float = PATIENCE) -> None:
     """Run Python in the copy, with its package first on the path."""
     path = os.pathsep.join([str(folder), str(folder / "tests" / "helpers")])
     done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=os.environ | {"PYTHONPATH": path}, timeout=patience,
+        [sys.executable, *command], cwd=folder, env=clean_environment() | {"PYTHONPATH": path}, timeout=patience,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]

@@ -15,6 +15,7 @@ import torch
 from bitsandbytes.functional import QuantState
 from bitsandbytes.nn import Linear4bit
 from fake_gpu import FakeGPU, Seen
+from needs import has
 from peft import LoraConfig
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import (
@@ -35,13 +36,6 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 
 from colograd.batch import PackedRow, StepBatch
 from colograd.checkpoint.writing import HostFiles
-from colograd.extensions.experts.losses import RoutingStep
-from colograd.extensions.lora.adapters import keep_inputs_as_they_are
-from colograd.extensions.offload import host_stream
-from colograd.extensions.offload.adamw import HostAdamW
-from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
-from colograd.extensions.offload.on_host import WholeOnHost
-from colograd.extensions.reference.model import FrozenCopy
 from colograd.memory.description import PolicySizes
 from colograd.memory.shape import Lengths, Shape, Trained, activation_bytes
 from colograd.policy import attention
@@ -52,6 +46,18 @@ from colograd.policy.row_proof import install_steps, set_attention
 from colograd.policy.sending import to_device_async
 from colograd.sharding.zero import WholeCopies
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
+
+if has("experts"):
+    from colograd.extensions.experts.losses import RoutingStep
+if has("lora"):
+    from colograd.extensions.lora.adapters import keep_inputs_as_they_are
+if has("offload"):
+    from colograd.extensions.offload import host_stream
+    from colograd.extensions.offload.adamw import HostAdamW
+    from colograd.extensions.offload.layer_inputs import LayerInputs, inputs_on_host
+    from colograd.extensions.offload.on_host import WholeOnHost
+if has("reference"):
+    from colograd.extensions.reference.model import FrozenCopy
 
 CUDA = torch.device("cuda", 0)
 PROMPT, COMPLETION, GROUP = 512, 512, 8

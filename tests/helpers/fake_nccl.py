@@ -24,15 +24,16 @@ from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from colograd.extensions.fsdp.strategy import FullySharded
 from colograd.policy.logprobs import PolicyForward
+from colograd.runtime import registry
 from colograd.sharding.strategy import ShardingStrategy
 from colograd.sharding.zero import SharedGradients, SharedOptimizer, WholeCopies
 from colograd.training.adamw_split import AdamWSplit, accumulate_in_float32
 
 WAYS: dict[str, type[ShardingStrategy]] = {
-    "none": WholeCopies, "optimizer": SharedOptimizer, "gradients": SharedGradients, "fsdp": FullySharded,
+    "none": WholeCopies, "optimizer": SharedOptimizer, "gradients": SharedGradients,
 }  # fmt: skip
+WAYS |= dict(zip(["fsdp"], registry.hooks("sharding:fsdp"), strict=False))  # the extension may be missing
 # Sizes that ranks don't divide.
 SHAPE: dict[str, Any] = {
     "vocab_size": 1003, "hidden_size": 1152, "intermediate_size": 2500, "num_hidden_layers": 3,

@@ -18,7 +18,6 @@ import os
 import random
 import runpy
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -31,11 +30,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import launching
 import numpy
 import tiny
 from paths import HELPERS, SCRIPTS
 
 from colograd.runtime import process
+from colograd.runtime import registry as extension_registry
 
 # Modules that a run imports, at once or on first use. None may start a thread: a fork has one thread only.
 PRELOADED = (
@@ -195,14 +196,12 @@ def _read(file: int) -> str:
 
 @functools.cache
 def _server() -> str:
-    """The address of this test process's server, which ends with it."""
-    folder = tempfile.mkdtemp(prefix="colograd-tests-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    address = str(Path(folder, "launcher"))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, str(Path(__file__)), address]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    assert server.stdout is not None and server.stdout.readline() == "ready\n", "the launcher of tests didn't start"
+    """Return the address of the server: pytest-xdist's controller started one for all workers (`launching`)."""
+    address = os.environ.get(launching.ADDRESS) or launching.start()
+    end = time.monotonic() + tiny.PATIENCE
+    while not Path(address).exists():  # the server binds it after its imports
+        assert time.monotonic() < end, "the launcher of tests didn't start"
+        time.sleep(0.05)
     return address
 
 
@@ -214,15 +213,13 @@ def preload() -> None:
     registry: Any = importlib.import_module("vllm.model_executor.models.registry")
     registry._run_in_subprocess = lambda look: look()
     # How many products the device could have done meanwhile: one is multiplied, not as many as 0.2 s take.
-    utilisation: Any = importlib.import_module("colograd.extensions.recording.utilisation")
-    utilisation.SECONDS = 0.0
+    if extension_registry.hooks_of("recording", "recorder"):
+        importlib.import_module("colograd.extensions.recording.utilisation").SECONDS = 0.0  # type: ignore[attr-defined]
 
 
 def serve(address: str) -> None:
     """Import all, then fork a leader for each request, until the process that started this one is gone."""
     _end_with_parent()
-    answer = os.dup(1)
-    os.dup2(2, 1)  # output of imports is no answer
     process.quiet_logs(verbose=False)
     sys.path.insert(0, str(HELPERS))
     preload()
@@ -231,10 +228,9 @@ def serve(address: str) -> None:
     gc.freeze()  # else a collection in a fork copies every page of the imports
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaders are not waited for
     with socket.socket(socket.AF_UNIX) as door:
-        door.bind(address)
+        door.bind(f"{address}.new")
         door.listen()
-        os.write(answer, b"ready\n")
-        os.close(answer)
+        os.rename(f"{address}.new", address)  # so that a test connects only to a server that listens
         while True:
             line, _ = door.accept()
             with line:

@@ -27,7 +27,7 @@ ALL = (
     "extensions/experts/test_router_replay.py",
     "extensions/kept_tokens/test_kept_tokens.py",
     "extensions/tools/test_conversations.py",
-    "rollout/test_reproducible_rollouts.py",
+    "extensions/recording/test_reproducible_rollouts.py",
     "memory/test_device_turns.py",
     "training/test_trainer.py",
 )

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import launching
+
 from colograd.runtime import process
 
 if TYPE_CHECKING:
@@ -246,7 +248,13 @@ CARRYING: dict[str, Any] = {
 
 def clean_environment() -> dict[str, str]:
     """Environment of a subprocess without the rank variables that an engine in this process may have set."""
-    drop = (*process.RANK_VARIABLES, process.RANK_OF_ONE, "COLOGRAD_SINGLE_PROCESS", "OMP_NUM_THREADS")
+    drop = (
+        *process.RANK_VARIABLES,
+        process.RANK_OF_ONE,
+        "COLOGRAD_SINGLE_PROCESS",
+        "OMP_NUM_THREADS",
+        launching.ADDRESS,
+    )
     return {name: value for name, value in os.environ.items() if name not in drop}
 
 

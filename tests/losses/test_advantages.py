@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import case
 
 from colograd.batch import FinishReason, Group, Logged, Prompt, Rollout, SampledStep, ScoredGroup
 from colograd.losses.advantages import (
@@ -306,7 +307,7 @@ STEPS = [[Prompt({}, (1,), 0), Prompt({}, (1,), 1)], [Prompt({}, (1,), 2), Promp
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("max_rounds", [0, 3])
+@pytest.mark.parametrize("max_rounds", [0, case(3, "dynamic_sampling")])
 def test_batch_is_the_trained_step(max_rounds: int, per_token: bool) -> None:
     stages = Made(AdvantageEstimator("batch", "sum_then_normalize", "mean", (1.0,)), per_token)
     drawn = stages.draw(max_rounds)

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from loss_cases import LONGEST, correction_weights, gradients, make_objective, make_step, our_loss
+from loss_cases import LONGEST, correction_weights, gradients, kl_term, make_objective, make_step, our_loss
 
 from colograd.batch import FinishReason, Group, MicroBatch, Rollout, ScoredGroup, StepBatch, StepConstants
 from colograd.config import GRPOConfig
 from colograd.config import objective as objective_knobs
-from colograd.extensions.reference.loss import KLTerm
 from colograd.losses import entropy
 from colograd.losses.entropy import EntropyController
 from colograd.losses.objective import Objective, SamplerCorrection, top_threshold
@@ -329,7 +328,7 @@ def test_a_loss_of_one_s_own_comes_with_every_term(path: str) -> None:
     objective = Objective.from_config(config(loss_type=path, epsilon=0.3))
     assert (objective.loss.epsilon, objective.loss.strength) == (0.3, 2.0)  # type: ignore[attr-defined]
     step = make_step(3)
-    objective = dataclasses.replace(objective, correction=None, terms=(KLTerm(0.1),), entropy_bonus=True)
+    objective = dataclasses.replace(objective, correction=None, terms=(kl_term(0.1),), entropy_bonus=True)
     value, _ = our_loss(objective, step, step.rows(15, False), 0.2)
     row = step.micro_batch(False)
     difference = (row.scores["ref_logprobs"] - step.logprobs[row.labels]) * row.loss_mask
@@ -362,7 +361,7 @@ def test_a_loss_that_is_not_there_is_one_clear_error(path: str, message: str) ->
 def test_groups_without_a_signal_are_packed_where_they_matter(given: dict[str, Any], every_group: bool) -> None:
     objective = Objective.from_config(config(**given))
     assert objective.every_group == every_group
-    assert dataclasses.replace(objective, terms=(KLTerm(0.1),)).every_group
+    assert dataclasses.replace(objective, terms=(kl_term(0.1),)).every_group
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)

@@ -8,6 +8,7 @@ from pathlib import Path
 import large
 import pytest
 import tiny
+from needs import needs
 
 from colograd.memory.choice import (
     AMPLE,
@@ -78,6 +79,7 @@ def test_the_keys_of_short_completions_are_counted_where_they_are_copied(qwen: P
 # -- auto
 
 
+@needs("fsdp")
 def test_what_is_taken_is_what_the_configuration_lets_in(tmp_path: Path) -> None:
     assert [tiny.config(tmp_path, sharding=strategy).sharding for strategy in STRATEGIES] == [*STRATEGIES]
 
@@ -87,8 +89,12 @@ def test_auto_takes_the_least_sharded_way_that_leaves_room(qwen: Path) -> None:
     assert auto(large.run(qwen, total=180 * GIB, available=180 * GIB)) == "none"
     assert auto(large.run(qwen, total=64 * GIB, available=64 * GIB)) == "gradients"
     assert auto(large.run(qwen, ranks=64)) == "optimizer"
-    assert auto(large.run(qwen, rank=16)) == "none", "with an adapter nothing is large"
     assert auto(large.run(qwen, ranks=1)) == "none", "there is nobody to share with"
+
+
+@needs("lora")
+def test_auto_shards_no_adapter(qwen: Path) -> None:
+    assert auto(large.run(qwen, rank=16)) == "none"
 
 
 def test_it_wants_a_cache_for_the_generation_or_a_tenth_of_the_gpu(qwen: Path) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import attention_cases
 import pytest
 import torch
-from loss_cases import KNOBS
+from loss_cases import KNOBS, kl_term
+from needs import has
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from colograd.batch import LossOutput, MicroBatch, StepBatch, StepConstants
-from colograd.extensions.reference.loss import KLTerm
 from colograd.losses.objective import Objective, SamplerCorrection
 from colograd.losses.token_losses import LOSSES, TokenLoss
 from colograd.policy import attention
@@ -32,7 +32,7 @@ META = torch.device("meta")
 EVERYTHING: dict[str, Any] = {
     "correction": SamplerCorrection("sequence_mask", 0.5, 2.0),
     "off_policy_threshold": 0.1,
-    "terms": (KLTerm(0.1),),
+    "terms": (kl_term(0.1),) if has("reference") else (),
     "entropy_bonus": True,
     "top_entropy_quantile": 0.2,
 }

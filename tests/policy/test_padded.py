@@ -87,7 +87,7 @@ def compare(model: Any, budget: int, share_prompts: bool, own: str) -> None:
 
 
 @pytest.mark.parametrize("budget", [1000, 25], ids=["one batch", "several"])
-@pytest.mark.parametrize("kind", PADDED)
+@pytest.mark.parametrize("kind", [case(kind, *(("hybrids",) if kind == "state space" else ())) for kind in PADDED])
 def test_what_cannot_be_packed_is_padded_and_equals_the_models_own_computation(
     kind: str, budget: int, tried: Any
 ) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,81 +18,15 @@ from colograd import GRPOTrainer
 from colograd.batch import FinishReason, Group, ModelInput, Rollout
 from colograd.rewards import (
     Scorer,
-    accuracy_reward,
     get_soft_overlong_punishment,
     gsm8k_reward,
     last_number,
-    math_answer_reward,
-    reasoning_accuracy_reward,
     resolve_rewards,
     think_format_reward,
 )
 from colograd.rewards.gsm8k import rows
 from colograd.rollout.sampler import Sampler
 from colograd.rollout.texts import with_prompt_text
-
-ENDLESS = r"\boxed{\dfrac{5^{\left(5^{\left(5^{\left(5^5\right)}\right)} - 4\right)} - 5}{16}}"
-
-
-def in_thread(function: Any, *arguments: Any) -> Any:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(function(*arguments)))
-    thread.start()
-    thread.join()
-    return results[0]
-
-
-def test_an_endless_expression_is_wrong_within_seconds() -> None:
-    accuracy_reward(["1"], ["1"])  # starts the process
-    logged: dict[str, list[Any]] = {}
-    started = time.monotonic()
-    assert in_thread(accuracy_reward, [ENDLESS, r"\boxed{4}"], ["$4$", "$4$"], logged.__setitem__) == [0.0, 1.0]
-    assert time.monotonic() - started < 30
-    assert logged["gold_parsed"] == ["4", "4"] and logged["answer_parsed"][0].startswith(r"\frac{5^{")
-
-
-def test_reasoning_without_end_is_logged_so() -> None:
-    logged: dict[str, list[Any]] = {}
-    reasoning_accuracy_reward(["no end", r"</think>\boxed{4}"], ["4", "4"], log_extra=logged.__setitem__)
-    assert logged["answer_parsed"] == ["[incomplete reasoning]", "4"]
-
-
-@pytest.mark.parametrize(
-    ("completion", "solution", "expected"),
-    [
-        (r"\boxed{5}. That is wrong; so \boxed{42}", "42", 1.0),
-        (r"\boxed{5}. That is wrong; so \boxed{42}", "5,42", 0.0),
-        (r"$\boxed{1}$ and $\boxed{2}$", "1,2", 1.0),
-        (r"\boxed{\boxed{42}} and, cut off, \boxed{7", "42", 1.0),
-        (r"\fbox{42}", "42", 1.0),
-        (r"\boxed{42.}", "42", 1.0),
-        (r"\boxed{\varnothing}", r"\emptyset", 1.0),
-        (r"\boxed{\emptyset}", r"$\varnothing$", 1.0),
-        (r"\boxed{100000}", "1e5", 1.0),
-        (r"\boxed{100000}", 1e5, 1.0),
-        (r"\boxed{1.5e-3}", "0.0015", 1.0),
-        (r"\boxed{5}", 1e-5, 0.0),
-        (r"\boxed{16}", 1e16, 0.0),
-        (r"\boxed{0.0}", "0.0000001", 0.0),
-        (r"\boxed{0.0000002}", "0.0000001", 0.0),
-        (r"\boxed{0.0000001}", "0", 0.0),
-        (r"\boxed{0.333333}", r"\frac13", 1.0),
-        (r"\boxed{\dfrac12}", r"$\frac{1}{2}$", 1.0),
-        (r"\boxed{1\frac12}", r"$\frac{3}{2}$", 1.0),
-        (r"\boxed{\frac{1}{\sqrt3}}", r"$\frac{\sqrt{3}}{3}$", 1.0),
-        (r"\boxed{x+1}", "x+1", 1.0),
-        (r"\boxed{1}", "x+1", 0.0),
-        (r"\boxed{18.90}", r"\$18.90", 1.0),
-        (r"\boxed{72}", "It is $48/2 = $24.\n#### 72", 1.0),
-        (r"\boxed{\text{None}}", None, None),
-        (r"\boxed{\text{nan}}", float("nan"), None),
-        (None, "42", 0.0),
-    ],
-)
-def test_mathematical_answers_are_read_as_written(completion: Any, solution: Any, expected: float | None) -> None:
-    messages = [{"role": "assistant", "content": completion}]
-    assert accuracy_reward([messages], [solution]) == [expected]
-    assert in_thread(math_answer_reward, [messages], [solution]) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -140,14 +72,14 @@ def test_gsm8k_answers_are_read_as_numbers(completion: str, answer: Any, expecte
 def test_parts_of_a_content_are_one_text() -> None:
     parts = [{"type": "text", "text": "<think>a</think>#### 4"}, {"type": "image"}, {"type": "text", "text": "2"}]
     talk = [{"role": "assistant", "content": parts}]
-    assert last_number([talk], [42]) == gsm8k_reward([talk], [42]) == math_answer_reward([talk], ["42"]) == [1.0]
+    assert last_number([talk], [42]) == gsm8k_reward([talk], [42]) == [1.0]
     assert think_format_reward([talk]) == [1.0]
 
 
 @pytest.mark.parametrize("content", [None, [], ""])
 def test_an_empty_content_is_no_answer(content: Any) -> None:
     talk = [{"role": "assistant", "content": content}]
-    for function in (last_number, gsm8k_reward, accuracy_reward, reasoning_accuracy_reward, math_answer_reward):
+    for function in (last_number, gsm8k_reward):
         assert function([talk], ["42"]) == [0.0]
     assert think_format_reward([talk]) == [0.0]
 
@@ -172,13 +104,6 @@ BEGUN = "<|im_start|>assistant\n<think>\n"
 )
 def test_a_thought_may_begin_in_the_prompt(text: str, prompt: str, expected: float) -> None:
     assert think_format_reward([text], prompt_texts=[prompt]) == [expected]
-
-
-def test_an_answer_inside_a_begun_thought_does_not_count() -> None:
-    texts = [r"\boxed{4}, wait", r"5</think>\boxed{4}"]
-    assert math_answer_reward(texts, ["4", "4"], prompt_texts=[BEGUN] * 2) == [0.0, 1.0]
-    apart = [{"role": "assistant", "reasoning_content": "5", "content": r"\boxed{4}"}]
-    assert math_answer_reward([apart], ["4"], prompt_texts=[BEGUN]) == think_format_reward([apart]) == [1.0]
 
 
 def group_of(ids: list[int], mask: list[int], prompt: list[int] | None = None) -> Group:

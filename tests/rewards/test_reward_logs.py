@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
+from needs import needs
 from reward_cases import (
     bare,
     dead,
@@ -25,8 +26,6 @@ from reward_cases import (
 from colograd import GRPOTrainer
 from colograd.apps.cli import main
 from colograd.batch import FinishReason, Group, Logged, ModelInput, Rollout, ScoredGroup
-from colograd.extensions.recording.completions import columns, read_log, write_log
-from colograd.extensions.recording.group_views import completion_rows
 from colograd.rewards import RewardError, Scorer
 from colograd.rollout.statistics import RolloutStatistics
 from colograd.runtime import registry
@@ -124,7 +123,11 @@ def test_metrics_are_means_over_all_values_of_all_ranks() -> None:
     assert whole.metrics(["f"])["reward"] == 1.0
 
 
+@needs("recording")
 def test_logged_columns_stay_with_their_completions_in_every_log(tmp_path: Path, capsys) -> None:
+    from colograd.extensions.recording.completions import columns, read_log, write_log
+    from colograd.extensions.recording.group_views import completion_rows
+
     def group(position: int, **logged: Any) -> ScoredGroup:
         return ScoredGroup(make_group(2, position), torch.ones(2, 1), torch.zeros(2), Logged(logged, {}))
 
@@ -143,8 +146,11 @@ def test_logged_columns_stay_with_their_completions_in_every_log(tmp_path: Path,
     assert "answer" in (shown := capsys.readouterr().out) and "two" in shown
 
 
+@needs("recording")
 @pytest.mark.engine
 def test_a_run_logs_them_and_an_evaluation_too(tiny_model: Path, tmp_path: Path, closing) -> None:
+    from colograd.extensions.recording.completions import read_log
+
     def judge(completions: list[Any], log_extra: Any, log_metric: Any, **kwargs: Any) -> list[float]:
         log_extra("shouted", [c[0]["content"].upper() for c in completions])
         log_metric("judged", len(completions))

@@ -10,7 +10,6 @@ import importlib
 import math
 import pickle
 import sys
-import threading
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from needs import case
 from scoring_cases import score_group
 
 from colograd.batch import FinishReason, Group, ModelInput, Rollout, ScoredGroup
@@ -26,7 +26,6 @@ from colograd.rewards import (
     RewardError,
     RewardFunction,
     Scorer,
-    accuracy_reward,
     get_soft_overlong_punishment,
     last_number,
     resolve_rewards,
@@ -482,27 +481,6 @@ MATHS = [r"so $\boxed{\frac{1}{3}}$", r"so $\boxed{\frac{1}{2}}$", "nothing", r"
 SOLUTIONS = [r"$\frac{1}{3}$", r"$\frac{1}{3}$", r"$\frac{1}{3}$", ""]
 
 
-def test_accuracy_is_math_verify_s_opinion() -> None:
-    seen: dict[str, list[Any]] = {}
-    assert accuracy_reward(MATHS, SOLUTIONS, log_extra=seen.__setitem__) == [1.0, 0.0, 0.0, None]
-    assert seen["solution"] == SOLUTIONS and seen["answer_parsed"][2:] == ["[unparseable]", "[skipped]"]
-    assert seen["gold_parsed"] == [r"\frac{1}{3}"] * 3 + ["[unparseable]"]
-
-
-def test_accuracy_works_outside_the_main_thread() -> None:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(accuracy_reward(MATHS, SOLUTIONS)))
-    thread.start()
-    thread.join()
-    assert results == [[1.0, 0.0, 0.0, None]]
-
-
-def test_accuracy_without_math_verify_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ImportError, match="pip install math-verify"):
-        accuracy_reward(MATHS, SOLUTIONS)
-
-
 @pytest.mark.parametrize(
     ("completion", "expected"),
     [
@@ -531,7 +509,13 @@ def test_soft_overlong_punishment_refuses_a_cache_out_of_range(cache: int) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment"]
+    "name",
+    [
+        case("accuracy_reward", "graders"),
+        case("reasoning_accuracy_reward", "graders"),
+        "think_format_reward",
+        "get_soft_overlong_punishment",
+    ],
 )
 def test_built_ins_agree_with_trl(name: str) -> None:
     """TRL's own functions, called on the same conversation; for the factory, its registered values."""

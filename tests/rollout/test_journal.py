@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import shutil
@@ -12,7 +13,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from shown_rows import samples_of
+from needs import has
 
 from colograd import GRPOTrainer
 from colograd.checkpoint import folders
@@ -202,9 +203,10 @@ def test_checkpoints_make_rounds_needless(tiny_model, tmp_path) -> None:
     settings = {"journal": None, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
     first = train(tiny_model, tmp_path, **settings)
     assert [path.parent.name for path in files(tmp_path)] == ["step-00000003"]
-    shown = samples_of(tmp_path)
-    assert {entry["step"] for entry in shown} == {1, 2, 3, 4}, "the report keeps its groups"
-    assert all(entry["tokens"] and entry["trainer"] and entry["extra"] for entry in shown)
+    if has("recording"):
+        shown = importlib.import_module("shown_rows").samples_of(tmp_path)
+        assert {entry["step"] for entry in shown} == {1, 2, 3, 4}, "the report keeps its groups"
+        assert all(entry["tokens"] and entry["trainer"] and entry["extra"] for entry in shown)
     shutil.rmtree(tmp_path / "checkpoint-4")
     again = train(tiny_model, tmp_path, resume="auto", **settings)
     assert again["sampled"] == [] and same(again["weights"], first["weights"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from needs import needs
 from paths import RECIPES
 
 from colograd.apps import cli
@@ -22,6 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@needs("recording")
 @pytest.mark.parametrize("name", ["grpo_qwen", "grpo_qwen.yaml", "recipes/grpo_qwen.yaml", "recipes/grpo_qwen"])
 def test_shipped_recipe_is_read_by_name(name: str) -> None:
     _, config, model, recipe = parse_arguments(["--config", name])

@@ -8,9 +8,10 @@ from typing import Any
 import fake_gpu
 import native_library
 import pytest
+from needs import has, needs
 from paths import HELPERS
 
-FAST, OTHERS = ("gradients", "fsdp"), ("none", "optimizer")
+FAST, OTHERS = ("gradients", *(("fsdp",) if has("fsdp") else ())), ("none", "optimizer")
 WAYS = [*FAST, *(pytest.param(way, marks=pytest.mark.slow) for way in OTHERS)]
 FLOAT32, BFLOAT16 = 4, 2  # bytes of a gradient's element, and of a weight's
 
@@ -92,6 +93,7 @@ def test_what_a_run_logs_is_what_was_exchanged(way: str, steps: Steps) -> None:
     assert step["traffic"]["sync/reduced_bytes"] == bytes_of["all_reduce"] + bytes_of["reduce_scatter"]
 
 
+@needs("fsdp")
 def test_layer_gathers_precede_sums_of_the_next_layer(steps: Steps) -> None:
     """In a backward of FSDP: the next weights are on their way while gradients are computed."""
     names = [name for name, *_ in steps["fsdp", 0]["phases"]["backward 1"]]

@@ -12,10 +12,8 @@ from pathlib import Path
 import launcher
 import pytest
 import tiny
+from needs import needs
 from paths import SCRIPTS
-from shown_rows import samples_of
-
-from colograd.extensions.recording.event_log import events_of
 
 pytestmark = pytest.mark.engine
 
@@ -48,7 +46,12 @@ def two(folder_of_two: Path) -> list[dict]:
     return results(folder_of_two, 2)
 
 
+@needs("recording")
 def test_the_main_process_records_what_all_ranks_did(folder_of_two: Path, two: list[dict]) -> None:
+    from shown_rows import samples_of
+
+    from colograd.extensions.recording.event_log import events_of
+
     events = events_of(folder_of_two / "run")
     kinds = {
         kind: [event for event in events if event["kind"] == kind] for kind in ("start", "rollout", "groups", "end")

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from needs import has
 
 from colograd.engine.tensors import VLLMTensors
-from colograd.extensions.fsdp.rows import Rows, place_of
 from colograd.weights import mapping
 from colograd.weights.mapping import map_parameters
 from colograd.weights.sync import copy, obstacle
@@ -29,6 +29,10 @@ def test_a_publish_writes_the_function_of_a_parameter() -> None:
     assert not part.equal() and obstacle(part) == "the engine has a function of it"
     copy([part])
     assert part.equal() and torch.equal(engine.mixer.A, wanted)
+
+    if not has("fsdp"):
+        return
+    from colograd.extensions.fsdp.rows import Rows, place_of
 
     where, values = place_of(part, Rows("mixer.A_log", 1, policy.mixer.A_log.detach()[1:3], total=4))
     assert torch.equal(values, wanted[1:3]) and where == slice(1, 3)
