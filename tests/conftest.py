@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent / "helpers"))  # for tests and thei
 import launching
 from families import pytest_addoption, pytest_runtest_makereport, pytest_sessionfinish, tried  # noqa: F401
 from model_runner_v2 import pytest_collection_modifyitems  # noqa: F401
+from needs import pytest_runtest_call, pytest_runtest_setup  # noqa: F401
 
 from colograd.runtime import process
 
