@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from colograd.apps.quickstart import shop
-
 PRICE, TOTAL = ("price", {"item": "lamp"}), ("calculator", {"expression": "20 * 34"})
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, replies: list[Any]) -> tuple[float, list[list[Any]]]:
     """Run a session with these replies (calls or texts). Returns the reward, and the messages of each request."""
+    from colograd.apps.quickstart import shop  # imports openai, which takes seconds
+
     asked, left = [], iter(replies)
 
     def create(model: str, messages: list[Any], tools: list[Any]) -> Any:
@@ -59,6 +59,8 @@ def test_the_context_is_written_anew_once_the_price_is_known(monkeypatch: pytest
 
 
 def test_orders_repeat_with_the_seed() -> None:
+    from colograd.apps.quickstart import shop
+
     rows = shop.orders(20, seed=3)
     assert all(int(row["answer"]) == row["count"] * shop.PRICES[row["item"]] for row in rows)
     assert rows.to_list() == shop.orders(20, seed=3).to_list() != shop.orders(20, seed=4).to_list()
