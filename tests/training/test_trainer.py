@@ -12,6 +12,7 @@ import launcher
 import pytest
 import tiny
 import torch
+from needs import needs
 from transformers import TrainerCallback
 
 from colograd import GRPOTrainer
@@ -376,6 +377,7 @@ def test_a_signal_writes_a_checkpoint_and_ends_the_run(tiny_model, tmp_path, clo
     assert signal.getsignal(number) == before
 
 
+@needs("recording")
 def test_the_model_card_and_a_push_carry_what_was_saved(tiny_model, tmp_path, closing, monkeypatch) -> None:
     """Only the Hub is faked: the test sees the order and the content of calls."""
     import transformers.trainer as hf
