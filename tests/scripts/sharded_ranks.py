@@ -22,7 +22,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from colograd.extensions.fsdp.strategy import FullySharded
 from colograd.parallel.ranks import rank, world_size
 from colograd.policy.logprobs import calls
 from colograd.runtime import registry
@@ -38,7 +37,7 @@ if "offload" in registry.installed():
     adamw.ELEMENTS = host_stream.ELEMENTS = 1000
     host_stream.LIMIT = 20000
 
-STRATEGIES = {**OF_CORE, "fsdp": FullySharded}
+STRATEGIES = OF_CORE | dict(zip(["fsdp"], registry.hooks("sharding:fsdp"), strict=False))  # if it is there
 STEPS, ROWS, SAVED = 6, 4, 3
 WAYS = [*STRATEGIES]
 HOST = " on the host"  # with sums of gradients there, and the optimizer's state too
@@ -92,7 +91,7 @@ class Watch:
         if self.off:
             return
         sums = [bucket.sum for bucket in getattr(self.way, "buckets", ()) if bucket.sum is not None]
-        if isinstance(self.way, FullySharded):  # its blocks are measured by fsdp_ranks.py
+        if isinstance(self.way, STRATEGIES.get("fsdp", ())):  # its blocks are measured by fsdp_ranks.py
             sums = [piece.part.grad for piece in self.way.owned() if piece.part.grad is not None]
         else:
             sums += [p.grad for p in self.model.parameters() if p.grad is not None]
