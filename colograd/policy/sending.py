@@ -8,16 +8,14 @@ from ..parallel.shards import RankGroup
 
 
 def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``tensor`` on ``device``. A host tensor is pinned and then copied to a CUDA device without waiting. A copy
-    of unpinned memory would wait for the device's earlier work. Later kernels of the stream may use the copy."""
+    """Return ``tensor`` on ``device``. A copy of unpinned memory would wait for the device's earlier work."""
     if device.type == "cuda" and tensor.is_cpu:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def enter(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Return ``tensor``, which is equal on all ranks of ``group``. The backward sums the tensor's gradient over the
-    ranks, because each rank computes with its shard of the weights."""
+    """Return ``tensor``. The backward sums its gradient over ranks, because each rank computes with its shard."""
     if not tensor.requires_grad:
         return tensor
     entered = tensor.view_as(tensor)
@@ -27,7 +25,7 @@ def enter(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
 
 
 def leave(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Return the sum of the tensors of all ranks of ``group``. The backward passes the gradient on unchanged."""
+    """Return the sum of the tensors of all ranks. The backward passes the gradient on unchanged."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     group.sum_(total.detach())
     return total
