@@ -1,1 +1,1 @@
-"""The policy (the model to train), and the path from groups of completions to the log-probabilities of their tokens."""
+"""The policy (the model to train), from groups of completions to log-probabilities of their tokens."""

@@ -1,7 +1,5 @@
 """Attention of packed rows: each segment (a prompt or completion) attends causally to its own tokens, and to all tokens
-of the earlier segments that the row's `SegmentLayout` lists.
-
-transformers knows `packed_attention` as `NAME`. Calls without a layout, e.g. by ``generate``, aren't of packed rows.
+of the earlier segments that the row's `SegmentLayout` lists. `NAME` is its name in transformers.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ from .merged_attention import Call, MergedAttention, calls_at_once, calls_one_by
 from .sending import to_device_async
 
 NAME = "colograd_packed"
-
-
 RowPart: TypeAlias = Any  # `RowPart` of extension `sequence_parallel`: this rank's share of a row's tokens.
 
 
@@ -116,7 +112,7 @@ def packed_attention(
 
 
 def in_one_dtype(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Cast tensors to autocast's dtype: rotary embeddings leave mixed dtypes, and fused kernels take only one."""
+    """Undo mixed dtypes of rotary embeddings under autocast, because fused kernels take only one dtype."""
     dtype = autocast_dtype(tensors[0].device)
     return (x if dtype is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
@@ -162,8 +158,7 @@ def _segment_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout,
     options: tuple[float, float, float | None], window: int | None, sink: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute attention (1, T, H, D) segment by segment, on copies of all keys that a segment attends to. With ``sink``
-    the row's last key is a sink."""
+    """Compute attention (1, T, H, D) segment by segment. With ``sink`` the row's last key is a sink."""
     scaling, dropout, softcap = options
     key, value = _heads_for_masks(query, key, value)
     lengths = (*layout.lengths, 1) if sink else layout.lengths
@@ -248,7 +243,7 @@ _capability = functools.cache(torch.cuda.get_device_capability)
 IN_PLACE_FROM = 128
 _in_place_from = IN_PLACE_FROM
 _packed_rows = False
-_watching: tuple[set[int], set[int]] | None = None  # The two sets of `watch_windows`.
+_watching: tuple[set[int], set[int]] | None = None
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Head of a language model: log-probability and entropy of each label, by an online softmax (arXiv 1805.02867).
 
-Only one tile of logits (some labels x some of the vocabulary) exists at a time. The backward computes it once more.
+Only one tile of logits (some labels x some of the vocabulary) exists at a time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from . import attention
 HIDDEN = -1e30  # Logit of a token that the sampler couldn't choose. Finite, so that no product becomes NaN.
 FLOAT32_PRODUCTS = "colograd_float32_products"  # Attribute of a head module, set by `cast_lm_head_to_fp32`.
 TILE_ELEMENTS = {"cpu": 2**23, "cuda": 2**24}  # Maximum number of logits in a tile.
-TILE_ROWS = 8192  # Maximum number of labels in a tile. More rows would make the tile too narrow for fast products.
-TILE_COLUMNS = 64  # A full tile on a GPU has a multiple of this number of columns, because unaligned rows are slow.
+TILE_ROWS = 8192  # Maximum number of labels in a tile. More would make tiles too narrow for fast products.
+TILE_COLUMNS = 64  # Rounding of a tile's width on a GPU, where unaligned rows are slow.
 
 
 # The tokens that the sampler could choose for each label (e.g. with top-k), as in `kept_tokens/rider.py`. The method
@@ -36,10 +36,10 @@ class Head:
 
     temperature: float
     scale: float
-    softcap: float  # Limit of tanh soft-capping. 0 means no soft-capping.
+    softcap: float  # 0 means no soft-capping.
     dtype: torch.dtype  # Dtype of the matrix products.
     wide: bool = False  # Whether products of 16-bit weights return float32 logits (`cast_lm_head_to_fp32`).
-    part: Any = None  # This rank's shard of the head's weight (`VocabularyPart`). None means the whole weight.
+    part: Any = None  # This rank's shard of the head's weight (`VocabularyPart`).
     candidates: Candidates | None = None  # Tokens that the softmax is over. None means the whole vocabulary.
     low: ClassVar[float] = HIDDEN
 
@@ -66,8 +66,7 @@ class Head:
         return tile if self.scale == 1.0 else tile.mul_(self.scale)
 
     def product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute hidden @ weight.T + bias in a new tensor. A `wide` product is like vLLM's for a float32 head: float32
-        holds the product of two 16-bit numbers exactly."""
+        """Compute hidden @ weight.T + bias in a new tensor. float32 holds the product of two 16-bit numbers exactly."""
         if not self.wide:
             return torch.nn.functional.linear(hidden, weight, bias)
         if hidden.is_cuda and self.dtype in (torch.bfloat16, torch.float16):
@@ -77,8 +76,8 @@ class Head:
         return torch.nn.functional.linear(hidden.to(self.exact), weight.to(self.exact), wide_bias)
 
     def finish_(self, tile: torch.Tensor, row: slice, vocabulary: slice, keep_cap: bool = False) -> torch.Tensor | None:
-        """Apply soft cap, temperature and candidates to a tile of `logits`, in place. With ``keep_cap`` and a soft cap
-        return t = tanh(tile / softcap): the derivative of the soft cap is 1 - t^2."""
+        """Apply soft cap, temperature and candidates to a tile of `logits`, in place. With ``keep_cap`` return t =
+        tanh(tile / softcap): the derivative of the soft cap is 1 - t^2."""
         capped = None
         if self.softcap:
             tile.div_(self.softcap).tanh_()
@@ -91,7 +90,7 @@ class Head:
 
 
 def product_dtype(weight: torch.Tensor, device: torch.device, wide: bool) -> torch.dtype:
-    """Return the dtype of a head's matrix products. A CPU without bfloat16 instructions uses float32 instead."""
+    """Return the dtype of a head's products. A CPU without bfloat16 instructions is faster in float32."""
     found = (None if wide else attention.autocast_dtype(device)) or weight.dtype
     slow = device.type == "cpu" and found == torch.bfloat16 and cpu_products.wanted()
     return torch.float32 if slow else found
@@ -161,8 +160,8 @@ class Spread:
     """Gradient of entropy and KL divergence with respect to a tile's logits (n labels, c columns):
     p (slope log p - constant - logq), p = softmax. In some columns, `more` is added."""
 
-    slope: torch.Tensor  # Factor of log p for each label, (n,).
-    constant: torch.Tensor  # Number that is subtracted for each label, (n,).
+    slope: torch.Tensor  # (n,)
+    constant: torch.Tensor  # (n,)
     logq: torch.Tensor | None = None  # The teacher's log-probabilities times the KL divergence's gradient, (n, c).
     more: tuple[torch.Tensor, torch.Tensor] | None = None  # Column indices (n, K), and values to add there, (n, K).
 
@@ -195,7 +194,7 @@ class _LabelLogprobs(torch.autograd.Function):
         normaliser = maximum + total.log()
         ctx.head, ctx.other = head, other
         divergence, of_other = (None, None) if sums is None else sums.result(total, normaliser)
-        entropy = total.log() - moment / total  # H = log Z - E[x], with x = logit - maximum.
+        entropy = total.log() - moment / total  # log Z - E[x], x = logit - maximum.
         of_backward = entropy if entropy_gradient else None
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, of_backward, divergence, of_other)
         if not entropy_gradient:
@@ -281,8 +280,7 @@ def _add_tile(
 def _turn_to_gradient(
     head: Head, tile: torch.Tensor, of_row: tuple[torch.Tensor, ...], place: tuple[slice, slice], spread: Spread | None
 ) -> None:
-    """Replace a tile of `Head.logits` by the loss's gradient for hidden @ weight.T, in place. ``spread`` is the
-    gradient of entropy and KL divergence."""
+    """Replace a tile of `Head.logits` by the loss's gradient for hidden @ weight.T, in place."""
     labels, normaliser, gradient = of_row
     chain, (index, inside) = head.chain, _columns(labels, place[1])
     gradient = gradient * chain
@@ -290,7 +288,7 @@ def _turn_to_gradient(
     tile.sub_(normaliser[:, None])
     if spread is None:
         tile.exp_().mul_(-gradient[:, None])
-    else:  # The result is p (slope log p - constant - logq - gradient), p = softmax.
+    else:  # p (slope log p - constant - logq - gradient), p = softmax.
         power = tile.exp()
         tile.mul_((spread.slope * chain)[:, None]).sub_((gradient + spread.constant * chain)[:, None])
         if spread.logq is not None:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 2048  # Number of columns that a Triton program reads at a time.
+BLOCK = 2048  # Columns that a Triton program reads at a time.
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 Tile: TypeAlias = tuple[torch.Tensor, slice, slice]  # All labels, (N,) int64, and the tile's slices of labels and ids.
 
@@ -22,8 +22,8 @@ def add_tile(head: Any, product: torch.Tensor, tile: Tile, running: torch.Tensor
 def gradient(
     head: Any, product: torch.Tensor, tile: Tile, of_rows: Sequence[torch.Tensor | None], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the loss's gradient for a tile of `Head.product`. A ``product`` of dtype ``dtype`` is overwritten.
-    ``of_rows``: each label's normaliser, gradients for log-probability and entropy, and entropy, (n,) float32 each."""
+    """Return the loss's gradient for a tile of `Head.product`, maybe in its memory. ``of_rows``: each label's
+    normaliser, gradients for log-probability and entropy, and entropy, (n,) float32 each."""
     result = product if product.dtype == dtype else torch.empty_like(product, dtype=dtype)
     grid = len(result), triton.cdiv(result.shape[1], BLOCK)
     _launch(_turn_to_gradient, grid, head, product, tile, *of_rows, result, head.chain)

@@ -50,8 +50,7 @@ def tells_routing(model: Any) -> bool:
 
 
 def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str | None = None) -> None:
-    """Compile the decoder layers at the first packed row. Parameters keep their names. ``backend`` and ``mode`` go to
-    `torch.compile`."""
+    """Compile the decoder layers at the first packed row. Parameters keep their names."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
     # If torch traced attention, each row's layout would make a new graph.
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
@@ -63,8 +62,8 @@ def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str 
 
 @contextmanager
 def as_it_trains(model: torch.nn.Module) -> Iterator[None]:
-    """Train compiled layers without dropout inside the context, because evaluation mode has different graphs. No
-    parameter may have a gradient yet: torch can't trace a gradient of a different dtype."""
+    """Set training mode inside the context for compiled layers without dropout, because evaluation mode has other
+    graphs. No parameter may have a gradient yet: torch can't trace one of a different dtype."""
     rates = (getattr(m, "p" if isinstance(m, torch.nn.Dropout) else "attention_dropout", 0) for m in model.modules())
     if not any(map(is_compiled, decoder_layers(model))) or any(rates):
         yield
@@ -120,7 +119,7 @@ def largest_dropout(model: torch.nn.Module) -> float:
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Set dropout probabilities to 0, including those for attention functions, but not `lora_dropout`."""
+    """Set dropout probabilities to 0, except `lora_dropout`."""
     for owner, name in _dropouts(model):
         setattr(owner, name, 0.0)
 

@@ -43,20 +43,19 @@ from .towers import freeze_unread, has_tower, hears, reads_text_alone, set_text_
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The model to train, its tokenizer, and the path of the checkpoint that vLLM loads."""
+    """The model to train, its tokenizer and its checkpoint."""
 
-    model: PreTrainedModel  # The model to train, or the PeftModel around it.
+    model: PreTrainedModel  # Or the PeftModel around it.
     tokenizer: PreTrainedTokenizerBase
-    path: str  # Folder or Hub id of the checkpoint that vLLM loads. For an adapter this is its base's checkpoint.
+    path: str  # Folder or Hub id of the checkpoint that vLLM loads: for an adapter, of its base.
     untouched: bool  # Whether the user named the model, so that Colograd loaded its weights from `path`.
     why_padded: str  # Reason why sequences can't be packed into one row. Empty means that rows are packed.
-    adapter: Adapter | None = None  # Trained adapter of a PeftModel.
+    adapter: Adapter | None = None
     new_adapter: bool = False  # Whether this run added the adapter.
     processor: Any = None  # Processor of a model that reads images. None: the run trains the model as a text model.
 
     @property
     def quantization(self) -> Any:
-        """Quantisation of the base model below an adapter."""
         return getattr(unwrap(self.model), "quantization", None)
 
     @property
@@ -89,7 +88,7 @@ class Policy:
         return tells_routing(unwrap(self.model))
 
     def router_coef(self, config: GRPOConfig) -> float:
-        """Return the coefficient of the load-balancing loss: `router_aux_loss_coef`, else the model's own."""
+        """Return the coefficient of the load-balancing loss, 0 for a model without routers' logits."""
         text, asked = self.model.config.get_text_config(), config.router_aux_loss_coef
         if self.tells_routing:
             return float(getattr(text, "router_aux_loss_coef", 0.0) if asked is None else asked)
@@ -180,7 +179,6 @@ def load_policy(
         loaded.enable_input_require_grads()  # Reentrant checkpointing needs an input that requires a gradient.
     if config.on_cpu:
         cpu_products.take_over(loaded)
-    # Rows for a GPU are checked after the model's move to the GPU.
     with cpu_products.constant_weights():
         why_padded = choose_rows(loaded) if config.on_cpu else expect_rows(loaded)
     processors = (feature.processor(unwrap(loaded), path, tokenizer, config) for feature in features())
@@ -231,7 +229,6 @@ def check_tokenizer(given: Any) -> None:
 
 
 def chat_template(path: str) -> str:
-    """Return the chat template in the file ``path``, or in the file of that name in the installed package."""
     try:
         return file_or_shipped(Path(path)).read_text(encoding="utf-8")
     except OSError as error:

@@ -24,14 +24,14 @@ from .padded import PackedSequence
 class Pass:
     """Data of one forward of a row. A `ForwardStep` may change the data before the forward, and add `values`."""
 
-    model: Any  # The transformers model, without a wrapper around it.
+    model: Any  # The transformers model, never a PeftModel.
     batch: MicroBatch
     temperature: float
     entropy_gradient: bool = False
     inputs: dict[str, Any] = field(default_factory=dict)  # Additional keyword arguments of the model's body.
     # Name in the body's output -> tensors (T, ...), one per layer. A step adds a name with an empty list.
     of_layers: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    candidates: Candidates | None = None  # Tokens that the softmax of each label is over. None means all tokens.
+    candidates: Candidates | None = None  # Tokens that the softmax is over. None means all tokens.
     other: Callable[[Pass], OtherDistribution] | None = None  # Makes a teacher's distribution, for a KL divergence.
     values: dict[str, torch.Tensor] = field(default_factory=dict)  # Additional results of the forward, by name.
 
@@ -88,17 +88,17 @@ def remove(model: Any, kind: type[ForwardStep]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PolicyForward:
-    """Forward of the policy. All computation runs inside calls of the model and of its head, whose hooks gather sharded
-    weights. The attribute ``around_forward`` of a model returns a context for ranks that exchange tensors."""
+    """Forward of the policy. All computation runs inside calls of the model and its head, because their hooks gather
+    sharded weights. ``model.around_forward`` makes a context for ranks that exchange tensors."""
 
-    model: torch.nn.Module  # The transformers model, or a wrapper with an adapter around it.
+    model: torch.nn.Module  # The transformers model, or a PeftModel around it.
     temperature: float
     entropy_gradient: bool = False
     steps: tuple[ForwardStep, ...] = ()  # Steps of loss terms, which wrap the steps installed on the model.
 
     def __call__(self, micro_batch: MicroBatch, last: Compute | None = None) -> tuple[Any, ...]:
         """Return the tensors of ``last`` (by default `label_values`), and the `values` of `ForwardStep`s, a dict."""
-        watchdog.progress()  # The forward of each row resets the timer of `rank_timeout`.
+        watchdog.progress()
         names: list[str] = []
 
         def compute(batch: MicroBatch) -> tuple[torch.Tensor, ...]:
@@ -119,9 +119,8 @@ class PolicyForward:
 def policy_logprobs(
     model: torch.nn.Module, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute for each label its log-probability and the entropy of its distribution, at ``temperature``. Return two
-    tensors (N,) in nats, in float32 (float64 models: float64). The entropy needs ``entropy_gradient`` for a gradient.
-    """
+    """Compute each label's log-probability and the entropy of its distribution, at ``temperature``: two tensors (N,) in
+    nats, float32 (float64 models: float64). The entropy has a gradient only with ``entropy_gradient``."""
     return PolicyForward(model, temperature, entropy_gradient)(micro_batch)[:2]
 
 

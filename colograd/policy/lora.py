@@ -18,13 +18,12 @@ PackedWeight: TypeAlias = Any  # A packed (e.g. quantised) weight (out, in), as 
 
 
 def packed_weight(module: Any) -> PackedWeight | None:
-    """Return a layer's packed weight. Extensions list a function (module) -> `PackedWeight` | None in `HOOKS`."""
+    """Return a layer's packed weight. Extensions offer a function (module) -> `PackedWeight` | None."""
     found = (find(module) for find in registry.hooks("packed_weight"))
     return next((packed for packed in found if packed is not None), None)
 
 
 def packed_weights(model: torch.nn.Module) -> dict[str, PackedWeight]:
-    """Return all packed weights of a model, by the name of the parameter."""
     found = ((f"{name}.weight" if name else "weight", packed_weight(module)) for name, module in model.named_modules())
     return {name: packed for name, packed in found if packed is not None}
 
@@ -33,7 +32,7 @@ def packed_weights(model: torch.nn.Module) -> dict[str, PackedWeight]:
 class Adapter:
     """The LoRA adapter that a run trains instead of the model's weights."""
 
-    name: str  # Name of the adapter in peft, usually `default`.
+    name: str
     rank: int  # Largest LoRA rank among the layers.
     targets: tuple[str, ...]  # Last parts of the names of layers with an adapter: q_proj, down_proj, ...
     why_merged: str  # Reason why vLLM gets merged weights in place of the adapter. Empty: vLLM gets the adapter.
@@ -46,13 +45,13 @@ class AdaptedLayer:
 
     name: str  # Name of the layer in the model without adapters, e.g. model.layers.0.self_attn.q_proj.
     parameter: str  # Name of the parameter, e.g. model.layers.0.self_attn.q_proj.weight. For experts equal to `name`.
-    module: Any  # Layer of peft around the base model's layer.
+    module: Any  # peft's layer around the base model's layer.
     lora_a: torch.Tensor  # Matrix A, (rank, in), or (rank, vocabulary) for an embedding.
     lora_b: torch.Tensor  # Matrix B, (out, rank).
     scaling: float  # Factor alpha / rank, or alpha / sqrt(rank) with rank-stabilised LoRA.
     magnitude: torch.Tensor | None  # Row lengths of DoRA, (out,).
     is_embedding: bool
-    experts: int = 0  # Number of experts E. 0 means a layer without experts.
+    experts: int = 0  # Number of experts E, or 0.
 
     @classmethod
     def of(cls, name: str, module: Any, adapter: str) -> AdaptedLayer:
@@ -94,7 +93,6 @@ def is_adapted(model: Any) -> bool:
 
 
 def unwrap(model: Any) -> Any:
-    """Return the transformers model inside a PeftModel, or a model that isn't a PeftModel unchanged."""
     return model.get_base_model() if is_adapted(model) else model
 
 
@@ -108,7 +106,6 @@ def base_name(name: str) -> str | None:
 
 
 def adapted_layers(model: Any) -> list[AdaptedLayer]:
-    """Return the layers of a PeftModel with the active adapter, in the order of the model's modules."""
     (adapter,) = model.active_adapters
     return [
         AdaptedLayer.of(name.removeprefix(PREFIX), module, adapter)

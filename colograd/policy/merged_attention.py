@@ -1,4 +1,4 @@
-"""Attention of a packed row without copies of keys: several calls of fused kernels, merged by their log-sum-exps l_i.
+"""Attention of a packed row by several calls of fused kernels, merged by their log-sum-exps l_i.
 
     whole = log(sum of exp(l_i))    out = sum of exp(l_i - whole) o_i
 
@@ -20,7 +20,7 @@ from ..batch import SegmentLayout
 from ..runtime import cpu_products
 from .sending import to_device_async
 
-Places: TypeAlias = slice | torch.Tensor | None  # Indices of tokens in a row. None means all tokens.
+Places: TypeAlias = slice | torch.Tensor | None  # Indices of tokens. None means all tokens of a row.
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +136,8 @@ def _gradients(
 
 
 def slow(query: torch.Tensor) -> bool:
-    """Return whether the backward must compute in float32. torch's bfloat16 backward is up to seven times as slow on a
-    CPU without bfloat16 instructions (`tests/benchmarks/attention.py`)."""
+    """Return whether the backward computes in float32. torch's bfloat16 backward is up to seven times as slow on a CPU
+    without bfloat16 instructions (`tests/benchmarks/attention.py`)."""
     return query.is_cpu and query.dtype == torch.bfloat16 and cpu_products.wanted()
 
 
@@ -159,8 +159,8 @@ def _window(call: Call) -> tuple[bool, dict[str, int]]:
 
 
 def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return torch's flash attention. `torch.nn.attention.varlen` calls cuDNN on some GPUs since torch 2.14, whose
-    backward may not take merged outputs."""
+    """Return torch's flash attention. `torch.nn.attention.varlen` may call cuDNN since torch 2.14, which may not take a
+    merged output."""
     return torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 
 

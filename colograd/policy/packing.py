@@ -1,6 +1,6 @@
 """Pack groups into rows of at most a token budget, and convert rows to `MicroBatch`es. Only this file shifts labels.
 
-A group is packed as [prompt][completion 1] ... [completion G]. Each completion attends to the prompt and to itself.
+A part of a row is laid out as [prompt][completion 1] ... [completion n].
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..parallel.ranks import gather, on_all_ranks
 from .padded import media_of
 from .sending import to_device_async
 
-NOBODY = -1  # Prompt position of dummy completions, which fill rows and belong to no prompt.
+NOBODY = -1  # Prompt position of dummy completions.
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ def pack(
 def plan_rows(
     groups: Sequence[ScoredGroup], budget: int, mask_truncated: bool, device: torch.device, share_prompts: bool = True
 ) -> tuple[PackedRow, ...]:
-    """Pack groups into rows of at most ``budget`` tokens, by first-fit decreasing. Pieces of a split group have a copy
-    of the prompt each. Without ``share_prompts`` a row is budgeted at its padded size."""
+    """Pack groups into rows of at most ``budget`` tokens, by first-fit decreasing. A longer sequence has a row of its
+    own. Without ``share_prompts`` a row is budgeted at its padded size."""
     parts: list[PackedGroup] = []
     for scored in groups:
         rollouts, advantages = scored.group.rollouts, advantages_of(scored)
@@ -146,7 +146,7 @@ def collate(row: PackedRow) -> MicroBatch:
     """Make the `MicroBatch` of a row. Each token of a completion is predicted at the token before it."""
     segments, position_ids, logit_positions, labels = (list[torch.Tensor]() for _ in range(4))
     attends_to: list[tuple[int, ...]] = []
-    at = 0  # Number of the row's tokens laid out so far.
+    at = 0
     for part in row.parts:
         prompt, first = part.rollouts[0].input, len(segments)
         segments.append(torch.tensor(prompt.ids))

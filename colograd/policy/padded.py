@@ -28,13 +28,12 @@ class PaddedRows:
     """
 
     tokens: torch.Tensor  # Index in the packed row of each padded token, (B, L) int64. Padding has 0.
-    lengths: torch.Tensor  # Number of tokens of each sequence, (B,) int64.
+    lengths: torch.Tensor  # (B,) int64
     places: torch.Tensor  # Index in the flattened padded rows (B * L) of each packed token's first copy, (T,) int64.
-    chains: tuple[tuple[int, ...], ...] = ()  # Indices of the segments of each sequence, [B].
+    chains: tuple[tuple[int, ...], ...] = ()  # Indices of each sequence's segments, [B].
 
     @property
     def mask(self) -> torch.Tensor:
-        """Attention mask, (B, L) bool, False for padding."""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
 
     def of_tokens(self, values: torch.Tensor, padding: float = 0) -> torch.Tensor:
@@ -100,9 +99,9 @@ class PackedSequence(NamedTuple):
     """One completion of a packed row, with its prompt."""
 
     rollout: RolloutId
-    prompt_ids: torch.Tensor  # Token ids of the prompt, [P].
-    completion_ids: torch.Tensor  # Token ids of the completion, [C].
-    place: slice  # Range of the completion's entries in the row's [N] tensors.
+    prompt_ids: torch.Tensor  # [P]
+    completion_ids: torch.Tensor  # [C]
+    place: slice  # Range of the completion in the row's [N] tensors.
     images: tuple[Any, ...] = ()  # Images of the prompt. Their token positions count from the prompt's start.
     answers: tuple[Any, ...] = ()  # Images in tools' answers. Their token positions count from the completion's start.
 

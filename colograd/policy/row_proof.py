@@ -105,7 +105,6 @@ def expect_rows(model: Any, why: str = "") -> str:
 
 
 def install_steps(model: Any) -> None:
-    """Install the `ForwardStep`s that extensions offer for a model's architecture."""
     for make in registry.hooks("forward"):
         if (step := make(model)) is not None:
             install(model, step)
@@ -126,7 +125,7 @@ def choose_rows_where_it_trains(
         found = choose_rows(model, device, asked=asked)
     why = next(filter(None, gather(found)), "")
     if why:
-        with on_all_ranks("the proof of the rows"):  # A collective, also of ranks that pad already.
+        with on_all_ranks("the proof of the rows"):  # A collective.
             if not found:
                 choose_rows(model, device, why, asked)
     for other in others:
@@ -153,7 +152,7 @@ def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
     groups: list[ScoredGroup] = []
     for prompt in (ModelInput(tuple(tokens(5))), ModelInput(tuple(tokens(3))), *given):
         rollouts = [_written(prompt, tokens(4)), _written(prompt, tokens(3))]
-        if prompt.media is not None:  # A completion with images, like a tool's answer with images.
+        if prompt.media is not None:  # Like a tool's answer with images.
             rollouts.append(_written(prompt, array("i", prompt.ids), (prompt.media,)))
         group = Group({}, tuple(rollouts), len(groups))
         groups.append(ScoredGroup(group, torch.zeros(len(rollouts), 1), torch.ones(len(rollouts))))

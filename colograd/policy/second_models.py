@@ -122,7 +122,6 @@ def kinds() -> dict[str, Kind]:
 
 
 def second_models(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> SecondModels:
-    """Make the reference and teacher models that compute the values named in ``needs``."""
     found, of_rows = {}, [step for step in steps_of(unwrap(policy.model)) if step.of_rows]
     for key, kind, each in _of_run(needs, config):
         second = found[key] = kind.make(each, policy)
@@ -166,14 +165,14 @@ def with_second_logprobs(
 ) -> list[StepBatch]:  # fmt: skip
     """Return the steps with the values of all second models in their rows. A collective. Trained rows have the values
     already."""
+    untrained = tuple(row for step in steps for row in step.rows[step.trained :])
     for key, second in models.items():
         with on_all_ranks("the second models' log-probabilities"), phase(key.partition(OF)[0]), autocast():
-            untrained = [row for step in steps for row in step.rows[step.trained :]]
-            rows = iter(fill({key: second}, untrained, temperature))
-            steps = [
-                dataclasses.replace(
-                    step, rows=step.rows[: step.trained] + tuple(itertools.islice(rows, len(step.rows) - step.trained))
-                )
-                for step in steps
-            ]
-    return [*steps]
+            untrained = fill({key: second}, untrained, temperature)
+    rows = iter(untrained)
+    return [
+        dataclasses.replace(
+            step, rows=step.rows[: step.trained] + tuple(itertools.islice(rows, len(step.rows) - step.trained))
+        )
+        for step in steps
+    ]

@@ -16,10 +16,8 @@ def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def enter(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
     """Return ``tensor``. The backward sums its gradient over ranks, because each rank computes with its shard."""
-    if not tensor.requires_grad:
-        return tensor
     entered = tensor.view_as(tensor)
-    if entered.requires_grad:  # False under `torch.no_grad`, where no hook can be registered.
+    if entered.requires_grad:
         entered.register_hook(lambda gradient: group.sum_(gradient.clone(memory_format=torch.contiguous_format)))
     return entered
 

@@ -25,15 +25,14 @@ BASE_QUANTIZATION = "base_quantization.json"  # File in an adapter's folder with
 class Wanted:
     """Description of the model that a run will train, for `ModelFeature.check`. A named model isn't loaded yet."""
 
-    model_config: Any  # Configuration of the model, or of an adapter's base. None: no configuration can be read.
+    model_config: Any  # Configuration of the model, or of an adapter's base. None: there is none to read.
     config: GRPOConfig
     name: str | None  # Name or folder of the model or adapter. None: the user passed a model object.
     has_adapter: bool
-    has_images: bool  # Whether the run trains on images.
+    has_images: bool
 
 
 def check_installed(wanted: Wanted) -> None:
-    """Raise a ValueError if the model needs an extension that isn't installed."""
     model_config, given = wanted.model_config, dict(wanted.config.model_init_kwargs or {})  # type: ignore[arg-type]
     if model_config is None:
         return

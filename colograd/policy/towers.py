@@ -76,7 +76,6 @@ def sees(name: str) -> bool:
 
 
 def tower_layers(model: Any) -> list[torch.nn.Module]:
-    """Return the layers of the model's vision tower."""
     if not takes_images(model.config):
         return []
     modules = (module for name, module in model.named_modules() if in_tower(name))

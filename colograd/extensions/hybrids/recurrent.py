@@ -63,7 +63,7 @@ def mixers_of(module: torch.nn.Module) -> Iterator[Any]:
 
 @functools.cache
 def _cache_name(kind: Any) -> str:
-    """Return the name of the cache argument. Empty: the class takes no cache, or is an attention layer."""
+    """Return the name of the cache argument, or "" for attention and layers without a cache."""
     names = inspect.signature(kind.forward).parameters
     return "" if "position_embeddings" in names else next((name for name in CACHES if name in names), "")
 
@@ -144,8 +144,8 @@ class _Batch(NamedTuple):
     """B sequences that go through a recurrent layer together, padded to L tokens. A prompt of completions is alone,
     because padding would change the state at its end."""
 
-    segments: tuple[int, ...]  # Index of the last segment of each sequence.
-    parents: tuple[int, ...]  # Index of each sequence's parent segment, or empty.
+    segments: tuple[int, ...]  # Last segment of each sequence.
+    parents: tuple[int, ...]  # Parent segment of each sequence, or empty.
     is_parent: bool  # Whether later sequences continue from the state at this batch's end.
     tokens: torch.Tensor  # Index in the packed row of each token of the batch, (B * L,). Padding has index 0.
 

@@ -1,7 +1,5 @@
-"""Liger's Triton kernels in the policy (``use_liger_kernel``): norms, rotary embedding and activation, on a GPU.
-
-liger-kernel also replaces names in the architecture's Python module, for all models in the process.
-"""
+"""Liger's Triton kernels in the policy. liger-kernel also replaces names in the architecture's Python module, for all
+models."""
 
 from __future__ import annotations
 
@@ -46,8 +44,8 @@ def _kernels() -> dict[str, Callable[..., None]]:
 
 
 def apply_liger(config: GRPOConfig, model: Any, also: Sequence[Any] = ()) -> Callable[[], None]:
-    """Put Liger's kernels into a model, and into the models ``also``. Return a function that restores the names in the
-    architecture's module. Raise a ValueError if the log-probabilities change."""
+    """Put Liger's kernels into a model and the models ``also``. Return a function that restores the names in the
+    architecture's module."""
     model, device = unwrap(model), config.device
     given: Any = config.liger_kernel_config
     kind = model.config.model_type
@@ -69,7 +67,7 @@ def apply_liger(config: GRPOConfig, model: Any, also: Sequence[Any] = ()) -> Cal
         before = own_sample_logprobs(model, device)
         apply(model=model)
         error = float((own_sample_logprobs(model, device) - before).abs().mean())
-    if not error <= allowed(autocast_dtype(device) or model.dtype):  # A NaN isn't allowed, either.
+    if not error <= allowed(autocast_dtype(device) or model.dtype):  # True for a NaN.
         undo()
         raise ValueError(
             f"use_liger_kernel is true, but with Liger's kernels the log-probabilities of a {type(model).__name__} "

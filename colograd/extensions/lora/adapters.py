@@ -18,8 +18,8 @@ from ...policy.loading import from_name
 from ...policy.lora import AdaptedLayer, Adapter, adapted_layers, base_name, trained_copies, unwrap
 from ...policy.towers import HEARS, has_tower, hears, reads_text_alone, sees
 
-LARGEST_RANK = 512  # Largest rank of an adapter that vLLM can serve.
-PLAIN_STARTS = (True, False, "gaussian", "orthogonal")  # `init_lora_weights` that don't change the base's weights.
+LARGEST_RANK = 512  # Of adapters that vLLM can serve.
+PLAIN_STARTS = (True, False, "gaussian", "orthogonal")  # `init_lora_weights` that leave the base unchanged.
 # Fields of peft's LoraConfig that train or compute more than y = W x + scaling * B A x.
 UNSUPPORTED = (
     "lora_bias", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",

@@ -26,7 +26,7 @@ from ...weights.sync import CopiedWeights, PlannedSync, SharedWeights, Unserved
 class Slot:
     """A tensor (A or B) of the policy's adapter, and where the tensor goes in the engine."""
 
-    layer: str  # Name of the adapted layer.
+    layer: str
     kind: str  # lora_A or lora_B.
     source: torch.Tensor  # The policy's parameter, (rank, in) for A or (out, rank) for B.
     scaling: float  # The LoRA scaling for B, 1 for A.

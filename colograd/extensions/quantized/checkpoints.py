@@ -1,5 +1,4 @@
-"""Quantised base models (QLoRA, arXiv 2305.14314): check settings, load, and record settings in a saved adapter's
-folder."""
+"""Quantised base models (QLoRA, arXiv 2305.14314): check, load and record their settings."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def name_of(settings: Mapping[str, Any]) -> str:
 
 
 def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
-    """Return the quantisation settings that a run or the adapter's folder ``name`` requests, as in a config.json."""
+    """Return the quantisation settings that the run, or else the adapter's folder ``name``, requests."""
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     found: Any = given.get("quantization_config")
     flags = {name: True for name in ("load_in_4bit", "load_in_8bit") if given.get(name)}
@@ -91,7 +90,6 @@ def _as_settings(found: Any) -> dict[str, Any]:
 
 
 def saved_in(model_config: Any) -> dict[str, Any] | None:
-    """Return the quantisation settings in a checkpoint's configuration."""
     found = getattr(model_config, "quantization_config", None)
     return None if found is None else _as_settings(found)
 

@@ -14,7 +14,7 @@ import torch
 from ...policy.lora import packed_weights
 from ...runtime.cpu_products import linear
 
-PACKED = ("Params4bit", "Int8Params")  # Names of bitsandbytes' classes of quantised parameters.
+PACKED = ("Params4bit", "Int8Params")
 BLOCK = 64  # Number of 4-bit values that share a scale.
 NESTED_BLOCK = 256  # With double quantisation: number of quantised scales that share a scale.
 
@@ -23,7 +23,7 @@ NESTED_BLOCK = 256  # With double quantisation: number of quantised scales that 
 class PackedWeight:
     """Quantised weight (out, in) of a linear layer, as stored."""
 
-    layer: Any  # Linear4bit or Linear8bitLt.
+    layer: Any  # bitsandbytes' Linear4bit or Linear8bitLt.
 
     @property
     def state(self) -> Any:

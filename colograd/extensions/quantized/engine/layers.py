@@ -1,7 +1,5 @@
 """vLLM layers that multiply with the policy's packed (quantised) weights, so that engine and policy share one copy.
-
-For torch.compile and CUDA graphs the product is one custom operator that reads memory at a fixed address.
-"""
+CUDA graphs and compiled code call one custom operator."""
 
 from __future__ import annotations
 
@@ -23,14 +21,14 @@ from ....weights.mapping import TOWER
 Parts = Mapping[str, Sequence[PackedWeight]]  # By layer name in vLLM. A fused layer (q, k and v) has several.
 
 _parts: dict[int, Sequence[PackedWeight]] = {}  # Packed weights by layer number, for all engines of the process.
-_used: set[int] = set()  # Numbers of layers that have computed a product.
+_used: set[int] = set()  # Numbers of layers that have computed.
 
 
 @torch.library.custom_op(
     "colograd::packed_linear", mutates_args=(), schema="(Tensor x, int layer, int width) -> Tensor"
 )
 def packed_linear(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
-    """Multiply x (..., in) with all packed weights of a layer, and concatenate the products to (..., width)."""
+    """Multiply x (..., in) with all packed weights of a layer, (..., width)."""
     _used.add(layer)
     products = [part.product(x) for part in _parts[layer]]
     return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
