@@ -239,7 +239,7 @@ def flash_takes(query: torch.Tensor) -> bool:
 _capability = functools.cache(torch.cuda.get_device_capability)
 
 
-# Mean prompt length from which a CPU doesn't copy prompts' keys. Copies are faster below (docs/measurements.md).
+# Below this mean prompt length, copies of prompts' keys are faster on a CPU (docs/measurements.md).
 IN_PLACE_FROM = 128
 _in_place_from = IN_PLACE_FROM
 _packed_rows = False

@@ -36,7 +36,7 @@ class Head:
 
     temperature: float
     scale: float
-    softcap: float  # 0 means no soft-capping.
+    softcap: float
     dtype: torch.dtype  # Dtype of the matrix products.
     wide: bool = False  # Whether products of 16-bit weights return float32 logits (`cast_lm_head_to_fp32`).
     part: Any = None  # This rank's shard of the head's weight (`VocabularyPart`).

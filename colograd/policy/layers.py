@@ -32,7 +32,7 @@ def check_compiled(config: GRPOConfig, why_padded: str) -> None:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the outermost modules of the classes in `_no_split_modules`, else those of the longest `ModuleList`."""
+    """Return the outermost modules of the classes in `_no_split_modules`, else members of the longest `ModuleList`."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
     if found:
@@ -43,7 +43,7 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def tells_routing(model: Any) -> bool:
-    """Return whether the model has routers (of experts) whose logits its forward can return."""
+    """Return whether the model's forward can return the logits of routers (of experts)."""
     return hasattr(model.config.get_text_config(), "output_router_logits") and "router_logits" in (
         getattr(model, "_can_record_outputs", None) or {}
     )
@@ -62,8 +62,8 @@ def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str 
 
 @contextmanager
 def as_it_trains(model: torch.nn.Module) -> Iterator[None]:
-    """Set training mode inside the context for compiled layers without dropout, because evaluation mode has other
-    graphs. No parameter may have a gradient yet: torch can't trace one of a different dtype."""
+    """Set training mode for compiled layers without dropout, because evaluation mode has other graphs. No parameter may
+    have a gradient yet: torch can't trace a gradient of a different dtype."""
     rates = (getattr(m, "p" if isinstance(m, torch.nn.Dropout) else "attention_dropout", 0) for m in model.modules())
     if not any(map(is_compiled, decoder_layers(model))) or any(rates):
         yield

@@ -43,8 +43,6 @@ from .towers import freeze_unread, has_tower, hears, reads_text_alone, set_text_
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The model to train, its tokenizer and its checkpoint."""
-
     model: PreTrainedModel  # Or the PeftModel around it.
     tokenizer: PreTrainedTokenizerBase
     path: str  # Folder or Hub id of the checkpoint that vLLM loads: for an adapter, of its base.
@@ -74,7 +72,6 @@ class Policy:
 
     @property
     def context(self) -> int:
-        """Maximum number of tokens in a sequence of the model."""
         config = self.model.config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or 2**31)
 
@@ -204,7 +201,7 @@ def load_policy(
         disable_dropout(loaded)
     if config.cast_lm_head_to_fp32:
         products_in_float32(loaded)
-    for set_up in registry.hooks("policy"):  # Extensions' functions (model, config) that change the forward.
+    for set_up in registry.hooks("policy"):
         set_up(loaded, config)
     return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, peft_config is not None, processor)
 

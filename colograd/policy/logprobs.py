@@ -177,7 +177,7 @@ def label_values(row: Pass) -> tuple[torch.Tensor, ...]:
 @contextmanager
 def calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[None]:
     """Replace the ``forward`` of ``module`` by ``compute`` inside the context. Hooks of the module still run."""
-    own = {name: value for name, value in vars(module).items() if name == "forward"}  # Of accelerate, for example.
+    own = {name: value for name, value in vars(module).items() if name == "forward"}  # accelerate sets one.
     module.forward = compute
     try:
         yield

@@ -30,8 +30,6 @@ def packed_weights(model: torch.nn.Module) -> dict[str, PackedWeight]:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The LoRA adapter that a run trains instead of the model's weights."""
-
     name: str
     rank: int  # Largest LoRA rank among the layers.
     targets: tuple[str, ...]  # Last parts of the names of layers with an adapter: q_proj, down_proj, ...

@@ -33,9 +33,7 @@ NOBODY = -1  # Prompt position of dummy completions.
 
 @dataclass(frozen=True, slots=True)
 class PackingRules:
-    """A run's settings for packing groups into micro-batches."""
-
-    max_tokens: int  # Token budget of a micro-batch.
+    max_tokens: int
     mask_truncated: bool  # Whether truncated completions are left out of the loss.
     skip_without_signal: bool  # Whether groups with only zero advantages are left out.
     share_prompts: bool  # Whether a group's completions share one copy of the prompt. False: rows are padded.
@@ -153,13 +151,13 @@ def collate(row: PackedRow) -> MicroBatch:
         position_ids.append(torch.arange(len(prompt)))
         attends_to.append(())
         at += len(prompt)
-        last = at - 1  # Index of the prompt's last token.
+        prompt_end = at - 1
         for rollout in part.rollouts:
             completion = torch.frombuffer(rollout.completion_ids, dtype=torch.int32).long()
             segments.append(completion)
             labels.append(completion)
             position_ids.append(torch.arange(len(prompt), len(prompt) + len(completion)))
-            logit_positions += [torch.tensor([last]), torch.arange(at, at + len(completion) - 1)]
+            logit_positions += [torch.tensor([prompt_end]), torch.arange(at, at + len(completion) - 1)]
             attends_to.append((first,))
             at += len(completion)
     rollouts = [rollout for part in row.parts for rollout in part.rollouts]

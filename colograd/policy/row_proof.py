@@ -125,7 +125,7 @@ def choose_rows_where_it_trains(
         found = choose_rows(model, device, asked=asked)
     why = next(filter(None, gather(found)), "")
     if why:
-        with on_all_ranks("the proof of the rows"):  # A collective.
+        with on_all_ranks("the proof of the rows"):  # Ranks that pad already take part, too.
             if not found:
                 choose_rows(model, device, why, asked)
     for other in others:

@@ -101,8 +101,6 @@ def own_logprobs(second: SecondModel, model: Any, row: PackedRow, temperature: f
 
 
 class Kind(NamedTuple):
-    """A kind of second model."""
-
     field: str  # Name of the row's values that the model computes, e.g. "ref_logprobs".
     name: str  # Name of this kind in the memory plan, e.g. "reference".
     make: Callable[[GRPOConfig, Policy], SecondModel]  # Constructor, called when the policy is on its device.

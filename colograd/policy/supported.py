@@ -96,7 +96,6 @@ def features() -> tuple[ModelFeature, ...]:
 
 
 def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has_images: bool = False) -> None:
-    """Raise a ValueError if ``model`` (a name or an object) can't be trained with the run's settings."""
     by_name = isinstance(model, str | os.PathLike)
     if by_name:
         given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]

@@ -24,7 +24,6 @@ def has_tower(model_config: Any) -> bool:
 
 
 def reads_text_alone(model: Any) -> bool:
-    """Return whether a model with a vision or audio part is trained only on text."""
     config = getattr(model, "config", None)
     return has_tower(config) and (not takes_images(config) or getattr(model, "text_alone", False))
 

@@ -18,7 +18,7 @@ from ...policy.loading import from_name
 from ...policy.lora import AdaptedLayer, Adapter, adapted_layers, base_name, trained_copies, unwrap
 from ...policy.towers import HEARS, has_tower, hears, reads_text_alone, sees
 
-LARGEST_RANK = 512  # Of adapters that vLLM can serve.
+LARGEST_RANK = 512  # The limit of vLLM.
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal")  # `init_lora_weights` that leave the base unchanged.
 # Fields of peft's LoraConfig that train or compute more than y = W x + scaling * B A x.
 UNSUPPORTED = (
@@ -104,7 +104,6 @@ def check_lora_config(peft_config: Any) -> None:
 
 
 def take_adapter(model: Any) -> Adapter:
-    """Describe a PeftModel's adapter, and make it save uncast inputs."""
     keep_inputs_as_they_are(model)
     if len(model.active_adapters) != 1 or len(model.peft_config) != 1:
         raise ValueError(
