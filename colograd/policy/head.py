@@ -111,7 +111,7 @@ def cast(
 
 
 def parts(total: int, size: int) -> Iterator[slice]:
-    """Return slices of at most ``size`` that cover 0 ... ``total``. There is always one, maybe empty."""
+    """Return slices of at most ``size`` that cover 0 ... ``total``: at least one, maybe empty."""
     return (slice(start, min(start + size, total)) for start in range(0, max(total, 1), size))
 
 
@@ -157,8 +157,8 @@ def label_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Gradient of entropy and KL divergence with respect to a tile's logits (n labels, c columns):
-    p (slope log p - constant - logq), p = softmax. In some columns, `more` is added."""
+    """Gradient p (slope log p - constant - logq) of entropy and KL divergence for a tile's logits (n labels, c
+    columns). In some columns, `more` is added."""
 
     slope: torch.Tensor  # (n,)
     constant: torch.Tensor  # (n,)
@@ -206,8 +206,7 @@ class _LabelLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: torch.Tensor, of_entropy: torch.Tensor, of_divergence: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Compute the gradients by d logprob / d logit = onehot - p, d H / d logit = -p (log p + H) and d KL / d logit
-        = p (log p - log q - KL)."""
+        """d logprob / d logit = onehot - p, d H / d logit = -p (log p + H), d KL / d logit = p (log p - log q - KL)."""
         hidden, weight, bias, labels, normaliser, entropy, divergence, of_other = ctx.saved_tensors
         head: Head = ctx.head
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -257,7 +256,7 @@ class _LabelLogprobs(torch.autograd.Function):
 def _add_tile(
     tile: torch.Tensor, labels: torch.Tensor, place: tuple[slice, slice], running: torch.Tensor, sums: Any
 ) -> None:
-    """Update the ``running`` statistics (4, n) of n labels by a tile of final logits x, and overwrite the tile: label's
+    """Update the ``running`` statistics (4, n) by a tile of final logits x, and overwrite the tile. Rows: label's
     logit, sum of e^(x - m) (x - m), sum of e^(x - m), maximum m."""
     label_logit, moment, total, maximum = running.unbind()
     index, inside = _columns(labels[place[0]], place[1])

@@ -63,7 +63,7 @@ class ForwardStep:
         return name
 
     def own_inputs(self, part: PackedSequence) -> dict[str, Any]:
-        """Return additional inputs of transformers' forward for one sequence."""
+        """Return additional inputs of transformers' forward for one sequence. The check of rows runs that forward."""
         return {}
 
     def misreads(self, model: Any, part: PackedSequence) -> bool:

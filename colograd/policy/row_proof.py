@@ -40,8 +40,8 @@ class RowSupport(NamedTuple):
 
 
 def choose_rows(model: Any, device: torch.device | None = None, why: str = "", asked: Sequence[ModelInput] = ()) -> str:
-    """Choose packed or padded rows by a check with the kernels of ``device``, on made-up tokens and on the prompts
-    ``asked``. Return the reason why rows must be padded, or "". A reason ``why`` leaves only padded rows."""
+    """Choose packed or padded rows by a check on made-up tokens and on the prompts ``asked``, with the kernels of
+    ``device``. Return the reason why rows must be padded, or "". A reason ``why`` leaves only padded rows."""
     device, model = device or model.device, unwrap(model)
     own, why = _own_attention(model), expect_rows(model, why)
     with evaluation_mode(model):

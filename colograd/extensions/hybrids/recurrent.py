@@ -141,8 +141,8 @@ class _States:
 
 
 class _Batch(NamedTuple):
-    """B sequences that go through a recurrent layer together, padded to L tokens. A prompt of completions is alone,
-    because padding would change the state at its end."""
+    """B sequences that go through a recurrent layer together, padded to L tokens. A parent is alone, because padding
+    would change the state at its end."""
 
     segments: tuple[int, ...]  # Last segment of each sequence.
     parents: tuple[int, ...]  # Parent segment of each sequence, or empty.
