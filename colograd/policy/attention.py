@@ -1,19 +1,5 @@
 """Attention of packed rows: each segment (a prompt or completion) attends causally to its own tokens, and to all tokens
-of the earlier segments that the row's `SegmentLayout` lists.
-
-`packed_attention` is registered with transformers under `NAME`, so decoders that use transformers' attention interface
-run it without changes:
-
-    model.set_attn_implementation(attention.NAME)
-    with attention.packed_rows():
-        model(input_ids, position_ids=..., layout=micro_batch.layout)
-
-A call of such a model without a layout (``generate`` in a notebook, a callback's forward) runs transformers' `sdpa`,
-or torch's `scaled_dot_product_attention` with an additional key if the model has sinks.
-
-On CUDA in 16 bits (or under autocast) and on a CPU, fused kernels read the prompts' keys without copies for each
-completion (`merged_attention`). In other cases each segment runs `scaled_dot_product_attention` on a copy of all its
-keys: e.g. with dropout, soft caps, float32 on CUDA, and on a CPU for short windows or short prompts (`IN_PLACE_FROM`).
+of the earlier segments that the row's `SegmentLayout` lists. `NAME` is its name in transformers.
 """
 
 from __future__ import annotations
@@ -36,17 +22,12 @@ from .merged_attention import Call, MergedAttention, calls_at_once, calls_one_by
 from .sending import to_device_async
 
 NAME = "colograd_packed"
-
-
-# One rank's share of the tokens of a row, if several ranks compute a row together: the `RowPart` of extension
-# `sequence_parallel`. Its methods exchange all heads of this rank's tokens for all tokens of this rank's heads.
-RowPart: TypeAlias = Any
+RowPart: TypeAlias = Any  # `RowPart` of extension `sequence_parallel`: this rank's share of a row's tokens.
 
 
 @dataclass(eq=False, slots=True)
 class ImageRuns:
-    """Places of the images' tokens in a row, for `both_ways` of `packed_attention`. A plain list isn't used, because
-    torch would compile layers again for each length."""
+    """Places of a row's image tokens. With a plain list torch would compile layers again for each length."""
 
     places: Sequence[tuple[int, int]]  # (first, last + 1) for each image.
 
@@ -56,20 +37,16 @@ def packed_attention(
     attention_mask: torch.Tensor | None, layout: SegmentLayout | None = None, s_aux: torch.Tensor | None = None,
     row_part: RowPart | None = None, **options: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Compute attention (1, T, H, D) of one packed row, with the signature of transformers' attention functions.
+    """Compute attention (1, T, H, V) of one packed row, with the signature of transformers' attention functions.
 
     Args:
         query: (1, H, T, D).
-        key, value: (1, K, T, D), K dividing H (grouped-query attention).
-        layout: the row's segments, and which segments each attends to. None means a row that isn't packed, for `sdpa`.
+        key, value: (1, K, T, D) and (1, K, T, V), K dividing H (grouped-query attention).
+        layout: the row's segments, and which segments each attends to. None means a row that isn't packed.
         s_aux: (H,) sinks, logits of an additional key with value 0 that every token attends to.
-        row_part: this rank's share of the row, if query, key and value have only that share's tokens. None: all tokens.
-        options: transformers' `scaling`, `dropout`, `softcap`, `sliding_window` (in tokens, along prompt and
-            completion), and `both_ways`, the row's `ImageRuns`: tokens of one image attend to each other in both
-            directions. Layers with a window read `both_ways_in_window` instead of `both_ways`, if it is passed.
-
-    Raises:
-        ValueError: the layer or its options need something that packed attention can't compute correctly.
+        row_part: this rank's share of the row, if query, key and value have only that share's tokens.
+        options: transformers' options, and `both_ways`: the row's `ImageRuns`, whose tokens attend to all tokens of
+            their image. Layers with a window read `both_ways_in_window` instead, if it is passed.
     """
     if row_part is not None:
         heads = query.shape[1]
@@ -135,19 +112,15 @@ def packed_attention(
 
 
 def in_one_dtype(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Cast tensors to autocast's dtype if autocast is on, because rotary embeddings leave mixed dtypes, and fused
-    kernels take only tensors of one dtype. Float64 tensors stay float64."""
+    """Undo mixed dtypes of rotary embeddings under autocast, because fused kernels take only one dtype."""
     dtype = autocast_dtype(tensors[0].device)
     return (x if dtype is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return autocast's dtype on ``device``. None means that autocast is off."""
     kind = device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return None
-    found: torch.dtype = torch.get_autocast_dtype(kind)
-    return found
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_on else None
 
 
 HEAD_STEP = 8  # Fused kernels take head sizes that are multiples of 8.
@@ -156,9 +129,7 @@ HEAD_STEP = 8  # Fused kernels take head sizes that are multiples of 8.
 def _with_sinks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return query, key and value with the sinks as an additional key of value 0, so that kernels need no special case.
-    The head size grows. In the first new dimension a query has its head's sink divided by ``scaling``, the new key has
-    1, all other keys have 0."""
+    """Append the sinks as a key of value 0, in a new dimension of the heads, because kernels take no sinks."""
     tokens, heads = query.shape[2], query.shape[1]
     own = (sinks.to(query.dtype) / scaling).view(1, heads, 1, 1).expand(len(query), -1, tokens, 1)
     query = F.pad(torch.cat([query, own], dim=-1), (0, HEAD_STEP - 1))
@@ -176,8 +147,7 @@ def _fused(
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
         row = (x[0].transpose(0, 1) for x in (query, key, value))
-        found: torch.Tensor = MergedAttention.apply(*row, None, (Call(None, None, causal, mask=mask),), scaling)
-        return found.transpose(0, 1)[None]
+        return MergedAttention.apply(*row, None, (Call(None, None, causal, mask=mask),), scaling).transpose(0, 1)[None]
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -188,8 +158,7 @@ def _segment_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout,
     options: tuple[float, float, float | None], window: int | None, sink: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute the attention of a packed row, (1, T, H, D), segment by segment, on copies of all keys that a segment
-    attends to. With ``sink`` the row's last key is a sink. ``options`` are scaling, dropout and soft cap."""
+    """Compute attention (1, T, H, D) segment by segment. With ``sink`` the row's last key is a sink."""
     scaling, dropout, softcap = options
     key, value = _heads_for_masks(query, key, value)
     lengths = (*layout.lengths, 1) if sink else layout.lengths
@@ -205,7 +174,7 @@ def _segment_attention(
         if softcap is None or mask is None:
             outputs.append(_fused(queries, k, v, mask, dropout, scaling, square))
             continue
-        # torch has no fused kernel with soft caps. So all scores are stored, for one segment at a time.
+        # torch has no fused kernel with soft caps.
         times = queries.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(times, dim=1) if times > 1 else x for x in (k, v))
         scores = queries @ k.mT * scaling
@@ -216,10 +185,9 @@ def _segment_attention(
 
 
 def _heads_for_masks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values with as many heads as torch's kernels with masks need: on a GPU as many as ``query``."""
     if query.device.type == "cpu" or query.shape[1] == key.shape[1]:
         return key, value
-    # On a GPU torch's fused kernel for masks takes no grouped heads. torch would use a kernel that stores all scores.
+    # torch's fused GPU kernel for masks takes no grouped heads. Other kernels store all scores.
     times = query.shape[1] // key.shape[1]
     return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
 
@@ -228,9 +196,7 @@ def _seen_both_ways(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, runs: Sequence[tuple[int, int]],
     options: tuple[float, float, int | None],
 ) -> torch.Tensor:  # fmt: skip
-    """Compute the attention of image tokens, (1, tokens of all ``runs``, H, D). A token in a run (first, last + 1)
-    attends to all tokens of its sequence before the run's end, except those behind a window's start. ``options`` are
-    scaling, dropout and window."""
+    """Compute attention (1, tokens of all ``runs``, H, D) of image tokens, also to later tokens of their image."""
     scaling, dropout, window = options
     key, value = _heads_for_masks(query, key, value)
     starts, again = layout.starts, []
@@ -249,9 +215,8 @@ def _seen_both_ways(
 
 
 def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device, sink: bool = False) -> torch.Tensor:
-    """Return a causal mask (queries, keys) bool, with the last query at the last key. With ``sink`` all queries
-    attend to the first key. Up to 256 masks of at most 1 MiB are cached, because shapes repeat in every layer. Larger
-    masks aren't cached, because they would take gigabytes."""
+    """Return a bool mask (queries, keys) with the last query at the last key. Masks above 1 MiB aren't cached, because
+    256 of them would take gigabytes."""
     make = _make_mask if queries * keys <= 2**20 else _make_mask.__wrapped__
     return make(queries, keys, window, device, sink)
 
@@ -265,31 +230,24 @@ def _make_mask(queries: int, keys: int, window: int | None, device: torch.device
     return mask
 
 
-FLASH_DTYPES = (torch.bfloat16, torch.float16)
-
-
 def flash_takes(query: torch.Tensor) -> bool:
-    """Return whether torch's flash attention takes the tensor: on an NVIDIA GPU since Ampere, in 16 bits, with a head
-    size of at most 256 that is a multiple of 8."""
     size = query.shape[-1]
-    fits = query.is_cuda and query.dtype in FLASH_DTYPES and size <= 256 and size % HEAD_STEP == 0
+    fits = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and size <= 256 and size % HEAD_STEP == 0
     return fits and _capability(query.device) >= (8, 0)
 
 
 _capability = functools.cache(torch.cuda.get_device_capability)
 
 
-# A CPU attends to the keys of prompts without copies if prompts have at least 128 tokens on average over a row's
-# completions. Keys of shorter prompts are copied for each completion, because that is faster (docs/measurements.md).
+# Below this mean prompt length, copies of prompts' keys are faster on a CPU (docs/measurements.md).
 IN_PLACE_FROM = 128
 _in_place_from = IN_PLACE_FROM
 _packed_rows = False
-_watching: tuple[set[int], set[int]] | None = None  # The two sets of window sizes that `watch_windows` fills.
+_watching: tuple[set[int], set[int]] | None = None
 
 
 @contextmanager
-def _with(**values: Any) -> Iterator[None]:
-    """Set global variables of this module inside the context, then restore their previous values."""
+def _with_globals(**values: Any) -> Iterator[None]:
     before = {name: globals()[name] for name in values}
     globals().update(values)
     try:
@@ -299,12 +257,10 @@ def _with(**values: Any) -> Iterator[None]:
 
 
 def keys_in_place_from(tokens: int) -> AbstractContextManager[None]:
-    """Return a context where forwards use ``tokens`` instead of the threshold `IN_PLACE_FROM`."""
-    return _with(_in_place_from=tokens)
+    return _with_globals(_in_place_from=tokens)
 
 
 def _calls(query: torch.Tensor, value: torch.Tensor, layout: SegmentLayout, window: int | None) -> tuple[Call, ...]:
-    """Return the calls of fused kernels that compute this row's attention. Empty: `_segment_attention` computes it."""
     if flash_takes(query) and value.shape[-1] <= query.shape[-1]:  # `run_merged` pads smaller values.
         return calls_at_once(layout, window, query.device)
     if query.device.type != "cpu" or window is not None or query.shape[-1] != value.shape[-1]:
@@ -317,16 +273,13 @@ def run_merged(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, calls: tuple[Call, ...], scaling: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Run ``calls`` of fused kernels on a row, and merge the results into the row's attention (1, T, H, D)."""
     size = value.shape[-1]
-    value = F.pad(value, (0, query.shape[-1] - size))  # Latent attention has keys that are larger than values.
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # Query, key, value: (T, heads, D).
-    found: torch.Tensor = MergedAttention.apply(q, k, v, sinks, calls, scaling)
-    return found[..., :size].unsqueeze(0)
+    value = F.pad(value, (0, query.shape[-1] - size))  # Latent attention's keys are larger than its values.
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return MergedAttention.apply(q, k, v, sinks, calls, scaling)[..., :size].unsqueeze(0)
 
 
 def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """Return no mask for packed rows, because the layout replaces the mask. For other rows return `sdpa`'s mask."""
     if not _packed_rows:
         windowed = {} if local_size is None else {"local_size": local_size}
         return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **windowed, **kwargs)
@@ -336,18 +289,15 @@ def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Ten
 
 
 def packed_rows() -> AbstractContextManager[None]:
-    """Return a context where `_mask` makes no masks. `_mask` can't read a row's layout, because transformers makes
-    masks before it passes the layout to the layers."""
-    return _with(_packed_rows=True)
+    """Return a context without masks. transformers makes masks before it passes a row's layout to the layers."""
+    return _with_globals(_packed_rows=True)
 
 
 @contextmanager
 def watch_windows() -> Iterator[tuple[set[int], set[int]]]:
-    """Record sliding window sizes (in tokens) of packed rows inside the context, in two sets: the windows of masks, and
-    the windows that layers pass to attention. A window of masks alone would be ignored silently, because packed rows
-    have no masks."""
+    """Record window sizes of masks, and of attention calls. Packed rows ignore a window that only masks have."""
     windows = set[int](), set[int]()
-    with _with(_watching=windows):
+    with _with_globals(_watching=windows):
         yield windows
 
 

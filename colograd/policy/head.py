@@ -1,11 +1,6 @@
-"""Head of a language model: log-probability and entropy of each label, without storing the logits of a whole row.
+"""Head of a language model: log-probability and entropy of each label, by an online softmax (arXiv 1805.02867).
 
-Only one tile of logits (some labels x some of the vocabulary) exists at a time. The forward keeps a running maximum and
-sums per label (an online softmax, arXiv 1805.02867), and the backward computes every tile a second time. So the memory
-for logits doesn't depend on the vocabulary's size, and results take a few numbers per label.
-
-On an NVIDIA GPU a Triton kernel (`head_kernels`) usually reads a tile once after the matrix product. In the cases that
-`kernels_for` lists, torch code in this file computes the result in several passes over the tile.
+Only one tile of logits (some labels x some of the vocabulary) exists at a time.
 """
 
 from __future__ import annotations
@@ -24,22 +19,15 @@ from . import attention
 
 HIDDEN = -1e30  # Logit of a token that the sampler couldn't choose. Finite, so that no product becomes NaN.
 FLOAT32_PRODUCTS = "colograd_float32_products"  # Attribute of a head module, set by `cast_lm_head_to_fp32`.
-# `TILE_ELEMENTS`: maximum number of logits in a tile (a block of logits that exists at a time), per device type. The
-# torch code has two float32 tensors of this size. On a GPU a tensor has 64 MiB, because kernel launches would bound
-# smaller tiles. On a CPU a tensor has 32 MiB, because the CPU's allocator doesn't reuse all freed memory.
-TILE_ELEMENTS = {"cpu": 2**23, "cuda": 2**24}
-# Maximum number of labels (rows) in a tile of logits. With more rows a tile would be too narrow for fast products.
-TILE_ROWS = 8192
-# On a GPU a full tile of logits has a multiple of 64 columns, because unaligned rows are slow.
-TILE_COLUMNS = 64
+TILE_ELEMENTS = {"cpu": 2**23, "cuda": 2**24}  # Maximum number of logits in a tile.
+TILE_ROWS = 8192  # Maximum number of labels in a tile. More would make tiles too narrow for fast products.
+TILE_COLUMNS = 64  # Rounding of a tile's width on a GPU, where unaligned rows are slow.
 
 
 # The tokens that the sampler could choose for each label (e.g. with top-k), as in `kept_tokens/rider.py`. The method
 # ``hidden(row, vocabulary)`` returns (n, c) bool for n labels and c token ids, True where an id isn't a candidate.
 Candidates: TypeAlias = Any
-# A teacher's distribution for each label, as in `distillation/head.py`. The policy's differentiable KL divergence from
-# the teacher, (N,), is computed with the distribution.
-OtherDistribution: TypeAlias = Any
+OtherDistribution: TypeAlias = Any  # A teacher's distribution for each label, as in `distillation/head.py`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +36,15 @@ class Head:
 
     temperature: float
     scale: float
-    softcap: float  # Limit of tanh soft-capping. 0 means no soft-capping.
+    softcap: float
     dtype: torch.dtype  # Dtype of the matrix products.
-    wide: bool = False  # Whether products of 16-bit weights return float32 logits, see `cast_lm_head_to_fp32`.
-    part: Any = None  # This rank's shard of the head's weight (`VocabularyPart`). None means the whole weight.
+    wide: bool = False  # Whether products of 16-bit weights return float32 logits (`cast_lm_head_to_fp32`).
+    part: Any = None  # This rank's shard of the head's weight (`VocabularyPart`).
     candidates: Candidates | None = None  # Tokens that the softmax is over. None means the whole vocabulary.
     low: ClassVar[float] = HIDDEN
 
     @classmethod
     def of(cls, model: Any, temperature: float, device: torch.device, candidates: Candidates | None = None) -> Head:
-        """Make the `Head` of ``model`` for hidden states on ``device``. Call it inside a call of the head module."""
         own = model.get_output_embeddings()
         scale, softcap = logit_transform(model).values()
         wide, part = getattr(own, FLOAT32_PRODUCTS, False), getattr(own, "vocabulary", None)
@@ -65,7 +52,7 @@ class Head:
 
     @property
     def exact(self) -> torch.dtype:
-        """Dtype of all computations except the matrix products: float64 for float64 products, else float32."""
+        """Dtype of all computations except the matrix products."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
@@ -74,14 +61,12 @@ class Head:
         return self.scale / self.temperature
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute scale * (hidden @ weight.T + bias) for one tile (rows, columns), before soft cap and temperature. The
-        result is a new tensor that the caller may overwrite."""
+        """Compute scale * (hidden @ weight.T + bias), before soft cap and temperature, in a new tensor."""
         tile = self.product(hidden, weight, bias).to(self.exact)
         return tile if self.scale == 1.0 else tile.mul_(self.scale)
 
     def product(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute hidden @ weight.T + bias in a new tensor. A `wide` product is like vLLM's for a float32 head. On a
-        GPU its 16-bit factors aren't converted, because float32 holds the product of two 16-bit numbers exactly."""
+        """Compute hidden @ weight.T + bias in a new tensor. float32 holds the product of two 16-bit numbers exactly."""
         if not self.wide:
             return torch.nn.functional.linear(hidden, weight, bias)
         if hidden.is_cuda and self.dtype in (torch.bfloat16, torch.float16):
@@ -91,9 +76,8 @@ class Head:
         return torch.nn.functional.linear(hidden.to(self.exact), weight.to(self.exact), wide_bias)
 
     def finish_(self, tile: torch.Tensor, row: slice, vocabulary: slice, keep_cap: bool = False) -> torch.Tensor | None:
-        """Convert a tile of `logits` to the logits used for sampling, in place: apply soft cap and temperature, and set
-        the logits of tokens that the sampler couldn't choose to `HIDDEN`. With ``keep_cap`` and a soft cap return t =
-        tanh(tile / softcap), else None. The derivative of the soft cap is 1 - t^2."""
+        """Apply soft cap, temperature and candidates to a tile of `logits`, in place. With ``keep_cap`` return t =
+        tanh(tile / softcap): the derivative of the soft cap is 1 - t^2."""
         capped = None
         if self.softcap:
             tile.div_(self.softcap).tanh_()
@@ -106,15 +90,13 @@ class Head:
 
 
 def product_dtype(weight: torch.Tensor, device: torch.device, wide: bool) -> torch.dtype:
-    """Return the dtype of a head's matrix products: autocast's dtype if autocast is on, else the weight's dtype. With
-    ``wide``, autocast is ignored. A CPU without bfloat16 instructions uses float32 instead of bfloat16."""
+    """Return the dtype of a head's products. A CPU without bfloat16 instructions is faster in float32."""
     found = (None if wide else attention.autocast_dtype(device)) or weight.dtype
     slow = device.type == "cpu" and found == torch.bfloat16 and cpu_products.wanted()
     return torch.float32 if slow else found
 
 
 def logit_transform(model: Any) -> dict[str, Any]:
-    """Return the factor (Granite, Cohere, Falcon-H1) and the soft cap (Gemma) that a model applies to its logits."""
     config = model.config.get_text_config()
     scale = 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)
     for name in ("logit_scale", "lm_head_multiplier"):
@@ -125,24 +107,22 @@ def logit_transform(model: Any) -> dict[str, Any]:
 def cast(
     weight: torch.Tensor, bias: torch.Tensor | None, vocabulary: slice, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a head's weight and bias for the token ids in the slice ``vocabulary``, converted to ``dtype``."""
     return weight[vocabulary].to(dtype), None if bias is None else bias[vocabulary].to(dtype)
 
 
 def parts(total: int, size: int) -> Iterator[slice]:
-    """Return slices of at most ``size`` that together cover 0 ... ``total``, or one empty slice if ``total`` is 0."""
+    """Return slices of at most ``size`` that cover 0 ... ``total``: at least one, maybe empty."""
     return (slice(start, min(start + size, total)) for start in range(0, max(total, 1), size))
 
 
 def vocabulary_size(model: Any) -> int:
-    """Return the number of token ids in the model's input embedding. If ranks have shards of it, all shards count."""
+    """Return the number of token ids in the model's input embedding, on all ranks together."""
     table = model.get_input_embeddings()
     own = getattr(table, "vocabulary", None)
     return int(table.weight.shape[0] if own is None else own.size)
 
 
 def tile_shape(labels: int, vocabulary: int, device: torch.device) -> tuple[int, int]:
-    """Return the number of rows (labels) and of columns (token ids) of a full tile of logits."""
     rows = max(1, min(labels, TILE_ROWS))
     columns = TILE_ELEMENTS.get(device.type, 2**24) // rows
     if device.type != "cpu":
@@ -151,8 +131,6 @@ def tile_shape(labels: int, vocabulary: int, device: torch.device) -> tuple[int,
 
 
 def kernels_for(states: torch.Tensor, head: Head, other: OtherDistribution | None) -> ModuleType | None:
-    """Return the module `head_kernels`, or None if torch code must be used: without an NVIDIA GPU or Triton, in
-    float64, and for a KL divergence from a teacher's distribution."""
     on_cuda = states.is_cuda and torch.version.cuda is not None
     if not on_cuda or head.exact != torch.float32 or other is not None or not has_triton():
         return None
@@ -168,14 +146,7 @@ def label_logprobs(
     """Compute each label's log-probability, entropy and, with ``other``, reverse KL divergence KL(policy || other).
 
     The results are (N,) float32 in nats (float64 for float64 weights). The entropy is differentiable only with
-    ``entropy_gradient``. If ``weight`` has a ``grad_dtype``, the gradient of ``weight`` has that dtype.
-
-    Args:
-        hidden: (N, hidden) hidden states that predict the labels.
-        weight: (V, hidden) weight of the head, or this rank's shard of the weight.
-
-    Raises:
-        RuntimeError: a second derivative is requested, which isn't implemented.
+    ``entropy_gradient``. ``hidden`` (N, hidden) predicts the labels. ``weight`` (V, hidden) may be this rank's shard.
     """
     with torch.autocast(hidden.device.type, enabled=False):
         if head.part is not None:
@@ -186,19 +157,16 @@ def label_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Gradient of entropy and KL divergence with respect to a tile's logits (n labels, c columns):
-    p (slope log p - constant - logq), p = softmax. In some columns, `more` is added."""
+    """Gradient p (slope log p - constant - logq) of entropy and KL divergence for a tile's logits (n labels, c
+    columns). In some columns, `more` is added."""
 
-    slope: torch.Tensor  # Factor of log p for each label, (n,).
-    constant: torch.Tensor  # Number that is subtracted for each label, (n,).
+    slope: torch.Tensor  # (n,)
+    constant: torch.Tensor  # (n,)
     logq: torch.Tensor | None = None  # The teacher's log-probabilities times the KL divergence's gradient, (n, c).
     more: tuple[torch.Tensor, torch.Tensor] | None = None  # Column indices (n, K), and values to add there, (n, K).
 
 
 class _LabelLogprobs(torch.autograd.Function):
-    """Autograd function from hidden states and the head's weight to log softmax(logits)[label], the entropy and the KL
-    divergence from a teacher's distribution."""
-
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
@@ -208,8 +176,7 @@ class _LabelLogprobs(torch.autograd.Function):
         rows, columns = tile_shape(len(labels), len(weight), hidden.device)
         running = states.new_zeros((4, len(labels)), dtype=head.exact)
         label_logit, moment, total, maximum = running.unbind()
-        # The initial maximum isn't -inf, because its difference from the first tile's maximum must be finite.
-        maximum.fill_(torch.finfo(head.exact).min / 2)
+        maximum.fill_(torch.finfo(head.exact).min / 2)  # Not -inf, because differences of maxima must be finite.
         kernels = kernels_for(states, head, other)
         sums = None if other is None else other.sums(total)
         for vocabulary in parts(len(weight), columns):
@@ -227,7 +194,7 @@ class _LabelLogprobs(torch.autograd.Function):
         normaliser = maximum + total.log()
         ctx.head, ctx.other = head, other
         divergence, of_other = (None, None) if sums is None else sums.result(total, normaliser)
-        entropy = total.log() - moment / total  # Entropy H = log Z - E[x], with x = logit - maximum.
+        entropy = total.log() - moment / total  # log Z - E[x], x = logit - maximum.
         of_backward = entropy if entropy_gradient else None
         ctx.save_for_backward(hidden, weight, bias, labels, normaliser, of_backward, divergence, of_other)
         if not entropy_gradient:
@@ -239,8 +206,7 @@ class _LabelLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: torch.Tensor, of_entropy: torch.Tensor, of_divergence: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Compute the gradients of hidden states, weight and bias, one tile of logits at a time. d logprob / d logit =
-        onehot - p, d H / d logit = -p (log p + H) and d KL / d logit = p (log p - log q - KL)."""
+        """d logprob / d logit = onehot - p, d H / d logit = -p (log p + H), d KL / d logit = p (log p - log q - KL)."""
         hidden, weight, bias, labels, normaliser, entropy, divergence, of_other = ctx.saved_tensors
         head: Head = ctx.head
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -255,7 +221,6 @@ class _LabelLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for vocabulary in parts(len(weight), columns):
                 part, part_bias = cast(weight, bias, vocabulary, head.dtype)
-                # The sum over all rows ends before the next columns, so no sum of the whole weight's size is stored.
                 of_weight: torch.Tensor | None = None
                 of_bias: torch.Tensor | None = None
                 for row in parts(len(labels), rows):
@@ -291,14 +256,12 @@ class _LabelLogprobs(torch.autograd.Function):
 def _add_tile(
     tile: torch.Tensor, labels: torch.Tensor, place: tuple[slice, slice], running: torch.Tensor, sums: Any
 ) -> None:
-    """Update the ``running`` statistics (4, n) of n labels by a tile of final logits, and overwrite the tile. The four
-    are the label's logit, the sum of e^(x - m) (x - m), the sum of e^(x - m), and the maximum m of the logits x so far.
-    """
+    """Update the ``running`` statistics (4, n) by a tile of final logits x, and overwrite the tile. Rows: label's
+    logit, sum of e^(x - m) (x - m), sum of e^(x - m), maximum m."""
     label_logit, moment, total, maximum = running.unbind()
     index, inside = _columns(labels[place[0]], place[1])
     gaps = None if sums is None else sums.gaps(tile, *place)
     label_logit += tile.gather(1, index).squeeze(1).where(inside, 0.0)
-    # The two sums are rescaled to the new maximum, then the tile's terms are added.
     largest = torch.maximum(maximum, tile.amax(dim=1))
     fall = maximum - largest
     decay = fall.exp()
@@ -316,9 +279,7 @@ def _add_tile(
 def _turn_to_gradient(
     head: Head, tile: torch.Tensor, of_row: tuple[torch.Tensor, ...], place: tuple[slice, slice], spread: Spread | None
 ) -> None:
-    """Replace a tile of `Head.logits` by the loss's gradient for hidden @ weight.T, in place. ``of_row`` has the tile's
-    labels, their normalisers, and the gradient for their log-probabilities, (n,) each. ``spread`` is the gradient of
-    entropy and KL divergence. None means that neither has a gradient."""
+    """Replace a tile of `Head.logits` by the loss's gradient for hidden @ weight.T, in place."""
     labels, normaliser, gradient = of_row
     chain, (index, inside) = head.chain, _columns(labels, place[1])
     gradient = gradient * chain
@@ -326,7 +287,7 @@ def _turn_to_gradient(
     tile.sub_(normaliser[:, None])
     if spread is None:
         tile.exp_().mul_(-gradient[:, None])
-    else:  # The result is p (slope log p - constant - logq - gradient), p = softmax.
+    else:  # p (slope log p - constant - logq - gradient), p = softmax.
         power = tile.exp()
         tile.mul_((spread.slope * chain)[:, None]).sub_((gradient + spread.constant * chain)[:, None])
         if spread.logq is not None:
@@ -341,18 +302,14 @@ def _turn_to_gradient(
 
 
 def _columns(labels: torch.Tensor, vocabulary: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the column of each label in a tile of logits, (n, 1) int64, 0 if the label isn't in the tile, and whether
-    the label is in the tile, (n,) bool."""
+    """Return each label's column in a tile, (n, 1) int64, and whether the tile has the label, (n,) bool."""
     inside = (labels >= vocabulary.start) & (labels < vocabulary.stop)
     return (labels - vocabulary.start).where(inside, 0)[:, None], inside
 
 
 def _plus(total: torch.Tensor | None, term: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Add ``term`` to ``total`` in ``dtype``. If ``total`` is None, return ``term`` itself, to save memory."""
     return term if total is None else total.to(dtype).add_(term)
 
 
 def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's gradient: its `grad_dtype` if it is a leaf that has one, else its dtype."""
-    own = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
-    return own or parameter.dtype
+    return (parameter.grad_dtype if parameter.is_leaf else None) or parameter.dtype

@@ -1,8 +1,5 @@
-"""Triton kernels for one tile of a head's logits: one kernel for softmax statistics, and one kernel for the gradient.
-
-The kernels read the product of hidden states and weight in its dtype, and compute in float32. `head` has the equivalent
-torch code, for devices other than NVIDIA GPUs, for float64 and for a KL divergence from a teacher's distribution.
-"""
+"""Triton kernels for one tile of a head's logits, in float32. `head` has the equivalent torch code for other devices,
+float64, and a KL divergence from a teacher."""
 
 from __future__ import annotations
 
@@ -13,25 +10,20 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 2048  # Number of columns that a Triton program reads at a time.
+BLOCK = 2048  # Columns that a Triton program reads at a time.
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
-# Arguments in this file: ``head`` is a `head.Head`. ``tile`` has all N labels, (N,) int64, and the slices of labels and
-# of token ids of a tile (n labels x c tokens).
-Tile: TypeAlias = tuple[torch.Tensor, slice, slice]
+Tile: TypeAlias = tuple[torch.Tensor, slice, slice]  # All labels, (N,) int64, and the tile's slices of labels and ids.
 
 
 def add_tile(head: Any, product: torch.Tensor, tile: Tile, running: torch.Tensor) -> None:
-    """Update the ``running`` statistics of n labels, (4, n) float32, by a tile of `Head.product`. The four are the
-    label's logit, the sum of e^(x - m) (x - m), the sum of e^(x - m), and the maximum m of the logits x so far."""
     _launch(_add_tile, (len(product),), head, product, tile, running, running.stride(0))
 
 
 def gradient(
     head: Any, product: torch.Tensor, tile: Tile, of_rows: Sequence[torch.Tensor | None], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the loss's gradient for a tile of `Head.product` in ``dtype``. A ``product`` of this dtype is overwritten.
-    ``of_rows`` has, for each label, the normaliser, the gradient for the log-probability, the gradient for the entropy,
-    and the entropy, (n,) float32 each. If the entropy is None, the gradient for the entropy isn't read."""
+    """Return the loss's gradient for a tile of `Head.product`, maybe in its memory. ``of_rows``: each label's
+    normaliser, gradients for log-probability and entropy, and entropy, (n,) float32 each."""
     result = product if product.dtype == dtype else torch.empty_like(product, dtype=dtype)
     grid = len(result), triton.cdiv(result.shape[1], BLOCK)
     _launch(_turn_to_gradient, grid, head, product, tile, *of_rows, result, head.chain)
@@ -39,8 +31,7 @@ def gradient(
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], head: Any, product: torch.Tensor, tile: Tile, *others: Any) -> None:
-    """Start a kernel on the GPU that holds ``product``, even if the thread's current device is a different GPU. Logits
-    are behind * tanh(before * product) with a soft cap, else behind * before * product."""
+    """Start a kernel for logits = behind * tanh(before * product). Without soft cap: behind * before * product."""
     assert product.is_contiguous()
     labels, row, vocabulary = tile
     hidden = None if head.candidates is None else head.candidates.hidden(row, vocabulary).contiguous()
@@ -53,10 +44,9 @@ def _launch(kernel: Any, grid: tuple[int, ...], head: Any, product: torch.Tensor
 
 @triton.jit
 def _logits(tile, hidden, place, inside, low, before, behind, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Read the columns ``place`` of a tile's row. Return the logits, and the values before the factor ``behind``."""
     bounded = tl.load(tile + place, mask=inside, other=0.0).to(tl.float32) * before
     if CAPPED:
-        bounded = 1.0 - 2.0 / (tl.exp(2.0 * bounded) + 1.0)  # Formula of tanh that is right even if exp overflows.
+        bounded = 1.0 - 2.0 / (tl.exp(2.0 * bounded) + 1.0)  # tanh, right even if exp overflows.
     logits = bounded * behind
     if hidden is not None:
         logits = tl.where(tl.load(hidden + place, mask=inside, other=1), low, logits)

@@ -1,8 +1,4 @@
-"""The policy's decoder layers: find them, turn dropout off, and compile layers for packed rows (``torch_compile``).
-
-Compilation fuses a layer's norms, rotary embedding, activation and residuals into a few kernels for rows of any length.
-Layers of one class share kernels. Attention isn't compiled. A call without a packed row's layout runs uncompiled.
-"""
+"""The policy's decoder layers: find them, turn dropout off, and compile them for packed rows (`torch_compile`)."""
 
 from __future__ import annotations
 
@@ -19,17 +15,15 @@ from transformers import AttentionInterface
 from ..config import GRPOConfig
 from . import attention
 
-# Minimum of torch's `recompile_limit`, the largest number of compiled graphs of a layer's code. There are graphs for
-# training, evaluation and no gradients, for each kind of layer, with and without an adapter.
+# There are graphs for training, evaluation and no gradients, for each kind of layer, with and without an adapter.
 MOST_GRAPHS = 64
 
 
 class NotCompiled(ValueError):
-    """The error that torch can't compile a decoder layer, with torch's reason and a remedy."""
+    """The error that torch can't compile a decoder layer."""
 
 
 def check_compiled(config: GRPOConfig, why_padded: str) -> None:
-    """Raise a ValueError if `torch_compile` is set, but the model needs padded rows for the reason ``why_padded``."""
     if config.torch_compile and why_padded:
         raise ValueError(
             f"torch_compile is true, but compiled layers need packed rows, and this model's rows are padded "
@@ -38,8 +32,7 @@ def check_compiled(config: GRPOConfig, why_padded: str) -> None:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the model's decoder layers: the outermost modules of the classes in `_no_split_modules` (with a vision
-    tower maybe its layers, too). Without such modules: the members of the longest `ModuleList`."""
+    """Return the outermost modules of the classes in `_no_split_modules`, else members of the longest `ModuleList`."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     found = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
     if found:
@@ -50,29 +43,27 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def tells_routing(model: Any) -> bool:
-    """Return whether the model is a mixture of experts and its forward can return the routers' logits."""
+    """Return whether the model's forward can return the logits of routers (of experts)."""
     return hasattr(model.config.get_text_config(), "output_router_logits") and "router_logits" in (
         getattr(model, "_can_record_outputs", None) or {}
     )
 
 
 def compile_layers(model: torch.nn.Module, backend: str = "inductor", mode: str | None = None) -> None:
-    """Replace the forward of the model's decoder layers by code that is compiled at the first packed row. Parameters
-    keep their names. Later copies of the model are compiled, too. ``backend`` and ``mode`` go to `torch.compile`."""
+    """Compile the decoder layers at the first packed row. Parameters keep their names."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
-    # torch doesn't trace attention, because each row's layout would make a new graph.
+    # If torch traced attention, each row's layout would make a new graph.
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
     for layer in decoder_layers(model):
         own = layer.forward.__func__
-        # A bound method, because deepcopy of a layer binds the copied method to the copied layer.
+        # deepcopy binds the copy of a bound method to the copied layer.
         layer.forward = MethodType(functools.partial(_forward, own, _compiled(own, backend, mode)), layer)
 
 
 @contextmanager
 def as_it_trains(model: torch.nn.Module) -> Iterator[None]:
-    """Put a model with compiled layers and without dropout into training mode with gradients, inside the context. A
-    check of rows then runs the graphs that train, because evaluation mode has different graphs. Do nothing for other
-    models. No parameter may have a gradient yet, because torch can't trace a gradient of a different dtype."""
+    """Set training mode for compiled layers without dropout, because evaluation mode has other graphs. No parameter may
+    have a gradient yet: torch can't trace a gradient of a different dtype."""
     rates = (getattr(m, "p" if isinstance(m, torch.nn.Dropout) else "attention_dropout", 0) for m in model.modules())
     if not any(map(is_compiled, decoder_layers(model))) or any(rates):
         yield
@@ -98,10 +89,9 @@ def is_compiled(layer: torch.nn.Module) -> bool:
 
 @functools.cache
 def _compiled(own: Callable[..., Any], backend: str, mode: str | None) -> Callable[..., Any]:
-    """Compile a layer's forward. With dynamic=True the graph that the first row compiles is for rows of any length."""
     if backend != "inductor":
         return torch.compile(own, dynamic=True, backend=backend, mode=mode)
-    # On a GPU `mix_order_reduction` (a fusion of reductions) would need further graphs for rows of 4096 tokens or more.
+    # On a GPU `mix_order_reduction` would need further graphs for rows of 4096 tokens or more.
     options = torch._inductor.list_mode_options(mode or "default") | {"triton.mix_order_reduction": False}
     return torch.compile(own, dynamic=True, options=options)
 
@@ -109,7 +99,6 @@ def _compiled(own: Callable[..., Any], backend: str, mode: str | None) -> Callab
 def _forward(
     own: Callable[..., Any], compiled: Callable[..., Any], layer: torch.nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a layer's compiled forward on a packed row, or its uncompiled forward on input without a layout."""
     if kwargs.get("layout") is None:
         return own(layer, *args, **kwargs)
     try:
@@ -125,19 +114,17 @@ def _forward(
 
 
 def largest_dropout(model: torch.nn.Module) -> float:
-    """Return the largest dropout probability of the model, 0 without dropout. `lora_dropout` doesn't count."""
+    """Return the largest dropout probability of the model. `lora_dropout` doesn't count."""
     return max((float(getattr(owner, name)) for owner, name in _dropouts(model)), default=0.0)
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Set all dropout probabilities of the model to 0, except `lora_dropout`. That includes probabilities that modules
-    pass to attention functions."""
+    """Set dropout probabilities to 0, except `lora_dropout`."""
     for owner, name in _dropouts(model):
         setattr(owner, name, 0.0)
 
 
 def _dropouts(model: torch.nn.Module) -> Iterator[tuple[Any, str]]:
-    """Yield (module, attribute name) for each dropout probability in the model, except `lora_dropout`."""
     for path, module in model.named_modules():
         if isinstance(module, _DropoutNd):
             if "lora_dropout" not in path:

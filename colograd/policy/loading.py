@@ -43,20 +43,17 @@ from .towers import freeze_unread, has_tower, hears, reads_text_alone, set_text_
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The model to train, its tokenizer, and the path of the checkpoint that vLLM loads."""
-
-    model: PreTrainedModel  # The model to train, or the PeftModel around it.
+    model: PreTrainedModel  # Or the PeftModel around it.
     tokenizer: PreTrainedTokenizerBase
-    path: str  # Folder or Hub id of the checkpoint that vLLM loads. For an adapter this is its base's checkpoint.
+    path: str  # Folder or Hub id of the checkpoint that vLLM loads: for an adapter, of its base.
     untouched: bool  # Whether the user named the model, so that Colograd loaded its weights from `path`.
     why_padded: str  # Reason why sequences can't be packed into one row. Empty means that rows are packed.
-    adapter: Adapter | None = None  # Trained adapter of a PeftModel. None means that the model has no adapter.
-    new_adapter: bool = False  # Whether this run added the adapter. False: the adapter came with the model, or none.
+    adapter: Adapter | None = None
+    new_adapter: bool = False  # Whether this run added the adapter.
     processor: Any = None  # Processor of a model that reads images. None: the run trains the model as a text model.
 
     @property
     def quantization(self) -> Any:
-        """The quantisation of the base model below an adapter. None means that the base isn't quantised."""
         return getattr(unwrap(self.model), "quantization", None)
 
     @property
@@ -65,8 +62,8 @@ class Policy:
 
     @property
     def checkpointing(self) -> tuple[int, ...]:
-        """Possible intervals n of activation checkpointing, least recomputation first. With the interval n, every
-        n-th layer computes its activations twice. 0 means no checkpointing."""
+        """Possible intervals n of activation checkpointing (every n-th layer computes its activations twice; 0: no
+        layer), least recomputation first."""
         model = unwrap(self.model)
         if not model.supports_gradient_checkpointing:
             return (0,)
@@ -75,7 +72,6 @@ class Policy:
 
     @property
     def context(self) -> int:
-        """Maximum number of tokens in a sequence of the model (`max_position_embeddings`)."""
         config = self.model.config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or 2**31)
 
@@ -86,13 +82,10 @@ class Policy:
 
     @property
     def tells_routing(self) -> bool:
-        """Whether the model is a mixture of experts and its forward can return the routers' logits."""
         return tells_routing(unwrap(self.model))
 
     def router_coef(self, config: GRPOConfig) -> float:
-        """Return the coefficient of the load-balancing loss: `router_aux_loss_coef`, or if that is None the value in
-        the model's config.json. For a model without router logits, return 0 or raise a ValueError if the setting isn't
-        0."""
+        """Return the coefficient of the load-balancing loss, 0 for a model without routers' logits."""
         text, asked = self.model.config.get_text_config(), config.router_aux_loss_coef
         if self.tells_routing:
             return float(getattr(text, "router_aux_loss_coef", 0.0) if asked is None else asked)
@@ -105,13 +98,11 @@ class Policy:
 
     @property
     def end_tokens(self) -> set[int | None]:
-        """Token ids that end a completion: the tokenizer's end and padding tokens, and those of `generation_config`."""
         named = getattr(self.model.generation_config, "eos_token_id", None)
         also = named if isinstance(named, list) else [named]
         return {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id, *also}
 
     def describe(self, config: GRPOConfig, max_tokens: int) -> Iterator[str]:
-        """Yield lines that describe the policy, to be printed at the start of a run."""
         dtype = str(self.model.dtype).removeprefix("torch.")
         budget = f"{max_tokens:,} tokens" if max_tokens else "as many tokens as fit"
         every, inner = config.checkpointing, unwrap(self.model)
@@ -140,7 +131,6 @@ class Policy:
             yield f"rows: padded, each completion with its prompt ({self.why_padded})"
 
     def warnings(self, config: GRPOConfig) -> Iterator[str]:
-        """Yield warnings for the user, one line each: lossy optimizer updates, dropout."""
         rounded = any(p.requires_grad and p.dtype == torch.bfloat16 for p in self.model.parameters())
         if rounded and config.optim not in KEEPS_MASTER:
             yield f"optimizer: {config.optim} rounds updates to bfloat16 and loses small ones; `adamw_split` doesn't"
@@ -155,12 +145,7 @@ def load_policy(
     model: str | os.PathLike[str] | PreTrainedModel, tokenizer: Any, config: GRPOConfig, peft_config: Any = None,
     has_images: bool = False,
 ) -> Policy:  # fmt: skip
-    """Load the model if ``model`` is a name or folder (of a model or adapter), and check it. Load the tokenizer if
-    ``tokenizer`` is None. Add a new adapter if ``peft_config`` is set. On a CPU, check packed rows (`choose_rows`).
-
-    Raises:
-        ValueError: the model doesn't exist, its adapter can't be trained, or model and tokenizer don't fit together.
-    """
+    """Load the policy, its adapter and its tokenizer, and check them. On a CPU, check packed rows (`choose_rows`)."""
     untouched = isinstance(model, str | os.PathLike)
     path, tokenizer_path = str(model) if untouched else _origin(model, config, peft_config), ""
     if not untouched:
@@ -191,7 +176,6 @@ def load_policy(
         loaded.enable_input_require_grads()  # Reentrant checkpointing needs an input that requires a gradient.
     if config.on_cpu:
         cpu_products.take_over(loaded)
-    # Rows for a GPU are checked after the model's move to the GPU, because a forward at this point runs on the CPU.
     with cpu_products.constant_weights():
         why_padded = choose_rows(loaded) if config.on_cpu else expect_rows(loaded)
     processors = (feature.processor(unwrap(loaded), path, tokenizer, config) for feature in features())
@@ -217,22 +201,19 @@ def load_policy(
         disable_dropout(loaded)
     if config.cast_lm_head_to_fp32:
         products_in_float32(loaded)
-    for set_up in registry.hooks("policy"):  # Extensions' functions (model, config) that change the forward.
+    for set_up in registry.hooks("policy"):
         set_up(loaded, config)
     return Policy(loaded, tokenizer, path, untouched, why_padded, adapter, peft_config is not None, processor)
 
 
 def proven_on(policy: Policy, prompts: Sequence[ModelInput]) -> Policy:
-    """Check the policy's rows on ``prompts`` with images. Return the policy with the choice of packed or padded rows.
-    Without prompts, return the policy unchanged."""
+    """Choose packed or padded rows again on ``prompts`` with images."""
     if not prompts:
         return policy
     return dataclasses.replace(policy, why_padded=choose_rows(policy.model, why=policy.why_padded, asked=prompts))
 
 
 def check_tokenizer(given: Any) -> None:
-    """Raise a ValueError if ``given`` isn't a tokenizer of transformers. For a processor, the error names its tokenizer
-    as the remedy."""
     if isinstance(given, PreTrainedTokenizerBase):
         return
     kind = type(given).__name__
@@ -245,8 +226,6 @@ def check_tokenizer(given: Any) -> None:
 
 
 def chat_template(path: str) -> str:
-    """Return the chat template in the file ``path``. If a path like `recipes/chat_templates/...` doesn't exist,
-    read the template of that name in the installed package."""
     try:
         return file_or_shipped(Path(path)).read_text(encoding="utf-8")
     except OSError as error:
@@ -256,8 +235,6 @@ def chat_template(path: str) -> str:
 
 
 def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:
-    """Return the folder or Hub id of the checkpoint that the user's model object comes from. Raise a ValueError if the
-    object names no checkpoint, or doesn't fit the adapter settings or `model_init_kwargs`."""
     if config.model_init_kwargs is not None:
         raise ValueError("model_init_kwargs is set, but the model was given as an object: remove one of the two.")
     if is_adapted(model) and peft_config is not None:
@@ -280,19 +257,18 @@ def _origin(model: Any, config: GRPOConfig, peft_config: Any) -> str:
 
 
 def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool = False) -> PreTrainedModel:
-    """Load the model at ``path`` (a folder or Hub id). ``adapter`` is the folder of an adapter that will be added; it
-    may record how the base model was quantised."""
+    """Load the model at ``path``. The folder ``adapter`` may record how the base model was quantised."""
     kwargs: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     # Quantisation comes from `load_arguments`, the dtype from `policy_dtype`, and the attention from `choose_rows`.
     for name in ("quantization_config", "load_in_8bit", "load_in_4bit", "torch_dtype", "attn_implementation"):
         kwargs.pop(name, None)
     kwargs["dtype"] = config.torch_dtype()
     kwargs.setdefault("trust_remote_code", config.trust_remote_code)
-    saved = read_config(path, config)  # None if there is no readable configuration. Then `from_pretrained` fails.
+    saved = read_config(path, config)
     for feature in features():
         kwargs |= feature.load_arguments(saved, config, adapter or path)
     if not config.verbose and os.path.isdir(path):
-        hf_logging.disable_progress_bar()  # Loading a local folder needs no progress bar, but a download does.
+        hf_logging.disable_progress_bar()  # A download needs a progress bar.
     try:
         kind = AutoModelForImageTextToText if has_tower(saved) else AutoModelForCausalLM
         loaded = kind.from_pretrained(path, **kwargs)
@@ -312,14 +288,11 @@ def from_name(path: str, config: GRPOConfig, adapter: str = "", has_images: bool
         ) from None
     finally:
         if not config.verbose:
-            hf_logging.disable_progress_bar()  # Saving files later in the run needs no progress bar.
-
-
-# Outlines: models on the meta device, made from a configuration, with parameters that have shapes but no values.
+            hf_logging.disable_progress_bar()
 
 
 def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revision: str | None = None) -> Any:
-    """Make the model at ``path`` (a folder or a Hub id) on the meta device, without values, from its config.json."""
+    """Make the model at ``path`` on the meta device: its parameters have shapes but no values."""
     check_model_name(path, revision=revision)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, revision=revision)
@@ -335,7 +308,6 @@ def outline(path: str, dtype: torch.dtype, trust_remote_code: bool = False, revi
 
 
 def with_adapter(model: Any, peft_config: Any) -> Any:
-    """Add the LoRA adapter of a `peft.LoraConfig` to a model on the meta device."""
     with torch.device("meta"), warnings.catch_warnings():
         # peft adds rank patterns for fused experts, then warns that these patterns match no linear layer.
         warnings.filterwarnings("ignore", ".*_pattern keys did not match")
@@ -343,6 +315,5 @@ def with_adapter(model: Any, peft_config: Any) -> Any:
 
 
 def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
-    """Return the weights of an `outline` that loading with the quantisation ``settings`` would quantise, each with its
-    number of bytes after quantisation. Return an empty dict without settings. Extension `quantized` does this."""
+    """Return the weights of an `outline` that loading would quantise, and their bytes after quantisation."""
     return registry.hooks("to_pack")[0](model, settings) if settings else {}

@@ -1,10 +1,4 @@
-"""Forward of a packed row: from a `MicroBatch` to the log-probability and entropy of each label.
-
-    MicroBatch -> hidden states of the model's body -> states that predict labels -> `head`, tile by tile of logits
-
-An extension can wrap this chain by a `ForwardStep`. A step is installed on a model once (`install`), or belongs to the
-loss term that reads its values. For a model without steps, the chain runs unwrapped.
-"""
+"""Forward of a packed row: from a `MicroBatch` to the log-probability and entropy of each label."""
 
 from __future__ import annotations
 
@@ -28,21 +22,20 @@ from .padded import PackedSequence
 
 @dataclass(slots=True)
 class Pass:
-    """Data of one forward of a row. A `ForwardStep` may change the data before the forward, and add `values` later."""
+    """Data of one forward of a row. A `ForwardStep` may change the data before the forward, and add `values`."""
 
-    model: Any  # The transformers model, without a wrapper around it.
+    model: Any  # The transformers model, never a PeftModel.
     batch: MicroBatch
     temperature: float
     entropy_gradient: bool = False
     inputs: dict[str, Any] = field(default_factory=dict)  # Additional keyword arguments of the model's body.
-    # `of_layers`: name in the body's output -> tensors (T, ...), one per layer. A step adds a name with an empty list.
+    # Name in the body's output -> tensors (T, ...), one per layer. A step adds a name with an empty list.
     of_layers: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    candidates: Candidates | None = None  # Tokens that the softmax of each label is over. None means all tokens.
+    candidates: Candidates | None = None  # Tokens that the softmax is over. None means all tokens.
     other: Callable[[Pass], OtherDistribution] | None = None  # Makes a teacher's distribution, for a KL divergence.
     values: dict[str, torch.Tensor] = field(default_factory=dict)  # Additional results of the forward, by name.
 
-    def label_states(self) -> torch.Tensor:
-        """Compute the hidden states that predict the labels, (N, hidden)."""
+    def label_states(self) -> torch.Tensor:  # (N, hidden)
         run: Callable[[Pass], torch.Tensor] = run_body
         for step in steps_of(self.model):
             run = functools.partial(step.states, run)
@@ -58,11 +51,11 @@ class ForwardStep:
     of_rows = False  # Whether reference and teacher models need this step as well, because of data in the rows.
 
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
-        """Wrap the whole forward: call ``inner(row)`` and return its tensors. The model's forward hooks run outside."""
+        """Wrap the whole forward: return the tensors of ``inner(row)``. The model's forward hooks run outside."""
         return inner(row)
 
     def states(self, inner: Callable[[Pass], torch.Tensor], row: Pass) -> torch.Tensor:
-        """Wrap the computation of the hidden states: call ``inner(row)`` and return its result, (1, T, hidden)."""
+        """Wrap the computation of the hidden states: return the result of ``inner(row)``, (1, T, hidden)."""
         return inner(row)
 
     def attention(self, model: Any, name: str) -> str | dict[str, str]:
@@ -70,11 +63,11 @@ class ForwardStep:
         return name
 
     def own_inputs(self, part: PackedSequence) -> dict[str, Any]:
-        """Return additional inputs of transformers' forward for one sequence, to check packed rows by that forward."""
+        """Return additional inputs of transformers' forward for one sequence. The check of rows runs that forward."""
         return {}
 
     def misreads(self, model: Any, part: PackedSequence) -> bool:
-        """Return whether transformers' forward would misread sampled tokens of a completion, e.g. as placeholders."""
+        """Return whether transformers' forward would misread sampled tokens, e.g. as placeholders."""
         return False
 
 
@@ -90,26 +83,22 @@ def install(model: Any, step: ForwardStep) -> None:
 
 
 def remove(model: Any, kind: type[ForwardStep]) -> None:
-    """Remove the `ForwardStep`s of class ``kind`` that `install` has put on a model."""
     unwrap(model).forward_steps = tuple(step for step in steps_of(unwrap(model)) if type(step) is not kind)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyForward:
-    """Forward of the policy, from a packed row to the log-probabilities of its labels. All computation runs inside
-    calls of the model and of its head, because a sharded model gathers its weights in the hooks of these modules. The
-    model may have an attribute ``around_forward`` if ranks exchange tensors in a forward: a function that returns a
-    context manager for the forward, so that the forward fails on all ranks or on none."""
+    """Forward of the policy. All computation runs inside calls of the model and its head, because their hooks gather
+    sharded weights. ``model.around_forward`` makes a context for ranks that exchange tensors."""
 
-    model: torch.nn.Module  # The transformers model, or a wrapper with an adapter around it.
+    model: torch.nn.Module  # The transformers model, or a PeftModel around it.
     temperature: float
     entropy_gradient: bool = False
     steps: tuple[ForwardStep, ...] = ()  # Steps of loss terms, which wrap the steps installed on the model.
 
     def __call__(self, micro_batch: MicroBatch, last: Compute | None = None) -> tuple[Any, ...]:
-        """Run a forward with ``last`` as its innermost function, by default `label_values`. Return the tensors of
-        ``last``, i.e. log-probabilities (N,) and entropies (N,), and the values of `ForwardStep`s by name, a dict."""
-        watchdog.progress()  # The forward of each row resets the timer of `rank_timeout`.
+        """Return the tensors of ``last`` (by default `label_values`), and the `values` of `ForwardStep`s, a dict."""
+        watchdog.progress()
         names: list[str] = []
 
         def compute(batch: MicroBatch) -> tuple[torch.Tensor, ...]:
@@ -119,7 +108,7 @@ class PolicyForward:
             row = Pass(model, batch, self.temperature, self.entropy_gradient)
             results = run(row)
             names.extend(row.values)
-            return *results, *row.values.values()  # A flat tuple of tensors, because a sharded model's hooks need that.
+            return *results, *row.values.values()  # A sharded model's hooks need a flat tuple of tensors.
 
         with calls(self.model, compute), getattr(self.model, "around_forward", nullcontext)():
             results: tuple[torch.Tensor, ...] = self.model(micro_batch)
@@ -130,16 +119,15 @@ class PolicyForward:
 def policy_logprobs(
     model: torch.nn.Module, micro_batch: MicroBatch, temperature: float, entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute for each label its log-probability and the entropy of its distribution, at ``temperature``. Return two
-    tensors (N,) in nats, in float32 (float64 models: float64). The entropy needs ``entropy_gradient`` for a gradient.
-    """
+    """Compute each label's log-probability and the entropy of its distribution, at ``temperature``: two tensors (N,) in
+    nats, float32 (float64 models: float64). The entropy has a gradient only with ``entropy_gradient``."""
     return PolicyForward(model, temperature, entropy_gradient)(micro_batch)[:2]
 
 
 @torch.no_grad()
 def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: float) -> StepBatch:
-    """Return the step with `old_logprobs` in every row, computed by forwards with the present weights. Dropout is off,
-    because the sampler has no dropout and a resumed run must compute equal values."""
+    """Return the step with `old_logprobs` of the present weights in every row. Dropout is off, because the sampler has
+    none and a resumed run must compute equal values."""
     forward = PolicyForward(model, temperature)
     with evaluation_mode(model):
         rows = tuple(row.with_scores("old_logprobs", forward(collate(row))[0]) for row in step.rows)
@@ -147,8 +135,7 @@ def with_old_logprobs(model: torch.nn.Module, step: StepBatch, temperature: floa
 
 
 def run_body(row: Pass, body: Any = None) -> torch.Tensor:
-    """Run ``body``, by default the model without its head, on a packed row. Return hidden states (1, T, hidden). A
-    model without packed attention computes on padded rows."""
+    """Run ``body``, by default the model without its head, on a row. Return hidden states (1, T, hidden)."""
     model, batch = row.model, row.batch
     if body is None:
         body = model.base_model if model.base_model is not model else model.get_decoder()
@@ -159,7 +146,7 @@ def run_body(row: Pass, body: Any = None) -> torch.Tensor:
     with attention.packed_rows():
         output = body(
             input_ids=batch.input_ids,
-            # This mask hides no token. Without a mask transformers reads position values, a device-to-host sync.
+            # Without a mask transformers reads position values, a device-to-host sync.
             attention_mask=torch.ones_like(batch.input_ids, dtype=torch.bool),
             position_ids=batch.position_ids,
             layout=batch.layout,
@@ -168,13 +155,11 @@ def run_body(row: Pass, body: Any = None) -> torch.Tensor:
         )
     for name, values in row.of_layers.items():
         values += [each.flatten(0, -2) for each in getattr(output, name, None) or ()]
-    states: torch.Tensor = output.last_hidden_state
-    return states
+    return output.last_hidden_state
 
 
 def label_values(row: Pass) -> tuple[torch.Tensor, ...]:
-    """Run the model's body and head on a row. Return the labels' log-probabilities (N,) and entropies (N,). Put the
-    divergence from the distribution ``row.other`` into ``row.values``."""
+    """Return the labels' log-probabilities (N,) and entropies (N,)."""
     hidden, head = row.label_states(), row.model.get_output_embeddings()
 
     def of_labels(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -191,8 +176,8 @@ def label_values(row: Pass) -> tuple[torch.Tensor, ...]:
 
 @contextmanager
 def calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[None]:
-    """Replace the ``forward`` of ``module`` by ``compute`` inside the context. Calls still run the module's hooks."""
-    own = {name: value for name, value in vars(module).items() if name == "forward"}  # Of accelerate, for example.
+    """Replace the ``forward`` of ``module`` by ``compute`` inside the context. Hooks of the module still run."""
+    own = {name: value for name, value in vars(module).items() if name == "forward"}  # accelerate sets one.
     module.forward = compute
     try:
         yield
@@ -203,7 +188,6 @@ def calls(module: torch.nn.Module, compute: Callable[..., Any]) -> Iterator[None
 
 @contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode (no dropout) inside the context, then restore the previous mode."""
     was_training = model.training
     model.eval()
     try:
@@ -213,5 +197,5 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def products_in_float32(model: Any) -> None:
-    """Make the model's head, and later copies of it, compute logits by a float32 product (`cast_lm_head_to_fp32`)."""
+    """Compute logits of the model, and of later copies, by a float32 product (`cast_lm_head_to_fp32`)."""
     setattr(unwrap(model).get_output_embeddings(), FLOAT32_PRODUCTS, True)

@@ -1,8 +1,4 @@
-"""LoRA policies (peft): the layers with an adapter, the model inside a PeftModel, and the quantised weights of a base.
-Extension `lora` adds adapters, and extension `quantized` packs weights.
-
-The adapter is never merged into the policy's weights.
-"""
+"""LoRA policies (peft): the layers with an adapter, the model inside a PeftModel, and the packed weights of a base."""
 
 from __future__ import annotations
 
@@ -18,29 +14,23 @@ from ..runtime import registry
 
 PREFIX = "base_model.model."  # Prefix of every parameter name in a PeftModel.
 
-# The packed (e.g. quantised) weight of a linear layer, W (out, in) in y = x W^T + b, as in `quantized/layers.py`, with
-# ``layer``, ``shape``, ``nbytes`` (quantisation scales included), ``product(x)`` without bias, ``values(dtype)``.
-PackedWeight: TypeAlias = Any
+PackedWeight: TypeAlias = Any  # A packed (e.g. quantised) weight (out, in), as in `quantized/layers.py`.
 
 
 def packed_weight(module: Any) -> PackedWeight | None:
-    """Return the packed (e.g. quantised) weight of a layer, or None for a module without a packed weight. An extension
-    lists a function (module) -> `PackedWeight` or None under "packed_weight" in its `HOOKS`."""
+    """Return a layer's packed weight. Extensions offer a function (module) -> `PackedWeight` | None."""
     found = (find(module) for find in registry.hooks("packed_weight"))
     return next((packed for packed in found if packed is not None), None)
 
 
 def packed_weights(model: torch.nn.Module) -> dict[str, PackedWeight]:
-    """Return all packed (e.g. quantised) weights of a model, by the name of the parameter."""
     found = ((f"{name}.weight" if name else "weight", packed_weight(module)) for name, module in model.named_modules())
     return {name: packed for name, packed in found if packed is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The LoRA adapter that a run trains instead of the model's weights."""
-
-    name: str  # Name of the adapter in peft, usually `default`.
+    name: str
     rank: int  # Largest LoRA rank among the layers.
     targets: tuple[str, ...]  # Last parts of the names of layers with an adapter: q_proj, down_proj, ...
     why_merged: str  # Reason why vLLM gets merged weights in place of the adapter. Empty: vLLM gets the adapter.
@@ -48,23 +38,21 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
-    """A layer with a LoRA adapter, y = W x + scaling * B A x (LoRA, arXiv 2106.09685). With DoRA (arXiv 2402.09353,
-    equation 5) each row of W + scaling * B A is scaled to a trained length. For a parameter of E experts, A has E times
-    as many rows and B has E times as many columns as for one expert."""
+    """A layer with a LoRA adapter, y = W x + scaling * B A x (arXiv 2106.09685). DoRA scales each row to a trained
+    length (arXiv 2402.09353, eq. 5). For E experts, A has E times the rows and B has E times the columns."""
 
     name: str  # Name of the layer in the model without adapters, e.g. model.layers.0.self_attn.q_proj.
     parameter: str  # Name of the parameter, e.g. model.layers.0.self_attn.q_proj.weight. For experts equal to `name`.
-    module: Any  # Layer of peft around the base model's layer.
+    module: Any  # peft's layer around the base model's layer.
     lora_a: torch.Tensor  # Matrix A, (rank, in), or (rank, vocabulary) for an embedding.
     lora_b: torch.Tensor  # Matrix B, (out, rank).
     scaling: float  # Factor alpha / rank, or alpha / sqrt(rank) with rank-stabilised LoRA.
-    magnitude: torch.Tensor | None  # Row lengths of DoRA, (out,). None without DoRA.
+    magnitude: torch.Tensor | None  # Row lengths of DoRA, (out,).
     is_embedding: bool
-    experts: int = 0  # Number of experts E. 0 means a layer without experts.
+    experts: int = 0  # Number of experts E, or 0.
 
     @classmethod
     def of(cls, name: str, module: Any, adapter: str) -> AdaptedLayer:
-        """Make the `AdaptedLayer` of a peft layer with ``adapter``. Its tensors are the parameters, not copies."""
         parameter = f"{name}.weight"
         if (own := getattr(module, "parameter_name", None)) is not None:  # peft nests its layers for fused experts.
             name = parameter = ".".join([*(part for part in name.split(".") if part != "base_layer"), own])
@@ -79,8 +67,7 @@ class AdaptedLayer:
 
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
-        """Return the base weight with the adapter's change (for DoRA rescaled) as a new float32 tensor in the base
-        weight's layout."""
+        """Return the base weight with the adapter's change, a new float32 tensor."""
         if self.experts:
             base = self.module.get_param()
             a = self.lora_a.float().view(self.experts, -1, self.lora_a.shape[1])  # [experts, rank, in]
@@ -100,19 +87,16 @@ class AdaptedLayer:
 
 
 def is_adapted(model: Any) -> bool:
-    """Return whether ``model`` is a PeftModel (a model with an adapter of peft)."""
     return hasattr(type(model), "get_base_model")
 
 
 def unwrap(model: Any) -> Any:
-    """Return the transformers model inside a PeftModel. A model that isn't a PeftModel is returned unchanged."""
     return model.get_base_model() if is_adapted(model) else model
 
 
 def base_name(name: str) -> str | None:
-    """Convert a parameter's name in a PeftModel to its name in the model without adapters, e.g.
-    ``base_model.model.lm_head.base_layer.weight`` to ``lm_head.weight``. Return None for a tensor of the adapter, such
-    as those in `modules_to_save`. Names of vLLM's LoRA layers are converted, too."""
+    """Convert a name in a PeftModel or in vLLM's LoRA layers, e.g. ``base_model.model.lm_head.base_layer.weight``, to
+    the name in the model without adapters, ``lm_head.weight``. None: a tensor of the adapter."""
     parts = name.removeprefix(PREFIX).split(".")
     if "modules_to_save" in parts or any(part.startswith("lora_") for part in parts):
         return None
@@ -120,7 +104,6 @@ def base_name(name: str) -> str | None:
 
 
 def adapted_layers(model: Any) -> list[AdaptedLayer]:
-    """Return the layers of a PeftModel that have the active adapter, in the order of the model's modules."""
     (adapter,) = model.active_adapters
     return [
         AdaptedLayer.of(name.removeprefix(PREFIX), module, adapter)
@@ -130,8 +113,7 @@ def adapted_layers(model: Any) -> list[AdaptedLayer]:
 
 
 def trained_copies(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name in the model without adapters, parameter) for peft's copies of whole modules (``modules_to_save``),
-    which are trained without LoRA."""
+    """Yield (name in the model without adapters, parameter) for peft's copies of whole modules."""
     (adapter,) = model.active_adapters
     for name, parameter in model.named_parameters():
         head, found, tail = name.partition(f".modules_to_save.{adapter}.")
@@ -147,8 +129,7 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
 
 
 def adapter_folder(path: str) -> dict[str, Any] | None:
-    """Return the content of ``adapter_config.json`` in a folder that holds an adapter but no model. Return None for any
-    other path."""
+    """Return the content of ``adapter_config.json`` in a folder that holds an adapter but no model."""
     file = Path(path, "adapter_config.json")
     if not file.is_file() or Path(path, "config.json").is_file():
         return None

@@ -1,18 +1,9 @@
-"""Attention of a packed row without copies of keys: several calls of fused kernels, merged by their log-sum-exps.
-
-The first call computes every segment's causal attention to its own keys. Further calls compute the unmasked attention
-to the keys of earlier segments. So all completions of a group read one copy of their prompt's keys, unless layers have
-a short window (`calls_at_once`). With outputs o_i and log-sum-exps l_i of the calls, the attention over all keys is
+"""Attention of a packed row by several calls of fused kernels, merged by their log-sum-exps l_i.
 
     whole = log(sum of exp(l_i))    out = sum of exp(l_i - whole) o_i
 
-A fused backward uses its forward's output and log-sum-exp only for p = exp(score - l_i) and for D, the sum of output
-times gradient (arXiv 2307.08691, algorithm 2). If ``whole`` and ``out`` replace l_i and o_i there, the backward of a
-call computes the gradients of the attention over all keys, for the keys of this call (as in ring attention, arXiv
-2310.01889). No scores are stored. The row's queries, keys, values, ``out`` and ``whole`` are saved for the backward.
-
-A sink is the logit of an additional key of value 0. It adds one term to the sum in ``whole``. The sink's gradient is
-the gradient of a key's logit with dP = 0.
+A fused backward with ``whole`` and ``out`` in place of l_i and its output o_i computes the gradients of the merged
+attention (arXiv 2307.08691, algorithm 2; as in ring attention, arXiv 2310.01889). A sink adds one term to ``whole``.
 """
 
 from __future__ import annotations
@@ -29,38 +20,24 @@ from ..batch import SegmentLayout
 from ..runtime import cpu_products
 from .sending import to_device_async
 
-Places: TypeAlias = slice | torch.Tensor | None  # Indices of tokens in a row. None means all tokens.
+Places: TypeAlias = slice | torch.Tensor | None  # Indices of tokens. None means all tokens of a row.
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Arguments of one call of a fused attention kernel, on some of a packed row's queries and keys."""
-
     queries: Places
     keys: Places
-    # If True, a query attends to the keys up to its position. A sequence's last query has its last key's position. If
-    # False, a query attends to all keys of its sequence.
-    causal: bool
-    window: int | None = None  # Maximum keys that a query attends to: the last ones up to its position. None: no limit.
-    # For flash attention, which takes many sequences in one call: the start of each sequence's queries, the start of
-    # each sequence's keys, the most queries of a sequence, and the most keys. The starts are (N + 1,), with the end.
+    causal: bool  # A sequence's last query has the position of its last key.
+    window: int | None = None  # Maximum number of keys that a query attends to.
+    # For flash attention: starts (N + 1,) of the sequences' queries and keys, the most queries and keys of a sequence.
     sequences: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
-    lengths: tuple[int, ...] = ()  # For CPU kernels: number of tokens of each sequence. Empty means one sequence.
+    lengths: tuple[int, ...] = ()  # For CPU kernels: tokens of each sequence. Empty means one sequence.
     mask: torch.Tensor | None = None  # For CPU kernels: tensor to add to the scores of a single sequence.
 
 
 class MergedAttention(torch.autograd.Function):
-    """Autograd function for the attention of one packed row, merged from several kernel calls.
-
-    Args:
-        query: (T, heads, D). Keys and values: (T, key-value heads, D).
-        sinks: (heads,) logits of an additional key of value 0 that every token attends to. None means no sinks.
-        calls: kernel calls, whose outputs are merged. The first call must have all queries of the row, in order.
-        scale: factor of the scores (query x key). None means 1 / sqrt(D).
-
-    Returns:
-        The attention's output, (T, heads, D).
-    """
+    """Attention (T, heads, D) of one packed row: query (T, heads, D), sinks (heads,). The first of ``calls`` must have
+    all queries of the row, in order."""
 
     @staticmethod
     def forward(
@@ -87,7 +64,7 @@ class MergedAttention(torch.autograd.Function):
             added = _gradients(call, _taken(call, query, key, value), rows, ctx.scale)
             places = call.queries, call.keys, call.keys
             for index, (like, at, found) in enumerate(zip((query, key, value), places, added, strict=True)):
-                if at is None:  # Only the first call has all tokens of the row, so there is no total yet.
+                if at is None:  # The first call has all tokens of the row.
                     totals[index] = found
                     continue
                 total = totals[index]
@@ -116,8 +93,7 @@ def _taken(call: Call, *row: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _merge(
     out: torch.Tensor, whole: torch.Tensor, places: slice | torch.Tensor, found: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """Merge a call's output ``found`` (Q, heads, D) and log-sum-exp ``lse`` (Q, heads) into the row's ``out`` and
-    ``whole``, in place. The merge is computed in float32."""
+    """Merge a call's ``found`` (Q, heads, D) and ``lse`` (Q, heads) into the row's ``out`` and ``whole`` in float32."""
     before = _at(whole, places)
     together = torch.logaddexp(before, lse)
     merged = found * (lse - together).exp_().unsqueeze(-1)
@@ -130,8 +106,7 @@ def _merge(
 
 
 def _attend(call: Call, inputs: tuple[torch.Tensor, ...], scale: float | None) -> tuple[torch.Tensor, ...]:
-    """Run a call's kernel on its queries, keys and values. Return the output (Q, heads, D) and the log-sum-exp of the
-    scores (Q, heads), float32."""
+    """Return a call's output (Q, heads, D) and the log-sum-exp of its scores (Q, heads), float32."""
     if call.sequences is None:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         options = {"attn_mask": call.mask, "scale": scale}
@@ -144,8 +119,7 @@ def _attend(call: Call, inputs: tuple[torch.Tensor, ...], scale: float | None) -
 def _gradients(
     call: Call, inputs: tuple[torch.Tensor, ...], rows: tuple[torch.Tensor, ...], scale: float | None
 ) -> tuple[torch.Tensor, ...]:
-    """Run the backward of a call's kernel. Return the gradients of its ``inputs`` (queries, keys, values). ``rows`` has
-    three tensors for the call's queries: the output's gradient, the output, and the log-sum-exp."""
+    """Return the gradients of ``inputs``. ``rows``: the output's gradient, the output, the log-sum-exp."""
     if call.sequences is None:
         kernel, dtype = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, rows[0].dtype
         exact = torch.float32 if slow(rows[0]) else dtype
@@ -162,43 +136,36 @@ def _gradients(
 
 
 def slow(query: torch.Tensor) -> bool:
-    """Return whether the attention backward computes in float32: for bfloat16 on a CPU without bfloat16 instructions.
-    There torch's backward, unlike its forward, is up to seven times as slow in bfloat16 as in float32
-    (`tests/benchmarks/attention.py`)."""
+    """Return whether the backward computes in float32. torch's bfloat16 backward is up to seven times as slow on a CPU
+    without bfloat16 instructions (`tests/benchmarks/attention.py`)."""
     return query.is_cpu and query.dtype == torch.bfloat16 and cpu_products.wanted()
 
 
 def _one_by_one(call: Call, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Split tensors (tokens, heads, ...) of several sequences. Yield (1, heads, tokens, ...) for each sequence."""
+    """Yield tensors (1, heads, tokens, ...) of each sequence from tensors (tokens, heads, ...) of all."""
     whole = [x.transpose(0, 1)[None] for x in tensors]
     return zip(*(x.split(call.lengths or x.shape[2], dim=2) for x in whole), strict=True)
 
 
 def _joined(parts: Iterable[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-    """Concatenate tensors (1, heads, tokens, ...) of several sequences to tensors (tokens, heads, ...)."""
     alike = ([x[0].transpose(0, 1) for x in each] for each in zip(*parts, strict=True))
     return tuple(torch.cat(each) if len(each) > 1 else each[0] for each in alike)
 
 
 def _window(call: Call) -> tuple[bool, dict[str, int]]:
-    """Return the flash kernel's causal flag, and its window arguments: how many keys before and after a query's
-    position the query attends to. -1 means all keys."""
     left = -1 if call.window is None else call.window - 1
-    sizes = {"window_size_left": left, "window_size_right": 0 if call.causal else -1}
+    sizes = {"window_size_left": left, "window_size_right": 0 if call.causal else -1}  # -1: no limit.
     return call.causal and call.window is None, sizes  # With a window, `window_size_right` 0 hides later keys.
 
 
 def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return torch's flash attention, forward and backward, for sequences of different lengths and grouped heads.
-    `torch.nn.attention.varlen` isn't used, because since torch 2.14 it calls cuDNN on some GPUs. It isn't known whether
-    cuDNN's backward accepts an output and log-sum-exp that its forward didn't compute."""
+    """Return torch's flash attention. `torch.nn.attention.varlen` may call cuDNN since torch 2.14, which may not take a
+    merged output."""
     return torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 
 
 def blocks(layout: SegmentLayout) -> list[list[Call]]:
-    """Return the calls for attention to earlier segments, as a list per depth d. At depth d, each segment attends to
-    the d-th of its earlier segments. Neighbouring segments that attend to the same earlier segment share a call.
-    Without branches there is one depth, with a call per prompt."""
+    """Return a list of calls per depth d. At depth d each segment attends to the d-th of its earlier segments."""
     calls = []
     for depth in range(max(map(len, layout.attends_to), default=0)):
         names = [seen[depth] if depth < len(seen) else None for seen in layout.attends_to]
@@ -216,18 +183,13 @@ def _tokens(layout: SegmentLayout, *segments: int) -> slice:
 
 @functools.lru_cache(maxsize=16)
 def calls_one_by_one(layout: SegmentLayout) -> tuple[Call, ...]:
-    """Return the calls for the CPU's kernel, which computes a call's sequences one by one. In the first call each
-    segment attends to its own keys. In each further call, neighbouring segments attend to one earlier segment
-    (`blocks`)."""
     return Call(None, None, True, lengths=layout.lengths), *itertools.chain(*blocks(layout))
 
 
 @functools.lru_cache(maxsize=16)
 def calls_at_once(layout: SegmentLayout, window: int | None, device: torch.device) -> tuple[Call, ...]:
-    """Return the calls for flash attention, which takes many sequences at once. In the first call each segment attends
-    to its own keys. Then there is a call per depth of `blocks`. With a ``window`` there is a single call, because a
-    query's position decides how many keys of an earlier segment are in the window. In that call each segment has a
-    copy of the earlier keys in the window of its first query."""
+    """Return the calls for flash attention, which takes many sequences at once. With a ``window`` each segment has a
+    copy of earlier keys, because their number in the window depends on the query."""
     own = [_tokens(layout, segment) for segment in range(len(layout.lengths))]
     if window is None:
         calls = [Call(None, None, True, None, _sequences(own, own))]

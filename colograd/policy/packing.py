@@ -1,7 +1,6 @@
 """Pack groups into rows of at most a token budget, and convert rows to `MicroBatch`es. Only this file shifts labels.
 
-A group is packed as [prompt][completion 1] ... [completion G]. The prompt goes through the model once, and a completion
-attends to the prompt and to its own tokens. A row holds as many groups as the budget allows, without padding.
+A part of a row is laid out as [prompt][completion 1] ... [completion n].
 """
 
 from __future__ import annotations
@@ -29,52 +28,46 @@ from ..parallel.ranks import gather, on_all_ranks
 from .padded import media_of
 from .sending import to_device_async
 
-NOBODY = -1  # Prompt position of dummy completions, which fill rows and belong to no prompt.
+NOBODY = -1  # Prompt position of dummy completions.
 
 
 @dataclass(frozen=True, slots=True)
 class PackingRules:
-    """A run's settings for packing groups into micro-batches."""
-
-    max_tokens: int  # Token budget of a micro-batch.
+    max_tokens: int
     mask_truncated: bool  # Whether truncated completions are left out of the loss.
     skip_without_signal: bool  # Whether groups with only zero advantages are left out.
-    share_prompts: bool  # Whether a group's completions share one copy of the prompt. False means that rows are padded.
+    share_prompts: bool  # Whether a group's completions share one copy of the prompt. False: rows are padded.
     balance_ranks: bool  # Whether groups move between ranks to balance the ranks' cost.
-    equal_counts: bool  # Whether all ranks need equal numbers of micro-batches, because they run forwards in step.
+    equal_counts: bool  # Whether all ranks need equal numbers of micro-batches.
     pair_cost: float  # Cost of one query-key pair of attention, as a number of tokens.
     device: torch.device
-    ranks_per_engine: int = 1  # Number of ranks that run one engine and divide its groups among themselves.
-    ranks_per_row: int = 1  # Number of ranks that train every row together (tensor or sequence parallel).
+    ranks_per_engine: int = 1  # Number of ranks that divide an engine's groups among themselves.
+    ranks_per_row: int = 1  # Number of ranks that train every row together.
 
 
 def has_signal(group: ScoredGroup) -> bool:
-    """Return whether any advantage of the group differs from 0, so that the group has a policy gradient."""
     return bool((group.advantages != 0).any())
 
 
 def loss_tokens(rollout: Rollout, mask_truncated: bool) -> torch.Tensor:
-    """Return a mask [C] bool, True for the tokens of a completion that count in the loss: tokens that the model
-    sampled. With ``mask_truncated`` no token of a truncated completion counts."""
+    """Return a mask [C] bool of the completion's tokens that count in the loss."""
     if mask_truncated and rollout.finish_reason.is_truncated:
         return torch.zeros_like(rollout.sampled)
     return rollout.sampled
 
 
 def pack_step(groups: Sequence[ScoredGroup], rules: PackingRules) -> tuple[PackedRow, ...]:
-    """Pack one optimizer step's groups into rows on this rank. A collective. With ``rules.equal_counts`` a rank with
-    fewer rows than other ranks appends dummy rows without a gradient."""
+    """Pack one optimizer step's groups into rows on this rank. A collective."""
     with on_all_ranks("packing"):
         rows = plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
-    if rules.equal_counts:  # A dummy row has a token per rank that shares the row, so that no rank's share is empty.
+    if rules.equal_counts:  # With a token per rank that shares the row, no rank's share is empty.
         filler = dummy(rules.device, ((1, (max(1, rules.ranks_per_row - 1),)),))
         rows += (filler,) * (max(gather(len(rows))) - len(rows))
     return rows
 
 
 def dummy(device: torch.device, groups: Sequence[tuple[int, Sequence[int]]] = ((1, (1,)),)) -> PackedRow:
-    """Make a row of tokens 0 that counts in no metric and has zero gradients, because no token is in the loss. For each
-    group, ``groups`` has (number of prompt tokens, number of tokens of each completion)."""
+    """Make a row of tokens 0, none in the loss. ``groups``: prompt length and completion lengths of each."""
     parts = []
     for prompt, completions in groups:
         dummy_prompt = ModelInput((0,) * prompt)
@@ -92,7 +85,7 @@ def is_dummy(row: PackedRow) -> bool:
 
 
 def places(row: PackedRow) -> list[tuple[RolloutId, slice]]:
-    """Return the identity of every completion in a row, with the range of its entries in the row's [N] tensors."""
+    """Return the identity of every completion in a row, and its range in the row's [N] tensors."""
     lengths = [len(rollout.completion_ids) for part in row.parts for rollout in part.rollouts]
     ends = itertools.accumulate(lengths)
     return [(identity, slice(end - n, end)) for identity, n, end in zip(row.rollouts, lengths, ends, strict=True)]
@@ -101,17 +94,14 @@ def places(row: PackedRow) -> list[tuple[RolloutId, slice]]:
 def pack(
     groups: Sequence[ScoredGroup], budget: int, mask_truncated: bool, device: torch.device, share_prompts: bool = True
 ) -> tuple[MicroBatch, ...]:
-    """Pack groups into rows by `plan_rows` (see there for the arguments), and make the micro-batches of all rows."""
     return tuple(collate(row) for row in plan_rows(groups, budget, mask_truncated, device, share_prompts))
 
 
 def plan_rows(
     groups: Sequence[ScoredGroup], budget: int, mask_truncated: bool, device: torch.device, share_prompts: bool = True
 ) -> tuple[PackedRow, ...]:
-    """Pack groups into rows of at most ``budget`` tokens, by first-fit decreasing. A group is split between completions
-    if it is larger than the budget or its prompts differ. Every piece has a copy of its prompt. A sequence larger than
-    the budget gets a row without other sequences. Without ``share_prompts`` every completion has a copy of its prompt,
-    and a row is budgeted at its padded size."""
+    """Pack groups into rows of at most ``budget`` tokens, by first-fit decreasing. A longer sequence has a row of its
+    own. Without ``share_prompts`` a row is budgeted at its padded size."""
     parts: list[PackedGroup] = []
     for scored in groups:
         rollouts, advantages = scored.group.rollouts, advantages_of(scored)
@@ -127,7 +117,7 @@ def plan_rows(
         parts += [PackedGroup(ids[cut], rollouts[cut], advantages[cut], scored.group.example) for cut in cuts]
     rows: list[list[PackedGroup]] = []
     room: list[int] = []
-    widths: list[int] = []  # Width of each row if rows are padded: number of tokens of the row's longest sequence.
+    widths: list[int] = []  # Number of tokens of each row's longest sequence, if rows are padded.
     for size, part in sorted(((part.num_tokens, part) for part in parts), key=lambda sized: -sized[0]):
         for index, free in enumerate(room):
             needs = size if share_prompts else widths[index]
@@ -143,8 +133,7 @@ def plan_rows(
 
 
 def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
-    """Return a group's advantages as one tensor per completion. Its shape is () if the group has one advantage per
-    completion, and [C] if it has one per token."""
+    """Return a group's advantages per completion, of shape () for one advantage, [C] for one per token."""
     rollouts = group.group.rollouts
     if group.advantages.shape == (len(rollouts),):
         return tuple(group.advantages)
@@ -152,25 +141,23 @@ def advantages_of(group: ScoredGroup) -> tuple[torch.Tensor, ...]:
 
 
 def collate(row: PackedRow) -> MicroBatch:
-    """Make the `MicroBatch` of a row: all tokens one after the other, in tensors on the row's device. Token t of a
-    completion is predicted at token t-1, and token 0 at the prompt's last token. Riders (data of extensions) may change
-    the result."""
+    """Make the `MicroBatch` of a row. Each token of a completion is predicted at the token before it."""
     segments, position_ids, logit_positions, labels = (list[torch.Tensor]() for _ in range(4))
     attends_to: list[tuple[int, ...]] = []
-    at = 0  # Number of the row's tokens laid out so far.
+    at = 0
     for part in row.parts:
         prompt, first = part.rollouts[0].input, len(segments)
         segments.append(torch.tensor(prompt.ids))
         position_ids.append(torch.arange(len(prompt)))
         attends_to.append(())
         at += len(prompt)
-        last = at - 1  # Index of the prompt's last token.
+        prompt_end = at - 1
         for rollout in part.rollouts:
             completion = torch.frombuffer(rollout.completion_ids, dtype=torch.int32).long()
             segments.append(completion)
             labels.append(completion)
             position_ids.append(torch.arange(len(prompt), len(prompt) + len(completion)))
-            logit_positions += [torch.tensor([last]), torch.arange(at, at + len(completion) - 1)]
+            logit_positions += [torch.tensor([prompt_end]), torch.arange(at, at + len(completion) - 1)]
             attends_to.append((first,))
             at += len(completion)
     rollouts = [rollout for part in row.parts for rollout in part.rollouts]

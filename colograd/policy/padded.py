@@ -1,7 +1,6 @@
-"""Run a model on a packed row as padded rows, one per sequence, and return the hidden states in the packed row's order.
+"""Run a model on a packed row as right-padded rows, one per sequence (a completion behind a copy of its prompt).
 
-Models that mix tokens outside transformers' attention interface need padded rows, e.g. models with custom code. Padding
-is on the right, where a causal model doesn't attend. Every completion stands behind a copy of its prompt.
+Models that mix tokens outside transformers' attention interface need padded rows, e.g. models with custom code.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .sending import to_device_async
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """Indices that map a packed row to padded rows: one padded row per sequence (a completion behind its prompt).
+    """Indices that map a packed row to padded rows.
 
     Example: the prompt p p p with the completions a a and b b b b has B = 2 padded rows of L = 7 tokens:
 
@@ -29,17 +28,16 @@ class PaddedRows:
     """
 
     tokens: torch.Tensor  # Index in the packed row of each padded token, (B, L) int64. Padding has 0.
-    lengths: torch.Tensor  # Number of tokens of each sequence, (B,) int64.
-    places: torch.Tensor  # Index in the flattened padded rows (B * L) of each packed token, (T,) int64: its first copy.
-    chains: tuple[tuple[int, ...], ...] = ()  # Indices of the segments of each sequence, [B].
+    lengths: torch.Tensor  # (B,) int64
+    places: torch.Tensor  # Index in the flattened padded rows (B * L) of each packed token's first copy, (T,) int64.
+    chains: tuple[tuple[int, ...], ...] = ()  # Indices of each sequence's segments, [B].
 
     @property
     def mask(self) -> torch.Tensor:
-        """Attention mask, (B, L) bool, False for padding."""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
 
     def of_tokens(self, values: torch.Tensor, padding: float = 0) -> torch.Tensor:
-        """Convert values (T, ...) of a packed row's tokens to padded order, (B, L, ...), filled with ``padding``."""
+        """Convert values (T, ...) of a packed row's tokens to (B, L, ...), filled with ``padding``."""
         mask = self.mask.view(*self.tokens.shape, *[1] * (values.dim() - 1))
         return values[self.tokens].masked_fill(~mask, padding)
 
@@ -49,8 +47,7 @@ class PaddedRows:
 
 
 def rows_of(layout: SegmentLayout, device: torch.device | None = None) -> PaddedRows:
-    """Return the padded rows of a packed row's `SegmentLayout`: a row for each segment (prompt or completion) that no
-    other segment attends to. The tensors are on ``device``. None means the host."""
+    """Return the padded rows of a packed row: one for each segment that no other segment attends to."""
     starts = layout.starts
     ends = set(range(len(layout.lengths))) - {s for seen in layout.attends_to for s in seen}
     chains = [(*layout.attends_to[end], end) for end in sorted(ends)]
@@ -70,10 +67,8 @@ def rows_of(layout: SegmentLayout, device: torch.device | None = None) -> Padded
 def hidden_states(
     body: torch.nn.Module, batch: MicroBatch, more: dict[str, Any], of_layers: dict[str, list[torch.Tensor]]
 ) -> torch.Tensor:
-    """Compute a model's last hidden states on padded rows, and return them in the packed row's order, (1, T, hidden).
-    ``body`` is the model without its head; ``more`` are further keyword arguments for it. ``of_layers`` has names of
-    outputs of ``body`` that exist per layer, e.g. router logits, each with an empty list. A tensor (T, ...) per layer
-    is appended to the list. Values of a prompt come from its first completion's row."""
+    """Compute the last hidden states of ``body`` on padded rows, in the packed row's order, (1, T, hidden). Append a
+    tensor (T, ...) per layer to each list of ``of_layers``."""
     rows = rows_of(batch.layout, batch.input_ids.device)
     inputs: dict[str, Any] = {
         "input_ids": rows.of_tokens(batch.input_ids[0]),
@@ -91,7 +86,7 @@ def hidden_states(
 
 
 def media_of(row: PackedRow) -> dict[int, tuple[Media, ...]] | None:
-    """Return the images of a row's prompts and completions, by the index of their segment. None: the row has none."""
+    """Return the images of a row's prompts and completions, by the index of their segment."""
     of_segments: list[tuple[Media, ...]] = []
     for part in row.parts:
         of_prompt = part.rollouts[0].input.media
@@ -101,19 +96,18 @@ def media_of(row: PackedRow) -> dict[int, tuple[Media, ...]] | None:
 
 
 class PackedSequence(NamedTuple):
-    """One completion of a packed row, with its prompt and the range of its entries in the row's [N] tensors."""
+    """One completion of a packed row, with its prompt."""
 
     rollout: RolloutId
-    prompt_ids: torch.Tensor  # Token ids of the prompt, [P].
-    completion_ids: torch.Tensor  # Token ids of the completion, [C].
-    place: slice  # Range of the completion's entries in the row's [N] tensors.
+    prompt_ids: torch.Tensor  # [P]
+    completion_ids: torch.Tensor  # [C]
+    place: slice  # Range of the completion in the row's [N] tensors.
     images: tuple[Any, ...] = ()  # Images of the prompt. Their token positions count from the prompt's start.
     answers: tuple[Any, ...] = ()  # Images in tools' answers. Their token positions count from the completion's start.
 
 
 def sequences(row: MicroBatch) -> list[PackedSequence]:
-    """Return the completions of a row, each with its prompt. Rows with branches (completions that a rider divides into
-    several segments) aren't supported."""
+    """Return the completions of a row. A completion of several segments isn't supported."""
     segments, found, at = row.input_ids[0].split(row.layout.lengths), list[PackedSequence](), 0
     ids, media = iter(row.rollouts), row.media or {}
     for index, (completion, context) in enumerate(zip(segments, row.layout.attends_to, strict=True)):

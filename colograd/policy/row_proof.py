@@ -1,8 +1,7 @@
 """Check on a few tokens whether a model computes right log-probabilities on packed rows, or only on padded rows.
 
-An architecture may mix tokens outside transformers' attention interface, ignore options of the interface (windows,
-biases), or change its logits in an unknown way. The check compares the log-probabilities of packed rows with
-log-probabilities from the logits that transformers computes for each sequence.
+An architecture may mix tokens outside transformers' attention interface, ignore options of the interface, or change
+its logits. So the check compares with the logits that transformers computes for each sequence.
 """
 
 from __future__ import annotations
@@ -29,26 +28,20 @@ from .packing import pack
 from .padded import PackedSequence, sequences
 
 PACKABLE = {"full_attention", "sliding_attention"}
-# Largest allowed mean difference of log-probabilities in nats, for float32 and for any other dtype. Rounding errors are
-# far smaller, and the effect of a wrong context is far larger.
+# Largest allowed mean difference in nats. Rounding errors are far smaller, effects of a wrong context far larger.
 TOLERANCE, TOLERANCE_16_BIT = {torch.float32: 1e-3}, 0.1
 
 
 class RowSupport(NamedTuple):
-    """An extension's support of packed rows for layers that mix tokens without attention, such as state-space layers.
-    The extension lists a `RowSupport` under "rows" in its `HOOKS`."""
+    """An extension's support of packed rows for layers that mix tokens without attention (seam "rows")."""
 
-    layer_types: Callable[[Any], frozenset[str]]  # Maps a model to the supported types among its layers, maybe none.
+    layer_types: Callable[[Any], frozenset[str]]  # Maps a model to the supported types of layers.
     prepare: Callable[[Any], None]  # Changes a model's layers so that they take packed rows.
 
 
 def choose_rows(model: Any, device: torch.device | None = None, why: str = "", asked: Sequence[ModelInput] = ()) -> str:
-    """Choose packed or padded rows for a model by a check, and set the model's attention implementation accordingly.
-
-    The check runs the kernels of ``device`` (None: the model's device), with autocast and compilation if they are on.
-    It runs on made-up token ids and on the prompts ``asked``, which may have images. If ``why`` has a reason to pad
-    rows, or the model's configuration has one, only padded rows are checked. Return the reason why rows must be padded,
-    or "" for packed rows. Raise a ValueError if the check of padded rows fails."""
+    """Choose packed or padded rows by a check on made-up tokens and on the prompts ``asked``, with the kernels of
+    ``device``. Return the reason why rows must be padded, or "". A reason ``why`` leaves only padded rows."""
     device, model = device or model.device, unwrap(model)
     own, why = _own_attention(model), expect_rows(model, why)
     with evaluation_mode(model):
@@ -64,10 +57,8 @@ def choose_rows(model: Any, device: torch.device | None = None, why: str = "", a
 
 
 def _fault(model: Any, own: str, device: torch.device, asked: Sequence[ModelInput], packed: bool) -> str:
-    """Return the reason why packed (or padded) rows give wrong log-probabilities, or "" if they give right ones. The
-    mean difference from transformers' forward must be within the tolerance."""
     name, limit = type(model).__name__, allowed(attention.autocast_dtype(device) or model.dtype)
-    # On a CPU `IN_PLACE_FROM` chooses one of two ways to compute attention. The extreme values check each way.
+    # A CPU has two ways to compute attention. The extreme values check each way.
     thresholds = (sys.maxsize, 0) if packed and device.type == "cpu" else (attention.IN_PLACE_FROM,)
     try:
         rows = pack(_samples(model, asked), 1000, False, device, share_prompts=packed)
@@ -89,7 +80,7 @@ def _fault(model: Any, own: str, device: torch.device, asked: Sequence[ModelInpu
 
 
 def obstacle(model: Any) -> str:
-    """Return the reason in a model's class or configuration why the model can't take packed rows. Empty: no reason."""
+    """Return the reason in a model's class or configuration why the model can't take packed rows, or ""."""
     config = model.config.get_text_config()
     covered = frozenset[str]().union(*(support.layer_types(model) for support in registry.hooks("rows")))
     if not (covered or getattr(model, "_supports_attention_backend", False)):
@@ -101,9 +92,7 @@ def obstacle(model: Any) -> str:
 
 
 def expect_rows(model: Any, why: str = "") -> str:
-    """Choose packed or padded rows from a model's configuration, and set the attention implementation accordingly.
-    Return the reason to pad rows (``why``, if that isn't empty), or "" for packed rows. `choose_rows` checks the choice
-    by forwards."""
+    """Choose packed or padded rows without a check. Return the reason to pad rows, or ""."""
     model = unwrap(model)
     install_steps(model)
     if why := why or obstacle(model):
@@ -116,15 +105,13 @@ def expect_rows(model: Any, why: str = "") -> str:
 
 
 def install_steps(model: Any) -> None:
-    """Install the `ForwardStep`s (wrappers of the forward) that extensions offer for a model's architecture."""
     for make in registry.hooks("forward"):
         if (step := make(model)) is not None:
             install(model, step)
 
 
 def set_attention(model: Any, name: str) -> None:
-    """Set the model's attention implementation to ``name``. A `ForwardStep` may choose other implementations for
-    submodels such as a vision tower."""
+    """Set the attention implementation. A `ForwardStep` may choose others for submodels such as a vision tower."""
     answers = (step.attention(model, name) for step in steps_of(model))
     model.set_attn_implementation(next((answer for answer in answers if answer != name), name))
 
@@ -132,13 +119,13 @@ def set_attention(model: Any, name: str) -> None:
 def choose_rows_where_it_trains(
     model: Any, device: torch.device, others: Sequence[Any] = (), asked: Sequence[ModelInput] = ()
 ) -> str:
-    """Run `choose_rows` on all ranks. If one rank must pad rows, all ranks pad. ``others`` (reference and teacher
-    models) get the attention implementation of ``model``. Return the reason to pad, or "". A collective."""
+    """Run `choose_rows` on all ranks. If one rank must pad rows, all ranks pad. ``others`` get the attention
+    implementation of ``model``. A collective."""
     with on_all_ranks("the proof of the rows"):
         found = choose_rows(model, device, asked=asked)
     why = next(filter(None, gather(found)), "")
     if why:
-        with on_all_ranks("the proof of the rows"):  # Ranks that pad already take part in this collective, too.
+        with on_all_ranks("the proof of the rows"):  # Ranks that pad already take part, too.
             if not found:
                 choose_rows(model, device, why, asked)
     for other in others:
@@ -147,7 +134,7 @@ def choose_rows_where_it_trains(
 
 
 def _own_attention(model: Any) -> str:
-    """Return the name of transformers' attention implementation that the model uses for rows of one sequence."""
+    """Return the attention implementation that the model uses for rows of one sequence."""
     config, current = model.config.get_text_config(), model.config._attn_implementation
     if getattr(config, "attn_logit_softcapping", None):
         return "eager"  # transformers' `sdpa` ignores the soft cap.
@@ -156,8 +143,6 @@ def _own_attention(model: Any) -> str:
 
 
 def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
-    """Make groups for the check of rows: two with made-up prompts, and one for each prompt in ``given``. A group has
-    two made-up completions. A third completion with the prompt's tokens and images follows if the prompt has images."""
     vocabulary, first = vocabulary_size(model), itertools.count(11, 101)
 
     def tokens(length: int) -> array[int]:
@@ -167,7 +152,7 @@ def _samples(model: Any, given: Sequence[ModelInput] = ()) -> list[ScoredGroup]:
     groups: list[ScoredGroup] = []
     for prompt in (ModelInput(tuple(tokens(5))), ModelInput(tuple(tokens(3))), *given):
         rollouts = [_written(prompt, tokens(4)), _written(prompt, tokens(3))]
-        if prompt.media is not None:  # A completion with images, like a tool's answer with images.
+        if prompt.media is not None:  # Like a tool's answer with images.
             rollouts.append(_written(prompt, array("i", prompt.ids), (prompt.media,)))
         group = Group({}, tuple(rollouts), len(groups))
         groups.append(ScoredGroup(group, torch.zeros(len(rollouts), 1), torch.ones(len(rollouts))))
@@ -180,7 +165,7 @@ def _written(asked: ModelInput, ids: array[int], riders: tuple[Media, ...] = ())
 
 
 def _own_logprobs(model: Any, part: PackedSequence, temperature: float) -> torch.Tensor:
-    """Compute a completion's log-probabilities [C] from transformers' logits, for one sequence without padding."""
+    """Compute a completion's log-probabilities [C] from transformers' logits, without padding."""
     ids = torch.cat([part.prompt_ids, part.completion_ids])[None]
     more = {name: value.to(ids.device) for step in steps_of(model) for name, value in step.own_inputs(part).items()}
     logits = model(input_ids=ids, **more).logits[0, len(part.prompt_ids) - 1 : -1].float() / temperature
@@ -191,13 +176,9 @@ def _own_logprobs(model: Any, part: PackedSequence, temperature: float) -> torch
 def differences(
     model: Any, rows: Sequence[MicroBatch], temperature: float, own: str | None = None, thresholds: Sequence[int] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two tensors of absolute differences in nats, float32 [N]: from the trainer's log-probabilities on ``rows``
-    to the sampler's, and to the log-probabilities of transformers' forward of one sequence at a time. The second tensor
-    leaves out completions that transformers' forward would misread (`ForwardStep.misreads`).
-
-    ``own`` is the attention implementation of transformers' forward; None means the model's usual one. For each of
-    ``thresholds`` (see `attention.keys_in_place_from`) the trainer computes its log-probabilities once more, and the
-    differences of all of them follow one another. Empty: the usual threshold."""
+    """Return absolute differences in nats, float32 [N], of the trainer's log-probabilities: to the sampler's, and to
+    transformers' with the attention ``own``. The trainer computes anew for each of ``thresholds``
+    (`attention.keys_in_place_from`)."""
     trained, to_sampler, to_own = [], [], []
     with evaluation_mode(model):
         with as_it_trains(model):
@@ -216,13 +197,12 @@ def differences(
 
 
 def allowed(dtype: torch.dtype) -> float:
-    """Return the largest mean difference in nats that two computations of log-probabilities in ``dtype`` may have."""
     return TOLERANCE.get(dtype, TOLERANCE_16_BIT)
 
 
 def completion_logprobs(model: Any, asked: ModelInput, ids: Sequence[int]) -> torch.Tensor:
-    """Compute the log-probabilities [C] float32 of the tokens ``ids`` after the prompt ``asked``. The row is padded,
-    because packed rows may not have been checked yet."""
+    """Compute the log-probabilities [C] float32 of tokens after a prompt. The row is padded, because packed rows may
+    not have been checked yet."""
     rollout = _written(asked, array("i", ids))
     group = ScoredGroup(Group({}, (rollout,), 0), torch.zeros(1, 1), torch.ones(1))
     (row,) = pack([group], 1, False, model.device, share_prompts=False)
@@ -232,7 +212,7 @@ def completion_logprobs(model: Any, asked: ModelInput, ids: Sequence[int]) -> to
 
 @torch.no_grad()
 def own_sample_logprobs(model: Any, device: torch.device) -> torch.Tensor:
-    """Compute the log-probabilities (N,) of made-up tokens from transformers' logits, one sequence at a time."""
+    """Compute the log-probabilities (N,) of made-up tokens from transformers' logits."""
     with _with_attention(model):
         parts = [part for row in pack(_samples(model), 1000, False, device) for part in sequences(row)]
         return torch.cat([_own_logprobs(model, part, 1.0) for part in parts])
@@ -240,7 +220,6 @@ def own_sample_logprobs(model: Any, device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def _with_attention(model: Any, name: str | None = None) -> Iterator[None]:
-    """Set the model's attention implementation to ``name`` inside the context. None means the model's usual one."""
     chosen = model.config._attn_implementation
     try:
         set_attention(model, name or _own_attention(model))

@@ -1,8 +1,4 @@
-"""Second models: reference and teacher models, which compute values for the rows in addition to the policy.
-
-The values are computed before a row is trained, and are stored in the row. To add a kind of second model, an extension
-lists a `Kind` under "second_model" in its `HOOKS`, and a loss term that reads the values under "loss_term".
-"""
+"""Second models: reference and teacher models, which compute values for a row before the row is trained."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ from .packing import collate
 
 
 class SecondModel(ABC):
-    """A reference or teacher model that runs on the policy's rows. It may be the policy's module with other weights."""
+    """A reference or teacher model. It may be the policy's module with other weights."""
 
     model: Any
     of_policy = True  # Whether the model has the policy's architecture. If not, a check chooses packed or padded rows.
@@ -43,7 +39,7 @@ class SecondModel(ABC):
     def describe(self) -> str: ...
 
     def callback(self, policy: torch.nn.Module) -> TrainerCallback | None:
-        """Return a callback that updates this model while the policy trains. None means that the model is constant."""
+        """Return a callback that updates this model while the policy trains."""
         return None
 
     def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:  # noqa: B027
@@ -54,8 +50,7 @@ class SecondModel(ABC):
 
 
 class FrozenModel(SecondModel):
-    """A reference or teacher model that runs on ``device``, in evaluation mode and without gradients. With ``offload``
-    its weights stay in host memory between uses."""
+    """A second model without gradients. With ``offload`` its weights stay in host memory between uses."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device, offload: bool) -> None:
         self.model: Any = model
@@ -63,8 +58,7 @@ class FrozenModel(SecondModel):
 
     @contextmanager
     def present(self) -> Iterator[torch.nn.Module]:
-        """Yield the model with its weights on the device. Offloaded weights are copied to the device in the context."""
-        # Copies and kernels run on one CUDA stream, so a kernel starts after the copies of its weights.
+        # One CUDA stream runs the copies and then the kernels.
         moved = (
             (parameter, torch.empty_like(parameter, device=self.device).copy_(parameter, non_blocking=True))
             for parameter in self.model.parameters()
@@ -73,7 +67,6 @@ class FrozenModel(SecondModel):
             yield self.model
 
     def where(self) -> str:
-        """Return a text for a log line: where the model's weights are stored, and their size in MiB."""
         nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
         place = "in host memory between uses" if self.offload else "beside it"
         return f"{place} ({nbytes / 2**20:,.0f} MiB)"
@@ -81,7 +74,6 @@ class FrozenModel(SecondModel):
 
 @contextmanager
 def values_in_place(values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> Iterator[None]:
-    """Set the ``data`` of parameters to given tensors inside the context, then restore the parameters' tensors."""
     own: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     try:
         for parameter, value in values:
@@ -94,14 +86,12 @@ def values_in_place(values: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -
 
 
 def offloads(config: GRPOConfig, setting: bool) -> bool:
-    """Return whether a frozen model's weights stay in host memory between uses: if ``setting`` is true, but never for a
-    run on the CPU, where the weights would be in memory twice."""
+    """Return whether weights wait in host memory. In a run on the CPU they would be in memory twice."""
     return setting and not config.on_cpu
 
 
 def prepared(row: PackedRow) -> MicroBatch:
-    """Return a row's `MicroBatch` for a reference or teacher model, without data that is only for the policy, such as
-    the experts that vLLM's router chose."""
+    """Return a row's `MicroBatch` without riders of the policy alone, such as the experts that vLLM's router chose."""
     batch = collate(row)
     return dataclasses.replace(batch, riders=tuple(rider for rider in batch.riders if not rider.OF_POLICY))
 
@@ -111,31 +101,25 @@ def own_logprobs(second: SecondModel, model: Any, row: PackedRow, temperature: f
 
 
 class Kind(NamedTuple):
-    """A kind of second model (a reference or teacher model, which computes values for the rows)."""
-
     field: str  # Name of the row's values that the model computes, e.g. "ref_logprobs".
     name: str  # Name of this kind in the memory plan, e.g. "reference".
     make: Callable[[GRPOConfig, Policy], SecondModel]  # Constructor, called when the policy is on its device.
     nbytes: Callable[[GRPOConfig, Policy], int]  # Number of bytes of the model on the policy's device, before sharding.
-    # `read` computes a row's values. Its arguments: the second model, the module that `present()` yields, the row, the
-    # temperature, and the model's name if the run has several models of this kind (else "").
+    # Computes a row's values from: second model, module of `present()`, row, temperature, name among several models.
     read: Callable[[SecondModel, Any, PackedRow, float, str], torch.Tensor] = own_logprobs
-    # `configs` returns {name: configuration} for the models of this kind. A single model has the name "".
+    # Returns {name: configuration} of the models. A single model has the name "".
     configs: Callable[[GRPOConfig], Mapping[str, GRPOConfig]] = lambda config: {"": config}
 
 
-OF = " of "  # Separator of value name and model name in the keys of `SecondModels`, e.g. "teacher_top of math".
-SecondModels = dict[str, SecondModel]  # `SecondModels` maps "ref_logprobs" or "teacher_top of math" to a model.
+OF = " of "
+SecondModels = dict[str, SecondModel]  # By field, and name if there are several: "teacher_top of math".
 
 
 def kinds() -> dict[str, Kind]:
-    """Return the kinds of second models that extensions offer, by the name of the row's values that a kind computes."""
     return {kind.field: kind for kind in registry.hooks("second_model")}
 
 
 def second_models(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> SecondModels:
-    """Make the reference and teacher models that compute the values named in ``needs``. The keys of the result are
-    these names, e.g. "teacher_top", or "teacher_top of math" with several teachers."""
     found, of_rows = {}, [step for step in steps_of(unwrap(policy.model)) if step.of_rows]
     for key, kind, each in _of_run(needs, config):
         second = found[key] = kind.make(each, policy)
@@ -147,7 +131,6 @@ def second_models(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> S
 
 
 def _of_run(needs: Sequence[str], config: GRPOConfig) -> Iterator[tuple[str, Kind, GRPOConfig]]:
-    """Yield (key in `SecondModels`, kind, configuration of this model) for each second model of the run."""
     for field in needs:
         kind = kinds()[field]
         for name, own in kind.configs(config).items():
@@ -155,7 +138,7 @@ def _of_run(needs: Sequence[str], config: GRPOConfig) -> Iterator[tuple[str, Kin
 
 
 def second_model_bytes(needs: Sequence[str], config: GRPOConfig, policy: Policy) -> dict[str, int]:
-    """Return the bytes that reference and teacher models take on the device before sharding, by `Kind.name`."""
+    """Return the bytes of second models on the device before sharding, by `Kind.name`."""
     nbytes = Counter[str]()
     for _, kind, each in _of_run(needs, config):
         nbytes[kind.name] += kind.nbytes(each, policy)
@@ -164,7 +147,6 @@ def second_model_bytes(needs: Sequence[str], config: GRPOConfig, policy: Policy)
 
 @torch.no_grad()
 def fill(models: SecondModels, rows: Sequence[PackedRow], temperature: float) -> tuple[PackedRow, ...]:
-    """Return the rows with the values that the reference and teacher models in ``models`` compute for them."""
     for key, second in models.items() if rows else ():
         field, _, name = key.partition(OF)
         with second.present() as model:
@@ -179,17 +161,16 @@ def with_second_logprobs(
     phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[StepBatch]:  # fmt: skip
-    """Return the steps with the values of all reference and teacher models in their rows. A collective. The weights of
-    a model are copied to the device once for all steps. Rows that are already trained are skipped, because they have
-    the values. ``phase`` times the computation by the values' name."""
+    """Return the steps with the values of all second models in their rows. A collective. Trained rows have the values
+    already."""
+    untrained = tuple(row for step in steps for row in step.rows[step.trained :])
     for key, second in models.items():
         with on_all_ranks("the second models' log-probabilities"), phase(key.partition(OF)[0]), autocast():
-            untrained = [row for step in steps for row in step.rows[step.trained :]]
-            rows = iter(fill({key: second}, untrained, temperature))
-            steps = [
-                dataclasses.replace(
-                    step, rows=step.rows[: step.trained] + tuple(itertools.islice(rows, len(step.rows) - step.trained))
-                )
-                for step in steps
-            ]
-    return [*steps]
+            untrained = fill({key: second}, untrained, temperature)
+    rows = iter(untrained)
+    return [
+        dataclasses.replace(
+            step, rows=step.rows[: step.trained] + tuple(itertools.islice(rows, len(step.rows) - step.trained))
+        )
+        for step in steps
+    ]

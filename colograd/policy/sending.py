@@ -8,26 +8,22 @@ from ..parallel.shards import RankGroup
 
 
 def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``tensor`` on ``device``. A host tensor is pinned and then copied to a CUDA device without waiting. A copy
-    of unpinned memory would wait for the device's earlier work. Later kernels of the stream may use the copy."""
+    """Return ``tensor`` on ``device``. A copy of unpinned memory would wait for the device's earlier work."""
     if device.type == "cuda" and tensor.is_cpu:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def enter(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Return ``tensor``, which is equal on all ranks of ``group``. The backward sums the tensor's gradient over the
-    ranks, because each rank computes with its shard of the weights."""
-    if not tensor.requires_grad:
-        return tensor
+    """Return ``tensor``. The backward sums its gradient over ranks, because each rank computes with its shard."""
     entered = tensor.view_as(tensor)
-    if entered.requires_grad:  # False under `torch.no_grad`, where no hook can be registered.
+    if entered.requires_grad:
         entered.register_hook(lambda gradient: group.sum_(gradient.clone(memory_format=torch.contiguous_format)))
     return entered
 
 
 def leave(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """Return the sum of the tensors of all ranks of ``group``. The backward passes the gradient on unchanged."""
+    """Return the sum of the tensors of all ranks. The backward passes the gradient on unchanged."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     group.sum_(total.detach())
     return total

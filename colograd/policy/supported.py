@@ -1,7 +1,4 @@
-"""Checks of a model's configuration: whether the model can be trained with the run's settings.
-
-`ModelFeature` is the base class of extensions that add checks or change how a model is loaded.
-"""
+"""Checks of a model's configuration: whether the model can be trained with the run's settings."""
 
 from __future__ import annotations
 
@@ -28,15 +25,14 @@ BASE_QUANTIZATION = "base_quantization.json"  # File in an adapter's folder with
 class Wanted:
     """Description of the model that a run will train, for `ModelFeature.check`. A named model isn't loaded yet."""
 
-    model_config: Any  # Configuration of the model, or of an adapter's base. None: no configuration can be read.
+    model_config: Any  # Configuration of the model, or of an adapter's base. None: there is none to read.
     config: GRPOConfig
     name: str | None  # Name or folder of the model or adapter. None: the user passed a model object.
     has_adapter: bool
-    has_images: bool  # Whether the run trains on images.
+    has_images: bool
 
 
 def check_installed(wanted: Wanted) -> None:
-    """Raise a ValueError if the model needs an extension (experts, images, quantised base) that isn't installed."""
     model_config, given = wanted.model_config, dict(wanted.config.model_init_kwargs or {})  # type: ignore[arg-type]
     if model_config is None:
         return
@@ -55,9 +51,8 @@ def check_installed(wanted: Wanted) -> None:
 
 
 class ModelFeature:
-    """Base class of an extension's checks and changes while a model is loaded. By default the methods change nothing
-    and allow every model. An extension lists a derived class under "model_feature" in its `HOOKS`. The argument
-    ``model`` is a transformers model without an adapter around it."""
+    """Base class of an extension's checks and changes while a model is loaded. ``model`` has no adapter around it. An
+    extension lists a derived class under "model_feature" in its `HOOKS`."""
 
     def check(self, wanted: Wanted) -> None:
         """Raise a ValueError if the model can't be trained with the run's settings."""
@@ -80,8 +75,7 @@ class ModelFeature:
         """Change the model of the checkpoint at ``path`` before an adapter is added to the model."""
 
     def processor(self, model: Any, path: str, given: Any, config: GRPOConfig) -> Any:
-        """Return the processor of a model that reads images. Return None for a text model, and for a model that the run
-        trains as a text model. ``given`` is the user's `processing_class`: a processor, a tokenizer, or None."""
+        """Return the processor of a model that reads images in this run. ``given`` is the user's `processing_class`."""
         return None
 
     def why_rows_stay_whole(self, model: Any) -> str:
@@ -98,13 +92,10 @@ class ModelFeature:
 
 @functools.cache
 def features() -> tuple[ModelFeature, ...]:
-    """Return one object of each `ModelFeature` class that the installed extensions offer."""
     return tuple(kind() for kind in registry.hooks("model_feature"))
 
 
 def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has_images: bool = False) -> None:
-    """Raise a ValueError if ``model`` (a name or an object) can't be trained with the run's settings. ``peft_config``
-    is the configuration of a new adapter. None means that no adapter is added."""
     by_name = isinstance(model, str | os.PathLike)
     if by_name:
         given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
@@ -130,14 +121,12 @@ def check_supported(model: Any, config: GRPOConfig, peft_config: Any = None, has
 
 
 def check_planned(model_config: Any, ranks: int) -> None:
-    """Raise a ValueError if vLLM can't run the model with ``ranks`` tensor-parallel ranks. Memory plans call this check
-    in place of `check_supported`."""
+    """Check in place of `check_supported`, for memory plans."""
     for feature in features():
         feature.check_split(model_config, ranks)
 
 
 def check_shared_rows(model: Any, size: int, why_padded: str) -> None:
-    """Raise a ValueError if `sequence_parallel_size` is ``size`` > 1, but the model's rows can't be divided."""
     if size > 1 and (reason := why_rows_stay_whole(model, why_padded)):
         raise ValueError(
             f"sequence_parallel_size is {size}, but {reason}, so ranks can't divide a row's tokens: set "
@@ -146,7 +135,7 @@ def check_shared_rows(model: Any, size: int, why_padded: str) -> None:
 
 
 def why_rows_stay_whole(model: Any, why_padded: str) -> str:
-    """Return the reason why the tokens of one row can't be divided among ranks. Empty: the tokens can be divided."""
+    """Return the reason why the tokens of one row can't be divided among ranks, or ""."""
     inner = unwrap(model)
     if why_padded:
         return f"rows of {type(inner).__name__} are padded ({why_padded})"
@@ -154,8 +143,6 @@ def why_rows_stay_whole(model: Any, why_padded: str) -> str:
 
 
 def read_config(path: str, config: GRPOConfig) -> Any:
-    """Read the transformers configuration at ``path`` with the run's `revision` and `trust_remote_code`. Return None if
-    no configuration can be read there."""
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     trust = given.get("trust_remote_code", config.trust_remote_code)
     try:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-# `FAMILIES`: model types (as in a config.json) that can be trained on images.
+# Model types that can be trained on images.
 FAMILIES = ("gemma3", "gemma4", "idefics3", "internvl", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm")
 TEXT_FIRST = ("gemma4", "internvl", "mistral3", "qwen3_5")  # Model types trained on text alone in runs without images.
-TOWERS = ("visual", "vision_model", "vision_tower")  # Names of vision modules. `PROJECTORS` names their projectors.
+TOWERS = ("visual", "vision_model", "vision_tower")  # Names of vision modules.
 PROJECTORS = ("merger", "deepstack_merger_list", "connector", "multi_modal_projector", "embed_vision")
-HEARS = ("audio_tower", "embed_audio")  # Names of audio modules, which are neither trained nor loaded into vLLM.
+HEARS = ("audio_tower", "embed_audio")  # Names of audio modules.
 
 
 def takes_images(model_config: Any) -> bool:
@@ -20,19 +20,15 @@ def takes_images(model_config: Any) -> bool:
 
 
 def has_tower(model_config: Any) -> bool:
-    """Return whether a model's configuration has a vision or audio part."""
     return any(getattr(model_config, name, None) is not None for name in ("vision_config", "audio_config"))
 
 
 def reads_text_alone(model: Any) -> bool:
-    """Return whether a model has a vision or audio part but is trained only on text: its type isn't in `FAMILIES`, or
-    its type is in `TEXT_FIRST` and the run has no images (`set_text_alone`)."""
     config = getattr(model, "config", None)
     return has_tower(config) and (not takes_images(config) or getattr(model, "text_alone", False))
 
 
 def set_text_alone(model: Any, has_images: bool) -> None:
-    """Set the attribute ``text_alone`` of the model: whether its type is in `TEXT_FIRST` and the run has no images."""
     model.text_alone = not has_images and getattr(model.config, "model_type", None) in TEXT_FIRST
 
 
@@ -51,7 +47,6 @@ def hears(model_config: Any) -> bool:
 
 
 def freeze_unread(model: Any) -> None:
-    """Freeze all parameters that no forward of the run uses (unused vision parts, audio towers)."""
     read = read_parameters(model)
     for parameter in model.parameters():
         if read is not None and id(parameter) not in read:
@@ -59,8 +54,7 @@ def freeze_unread(model: Any) -> None:
 
 
 def keep_gradients_out(layers: Sequence[torch.nn.Module]) -> None:
-    """Detach the inputs of the first of some frozen layers, because activation checkpointing may have made these inputs
-    require gradients."""
+    """Detach the inputs of frozen layers, which activation checkpointing may have made require gradients."""
 
     def detach(layer: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in inputs)
@@ -70,18 +64,17 @@ def keep_gradients_out(layers: Sequence[torch.nn.Module]) -> None:
 
 
 def in_tower(name: str) -> bool:
-    """Return whether the parameter or module ``name`` belongs to a vision tower (without its projector)."""
+    """Return whether a parameter or module belongs to a vision tower (without its projector)."""
     parts = {*name.split(".")}
     return bool(parts & {*TOWERS}) and not parts & {*PROJECTORS}
 
 
 def sees(name: str) -> bool:
-    """Return whether the parameter ``name`` belongs to a vision tower or to its projector."""
+    """Return whether a parameter belongs to a vision tower or to its projector."""
     return bool({*name.split(".")} & {*TOWERS, *PROJECTORS})
 
 
 def tower_layers(model: Any) -> list[torch.nn.Module]:
-    """Return the layers of the model's vision tower. The list is empty for a model type outside `FAMILIES`."""
     if not takes_images(model.config):
         return []
     modules = (module for name, module in model.named_modules() if in_tower(name))

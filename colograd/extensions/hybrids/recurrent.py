@@ -1,10 +1,7 @@
 """Layers with a recurrent state (Gated DeltaNet, Mamba-2, short convolutions) on packed rows.
 
-Each completion starts from the state at its prompt's end, and gradients flow through this state into the prompt.
-
-The layers run transformers' own code and kernels. A layer takes its starting state from a cache object, and the cache's
-tensors are never changed in place. A prompt runs without other sequences. Completions run in right-padded batches that
-start from their prompts' states. With sequence parallelism each rank computes all tokens for some of the heads.
+transformers' own layers take their starting state from a cache object. Prompts run one by one. Completions run in
+right-padded batches from their prompts' states, which are never changed in place, so gradients flow into the prompt.
 """
 
 from __future__ import annotations
@@ -25,40 +22,39 @@ from ...policy.sending import to_device_async
 from ...policy.supported import ModelFeature
 from ...runtime import registry
 
-# Possible names of a recurrent layer's cache argument in transformers. It is `cache` since transformers 5.24.
+# Names of a recurrent layer's cache argument in transformers: `cache` since 5.24.
 CACHES = ("cache", "cache_params", "past_key_values")
 WITH_A_STATE = frozenset({"attention", "conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"})
-SHORTEST = 0.75  # Minimum length of a batch's sequences relative to the longest, so that little is padding.
+SHORTEST = 0.75  # Minimum length of a batch's sequences relative to the longest, which bounds padding.
 
 
 class Hybrids(ModelFeature):
     def why_rows_stay_whole(self, model: Any) -> str:
-        shares_out = registry.hooks("shares_out_mixer")  # Functions (recurrent layer) -> whether ranks can divide it.
+        shares_out = registry.hooks("shares_out_mixer")
         stay = sorted({type(mixer).__name__ for mixer in mixers_of(model) if not any(can(mixer) for can in shares_out)})
         reason = f"{type(model).__name__} has layers of {', '.join(stay)}, whose state goes from token to token"
         return reason if stay else ""
 
 
 def make_segmented(model: torch.nn.Module) -> None:
-    """Let the model's recurrent layers compute packed rows when they are called with a ``layout``."""
     for layer in decoder_layers(model):
         if (mixers := [*mixers_of(layer)]) and not any("forward" in mixer.__dict__ for mixer in mixers):
             for mixer in mixers:
                 kind: Any = type(mixer)
                 mixer.layout = mixer.row_part = None
-                # Set a bound method, because a copy of the layer then gets a method that is bound to the copy.
+                # deepcopy binds the copy of a bound method to the copied layer.
                 mixer.forward = MethodType(functools.partial(_forward, kind.forward, _cache_name(kind)), mixer)
             layer.register_forward_pre_hook(functools.partial(_hand_out, mixers), with_kwargs=True)
 
 
 def keep_uncompiled(model: torch.nn.Module) -> None:
-    """Exclude recurrent layers from a later compilation, which would make a long graph per row layout."""
+    """Exclude recurrent layers from compilation, which would make a long graph per row layout."""
     for mixer in mixers_of(model):
         mixer.forward = MethodType(torch.compiler.disable(mixer.forward.__func__), mixer)
 
 
 def mixers_of(module: torch.nn.Module) -> Iterator[Any]:
-    """Yield the recurrent submodules: modules with a causal convolution and a cache argument that aren't attention."""
+    """Yield the recurrent submodules: with a causal convolution and a cache, but no attention."""
     for part in module.modules():
         kind: Any = type(part)
         if any(isinstance(child, torch.nn.Conv1d) for child in part.children()) and _cache_name(kind):
@@ -67,14 +63,12 @@ def mixers_of(module: torch.nn.Module) -> Iterator[Any]:
 
 @functools.cache
 def _cache_name(kind: Any) -> str:
-    """Return the name of a layer class's cache argument. Empty: the class takes no cache, or is an attention layer."""
+    """Return the name of the cache argument, or "" for attention and layers without a cache."""
     names = inspect.signature(kind.forward).parameters
     return "" if "position_embeddings" in names else next((name for name in CACHES if name in names), "")
 
 
 def _hand_out(mixers: list[Any], layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Pre-forward hook of a decoder layer: pass a row's layout and this rank's `row_part` to its recurrent submodules.
-    Before transformers 5.23 the hook also runs when gradient checkpointing recomputes the layer."""
     for mixer in mixers:
         mixer.layout, mixer.row_part = kwargs.get("layout"), kwargs.get("row_part")
 
@@ -86,7 +80,6 @@ def _forward(own: Any, cache: str, mixer: Any, /, hidden_states: torch.Tensor, *
         return own(mixer, hidden_states, *args, **kwargs)
 
     def run(mixer: Any, inputs: torch.Tensor) -> torch.Tensor:
-        """Run the recurrent layer's original forward over all tokens of a packed row, (1, T, C)."""
         (batches, places), states, outputs = _plan(layout, inputs.device), dict[int, _States](), []
         for batch in batches:
             tokens = inputs[0].index_select(0, batch.tokens).unflatten(0, (len(batch.segments), -1))
@@ -105,9 +98,8 @@ class _States:
     record_past = True  # With False a layer would change the convolution's inputs in place.
 
     def __init__(self, parents: list[_States]) -> None:
-        """Concatenate the states of ``parents``, one per sequence. No ``parents``: sequences start without a state."""
         self.continues = bool(parents)
-        self.conv_states: dict[int, torch.Tensor] = {}  # The last K inputs of each convolution, (B, channels, K).
+        self.conv_states: dict[int, torch.Tensor] = {}  # Last K inputs, (B, channels, K).
         self.recurrent_states: dict[int, torch.Tensor] = {}
         for name in ("conv_states", "recurrent_states") if parents else ():
             kept = [getattr(parent, name) for parent in parents]
@@ -135,8 +127,7 @@ class _States:
     def update_conv_state(
         self, inputs: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> torch.Tensor:
-        """Append inputs (B, channels, tokens) to a convolution's saved inputs, and save the last K inputs. Return all
-        inputs, with zeros in front if there are fewer than K."""
+        """Return all inputs (B, channels, tokens) so far, with zeros in front if they are fewer than K."""
         kernel = conv_kernel_size or inputs.shape[-1]
         if self.continues:
             inputs = torch.cat([self.conv_states[state_idx], inputs], dim=-1)
@@ -150,27 +141,24 @@ class _States:
 
 
 class _Batch(NamedTuple):
-    """Sequences (prompts or completions) that go through a recurrent layer as one batch of B, padded to L tokens. A
-    prompt of completions is a batch of one, because padding would change the state at the prompt's end."""
+    """B sequences that go through a recurrent layer together, padded to L tokens. A parent is alone, because padding
+    would change the state at its end."""
 
-    segments: tuple[int, ...]  # Index of the last segment of each sequence.
-    parents: tuple[int, ...]  # Index of the parent segment of each sequence. Empty if no sequence has a parent.
-    is_parent: bool  # Whether sequences of later batches continue from the state at this batch's end.
+    segments: tuple[int, ...]  # Last segment of each sequence.
+    parents: tuple[int, ...]  # Parent segment of each sequence, or empty.
+    is_parent: bool  # Whether later sequences continue from the state at this batch's end.
     tokens: torch.Tensor  # Index in the packed row of each token of the batch, (B * L,). Padding has index 0.
 
 
 @functools.lru_cache(maxsize=16)
 def _plan(layout: SegmentLayout, device: torch.device) -> tuple[list[_Batch], torch.Tensor]:
-    """Return the batches that a recurrent layer computes for a packed row, prompts before their completions, and each
-    token's index in the concatenated outputs of the batches."""
-    # A sequence is a tuple of: indices of its segments (only the last segment's outputs are used); index of the segment
-    # at whose end the starting state is, -1 for no starting state; number of tokens.
+    """Return the batches for a packed row, and each token's index in the batches' concatenated outputs."""
+    # Sequence: its segments (only the last one's outputs are used), the segment before them or -1, number of tokens.
     lengths, sequences = layout.lengths, list[tuple[tuple[int, ...], int, int]]()
     for segment, seen in enumerate(layout.attends_to):
         for at, earlier in enumerate(seen):
             assert layout.attends_to[earlier] == seen[:at], f"segment {segment} goes on from several ones"
-        # Kernels that continue a state by one token have no gradient. So a segment of one token behind other segments
-        # gets no state at its end: the sequences behind it compute its token again.
+        # Kernels that continue a state by one token have no gradient. So later sequences compute such a token again.
         kept = len(seen)
         while kept > 1 and lengths[seen[kept - 1]] == 1:
             kept -= 1
@@ -190,7 +178,7 @@ def _plan(layout: SegmentLayout, device: torch.device) -> tuple[list[_Batch], to
     places = torch.empty(layout.num_tokens, dtype=torch.int64)
     for group in groups:
         begun = tuple(parent for _, parent, _ in group if parent >= 0)
-        # A batch that starts from a state has two tokens or more, because for one token layers change the state itself.
+        # A batch with parents has two tokens or more, because for one token layers change the state itself.
         padded, tokens = max([2 if begun else 1, *(length for _, _, length in group)]), []
         for segments, _, length in group:
             of_segments = [layout.starts[s] + torch.arange(lengths[s]) for s in segments]
@@ -202,5 +190,4 @@ def _plan(layout: SegmentLayout, device: torch.device) -> tuple[list[_Batch], to
     return batches, to_device_async(places, device)
 
 
-# Packed rows work for the layer types `WITH_A_STATE` after `make_segmented`, if the model has recurrent layers.
 ROWS = RowSupport(lambda model: WITH_A_STATE if any(mixers_of(model)) else frozenset(), make_segmented)

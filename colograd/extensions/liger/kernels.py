@@ -1,8 +1,5 @@
-"""Liger's Triton kernels in the policy (``use_liger_kernel``): norms, rotary embedding and activation, on a GPU.
-
-liger-kernel replaces the forwards in a loaded model's modules. The parameters stay unchanged objects. liger-kernel also
-replaces names in the architecture's Python module, for all models in the process. Closing the trainer restores names.
-"""
+"""Liger's Triton kernels in the policy. liger-kernel also replaces names in the architecture's Python module, for all
+models."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ class Liger(ModelFeature):
 
 
 def liger_of(config: GRPOConfig) -> Callable[[Any, Sequence[Any]], Callable[[], None]] | None:
-    """Return `apply_liger` for a configuration, or None if its `use_liger_kernel` is false."""
     return functools.partial(apply_liger, config) if config.use_liger_kernel else None
 
 
@@ -48,9 +44,8 @@ def _kernels() -> dict[str, Callable[..., None]]:
 
 
 def apply_liger(config: GRPOConfig, model: Any, also: Sequence[Any] = ()) -> Callable[[], None]:
-    """Put Liger's kernels into a model (for a PeftModel: into its base), and into the models ``also``. Return a
-    function that restores the names in the architecture's Python module, so that later models run without Liger. Raise
-    a ValueError if liger-kernel lacks the architecture, or changes the model's log-probabilities."""
+    """Put Liger's kernels into a model and the models ``also``. Return a function that restores the names in the
+    architecture's module."""
     model, device = unwrap(model), config.device
     given: Any = config.liger_kernel_config
     kind = model.config.model_type
@@ -72,7 +67,7 @@ def apply_liger(config: GRPOConfig, model: Any, also: Sequence[Any] = ()) -> Cal
         before = own_sample_logprobs(model, device)
         apply(model=model)
         error = float((own_sample_logprobs(model, device) - before).abs().mean())
-    if not error <= allowed(autocast_dtype(device) or model.dtype):  # A NaN isn't allowed, either.
+    if not error <= allowed(autocast_dtype(device) or model.dtype):  # True for a NaN.
         undo()
         raise ValueError(
             f"use_liger_kernel is true, but with Liger's kernels the log-probabilities of a {type(model).__name__} "

@@ -18,11 +18,9 @@ from ...policy.loading import from_name
 from ...policy.lora import AdaptedLayer, Adapter, adapted_layers, base_name, trained_copies, unwrap
 from ...policy.towers import HEARS, has_tower, hears, reads_text_alone, sees
 
-LARGEST_RANK = 512  # Largest rank of an adapter that vLLM can serve.
-# Values of `init_lora_weights` that leave the base's weights unchanged. Other values (`pissa`, `olora`, `loftq`) change
-# the base's weights.
-PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
-# Fields of peft's LoraConfig that train or compute more than y = W x + scaling * B A x, so they are rejected.
+LARGEST_RANK = 512  # The limit of vLLM.
+PLAIN_STARTS = (True, False, "gaussian", "orthogonal")  # `init_lora_weights` that leave the base unchanged.
+# Fields of peft's LoraConfig that train or compute more than y = W x + scaling * B A x.
 UNSUPPORTED = (
     "lora_bias", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
     "arrow_config", "use_bdlora", "megatron_config",
@@ -30,23 +28,22 @@ UNSUPPORTED = (
 
 
 def wrap(model: Any, peft_config: Any, seed: int) -> Any:
-    """Make a PeftModel around ``model``, with a new adapter. Equal seeds give equal initial values on all ranks."""
     check_lora_config(peft_config)
     import peft
 
     if patterns := _left_out(model, peft_config):
         peft_config = copy.copy(peft_config)
-        excluded = peft_config.exclude_modules or []  # A regular expression of whole names, or a list of names.
+        excluded = peft_config.exclude_modules or []  # A regular expression, or names.
         names = not isinstance(excluded, str)
         patterns += [rf"(.*\.)?{re.escape(name)}" for name in excluded] if names else [f"(?:{excluded})"]
         peft_config.exclude_modules = "|".join(patterns)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
-            return peft.get_peft_model(model, peft_config).eval()  # Evaluation mode, as after `from_pretrained`.
+            return peft.get_peft_model(model, peft_config).eval()  # As after `from_pretrained`.
         except ValueError as error:
             reason = str(error).strip().splitlines()[0]
-            if "lora_dropout" in reason:  # peft adapts parameters (not layers) of experts, such as gate_proj.
+            if "lora_dropout" in reason:
                 raise ValueError(
                     f"lora_dropout is {peft_config.lora_dropout}, but peft has no dropout before a LoRA on parameters, "
                     "as a mixture's experts are: set lora_dropout: 0, or adapt the attention's layers alone."
@@ -58,11 +55,11 @@ def wrap(model: Any, peft_config: Any, seed: int) -> Any:
 
 
 def _left_out(model: Any, peft_config: Any) -> list[str]:
-    """Return regular expressions for the names of layers that get no adapter.
+    """Return regular expressions for the names of layers that get no adapter:
 
-    - If the model trains on text only: everything outside the decoder. Otherwise: an audio tower.
-    - With `all-linear`: layers of a class derived from Linear with a forward of its own, such as Llama 4's routers.
-    - With names of layers: layers that wrap a linear layer, because peft can't adapt such wrappers (Gemma 4's tower).
+    - outside the decoder, if the model trains on text only; otherwise an audio tower
+    - with `all-linear`: Linear subclasses with a forward of their own, such as Llama 4's routers
+    - with names: wrappers of linear layers, which peft can't adapt (Gemma 4's tower)
     """
     found, targets = [], peft_config.target_modules
     if reads_text_alone(model):
@@ -84,8 +81,6 @@ def _left_out(model: Any, peft_config: Any) -> list[str]:
 
 
 def check_lora_config(peft_config: Any) -> None:
-    """Raise a ValueError unless a peft configuration is a LoRA that starts without changes to the base's weights and
-    sets none of the fields in `UNSUPPORTED`."""
     import peft
 
     if not isinstance(peft_config, peft.PeftConfig):
@@ -109,7 +104,6 @@ def check_lora_config(peft_config: Any) -> None:
 
 
 def take_adapter(model: Any) -> Adapter:
-    """Describe a PeftModel's adapter, and make it save uncast inputs. Raise a ValueError if it can't be trained."""
     keep_inputs_as_they_are(model)
     if len(model.active_adapters) != 1 or len(model.peft_config) != 1:
         raise ValueError(
@@ -151,7 +145,6 @@ def take_adapter(model: Any) -> Adapter:
 
 
 def _check_head(model: Any, layers: list[AdaptedLayer]) -> None:
-    """Raise a ValueError for an adapter on the language-model head, or on an embedding that is also the head."""
     inner = unwrap(model)
     head, embedding = inner.get_output_embeddings(), inner.get_input_embeddings()
     if any(layer.module is head for layer in layers):
@@ -173,8 +166,7 @@ def _check_head(model: Any, layers: list[AdaptedLayer]) -> None:
 def from_adapter(
     folder: str, saved: dict[str, Any], config: GRPOConfig, peft_config: Any, has_images: bool
 ) -> tuple[PreTrainedModel, str, str]:
-    """Load the base model and the trainable adapter of a folder with an adapter_config.json. Return the PeftModel, the
-    base model's path, and the tokenizer's path."""
+    """Return the trainable PeftModel of a folder with an adapter_config.json, and the paths of base and tokenizer."""
     if peft_config is not None:
         raise ValueError(
             f"{folder!r} holds an adapter and a new one is asked for too (use_peft, peft_config), but one is trained: "
@@ -201,13 +193,9 @@ def from_adapter(
     return model, base, folder if has_tokenizer else base
 
 
-# peft casts a layer's input to the adapter's dtype before the product with A. Autograd then saves a float32 copy of the
-# input for each of queries, keys and values of a bfloat16 layer. Here the product saves the uncast input, which the
-# three layers share, and casts the input again for A's gradient. The numbers don't change.
-
-
 def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
-    """Make each LoRA on a linear layer save its uncast input, except with dropout or DoRA, which need a cast input."""
+    """Make each LoRA save its uncast input, which queries, keys and values share. With peft's cast autograd saves a
+    float32 copy for each. Dropout and DoRA need the cast."""
     for layer in model.modules():
         inputs: Any = getattr(layer, "lora_A", None)
         if not inputs or getattr(layer, "lora_variant", None) or not hasattr(layer, "cast_input_dtype_enabled"):
@@ -216,20 +204,19 @@ def keep_inputs_as_they_are(model: torch.nn.Module) -> None:
         if all(type(a) is torch.nn.Linear for a in inputs.values()) and not drops:
             layer.cast_input_dtype_enabled = False
             for a in inputs.values():
-                # A bound method is set, because a deep copy of the model then has a method that is bound to the copy.
+                # deepcopy binds the copy of a bound method to the copied layer.
                 a.forward = types.MethodType(_product, a)
 
 
 def _product(a: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """Compute the product A x of a LoRA, (..., rank), in A's dtype or autocast's dtype."""
+    """Compute the product A x, (..., rank), in A's dtype or autocast's."""
     if x.dtype == a.weight.dtype or autocast_dtype(x.device) is not None:
         return F.linear(x.to(a.weight.dtype), a.weight)
-    found: torch.Tensor = _CastProduct.apply(x, a.weight)
-    return found
+    return _CastProduct.apply(x, a.weight)
 
 
 class _CastProduct(torch.autograd.Function):
-    """Product W x with x cast to W's dtype. The backward casts the saved uncast x again for the gradient of W."""
+    """Product W x with x cast to W's dtype. Autograd saves x uncast."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,7 @@
-"""Weight sync `adapter` for LoRA: each publish writes only the adapter. The base is shared with the engine, or copied
-into the engine once.
+"""Weight sync `adapter` for LoRA: each publish writes only the adapter, into vLLM's LoRA slots.
 
-The adapter goes into vLLM's LoRA slots. For each layer that may be adapted vLLM has zeroed tensors for A (slots, 1,
-rank, in) and B (slots, 1, out, rank), a pair per part of a fused layer (q, k and v). vLLM adds x A^T B^T to the layer's
-output. The engine's B is the policy's B times the LoRA scaling. The destinations are checked with an adapter of random
-numbers that vLLM loads from a folder.
+A layer of vLLM has zeroed tensors A (slots, 1, rank, in) and B (slots, 1, out, rank) for each part of a fused layer
+(q, k and v), and adds x A^T B^T to its output. The engine's B is the policy's B times the LoRA scaling.
 """
 
 from __future__ import annotations
@@ -29,17 +26,17 @@ from ...weights.sync import CopiedWeights, PlannedSync, SharedWeights, Unserved
 class Slot:
     """A tensor (A or B) of the policy's adapter, and where the tensor goes in the engine."""
 
-    layer: str  # Name of the adapted layer.
-    kind: str  # Kind of the matrix: lora_A or lora_B.
+    layer: str
+    kind: str  # lora_A or lora_B.
     source: torch.Tensor  # The policy's parameter, (rank, in) for A or (out, rank) for B.
-    scaling: float  # Engine's values divided by the policy's values: the LoRA scaling for B, 1 for A.
+    scaling: float  # The LoRA scaling for B, 1 for A.
     holder: Any  # vLLM's layer with the LoRA slots.
     part: int  # Index of the adapted layer among the parts of a fused vLLM layer.
-    shard: Shard | None = None  # This rank's part of A or B. None means the whole matrix.
+    shard: Shard | None = None  # This rank's part of A or B.
 
     @property
     def stack(self) -> torch.Tensor:
-        """vLLM's tensor with A or B of all LoRA slots of the layer. vLLM may replace this tensor during a run."""
+        """vLLM's tensor with A or B of all LoRA slots of the layer. vLLM may replace it during a run."""
         return lora_stacks(self.holder, self.kind)[self.part]
 
     @property
@@ -50,19 +47,17 @@ class Slot:
 
     @property
     def fits(self) -> bool:
-        """Whether the policy's matrix has at most the slot's rank, and the slot's size in the other dimension."""
         rank, other = (-2, -1) if self.kind == "lora_A" else (-1, -2)
         stack, source = self.stack.shape, self.source.shape
         return stack[rank] >= source[rank] and stack[other] == source[other]
 
     def equal(self) -> bool:
-        """Return whether the engine's values equal the policy's scaled and rounded values bit for bit."""
+        """Whether the engine's values equal the policy's scaled and rounded values bit for bit."""
         return torch.equal(self.destination, (self.source.detach() * self.scaling).to(self.stack.dtype))
 
 
 class AdapterWeights(PlannedSync):
-    """Weight sync that writes the adapter of a PeftModel into the engine's first LoRA slot. ``base`` is the weight sync
-    of the frozen base, which writes once. ``slots`` has each adapter tensor's slot, from `map_adapter`."""
+    """Weight sync that writes a PeftModel's adapter. ``base`` is the frozen base's weight sync, which writes once."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slots: Sequence[Slot], base: CopiedWeights) -> None:
         self.slots, self.base = list(slots), base
@@ -70,7 +65,7 @@ class AdapterWeights(PlannedSync):
         self._has_base = False
         self._destinations = [slot.destination for slot in slots]
         prove_slots(self.slots, self.rank, engine)
-        super().__init__(policy, engine)  # Records addresses of tensors, which `prove_slots` may change.
+        super().__init__(policy, engine)  # Records addresses, which `prove_slots` may change.
         self._write_adapter()
 
     @property
@@ -93,7 +88,6 @@ class AdapterWeights(PlannedSync):
         )
 
     def write(self) -> int:
-        """Write the adapter into the engine, and in the first call the base, too. Return the written bytes."""
         if not self.engine.adapter_is_active:
             raise RuntimeError("The engine's LoRA slot has another adapter (after add_lora). Build a new trainer.")
         self._write_adapter()
@@ -115,9 +109,9 @@ class AdapterWeights(PlannedSync):
 
 
 def map_adapter(policy: torch.nn.Module, engine: Engine, shards: Mapping[int, Shard] | None = None) -> list[Slot]:
-    """Return the engine's LoRA slot of every tensor of the policy's adapter. Raise `Unserved` if vLLM has no slot for
-    a layer. With tensor parallelism ``shards`` maps `id(parameter)` to this rank's part of A or B."""
-    # A layer's name in vLLM -> the vLLM layer that has its LoRA slots, and the layer's index among the fused parts.
+    """Return the engine's LoRA slot of every tensor of the policy's adapter. Raise `Unserved` if vLLM lacks one.
+    ``shards`` maps `id(parameter)` to this rank's part."""
+    # A layer's name in vLLM -> the vLLM layer with its LoRA slots, and its index among the fused parts.
     holders, tensors = dict[str, tuple[Any, int]](), engine.tensors
     for name, holder in tensors.lora_layers().items():
         head, _, last = name.rpartition(".")
@@ -141,8 +135,7 @@ def map_adapter(policy: torch.nn.Module, engine: Engine, shards: Mapping[int, Sh
 
 @torch.no_grad()
 def prove_slots(slots: Sequence[Slot], rank: int, engine: Engine) -> None:
-    """Raise a RuntimeError unless vLLM loads an adapter of random numbers into exactly the mapped slots. Then set the
-    slots to zeros."""
+    """Raise a RuntimeError unless vLLM loads an adapter of random numbers into exactly the mapped slots."""
     import peft
 
     generator = torch.Generator().manual_seed(0)

@@ -1,9 +1,6 @@
-"""Muon for the matrices of the policy's decoder layers. `adamw_split` updates all other parameters.
+"""Muon (https://kellerjordan.github.io/posts/muon/) for the matrices of the policy's decoder layers.
 
-Both store the exact float32 master of a bfloat16 parameter as this parameter and an int16 remainder.
-
-Muon (https://kellerjordan.github.io/posts/muon/) steps along the orthogonalised momentum of a whole matrix. A step of
-Muon is scaled to AdamW's root mean square (arXiv 2502.16982, eq. 4), so that one learning rate serves both optimizers.
+A step is scaled to AdamW's root mean square (arXiv 2502.16982, eq. 4), so one learning rate serves both optimizers.
 """
 
 from __future__ import annotations
@@ -20,21 +17,18 @@ from ...policy.lora import is_adapted
 from ...training.adamw_split import AdamWSplit, join_master, split_master
 
 MOMENTUM = "momentum_buffer"
-COEFFICIENTS, ITERATIONS, EPSILON = (3.4445, -4.775, 2.0315), 5, 1e-7  # torch's defaults for Newton-Schulz iterations.
+COEFFICIENTS, ITERATIONS, EPSILON = (3.4445, -4.775, 2.0315), 5, 1e-7  # torch's defaults for Newton-Schulz.
 
 
 def matrices_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the trained 2-D parameters of the decoder's layers. (Stacked experts are 3-D and left out.)"""
+    """Return the trained 2-D parameters of the decoder's layers. Stacked experts are 3-D and left out."""
     inside = (parameter for layer in decoder_layers(model) for parameter in layer.parameters())
     return [parameter for parameter in inside if parameter.requires_grad and parameter.dim() == 2]
 
 
 class MuonSplit(AdamWSplit):
-    """Optimizer that runs torch's Muon on matrices, and `AdamWSplit` on all other parameters.
-
-    Muon runs on one matrix at a time. For a bfloat16 matrix it runs on the float32 master, joined from the matrix and
-    its int16 remainder. The state per element is then 6 bytes: the remainder and a float32 momentum. ``matrices`` are
-    the parameters that Muon updates. ``momentum`` is the decay of their momentum. ``given`` goes to `AdamWSplit`."""
+    """Optimizer that runs torch's Muon on ``matrices``, and `AdamWSplit` on all other parameters. The state of a
+    bfloat16 matrix has 6 bytes per element: a float32 momentum, and the remainder of the float32 master."""
 
     def __init__(
         self, params: Iterable[Any], matrices: Collection[torch.Tensor], momentum: float = 0.95, **given: Any
@@ -80,7 +74,7 @@ class MuonSplit(AdamWSplit):
                 "the optim that the checkpoint was written with."
             )
         for name, dtype in ((MOMENTUM, torch.float32), ("remainder", torch.int16)):
-            if name in saved:  # The state of a float32 matrix has a remainder if a bfloat16 run saved it.
+            if name in saved:  # Also a remainder that a bfloat16 run saved.
                 self.state[parameter][name] = saved[name].to(parameter.device, dtype)
         self._state(parameter)
 

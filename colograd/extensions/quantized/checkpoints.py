@@ -1,5 +1,4 @@
-"""Quantised base models (QLoRA, arXiv 2305.14314): read and check their settings, load them, and record the settings in
-the folder of a saved adapter."""
+"""Quantised base models (QLoRA, arXiv 2305.14314): check, load and record their settings."""
 
 from __future__ import annotations
 
@@ -20,22 +19,21 @@ from .layers import is_4bit, settle
 if TYPE_CHECKING:
     from ...policy.loading import Policy
 
-METHOD = "bitsandbytes"  # The only supported quantisation method.
+METHOD = "bitsandbytes"
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    settings: Mapping[str, Any]  # Quantisation settings as in a checkpoint's config.json.
-    in_checkpoint: bool  # Whether the checkpoint's files are quantised. If not, loading has quantised the weights.
+    settings: Mapping[str, Any]  # As in a checkpoint's config.json.
+    in_checkpoint: bool  # Whether the checkpoint's files are quantised. False: loading has quantised the weights.
 
     def write(self, folder: str | Path, dtype: torch.dtype) -> None:
-        """Write the base's quantisation settings and the policy's dtype into the folder of a saved adapter."""
         said = {"quantization_config": dict(self.settings), "dtype": str(dtype).removeprefix("torch.")}
         Path(folder, BASE_QUANTIZATION).write_text(json.dumps(said, indent=2) + "\n")
 
 
 def beside(folder: str | Path) -> tuple[dict[str, Any], torch.dtype] | None:
-    """Read the settings and dtype that `Quantization.write` recorded in a saved adapter's folder. None: no record."""
+    """Read the settings and dtype that `Quantization.write` recorded in a saved adapter's folder."""
     file = Path(folder, BASE_QUANTIZATION)
     if not file.is_file():
         return None
@@ -49,9 +47,7 @@ def name_of(settings: Mapping[str, Any]) -> str:
 
 
 def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
-    """Return the quantisation settings that a run requests, as in a checkpoint's config.json. None: none are requested.
-    The settings come from ``model_init_kwargs``, or else from the record in the adapter's folder ``name``. 4-bit
-    settings in ``model_init_kwargs`` without a compute dtype get the policy's dtype, unless that is `auto`."""
+    """Return the quantisation settings that the run, or else the adapter's folder ``name``, requests."""
     given: dict[str, Any] = dict(config.model_init_kwargs or {})  # type: ignore[arg-type]
     found: Any = given.get("quantization_config")
     flags = {name: True for name in ("load_in_4bit", "load_in_8bit") if given.get(name)}
@@ -76,7 +72,6 @@ def asked_for(config: GRPOConfig, name: str) -> dict[str, Any] | None:
 
 
 def take_quantization(arguments: Any, config: GRPOConfig) -> None:
-    """Copy the trainer's argument ``quantization_config``, if it isn't None, into ``model_init_kwargs``."""
     if (quantization_config := arguments.quantization_config) is None:
         return
     if not isinstance(arguments.model, str | os.PathLike):
@@ -95,13 +90,11 @@ def _as_settings(found: Any) -> dict[str, Any]:
 
 
 def saved_in(model_config: Any) -> dict[str, Any] | None:
-    """Return the quantisation settings in a checkpoint's configuration. None: the checkpoint isn't quantised."""
     found = getattr(model_config, "quantization_config", None)
     return None if found is None else _as_settings(found)
 
 
 def settings_of(model_config: Any, config: GRPOConfig, name: str) -> dict[str, Any] | None:
-    """Return a checkpoint's quantisation settings, or else the run's requested settings. None: no quantisation."""
     return saved_in(model_config) or asked_for(config, name)
 
 
@@ -128,8 +121,7 @@ def check_method(settings: Mapping[str, Any], where: str) -> None:
 
 
 def load_arguments(settings: Mapping[str, Any] | None, device: torch.device) -> dict[str, Any]:
-    """Return arguments of `from_pretrained` that load a quantised base onto ``device``. Loading quantises the weights
-    by ``settings``. None means that the checkpoint is quantised already."""
+    """Return arguments of `from_pretrained`. Without ``settings`` the checkpoint is quantised already."""
     from transformers import BitsAndBytesConfig
 
     asked = {} if settings is None else {"quantization_config": BitsAndBytesConfig.from_dict(dict(settings))}
@@ -168,7 +160,7 @@ class Quantized(ModelFeature):
                 "weights among an engine's ranks: set sharding: gradients, or load the model without quantisation."
             )
         try:
-            import bitsandbytes.functional  # noqa: F401  # The package's import alone may succeed without its library.
+            import bitsandbytes.functional  # noqa: F401  # The package alone may import without its library.
         except ImportError as error:
             raise ValueError(
                 f"A quantised base needs bitsandbytes, which can't be imported ({error}): pip install bitsandbytes."
@@ -179,7 +171,6 @@ class Quantized(ModelFeature):
         return load_arguments(None if packed else asked, config.device) if packed or asked is not None else {}
 
     def on_load(self, model: Any, path: str, config: GRPOConfig) -> None:
-        """Set a quantised model's attribute ``quantization``, and make its products those of dequantised weights."""
         if not packed_weights(model):
             return
         settle(model)

@@ -1,7 +1,4 @@
-"""Quantised linear layers of bitsandbytes with 4 and 8 bits.
-
-The policy's and the engine's products equal products with the dequantised weights (`PackedWeight.values`).
-"""
+"""Quantised linear layers of bitsandbytes. Products of policy and engine equal those of dequantised weights."""
 
 from __future__ import annotations
 
@@ -17,20 +14,20 @@ import torch
 from ...policy.lora import packed_weights
 from ...runtime.cpu_products import linear
 
-PACKED = ("Params4bit", "Int8Params")  # Names of bitsandbytes' classes of quantised parameters.
+PACKED = ("Params4bit", "Int8Params")
 BLOCK = 64  # Number of 4-bit values that share a scale.
 NESTED_BLOCK = 256  # With double quantisation: number of quantised scales that share a scale.
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """Quantised weight of a linear layer, as stored: W of y = x W^T + b, (out, in)."""
+    """Quantised weight (out, in) of a linear layer, as stored."""
 
-    layer: Any  # A Linear4bit or Linear8bitLt of bitsandbytes.
+    layer: Any  # bitsandbytes' Linear4bit or Linear8bitLt.
 
     @property
     def state(self) -> Any:
-        """Quantisation state of a 4-bit weight in bitsandbytes. None for an 8-bit weight."""
+        """bitsandbytes' state of a 4-bit weight. None for an 8-bit weight."""
         return getattr(self.layer.weight, "quant_state", None)
 
     @property
@@ -45,20 +42,18 @@ class PackedWeight:
         return int(self.layer.weight.nbytes + sum(scale.nbytes for scale in scales))
 
     def values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Dequantise the weight into a new tensor (out, in) of ``dtype``. None means the dtype of a 4-bit layer's
-        products, and float32 for an 8-bit layer."""
+        """Dequantise the weight into a new tensor (out, in), by default of the products' dtype (8 bits: float32)."""
         weight, state = self.layer.weight, self.state
         if state is None:
-            values: torch.Tensor = weight.detach() * self._row_scales[:, None]
-            return values.to(dtype or torch.float32)
+            return (weight.detach() * self._row_scales[:, None]).to(dtype or torch.float32)
         import bitsandbytes
 
-        if self._has_broken_rows:  # As one row, the matrix is dequantised with the right scales.
+        if self._has_broken_rows:  # As one row, the matrix gets the right scales.
             state = copy.copy(state)
             state.shape = torch.Size([1, math.prod(self.shape)])
-        found: torch.Tensor = bitsandbytes.functional.dequantize_4bit(weight.data, state).reshape(self.shape)
-        products = self.layer.compute_dtype or found.dtype
-        return found.to(products).to(dtype or products)
+        values = bitsandbytes.functional.dequantize_4bit(weight.data, state).reshape(self.shape)
+        products = self.layer.compute_dtype or values.dtype
+        return values.to(products).to(dtype or products)
 
     @property
     def _has_broken_rows(self) -> bool:
@@ -70,19 +65,18 @@ class PackedWeight:
     def _row_scales(self) -> torch.Tensor:
         """An 8-bit weight's scale per row, (out,) float32. A layer's first forward moves scales to its state."""
         layer = self.layer
-        largest: torch.Tensor = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
+        largest = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
         return largest.detach().float() / 127
 
     @property
     def needs_exact_products(self) -> bool:
-        """Whether bitsandbytes' product differs by more than rounding from a product with the dequantised weight."""
         return self.state is None or self._has_broken_rows
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute x W^T, (..., out), with the numbers of the policy's layer but without its bias."""
+        """Compute x W^T, (..., out), without bias."""
         given = x.to(getattr(self.layer, "compute_dtype", None) or x.dtype)
         if self.needs_exact_products:
-            y: torch.Tensor = _Product.apply(given, self)
+            y = _Product.apply(given, self)
         else:
             import bitsandbytes
 
@@ -91,14 +85,13 @@ class PackedWeight:
 
 
 def packed_weight(module: Any) -> PackedWeight | None:
-    """Return a layer's quantised weight. None for all other modules, including peft's wrapper of a quantised layer."""
+    """Return a layer's quantised weight. peft's wrapper of a quantised layer has none."""
     return PackedWeight(module) if type(module._parameters.get("weight")).__name__ in PACKED else None
 
 
 def settle(model: Any) -> None:
-    """Make a quantised model's products equal products with its dequantised weights. bitsandbytes' products differ in
-    three cases: on some CPUs it repacks 4-bit weights for evaluation, in 8-bit layers it rounds the inputs, too, and
-    `_has_broken_rows` is the third case. Raise a ValueError if the head is quantised."""
+    """Make products equal products with dequantised weights. bitsandbytes repacks 4-bit weights on some CPUs, rounds
+    the inputs of 8-bit layers, and has the error of `_has_broken_rows`."""
     if packed_weight(model.get_output_embeddings()) is not None:
         raise ValueError(
             "The language-model head is quantised, but logits are computed from its weight: name the head in "
@@ -116,7 +109,7 @@ def _exact_product(packed: PackedWeight, x: torch.Tensor) -> torch.Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """Product x W^T with a gradient for x. Forward and backward each dequantise W, so autograd saves no such tensor."""
+    """Product x W^T with a gradient for x. Autograd saves no dequantised W."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
@@ -133,9 +126,7 @@ def is_4bit(settings: Mapping[str, Any]) -> bool:
 
 
 def packed_bytes(shape: tuple[int, ...] | torch.Size, settings: Mapping[str, Any]) -> int:
-    """Return the bytes of a weight (out, in) after quantisation, including its scales. With 4 bits a block of 64 values
-    has a float32 scale. With double quantisation a scale has one byte, and 256 scales share a float32. With 8 bits a
-    row has a float32 scale."""
+    """Return the bytes of a weight (out, in) after quantisation, including its scales."""
     numel = math.prod(shape)
     if not is_4bit(settings):
         return numel + 4 * shape[0]
@@ -145,16 +136,14 @@ def packed_bytes(shape: tuple[int, ...] | torch.Size, settings: Mapping[str, Any
 
 
 def to_pack(model: Any, settings: Mapping[str, Any]) -> dict[torch.Tensor, int]:
-    """Return the weights of a model on the meta device that transformers would quantise, each with its packed bytes.
-    transformers quantises all linear layers except those that must stay float32, and those that ``settings`` skip. If
-    ``settings`` have no `llm_int8_skip_modules`, the head is skipped."""
+    """Return the weights of a model on the meta device that transformers would quantise, and their packed bytes."""
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     kept = HfQuantizer.get_modules_to_not_convert(
         model, settings.get("llm_int8_skip_modules"), getattr(model, "_keep_in_fp32_modules", None)
     )
-    # By default transformers skips the last module. With a tied head a model on the meta device ends with another one.
+    # By default transformers skips the last module, which is another one on the meta device if the head is tied.
     last, really_last = ([*model.named_parameters(remove_duplicate=of)][-1][0] for of in (True, False))
     if last != really_last:
         kept = [name for name in kept if name != last.rpartition(".")[0]]

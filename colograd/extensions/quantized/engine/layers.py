@@ -1,7 +1,5 @@
 """vLLM layers that multiply with the policy's packed (quantised) weights, so that engine and policy share one copy.
-
-For torch.compile and CUDA graphs the product is one custom operator that reads memory at a fixed address.
-"""
+CUDA graphs and compiled code call one custom operator."""
 
 from __future__ import annotations
 
@@ -20,18 +18,17 @@ from ....engine.tensors import VLLMTensors
 from ....policy.lora import PackedWeight, base_name, packed_weights
 from ....weights.mapping import TOWER
 
-# The policy's packed weights for each layer of vLLM's model, by layer name. A fused layer (q, k and v) has several.
-Parts = Mapping[str, Sequence[PackedWeight]]
+Parts = Mapping[str, Sequence[PackedWeight]]  # By layer name in vLLM. A fused layer (q, k and v) has several.
 
 _parts: dict[int, Sequence[PackedWeight]] = {}  # Packed weights by layer number, for all engines of the process.
-_used: set[int] = set()  # Numbers of layers that have computed a product.
+_used: set[int] = set()  # Numbers of layers that have computed.
 
 
 @torch.library.custom_op(
     "colograd::packed_linear", mutates_args=(), schema="(Tensor x, int layer, int width) -> Tensor"
 )
 def packed_linear(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
-    """Multiply x (..., in) with all packed weights of a layer, and concatenate the products to (..., width)."""
+    """Multiply x (..., in) with all packed weights of a layer, (..., width)."""
     _used.add(layer)
     products = [part.product(x) for part in _parts[layer]]
     return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
@@ -43,15 +40,14 @@ def _(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
 
 
 class ServedLayers(EngineFeature):
-    """Engine feature: the layers of one engine that read the policy's packed weights. ``parts_of`` returns the weights
-    of each layer. Its argument has the tensor names and fused layers of vLLM's model class."""
+    """Layers of one engine that read the policy's packed weights."""
 
     blank = True
 
     def __init__(self, parts_of: Callable[[VLLMTensors], Parts]) -> None:
         self._parts_of = parts_of
         self.numbers: dict[int, Sequence[PackedWeight]] = {}  # Packed weights by layer number.
-        self.reserved: dict[str, int] = {}  # Layer numbers by layer name. vLLM's model may lack some of the layers.
+        self.reserved: dict[str, int] = {}  # Layer numbers by layer name.
 
     def built(self, engine: Any) -> None:
         engine.served = self
@@ -61,7 +57,7 @@ class ServedLayers(EngineFeature):
         return [part for parts in self.numbers.values() for part in parts]
 
     def unused(self, but: Collection[PackedWeight] = ()) -> int:
-        """Count layers that have computed nothing since the engine was built, except layers of weights in ``but``."""
+        """Count layers that have computed nothing so far, except layers of weights in ``but``."""
         return sum(1 for number, parts in self.numbers.items() if number not in _used and not {*parts} & {*but})
 
     def reserve(self, names: Iterable[str]) -> None:
@@ -70,7 +66,7 @@ class ServedLayers(EngineFeature):
 
     @property
     def digest(self) -> str:
-        """Digest of the layers' names and numbers, because compiled code depends on names and numbers."""
+        """Compiled code depends on the layers' names and numbers."""
         return hashlib.sha256(repr(self.reserved).encode()).hexdigest()
 
     def add(self, name: str, parts: Sequence[PackedWeight]) -> int:
@@ -94,8 +90,6 @@ class ServedLayers(EngineFeature):
         found: list[Parts] = []
 
         class ReadsPolicy(LinearMethodBase):
-            """Linear method of vLLM for a layer that multiplies with the policy's packed weights."""
-
             def __init__(self, number: int, width: int) -> None:
                 self.number, self.width = number, width
 
@@ -109,11 +103,11 @@ class ServedLayers(EngineFeature):
 
         def create(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
             config, name = get_current_vllm_config(), getattr(layer, "prefix", "")
-            if not found:  # Done for the first layer only, because later the configuration may be a submodel's.
+            if not found:  # Later the configuration may be a submodel's.
                 architecture, _ = get_model_architecture(config.model_config)
                 found.append(served._parts_of(VLLMTensors(architecture)))
                 served.reserve(found[0])
-            # Compiled code contains layer numbers. So the numbers must be a part of the key of vLLM's compile cache.
+            # Layer numbers must be a part of the key of vLLM's compile cache.
             config.additional_config = {**config.additional_config, "colograd_packed_layers": served.digest}
             if (parts := found[0].get(name)) is None:
                 theirs(self, layer, *args, **kwargs)
@@ -130,7 +124,6 @@ class ServedLayers(EngineFeature):
 
 
 def served_layers(config: GRPOConfig, use: EngineUse) -> ServedLayers | None:
-    """Return `ServedLayers` if the policy's base is quantised and `weights: shared` is set, else None."""
     policy = use.policy
     if policy is None or policy.quantization is None or config.weights != "shared":
         return None
@@ -138,8 +131,7 @@ def served_layers(config: GRPOConfig, use: EngineUse) -> ServedLayers | None:
 
 
 def packed_parts(policy: torch.nn.Module, engine: VLLMTensors) -> dict[str, list[PackedWeight]]:
-    """Return the policy's packed weights for each of vLLM's linear layers, by the layer's name. A fused layer has its
-    weights in vLLM's order. A layer with a weight that isn't packed is left out."""
+    """Return the policy's packed weights for each of vLLM's layers. A fused layer has its weights in vLLM's order."""
     weights = {base_name(name): weight for name, weight in packed_weights(policy).items()}
     packed = {engine.renamed(str(name)).removesuffix(".weight"): weight for name, weight in weights.items()}
     packed |= {name.replace(*TOWER, 1): weight for name, weight in packed.items() if name.startswith(TOWER[0])}
