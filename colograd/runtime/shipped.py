@@ -9,10 +9,9 @@ FOLDER, SUFFIX = "recipes", ".yaml"
 
 
 def shipped_folder() -> Path:
-    """Return the folder of shipped files: inside an installed package, or next to the package in a git clone."""
     package = Path(__file__).resolve().parents[1]
     inside = package / FOLDER
-    return inside if inside.is_dir() else package.parent / FOLDER
+    return inside if inside.is_dir() else package.parent / FOLDER  # installed, or in a git clone
 
 
 def file_or_shipped(path: Path) -> Path:
@@ -26,8 +25,7 @@ def file_or_shipped(path: Path) -> Path:
 
 
 def is_shipped(path: Path) -> bool:
-    """Return whether a path is in an installed package's folder of shipped files. False in a git clone."""
-    inside = Path(__file__).resolve().parents[1] / FOLDER
+    inside = Path(__file__).resolve().parents[1] / FOLDER  # doesn't exist in a git clone
     return path.resolve().is_relative_to(inside)
 
 

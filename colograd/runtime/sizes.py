@@ -1,11 +1,11 @@
-"""Sizes from a transformers model configuration (the maximum over layers if layers differ), and sizes of thumbnails."""
+"""Sizes from a transformers model configuration, and sizes of thumbnails."""
 
 from __future__ import annotations
 
 from typing import Any
 
 THUMBNAILS = 4  # Maximum number of recorded thumbnails (small images) per prompt.
-THUMBNAIL_BYTES = 4096  # Maximum bytes per recorded thumbnail.
+THUMBNAIL_BYTES = 4096
 
 
 def size_of(model_config: Any, *names: str) -> int:

@@ -1,10 +1,7 @@
-"""Weight syncs by shared memory or by copies on the same rank. `WeightSync` is the interface of all syncs.
+"""`WeightSync`, the interface of weight syncs, and those by shared memory or copies on the same rank.
 
-`shared`: parameters are views of the engine's tensors. Parameters that can't be views are copied.
-
-`copied`: the engine has a copy of the weights, and each sync copies and casts the weights that training changes. If
-a LoRA adapter is merged, the copy is W + scaling * B A, computed in float32 layer by layer, and rounded once. Merging
-into the policy's own weights would accumulate rounding errors.
+`MergedWeights` computes W + scaling * B A in float32 layer by layer, and rounds it once. Merging into the policy's own
+weights would accumulate rounding errors.
 """
 
 from __future__ import annotations
@@ -77,7 +74,6 @@ class PlannedSync(WeightSync):
         """Write the policy's weights into the engine's tensors. Return the number of bytes written."""
 
     def _addresses(self) -> dict[str, int]:
-        """Return the memory addresses of the policy's and the engine's parameters, which must not change."""
         sides = (("policy", dict(self._policy.named_parameters())), ("engine", self.engine.tensors.parameters()))
         return {f"{side} {name}": p.data_ptr() for side, tensors in sides for name, p in tensors.items()}
 
@@ -88,7 +84,7 @@ def copy(slices: Sequence[Slice]) -> int:
     if plain := [part for part in slices if not part.is_computed]:
         torch._foreach_copy_([part.destination for part in plain], [part.held for part in plain])
     for part in slices:
-        if part.is_computed:  # values are computed (e.g. dequantised) one by one, to save memory
+        if part.is_computed:  # one by one, to save memory
             part.destination.copy_(part.held)
     return nbytes(slices)
 
@@ -103,7 +99,7 @@ class CopiedWeights(PlannedSync):
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
         super().__init__(policy, engine)
         self.slices, self.why = list(slices), why
-        self.due = self.slices  # Slices that the next `publish` copies.
+        self.due = self.slices  # Slices that the next `publish` copies. Frozen weights are copied once.
         self._later = [part for part in slices if changes(part)]
 
     def describe(self) -> str:
@@ -111,7 +107,6 @@ class CopiedWeights(PlannedSync):
         return f"weights: copied, {len(self.slices)} parameters, {size} ({self.why})"
 
     def write(self) -> int:
-        """Copy the weights into the engine, and return the bytes. Frozen weights are copied in the first call only."""
         due, self.due = self.due, self._later
         return copy(due)
 
@@ -120,9 +115,7 @@ class CopiedWeights(PlannedSync):
 
 
 def changes(part: Slice) -> bool:
-    """Return whether the policy's values of ``part`` may change during training. Buffers may change without the
-    optimizer."""
-    is_parameter = isinstance(part.source, torch.nn.Parameter)
+    is_parameter = isinstance(part.source, torch.nn.Parameter)  # buffers may change without the optimizer
     return part.adapted is not None or part.source.requires_grad or not is_parameter
 
 
@@ -137,7 +130,6 @@ class MergedWeights(CopiedWeights):
             source = copies.get(name, part.source)
             parts.append(dataclasses.replace(part, name=name, source=source, adapted=adapted.get(name)))
         super().__init__(policy, engine, parts, why)
-        # Slices of weights that change in training, so that every weight sync copies them.
         self.moving = [part for part, new in zip(slices, parts, strict=True) if changes(new)]
 
     def describe(self) -> str:
@@ -170,7 +162,6 @@ def obstacle(part: Slice) -> str:
 
 @torch.no_grad()
 def bind(slices: Sequence[Slice]) -> None:
-    """Copy parameters into their engine tensors one by one, and make each parameter a view of its engine tensor."""
     for part in slices:
         part.destination.copy_(part.source)
         part.source.data = part.destination
