@@ -107,15 +107,10 @@ def runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
 
 
 def graph_sizes(width: int, trained: int, most: int = 0, multiple: int = 1) -> list[int]:
-    """Return the batch sizes in tokens to capture CUDA graphs for.
+    """Return the batch sizes in tokens to capture CUDA graphs for. Each costs memory and time at start.
 
-    Each size costs memory and time at start. Sizes that only evaluations reach are far apart.
-
-    Args:
-        width: maximum number of sequences in a step. Without drafts each sequence has one token in a step.
-        trained: maximum number of sequences in a step of training.
-        most: maximum number of tokens in a step with drafts (speculative decoding); 0 without drafts.
-        multiple: tokens per sequence and step with drafts. vLLM drops sizes that aren't multiples of this number.
+    A step has at most ``width`` sequences, a step of training at most ``trained``. With drafts (speculative decoding) a
+    step has at most ``most`` tokens, ``multiple`` per sequence, and vLLM drops sizes that aren't multiples.
     """
     fine, largest = min(trained, width) * multiple, max(width, most)
     near = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, MOST_SEQUENCES + 1, 32)}

@@ -323,7 +323,7 @@ def one_draw_per_token(
     logprobs = apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
     draws = torch.stack([torch.rand(1, generator=generators[row]) for row in range(len(generators))])
     distribution = logprobs.exp().cumsum(-1)
-    # `right=True` gives the first entry with a cumulative probability above the draw, so its probability isn't 0.
+    # The first entry with a cumulative probability above the draw can't have the probability 0.
     tokens = torch.searchsorted(distribution, draws * distribution[:, -1:], right=True)
     return tokens.clamp_(max=logits.shape[1] - 1).view(-1), logprobs
 

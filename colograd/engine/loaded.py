@@ -244,7 +244,6 @@ def leading(core: Any, group: Lockstep) -> Iterator[None]:
 
 
 def follow(core: Any, group: Lockstep) -> None:
-    """Repeat the first rank's calls of vLLM on another rank, until the first rank leaves its `leading` context."""
     goes_on = True
     while goes_on:
         calls, goes_on = group.listen()

@@ -77,7 +77,6 @@ def local_world_size() -> int:
 
 
 def cpu_threads() -> int:
-    """Return the number of threads per rank: this process's cores divided by the ranks of the machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // local_world_size())
 
@@ -231,13 +230,12 @@ def quiet_logs(verbose: bool) -> None:
 
 
 def gpu_nodes() -> list[str]:
-    """List the device files (`/dev/nvidia0`, ...) of this machine's or container's GPUs, usable by torch or not."""
     return sorted(glob.glob(GPU_NODES))
 
 
 def why_gpu_unused(torch_version: str, cuda_version: str | None) -> str:
-    """Explain why torch finds no GPU although the machine has one, and name the remedy. ``cuda_version`` is None if
-    torch is built without CUDA."""
+    """Explain why torch finds no GPU although the machine has one. ``cuda_version`` is None for a torch without
+    CUDA."""
     if not (names := gpu_nodes()):
         return ""
     driver = None

@@ -30,6 +30,5 @@ def is_shipped(path: Path) -> bool:
 
 
 def near_names(path: Path) -> str:
-    """Format the names of shipped recipes that are similar to ``path``, or of all recipes if none is."""
     names = sorted(path.stem for path in shipped_folder().glob(f"*{SUFFIX}"))
     return ", ".join(difflib.get_close_matches(path.stem, names) or names)

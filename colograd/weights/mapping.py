@@ -76,7 +76,7 @@ class Slice:
 
 
 class UnmappedParameter(ValueError):
-    """The error that a policy parameter or engine tensor has no counterpart, or a counterpart in another layout."""
+    """The error of a policy parameter or engine tensor that has no counterpart, or a counterpart in another layout."""
 
 
 Part = tuple[torch.Tensor, tuple[slice, ...]]  # `Slice.destination` and `Slice.cut`
@@ -88,16 +88,9 @@ def map_parameters(
     policy: torch.nn.Module, engine: VLLMTensors, place: int = 0, ranks: int = 1,
     served: Collection[PackedWeight] = (),
 ) -> list[Slice]:  # fmt: skip
-    """Pair the parameters of the policy (of a LoRA policy's base) with their slices of the engine's tensors.
-
-    Args:
-        place: index of this rank among the ranks of its engine.
-        ranks: number of ranks of the engine.
-        served: packed weights that the engine reads in the policy's memory. They get no slices.
-
-    Raises:
-        UnmappedParameter: a parameter or an engine tensor has no counterpart, or has another layout.
-    """
+    """Pair the parameters of the policy (of a LoRA policy's base) with their slices of the engine's tensors. ``place``
+    is this rank's index among the ``ranks`` of its engine. ``served`` weights get no slices, because the engine reads
+    the policy's memory."""
     targets: dict[str, torch.Tensor] = dict(engine.parameters())
     packed, read = packed_weights(policy), read_parameters(unwrap(policy))
     policy_names = {base: name for name, _ in policy.named_parameters() if (base := base_name(name)) is not None}
@@ -324,14 +317,13 @@ def _rows(start: int, stop: int, source: torch.Tensor) -> tuple[slice, ...]:
 
 
 def _uncovered(slices: list[Slice], targets: dict[str, torch.Tensor]) -> Iterator[str]:
-    """Yield the names of engine tensors that the slices don't fill. Padded rows of a vocabulary may stay empty."""
     filled: dict[int, int] = defaultdict(int)
     for part in slices:
         filled[part.destination.untyped_storage().data_ptr()] += part.destination.numel()
     for name, target in targets.items():
         if not target.numel():  # the engine's layer reads the policy's packed weight
             continue
-        vocabulary = "embed" in name or "lm_head" in name or "wte" in name
+        vocabulary = "embed" in name or "lm_head" in name or "wte" in name  # may be padded
         storage = target.untyped_storage().data_ptr()
         if storage not in filled or (filled[storage] < target.numel() and not vocabulary):
             yield name

@@ -102,14 +102,11 @@ def check_read(
     slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice] = (),
     tower_prompt: ModelInput | None = None,
 ) -> list[Slice]:  # fmt: skip
-    """Check that the engine's output depends on each slice whose parameter affects the policy's output. A collective.
+    """Return the slices without effect on the engine's output, and those of a tower without ``tower_prompt``. A
+    collective.
 
-    Args:
-        every: the slices of all parameters of the policy; default: ``slices``.
-        tower_prompt: a prompt with images, to check the vision tower. None means that the tower isn't checked.
-
-    Returns:
-        The slices without effect on the engine's output, and the slices of a tower that isn't checked.
+    ``every`` has all slices of the policy (default: ``slices``). If the policy's output depends on a parameter that the
+    engine doesn't read, a RuntimeError is raised.
     """
     # A prompt doesn't read the second copies for decoding (`mapping.ABSORBED`).
     slices = [part for part in slices if not part.again]
@@ -268,7 +265,7 @@ def changed(tensor: torch.Tensor) -> Iterator[None]:
 
 
 EMBEDDING, HEAD, LAST_NORM = "embed_tokens", "lm_head", "norm"  # Names of modules in models like Llama.
-READERS = {  # Keys are projections that read the residual stream. Values are the norm before each projection.
+READERS = {  # projections that read the residual stream: the norm before each
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "input_layernorm"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "post_attention_layernorm"),
 }
@@ -285,12 +282,7 @@ def cancelling(shapes: Mapping[str, Sequence[int]], norms: bool) -> Signs:
     Some channels of the residual stream change their sign, in the embedding and in all projections that write or read
     the stream. Some channels of each norm change their sign, together with the columns of the projections that read the
     norm. Queries, keys and values are negated: the signs cancel in the scores, and in the output projection. A change
-    of sign is exact in every dtype. In other architectures the output changes, and `unread` tests their parameters one
-    by one.
-
-    Args:
-        shapes: shapes of the policy's parameters, by name in a model without adapters. A tied parameter has one entry.
-        norms: whether norms get factors. Must be False for norms that multiply by 1 + weight.
+    of sign is exact in every dtype. Norms that multiply by 1 + weight must get no factors (``norms``).
     """
     kinds = {name: name.split(".")[-2] if "." in name else name for name in shapes}
     embedding = next((name for name, kind in kinds.items() if kind == EMBEDDING), None)

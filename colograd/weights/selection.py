@@ -108,17 +108,15 @@ def weight_sync(
     wanted: str, policy: torch.nn.Module, engine: Engine, *, untouched: bool, device: torch.device,
     adapter: Adapter | None = None, cut: str = "", tower_prompt: ModelInput | None = None,
 ) -> WeightSync:  # fmt: skip
-    """Move the policy to ``device``, or into the engine's memory, as ``wanted`` allows. Return its `WeightSync`.
-
-    The device never holds two copies of shared weights.
+    """Move the policy to ``device``, or into the engine's memory, and return its `WeightSync`. The device never holds
+    two copies of shared weights.
 
     Args:
         wanted: the setting `weights`. For a LoRA policy, ``shared`` means that the base is shared.
         untouched: whether the policy has exactly the values of the checkpoint that the engine loaded.
-        adapter: the LoRA adapter that the policy trains; None if the policy's own weights are trained.
-        cut: ``rows`` means that each rank will keep only some rows of the weights. ``parts`` means that this function
-            cuts the policy, so that each rank has its engine rank's part of every parameter. "" means a whole policy.
-        tower_prompt: a prompt with images, to test the vision tower. None means that the tower isn't tested.
+        cut: ``rows``: each rank will keep only some rows of the weights. ``parts``: this function cuts the policy, so
+            that each rank has its engine rank's part of every parameter. "": a whole policy.
+        tower_prompt: a prompt with images, to test the vision tower.
     """
     rows = policy.get_input_embeddings().weight.shape[0]
     if rows != engine.vocab_size:

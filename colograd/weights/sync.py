@@ -44,7 +44,7 @@ class WeightSync(Protocol):
 
 
 class Unserved(ValueError):
-    """The error that vLLM can't serve the policy's LoRA adapter, e.g. because a layer has no LoRA slot."""
+    """The error of a LoRA adapter that vLLM can't serve, e.g. because a layer has no LoRA slot."""
 
 
 class PlannedSync(WeightSync):
@@ -94,7 +94,7 @@ def nbytes(slices: Sequence[Slice]) -> int:
 
 
 class CopiedWeights(PlannedSync):
-    """The weight sync that copies the policy into the engine. ``why`` is the reason why memory isn't shared."""
+    """Weight sync that copies the policy into the engine. ``why`` is the reason why memory isn't shared."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
         super().__init__(policy, engine)
@@ -120,7 +120,7 @@ def changes(part: Slice) -> bool:
 
 
 class MergedWeights(CopiedWeights):
-    """The weight sync that merges a PeftModel's adapter into the engine's copy. ``why`` is the reason for merging."""
+    """Weight sync that merges a PeftModel's adapter into the engine's copy. ``why`` is the reason for merging."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
         adapted = {layer.parameter: layer for layer in adapted_layers(policy)}
@@ -168,12 +168,8 @@ def bind(slices: Sequence[Slice]) -> None:
 
 
 class SharedWeights(CopiedWeights):
-    """The weight sync of a policy whose parameters share the engine's memory, except ``copied`` parameters.
-
-    Args:
-        shared: parameters that `bind` has made views of the engine's tensors.
-        copied: parameters that can't be views of the engine's tensors, each with the reason.
-    """
+    """Weight sync with parameters that are views of the engine's tensors (``shared``), and others that are ``copied``,
+    each for a reason."""
 
     def __init__(
         self, policy: torch.nn.Module, engine: Engine, shared: Sequence[Slice], copied: Sequence[tuple[Slice, str]] = ()

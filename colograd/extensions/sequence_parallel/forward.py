@@ -42,10 +42,8 @@ Send = Callable[[torch.Tensor], torch.Tensor]
 class RowPart:
     """Division of a packed row's tokens and labels (target tokens) among ranks, from this rank's point of view.
 
-    Label i belongs to the rank of the token at ``logit_positions[i]``, because that token predicts the label.
-
-    Example: a prompt of 2 tokens with completions of 2 and 3 tokens (separated by ``|``), on 2 ranks. The first rank
-    has the row's tokens 0 to 3, and the second rank has tokens 4 to 6:
+    A label belongs to the rank of the token that predicts it. Example: a prompt of 2 tokens with completions of 2 and 3
+    tokens (separated by ``|``), on 2 ranks:
 
         tokens           (4, 3)
         logit_positions  1 2 | 1 4 5

@@ -26,7 +26,7 @@ from ...runtime import cpu_products
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """One rank's part of a vocabulary of ``size`` entries: ``start`` to ``stop`` (exclusive). It is `Head.part`."""
+    """One rank's part of a vocabulary of ``size`` entries: ``start`` to ``stop`` (exclusive)."""
 
     start: int
     stop: int
@@ -93,7 +93,7 @@ class _Head(nn.Linear):
 
 
 def _become(module: Any, kind: Any, **attributes: Any) -> None:
-    """Add the base class ``kind`` in front of a module's class, and set attributes of the module."""
+    """Put the base class ``kind`` in front of a module's class, and set attributes of the module."""
     own: Any = type(module)
     cpu_products.give_back(module)
     module.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
@@ -103,7 +103,7 @@ def _become(module: Any, kind: Any, **attributes: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class TensorParts:
-    """The part of a tensor-parallel policy that each rank has: attribute ``tensor_parts`` of the policy's model."""
+    """The policy's attribute ``tensor_parts``: which part of each parameter each rank has."""
 
     layout: RankLayout
     engine: RankGroup  # Ranks of one engine, which together have the whole policy.
@@ -126,8 +126,8 @@ class TensorParts:
 
 
 def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> TensorParts:
-    """Change the layers of a model with only this rank's ``shards`` of parameters, so that it computes like the whole
-    model. A collective."""
+    """Change a model that has only this rank's ``shards`` of parameters to compute like the whole model. A
+    collective."""
     engine = group_of(layout, lambda rank: rank.engine_group, meets=True)
     data = group_of(layout, lambda rank: rank.shard_group)
     parts = TensorParts(layout, engine, data, engine.gather(dict(shards)))
