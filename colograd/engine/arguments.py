@@ -60,8 +60,7 @@ def engine_kwargs(
     if config.cast_lm_head_to_fp32 and computes_float32_heads():
         kwargs["hf_overrides"] = {"head_dtype": "float32"} | _given_overrides(given.pop("hf_overrides", None))
     if config.world_size > 1:
-        time_limits = accepted("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
-        kwargs |= dict.fromkeys(time_limits, config.ddp_timeout)
+        kwargs["distributed_timeout_seconds"] = kwargs["cpu_distributed_timeout_seconds"] = config.ddp_timeout
     if config.vllm_tensor_parallel_size > 1:
         # In some versions of vLLM an asynchronous scheduler depends on whether the rank's own batch is done.
         kwargs["async_scheduling"] = False
@@ -71,13 +70,12 @@ def engine_kwargs(
         kwargs["block_size"] = CPU_BLOCK
         # CPU_MLA is vLLM's plain CPU kernel for multi-head latent attention (MLA). vLLM's AMX kernel repacks weights,
         # so that a weight sync can't write them.
-        if (plain := getattr(AttentionBackendEnum, "CPU_MLA", None)) is not None:
-            kwargs |= dict.fromkeys(accepted("attention_backend"), plain)
+        kwargs["attention_backend"] = getattr(AttentionBackendEnum, "CPU_MLA", None)
     else:
         # With `kv_cache_memory_bytes` vLLM uses the utilization only to check that this share of memory is free.
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None)
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
-        kwargs |= dict.fromkeys(accepted("moe_backend"), KEEPS_EXPERTS)
+        kwargs["moe_backend"] = KEEPS_EXPERTS
         if torch.cuda.device_count() < config.vllm_tensor_parallel_size:
             kwargs["disable_custom_all_reduce"] = True  # vLLM's kernel would query GPUs that this process can't see.
         if use.sequences:  # vLLM's default, up to 1,024, doesn't know the run's batch.
@@ -87,8 +85,7 @@ def engine_kwargs(
             if compiles(config) and not says_graphs:
                 drafts = int((given.get("speculative_config") or {}).get("num_speculative_tokens") or 0)
                 most = min(width * (drafts + 1), MOST_SEQUENCES) if drafts else 0
-                sizes = graph_sizes(width, use.trained or use.sequences, most, drafts + 1)
-                kwargs |= dict.fromkeys(accepted("cudagraph_capture_sizes"), sizes)
+                kwargs["cudagraph_capture_sizes"] = graph_sizes(width, use.trained or use.sequences, most, drafts + 1)
     return {name: value for name, value in kwargs.items() if value is not None} | given
 
 
@@ -179,19 +176,17 @@ def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) ->
     from vllm.config.lora import MaxLoRARanks
 
     rank = min(rank for rank in get_args(MaxLoRARanks) if rank >= adapter.rank)
-    kwargs = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
-    if accepted("lora_target_modules"):  # only layers that the adapter changes get LoRA slots
-        kwargs["lora_target_modules"] = list(adapter.targets)
-    return kwargs
+    slot = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
+    return slot | {"lora_target_modules": list(adapter.targets)}  # only layers that the adapter changes get LoRA slots
 
 
 def blank_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments for an engine whose weights all come from a weight sync, except a draft model's."""
-    from vllm.config import LoadConfig, SpeculativeConfig
+    """Return arguments to add to ``kwargs`` so that vLLM reads no weights of the checkpoint, only a draft model's."""
+    from vllm.config import LoadConfig
 
     overrides = _given_overrides(kwargs.get("hf_overrides"))
     blank = {"load_format": "dummy", "hf_overrides": {**overrides, "quantization_config": None}}
-    if "speculative_config" in kwargs and hasattr(SpeculativeConfig, "draft_load_config"):
+    if "speculative_config" in kwargs:
         blank["speculative_config"] = {"draft_load_config": LoadConfig(), **kwargs["speculative_config"]}
     return blank
 

@@ -203,14 +203,6 @@ def _patch(path: str, ours: Callable[..., Any]) -> tuple[Any, str, Callable[...,
 def weights_stay() -> contextlib.AbstractContextManager[None]:
     """Keep weights out of the memory pool that sleeping unmaps, because the policy's parameters may be views of the
     weights."""
-    from vllm import __version__ as found
-    from vllm.v1.worker.gpu_worker import Worker
-
-    if not hasattr(Worker, "_maybe_get_memory_pool_context"):
-        raise RuntimeError(
-            f"vLLM {found} can't free its KV cache without its weights: set vllm_enable_sleep_mode: false, or "
-            "install vLLM 0.31."
-        )
 
     def pool(theirs: Any, self: Any, tag: str) -> Any:
         return contextlib.nullcontext() if tag == "weights" else theirs(self, tag)
@@ -237,9 +229,8 @@ def live_weights() -> contextlib.AbstractContextManager[None]:
     return patched("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", keep)
 
 
-@functools.cache
+@functools.cache  # the patches stay until the process ends
 def mend_cpu_layers() -> None:
-    """Replace functions that vLLM computes wrongly or slowly on a CPU, until the process ends."""
     layers = "vllm.model_executor.layers"
     for path, ours in (  # Compiling the first two takes seconds, and fails without a C++ compiler.
         ("vllm.v1.sample.sampler:batched_count_greater_than", lambda theirs, x, values: (x >= values).sum(-1)),
@@ -393,8 +384,8 @@ def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
         for kind in [kind for kind in before if kind.__bases__ != before[kind][0]]:
             bases, own = before[kind]
             added = tuple(base for base in kind.__bases__ if base not in bases)
-            changed = {name: value for name, value in vars(kind).items() if value is not own.get(name)}
-            changed = {name: value for name, value in changed.items() if name not in ("__dict__", "__weakref__")}
+            slots = ("__dict__", "__weakref__")
+            changed = {k: value for k, value in vars(kind).items() if value is not own.get(k) and k not in slots}
             for name in changed:
                 if name in own:
                     setattr(kind, name, own[name])

@@ -82,9 +82,7 @@ class LoadedVLLM:
             for feature in self._features:
                 feature.built(self)
         self.dtype = model_config.dtype
-        self.head_dtype = self.dtype
-        if computes_float32_heads():
-            self.head_dtype = getattr(model_config, "head_dtype", self.dtype)
+        self.head_dtype = model_config.head_dtype if computes_float32_heads() else self.dtype
         self.tokens = min(use.tokens or self.vocab_size, self.vocab_size)  # ids from here on have no token
         self.context = int(model_config.max_model_len)
         self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
@@ -151,7 +149,7 @@ class LoadedVLLM:
         inner = self.core.engine_core.engine_core
         # vLLM's worker learns of finished requests only in a further step. With asynchronous scheduling a batch may be
         # in flight, and resetting the prefix cache would destroy the batch's record of routed experts.
-        while inner.scheduler.has_requests() or getattr(inner, "batch_queue", None):
+        while inner.scheduler.has_requests() or inner.batch_queue:
             self.core.step()
         if not self.core.reset_prefix_cache():
             raise RuntimeError(

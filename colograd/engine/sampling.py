@@ -1,4 +1,4 @@
-"""Sampling parameters of a run, the seeds of requests, and the order in which prompts start."""
+"""Sampling parameters of a run, seeds of requests, and the order in which prompts start."""
 
 from __future__ import annotations
 

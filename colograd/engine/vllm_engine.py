@@ -47,9 +47,10 @@ class VLLMEngine(LoadedVLLM):
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
         self.require(version)
+        seeds = [request_seed(seed, prompt.position, purpose) for prompt in prompts]
         waiting = {
-            self.submit(prompt.input, sampling, request_seed(seed, prompt.position, purpose)): prompt
-            for prompt in prompts
+            self._enqueue(prompt.input, self.parameters(prompt.input.ids, sampling, own, sampling.n)): prompt
+            for prompt, own in zip(prompts, seeds, strict=True)
         }
         try:
             while waiting:
@@ -94,26 +95,28 @@ class VLLMEngine(LoadedVLLM):
         self, prompt: ModelInput | Sequence[int], sampling: Sampling, seed: int, *, n: int | None = None,
         spent: int = 0,
     ) -> str:  # fmt: skip
+        prompt = prompt if isinstance(prompt, ModelInput) else ModelInput(tuple(prompt))
+        return self._enqueue(prompt, self.parameters(prompt.ids, sampling, seed, n or sampling.n, spent))
+
+    def parameters(self, ids: Sequence[int], sampling: Sampling, seed: int, n: int, spent: int = 0) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        prompt = prompt if isinstance(prompt, ModelInput) else ModelInput(tuple(prompt))
         options = sampling.options
         ends = [*(options.get("stop_token_ids") or ())]
         if not options.get("ignore_eos"):
             ends += self.end_tokens
-        params = SamplingParams(
-            n=n or sampling.n,
-            max_tokens=min(sampling.max_tokens - spent, self.context - len(prompt.ids)),
+        return SamplingParams(
+            n=n,
+            max_tokens=min(sampling.max_tokens - spent, self.context - len(ids)),
             temperature=sampling.temperature,
             seed=seed,
-            logprobs=0,  # those of sampled tokens only
+            logprobs=0,  # only of sampled tokens
             flat_logprobs=True,  # one list per completion, faster than one object per token
             detokenize=bool(options.get("stop")),  # vLLM decodes text only to find stop strings.
             output_kind=RequestOutputKind.FINAL_ONLY,
             **(options | {"stop_token_ids": ends}),
         )
-        return self._enqueue(prompt, params)
 
     def _enqueue(self, prompt: ModelInput, params: Any) -> str:
         if prompt.media is None and max(prompt.ids, default=0) >= self.vocab_size:  # vLLM's rows end with padding

@@ -24,7 +24,7 @@ FEW_ROWS = 8  # With fewer rows torch's loops are faster than casting the weight
 
 @functools.cache
 def wanted() -> bool:
-    """Return whether torch's library oneDNN says that this CPU lacks instructions for bfloat16 products."""
+    """Return whether this CPU lacks instructions for bfloat16 products, according to torch's library oneDNN."""
     return torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -118,17 +118,17 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors  # type: ignore[attr-defined]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad  # type: ignore[attr-defined]
-        given = gradient.flatten(0, -2).float()
+        rows = gradient.flatten(0, -2).float()
         to_x = to_weight = to_bias = None
         if needs_x:
-            summed = given.new_zeros((len(given), x.shape[-1]))
+            summed = rows.new_zeros((len(rows), x.shape[-1]))
             for part in _parts(weight):
-                summed.addmm_(given[:, part], weight[part].float())
+                summed.addmm_(rows[:, part], weight[part].float())
             to_x = summed.to(x.dtype).view_as(x)
         if needs_weight:
             to_weight, states = torch.empty_like(weight), x.flatten(0, -2).float()
             for part in _parts(weight):
-                to_weight[part] = given[:, part].t() @ states
+                to_weight[part] = rows[:, part].t() @ states
         if needs_bias:
-            to_bias = given.sum(dim=0).to(bias.dtype)
+            to_bias = rows.sum(dim=0).to(bias.dtype)
         return to_x, to_weight, to_bias

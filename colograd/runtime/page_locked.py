@@ -30,8 +30,7 @@ def host_pages(nbytes: int, device: torch.device | None) -> memoryview:
             pages.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(pages)
     if device is not None and device.type == "cuda":
-        if hasattr(mmap, "MADV_DONTFORK"):  # Don't share pages with forks: a write would replace the GPU's page.
-            pages.madvise(mmap.MADV_DONTFORK)
+        pages.madvise(mmap.MADV_DONTFORK)  # With pages shared with a fork, a write would replace the GPU's page.
         address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
         # If registering fails, the memory stays pageable, and copies are slower.
         if _call(device, pages, "cudaHostRegister", address, len(pages), 0):

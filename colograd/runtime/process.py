@@ -83,7 +83,7 @@ def cpu_threads() -> int:
 
 def prepare_threads() -> None:
     """Set OpenMP's variables. Without OMP_NUM_THREADS vLLM's CPU worker sets one thread, and training would use one
-    core. By default OpenMP spins at barriers, which makes a backward several times slower beside a busy process."""
+    core. By default OpenMP spins at barriers, which makes a backward several times slower next to a busy process."""
     launched = (
         "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     )  # launchers set 1 thread

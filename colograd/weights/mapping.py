@@ -251,7 +251,6 @@ def _experts(
 
 
 def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: int, ranks: int) -> list[Part]:
-    """Return the slices of ``parts[index]`` in ``target``; empty if the shapes don't fit."""
     target, source = target.detach(), parts[index]
     if target.dim() != source.dim():
         return []
@@ -344,7 +343,7 @@ def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int
     """Return ``slices`` with `Slice.rows` where vLLM reorders rows, e.g. queries, keys and values that a checkpoint
     interleaves by head (BLOOM, GPT-NeoX). Names and shapes don't show the order, but the values of one checkpoint do. A
     bias gets its weight's order, because a bias of zeros shows no order."""
-    config = getattr(policy.config, "get_text_config", lambda: policy.config)()
+    config = policy.config.get_text_config()
     queries = int(getattr(config, "num_attention_heads", 0) or 1)
     keys = int(getattr(config, "num_key_value_heads", 0) or queries)
     row_orders: dict[str, torch.Tensor] = {}  # by layer name

@@ -102,7 +102,7 @@ def check_read(
     slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice] = (),
     tower_prompt: ModelInput | None = None,
 ) -> list[Slice]:  # fmt: skip
-    """Return the slices without effect on the engine's output, and those of a tower without ``tower_prompt``. A
+    """Return the slices without effect on the engine's output, and a tower's slices without a ``tower_prompt``. A
     collective.
 
     ``every`` has all slices of the policy (default: ``slices``). If the policy's output depends on a parameter that the
@@ -200,7 +200,6 @@ def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Mod
 
 @contextmanager
 def base_alone(policy: torch.nn.Module, trained: Collection[torch.Tensor] = ()) -> Iterator[None]:
-    """Disable the policy's dropout and LoRA adapter, and allow gradients of ``trained`` only."""
     flags = [(parameter, parameter.requires_grad) for parameter in policy.parameters()]
     try:
         with evaluation_mode(policy), policy.disable_adapter() if is_adapted(policy) else nullcontext():

@@ -80,7 +80,6 @@ class PlannedSync(WeightSync):
 
 @torch.no_grad()
 def copy(slices: Sequence[Slice]) -> int:
-    """Copy the policy's values into the engine, cast to the engine's dtype. Return the number of bytes written."""
     if plain := [part for part in slices if not part.is_computed]:
         torch._foreach_copy_([part.destination for part in plain], [part.held for part in plain])
     for part in slices:

@@ -94,7 +94,7 @@ class RowPart:
         )
 
     def gather(self, of_labels: torch.Tensor) -> Any:
-        """Gather values of this rank's labels, (n, ...), to those of all labels of the row, (N, ...)."""
+        """Gather values of labels: from this rank's (n, ...) to all labels of the row in order, (N, ...)."""
         return _Gather.apply(of_labels, self)
 
     def own_weights(self, of_tokens: torch.Tensor) -> torch.Tensor:
@@ -263,7 +263,6 @@ class SharedTokens(SharedRows):
 
 
 def _unreached(loss: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...]:
-    """Return the indices, among the trained parameters, of those that a loss's autograd graph doesn't contain."""
     nodes, visited, variables = [loss.grad_fn], set(), set()
     while nodes:
         if (node := nodes.pop()) is not None and node not in visited:

@@ -21,8 +21,6 @@ Run = Callable[[Any, torch.Tensor], torch.Tensor]  # (layer, inputs of a packed 
 
 
 class _StandIn:
-    """Stand-in for a recurrent layer with some attributes replaced. All other attributes are the layer's."""
-
     def __init__(self, mixer: torch.nn.Module, **own: Any) -> None:
         self.__dict__.update(own, mixer=mixer)
 
@@ -87,7 +85,6 @@ def _mamba(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.T
     shared = torch.arange(heads, device=hidden.device) // (heads // groups)  # Index of each head's group.
 
     def by_head(channels: torch.Tensor, axis: int) -> list[torch.Tensor]:
-        """Split channels into the inputs of each head, and into B and C of each head's group."""
         own, *of_groups = channels.split(convolved, axis)
         each = [x.unflatten(axis, (groups, -1)).index_select(axis, shared) for x in of_groups]
         return [own.unflatten(axis, (heads, -1)), *each]

@@ -93,7 +93,6 @@ class _Head(nn.Linear):
 
 
 def _become(module: Any, kind: Any, **attributes: Any) -> None:
-    """Put the base class ``kind`` in front of a module's class, and set attributes of the module."""
     own: Any = type(module)
     cpu_products.give_back(module)
     module.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})

@@ -65,7 +65,8 @@ def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
 
 
 def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
-    """Return for each parameter a slice with its tensor in this rank's engine, and the part that this tensor holds."""
+    """Return for each parameter a slice with its whole place in this rank's engine, and the part that the place
+    holds."""
     placed = []
     for name, group in itertools.groupby(slices, key=lambda part: part.name):
         same_name = list(group)
@@ -125,7 +126,6 @@ class TensorStrategy(SharedRows):
         return float(self.cut.engine.sum_(torch.tensor(local, dtype=torch.float64, device=self.device)))
 
     def owned(self) -> Sequence[Owned]:
-        """Return the pieces of parameters that this rank updates, with their positions in the whole parameters."""
         pieces = []
         for piece in super().owned():  # type: ignore[safe-super]
             shard = self.cut.shards[piece.name]
