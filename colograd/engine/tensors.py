@@ -98,7 +98,8 @@ def _renamed(model: Any, name: str) -> str:
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return name
-    mapper = dataclasses.replace(mapper, orig_to_new_stacked={})  # fusing by the mapper would lose the part's name
+    if getattr(mapper, "orig_to_new_stacked", None):  # fusing by the mapper would lose the part's name
+        mapper = dataclasses.replace(mapper, orig_to_new_stacked={})
     return next(iter(mapper.apply_list([name])), name)
 
 
@@ -106,7 +107,7 @@ def _stacked(model: Any) -> dict[str, Sequence[str]]:
     """Return the fused layers of a model class that lists them only in `hf_to_vllm_mapper`, e.g. StableLM, GPT-J."""
     fusions: dict[str, list[str]] = {}
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    for part, (fused, _) in (mapper.orig_to_new_stacked if mapper else {}).items():
+    for part, (fused, _) in (getattr(mapper, "orig_to_new_stacked", None) or {}).items():
         part, fused = part.strip("."), fused.strip(".")
         if "." not in part + fused:
             fusions.setdefault(fused, []).append(part)
