@@ -267,7 +267,7 @@ def _rotate(
 def _route(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Route by sigmoid scores among one group of all experts. Without groups vLLM fails an assertion (MiniMax-M2)."""
     if self.scoring_func == "sigmoid" and self.custom_routing_function is None and not self.use_grouped_topk:
-        self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1  # one group holds all experts
+        self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
     return theirs(self, *args, **kwargs)
 
 

@@ -28,7 +28,7 @@ RANK_OF_ONE = "COLOGRAD_RANK_OF_ONE"  # Holds "process id:port" of a process tha
 GPU_NODES, GPU_DRIVER = "/dev/nvidia[0-9]*", Path("/proc/driver/nvidia/version")
 _command_began: float | None = None
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-MOST_COMPILE_THREADS = 32  # as in torch
+MOST_COMPILE_THREADS = 32  # torch's own maximum
 
 
 def command_arguments(argv: Sequence[str] | None) -> list[str]:
@@ -82,11 +82,10 @@ def cpu_threads() -> int:
 
 
 def prepare_threads() -> None:
-    """Set OpenMP's variables. Without OMP_NUM_THREADS vLLM's CPU worker sets one thread, and training would use one
-    core. By default OpenMP spins at barriers, which makes a backward several times slower next to a busy process."""
-    launched = (
-        "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    )  # launchers set 1 thread
+    """Set OpenMP's variables, and replace a launcher's default of one thread. Without OMP_NUM_THREADS vLLM's CPU worker
+    sets one thread, and training would use one core. By default OpenMP spins at barriers, which makes a backward
+    several times slower next to a busy process."""
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if "OMP_NUM_THREADS" not in os.environ or (launched and os.environ["OMP_NUM_THREADS"] == "1"):
         os.environ["OMP_NUM_THREADS"] = str(cpu_threads())
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -175,7 +175,7 @@ class SharedWeights(CopiedWeights):
     ) -> None:
         super().__init__(policy, engine, [part for part, _ in copied], why=copied[0][1] if copied else "")
         self.shared, self.copied = list(shared), list(copied)
-        self.slices = [*self.shared, *self.slices]  # shared and copied parameters
+        self.slices = [*self.shared, *self.slices]
         if unbound := [part.name for part in self.shared if part.source.data_ptr() != part.destination.data_ptr()]:
             raise RuntimeError(
                 f"{len(unbound)} parameters left the engine's memory ({', '.join(unbound[:3])}): set weights: copied."
