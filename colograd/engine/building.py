@@ -288,7 +288,7 @@ def _take_back_draws(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def plain_collectives() -> contextlib.AbstractContextManager[None]:
     """Let the ranks of a CPU engine communicate through gloo. vLLM's shared memory has the same name in all jobs on a
-    machine, and a rank that waits on it doesn't notice that another rank has ended."""
+    machine, and doesn't show a waiting rank that another rank has ended."""
     from vllm.distributed.device_communicators import cpu_communicator
 
     class Gloo:

@@ -42,8 +42,8 @@ def command_arguments(argv: Sequence[str] | None) -> list[str]:
 
 
 def is_verbose(argv: Sequence[str]) -> bool:
-    """Return whether a command's flags or its recipe set ``verbose``. The recipe is read as text, because parsing it
-    would import packages that read log levels at import."""
+    """Return whether a command's flags or its recipe set ``verbose``. Parsing the recipe would import packages that
+    read log levels at import."""
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     recipe = ""
     with contextlib.suppress(ValueError, IndexError, OSError):  # The parser will report a bad command or recipe.
@@ -59,8 +59,8 @@ def command_began() -> float | None:
 
 
 def tell_briefly() -> None:
-    """Make Python print an uncaught error with a true attribute ``says_all`` without its traceback. The error isn't
-    caught, because `FailureDetector.leave` and `ranks.part` look for an uncaught error when the process ends."""
+    """Print an uncaught error with a true attribute ``says_all`` without its traceback. `FailureDetector.leave` and
+    `ranks.part` need an uncaught error when the process ends."""
     usual = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
@@ -146,8 +146,8 @@ def follow_launcher() -> None:
 
 @contextlib.contextmanager
 def rank_variables() -> Iterator[None]:
-    """Set missing rank variables (RANK, WORLD_SIZE, ...) while a trainer is built. Programs that a script, a tool or an
-    agent starts later must not inherit them: their torch.distributed would bind this process's port."""
+    """Set missing rank variables (RANK, WORLD_SIZE, ...) while a trainer is built. In a program that a script, a tool
+    or an agent starts later, torch.distributed would bind this process's port."""
     added = prepare_ranks()
     try:
         yield
@@ -166,7 +166,7 @@ def drop_inherited_ranks() -> None:
 
 def prepare_ranks() -> list[str]:
     """Set missing rank variables for vLLM's external launcher, and return the names of the added ones. Without a
-    launcher the process becomes rank 0 of 1 on a free port, so that two jobs on one machine don't collide."""
+    launcher the process becomes rank 0 of 1 on a free port."""
     drop_inherited_ranks()
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
         raise RuntimeError(

@@ -6,12 +6,11 @@ import difflib
 from pathlib import Path
 
 FOLDER, SUFFIX = "recipes", ".yaml"
+INSTALLED = Path(__file__).resolve().parents[1] / FOLDER  # Doesn't exist in a git clone.
 
 
 def shipped_folder() -> Path:
-    package = Path(__file__).resolve().parents[1]
-    inside = package / FOLDER
-    return inside if inside.is_dir() else package.parent / FOLDER  # installed, or in a git clone
+    return INSTALLED if INSTALLED.is_dir() else INSTALLED.parents[1] / FOLDER
 
 
 def file_or_shipped(path: Path) -> Path:
@@ -25,8 +24,7 @@ def file_or_shipped(path: Path) -> Path:
 
 
 def is_shipped(path: Path) -> bool:
-    inside = Path(__file__).resolve().parents[1] / FOLDER  # doesn't exist in a git clone
-    return path.resolve().is_relative_to(inside)
+    return path.resolve().is_relative_to(INSTALLED)
 
 
 def near_names(path: Path) -> str:

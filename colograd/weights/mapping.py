@@ -102,7 +102,7 @@ def map_parameters(
     for name, buffer in policy.named_buffers():  # some buffers are parameters in vLLM, e.g. a router's correction
         if (base := base_name(name)) in targets and base not in sources:
             sources[base], policy_names[base] = buffer, name
-    slices, missing, other_names, saved = [], [], dict[str, str](), saved_names(unwrap(policy))
+    slices, missing, saved = [], [], saved_names(unwrap(policy))
     for name, source in sources.items():
         policy_name, parts, copies = policy_names[name], list[Part](), list[Part]()
         module = policy.get_submodule(policy_name.rpartition(".")[0])
@@ -125,14 +125,12 @@ def map_parameters(
         slices += [Slice(policy_name, source, *part) for part in parts]
         copies += _absorbed(name, parts, targets)
         slices += [Slice(policy_name, source, *part, again=True) for part in copies]
-    if missing:
-        free = {name: targets[name].detach() for name in _uncovered(slices, targets)}
-        for name in missing:
-            other_names[name] = _match_by_shape(name, sources, missing, free)
-        for name, other in other_names.items():
-            target, source = free[other], sources[name]
-            target = target.view(source.shape) if target.numel() == source.numel() else target[: source.shape[0]]
-            slices.append(Slice(policy_names[name], source, target))
+    free = {name: targets[name].detach() for name in _uncovered(slices, targets)}
+    other_names = {name: _match_by_shape(name, sources, missing, free) for name in missing}
+    for name, other in other_names.items():
+        target, source = free[other], sources[name]
+        target = target.view(source.shape) if target.numel() == source.numel() else target[: source.shape[0]]
+        slices.append(Slice(policy_names[name], source, target))
     # Some parameters of vLLM are buffers of another name in the policy, e.g. a router's correction.
     buffers = {name: b for name, b in policy.named_buffers() if b.is_floating_point() and _layer_of(name)}
     for name in [*_uncovered(slices, targets)]:
@@ -198,8 +196,7 @@ def _find(
 
 
 def _absorbed(name: str, parts: Sequence[Part], targets: Mapping[str, torch.Tensor]) -> Iterator[Part]:
-    """Yield the slices of `ABSORBED`. A rank has (H * (P + V), L) of the weight of `EXPANDS`. ``parts`` are the slices
-    of this weight."""
+    """Yield the slices of `ABSORBED`. A rank has (H * (P + V), L) of `EXPANDS`, whose slices are ``parts``."""
     module, _, _ = name.rpartition(f".{EXPANDS}.")
     matrices = {end: tensor for place, tensor in targets.items() if place.startswith(f"{module}.") for end in ABSORBED
                 if module and place.endswith(f".{end}")}  # fmt: skip
@@ -277,7 +274,7 @@ def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: i
 
 def _merged(target: torch.Tensor, source: torch.Tensor, place: int, outputs: Sequence[int]) -> list[Part]:
     """Return a rank's slices of a layer that checkpoint and engine both fuse, e.g. a short convolution's input and
-    gates. ``outputs`` are the sizes of the fused parts on all ranks."""
+    gates. ``outputs`` are the sizes of the fused parts."""
     target = target.detach()
     if target.shape == source.shape:
         return [(target, ())]
@@ -341,8 +338,8 @@ def is_near(part: Slice) -> bool:
 
 def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int = 0, ranks: int = 1) -> list[Slice]:
     """Return ``slices`` with `Slice.rows` where vLLM reorders rows, e.g. queries, keys and values that a checkpoint
-    interleaves by head (BLOOM, GPT-NeoX). Names and shapes don't show the order, but the values of one checkpoint do. A
-    bias gets its weight's order, because a bias of zeros shows no order."""
+    interleaves by head (BLOOM, GPT-NeoX). Equal values show the order. A bias gets its weight's order, because a bias
+    of zeros shows none."""
     config = policy.config.get_text_config()
     queries = int(getattr(config, "num_attention_heads", 0) or 1)
     keys = int(getattr(config, "num_key_value_heads", 0) or queries)
@@ -365,8 +362,8 @@ def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int
 
 
 def _orders(total: int, queries: int, keys: int) -> Iterator[Sequence[torch.Tensor]]:
-    """Yield known orders of a matrix of ``total`` rows, for ``queries`` query heads and ``keys`` key heads. An order
-    lists row indices of the policy in the engine's order, in tensors that ranks divide."""
+    """Yield known orders of ``total`` rows, for ``queries`` query heads and ``keys`` key heads. An order lists row
+    indices of the policy in the engine's order, in tensors that ranks divide."""
     rows, group = torch.arange(total), queries // keys
     if total % (keys * (group + 2)) == 0:  # checkpoint rows: query heads of a group, their key head, their value head
         by_head = rows.view(keys, group + 2, -1)

@@ -168,8 +168,8 @@ def read_together(
 
 
 def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Module) -> dict[str, float]:
-    """Estimate by slice name how much random sign changes of the slice change the prompt's log-probability, in nats.
-    The estimate is the norm of gradient times value. The result is empty if memory is too small for the gradients."""
+    """Estimate in nats, by slice name, how much random sign changes of the slice change the prompt's log-probability:
+    the norm of gradient times value. The result is empty if memory is too small for the gradients."""
     effects: dict[str, float] = {}
     parameters = {*policy.parameters()}
     slice_of = {part.source: part for part in slices if part.source in parameters}

@@ -112,11 +112,9 @@ def weight_sync(
     two copies of shared weights.
 
     Args:
-        wanted: the setting `weights`. For a LoRA policy, ``shared`` means that the base is shared.
         untouched: whether the policy has exactly the values of the checkpoint that the engine loaded.
         cut: ``rows``: each rank will keep only some rows of the weights. ``parts``: this function cuts the policy, so
             that each rank has its engine rank's part of every parameter. "": a whole policy.
-        tower_prompt: a prompt with images, to test the vision tower.
     """
     rows = policy.get_input_embeddings().weight.shape[0]
     if rows != engine.vocab_size:

@@ -203,8 +203,8 @@ def bytes_apart(policy: torch.nn.Module, engine: VLLMTensors) -> int:
 def state_dict_on_host(
     model: torch.nn.Module, places: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Copy the model's state dict to host memory, into tensors of ``places`` (by name) if shape and dtype fit. Tied
-    parameters become one tensor. No other tensors share storage, because safetensors' writer would copy them."""
+    """Copy the model's state dict to host memory, into tensors of ``places`` (by name) if shape and dtype fit. Only
+    tied parameters share a tensor: safetensors' writer would copy tensors that share storage."""
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
     host: dict[str, torch.Tensor] = {}
     queued = False

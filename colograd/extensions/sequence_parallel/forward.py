@@ -1,9 +1,8 @@
 """Forward and sharding strategies with sequence parallelism: ranks divide the tokens of a packed row.
 
 Before attention the ranks exchange queries, keys and values, so that each rank has all tokens for some of the heads.
-After attention the ranks exchange the outputs back (DeepSpeed-Ulysses, arXiv 2309.14509). The log-probabilities of all
-labels (target tokens) are gathered, and every rank computes the same loss from them. In the backward a rank takes the
-gradient of its own labels only, so that the sum over the ranks counts each label once.
+After attention the ranks exchange the outputs back (DeepSpeed-Ulysses, arXiv 2309.14509). Every rank computes the same
+loss from all labels (target tokens), and takes the gradient of its own labels only.
 """
 
 from __future__ import annotations

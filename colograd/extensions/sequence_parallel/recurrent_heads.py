@@ -1,7 +1,7 @@
 """Recurrent layers with sequence parallelism: each rank runs the recurrence of all tokens for some heads or channels.
 
-A rank computes the projections of its tokens, and the ranks exchange projections. Then each rank runs transformers'
-recurrence over all tokens, on a stand-in for the layer with the parameters of its heads. Outputs are exchanged back.
+The ranks exchange projections of their tokens. Then each rank runs transformers' recurrence over all tokens, on a
+stand-in for the layer with the parameters of its heads. Outputs are exchanged back.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ def _gated_delta_net(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) 
 
 def _mamba(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
     """Run Granite's Mamba-2: (1, own tokens, hidden) -> the same shape. The ranks exchange each head's inputs and time
-    step, and B and C of the head's group. The norm over all heads runs on this rank's tokens, so that the gate isn't
-    exchanged."""
+    step, and B and C of the head's group. The norm over all heads needs the gate, so it runs on this rank's tokens."""
     heads, groups, size = mixer.num_heads, mixer.n_groups, mixer.ssm_state_size
     inner = heads * mixer.head_dim
     convolved = [inner, groups * size, groups * size]

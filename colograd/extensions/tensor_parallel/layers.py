@@ -173,8 +173,8 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
 
 
 def adapter_shards(adapted: Iterable[AdaptedLayer], shards: Mapping[str, Shard]) -> dict[int, Shard]:
-    """Return this rank's parts of the adapter's A and B matrices, by the `id` of the parameter. ``shards`` are the
-    base's parts, by parameter names of a model without adapters."""
+    """Return this rank's parts of the adapter's matrices by the `id` of the parameter. ``shards`` are the base's parts,
+    by parameter names of a model without adapters."""
     of_adapter: dict[int, Shard] = {}
     for layer in adapted:
         base, rank = shards[layer.parameter], len(layer.lora_a)
@@ -188,8 +188,8 @@ def adapter_shards(adapted: Iterable[AdaptedLayer], shards: Mapping[str, Shard])
 
 
 def _sum_partial_gradients(model: nn.Module, regions: Mapping[str, nn.Module], parts: TensorParts) -> None:
-    """Sum gradients over the ranks that have the same part of a parameter. Norms of queries and keys, repeated
-    key-value heads and some adapter matrices process only a rank's own heads or columns."""
+    """Sum gradients over the ranks that have the same part of a parameter, such as a norm of queries, but process only
+    their own heads or columns."""
     among: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
     inside = ((f"{path}.{own}", p) for path, region in regions.items() for own, p in region.named_parameters())
     partial = {name: parameter for name, parameter in inside if parameter.requires_grad}

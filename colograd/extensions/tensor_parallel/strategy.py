@@ -1,8 +1,7 @@
 """Weight sync and sharding strategies of a policy in the engine's tensor-parallel layout.
 
 The ranks of one engine train each row together. The ranks with the same part of the policy, one per engine, sum the
-part's gradients. Every parameter outside adapters shares the memory of a vLLM tensor, so an optimizer step updates
-vLLM.
+part's gradients. A base's parameters share the memory of vLLM's tensors, so an optimizer step updates vLLM.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from .layers import TensorParts, adapter_shards, split
 
 
 def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
-    """Cut a whole policy into the memory of this rank's engine, and return the weight sync. An adapter is cut like its
-    base layers, because vLLM's LoRA slots are cut in this way."""
+    """Cut a whole policy into the memory of this rank's engine, and return the weight sync. An adapter is cut like
+    vLLM's LoRA slots."""
     policy, engine = pairing.policy, pairing.engine
     with on_all_ranks("the plan of the policy's parts"):
         parts = _parts(pairing.slices)
-    proof.check_read(pairing.slices, policy, engine, tower_prompt=pairing.tower_prompt)
+    pairing.unread()
     with torch.no_grad():
         for part, own in parts:
             part.destination.copy_(own.of(part.source.detach()))
@@ -89,8 +88,8 @@ def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
 
 
 class TensorStrategy(SharedRows):
-    """Base class of the three tensor-parallel strategies. A ZeRO class, as a further base class of each strategy, works
-    among the ranks that have the same part of the policy (one rank per engine)."""
+    """Base class of the tensor-parallel strategies. Each strategy's further ZeRO class works among the ranks that have
+    the same part of the policy, one per engine."""
 
     shared_out: str  # Name of the state that ranks with the same part of the policy divide. Empty without such state.
 
