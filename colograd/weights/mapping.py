@@ -338,7 +338,7 @@ def is_near(part: Slice) -> bool:
 
 def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int = 0, ranks: int = 1) -> list[Slice]:
     """Return ``slices`` with `Slice.rows` where vLLM reorders rows, e.g. queries, keys and values that a checkpoint
-    interleaves by head (BLOOM, GPT-NeoX). Equal values show the order. A bias gets its weight's order, because a bias
+    interleaves by head (BLOOM, GPT-NeoX). The values show the order. A bias gets its weight's order, because a bias
     of zeros shows none."""
     config = policy.config.get_text_config()
     queries = int(getattr(config, "num_attention_heads", 0) or 1)
