@@ -203,6 +203,13 @@ def _patch(path: str, ours: Callable[..., Any]) -> tuple[Any, str, Callable[...,
 def weights_stay() -> contextlib.AbstractContextManager[None]:
     """Keep weights out of the memory pool that sleeping unmaps, because the policy's parameters may be views of the
     weights."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    if not hasattr(Worker, "_maybe_get_memory_pool_context"):
+        raise RuntimeError(
+            "vllm_enable_sleep_mode is true, but this vLLM can't free its KV cache without its weights: set "
+            "vllm_enable_sleep_mode: false."
+        )
 
     def pool(theirs: Any, self: Any, tag: str) -> Any:
         return contextlib.nullcontext() if tag == "weights" else theirs(self, tag)
