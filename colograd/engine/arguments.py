@@ -18,7 +18,7 @@ from .protocol import EngineUse
 # Tokens per KV cache block on a CPU. A group's completions share only full blocks of their prompt, and vLLM's default
 # blocks of 128 tokens are longer than most prompts.
 CPU_BLOCK = 32
-MOST_SEQUENCES = 1024  # decoded at once, as in vLLM on the largest GPUs
+MOST_SEQUENCES = 1024  # Default maximum of sequences decoded at once, as in vLLM on the largest GPUs.
 FAR_APART = 128  # Tokens between two CUDA graph sizes that only evaluations reach.
 VOCABULARY_BLOCK = 64  # vLLM pads a vocabulary to a multiple of 64 rows before it splits the rows over ranks.
 KEEPS_EXPERTS = "triton"  # vLLM's MoE kernel for GPUs that keeps a checkpoint's layout
@@ -107,7 +107,7 @@ def graph_sizes(width: int, trained: int, most: int = 0, multiple: int = 1) -> l
     """Return the batch sizes in tokens to capture CUDA graphs for. Each costs memory and time at start.
 
     A step has at most ``width`` sequences, a step of training at most ``trained``. With drafts (speculative decoding) a
-    step has at most ``most`` tokens, ``multiple`` per sequence, and vLLM drops sizes that aren't multiples.
+    step has at most ``most`` tokens, ``multiple`` per sequence. vLLM drops sizes that aren't multiples of ``multiple``.
     """
     fine, largest = min(trained, width) * multiple, max(width, most)
     near = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, MOST_SEQUENCES + 1, 32)}

@@ -119,7 +119,7 @@ def build_conditions(
         # setting of the precision differ.
         for products in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
             while_built.callback(setattr, products, "fp32_precision", products.fp32_precision)
-        with contextlib.suppress(RuntimeError):  # reading the old setting fails if only the new setting was set
+        with contextlib.suppress(RuntimeError):  # Reading torch's old setting fails if only the new setting was set.
             while_built.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         if on_cpu:
             mend_cpu_layers()
@@ -239,7 +239,7 @@ def live_weights() -> contextlib.AbstractContextManager[None]:
 @functools.cache  # the patches stay until the process ends
 def mend_cpu_layers() -> None:
     layers = "vllm.model_executor.layers"
-    for path, ours in (  # Compiling the first two takes seconds, and fails without a C++ compiler.
+    for path, ours in (  # Compiling the first two functions takes seconds, and fails without a C++ compiler.
         ("vllm.v1.sample.sampler:batched_count_greater_than", lambda theirs, x, values: (x >= values).sum(-1)),
         (f"{layers}.vocab_parallel_embedding:get_masked_input_and_mask", _uncompiled),
         (f"{layers}.mamba.ops.cpu.gdn_attention:_causal_conv1d_fwd_cpu", _convolve),

@@ -216,7 +216,7 @@ def leading(core: Any, group: Lockstep) -> Iterator[None]:
     """Send the first rank's requests, aborts and steps of ``core`` (vLLM's LLMEngine) to the engine's other ranks. All
     schedulers must get the same calls between two steps, but the calls depend on clocks, rewards and the user's
     code."""
-    calls: list[bytes] = []  # pickled, since the last step
+    calls: list[bytes] = []  # Pickled calls of ``core`` since the last step.
 
     def told(name: str, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         as_given = pickle.dumps((name, args, kwargs))  # Pickled first, because vLLM may modify arguments.

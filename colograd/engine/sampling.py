@@ -125,7 +125,7 @@ class LengthHistory:
     A checkpoint contains the lengths, because another order could change the engine's rounding."""
 
     def __init__(self) -> None:
-        self._means: dict[str, float] = {}  # by `ModelInput.key` of the prompt
+        self._means: dict[str, float] = {}  # Mean length in tokens by `ModelInput.key` of the prompt.
 
     def add(self, prompt: ModelInput, lengths: Sequence[int]) -> None:
         self._means[prompt.key] = sum(lengths) / len(lengths)

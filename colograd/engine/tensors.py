@@ -34,14 +34,15 @@ class VLLMTensors:
         return found
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """Return all parameters except adapters', by names of a model without adapters. Tied ones have one entry."""
+        """Return all parameters except adapters', by names of a model without adapters. Tied parameters have one
+        entry."""
         named = ((base_name(name), parameter) for name, parameter in self._model.named_parameters())
         return {name: parameter for name, parameter in named if name is not None}
 
     def renamed(self, name: str) -> str:
         """Translate the name of a tensor in a checkpoint into vLLM's name, before layers are fused."""
         found = _renamed(self._model, name)
-        for path, part in self._with_own_names.items():  # e.g. Gemma 3n's text model renames tensors a second time
+        for path, part in self._with_own_names.items():  # Gemma 3n's text model renames tensors a second time.
             if found not in self._names and found.startswith(path):
                 inner = path + _renamed(part, found[len(path) :])
                 found = inner if inner in self._names else found

@@ -111,8 +111,8 @@ class VLLMEngine(LoadedVLLM):
             max_tokens=min(sampling.max_tokens - spent, self.context - len(ids)),
             temperature=sampling.temperature,
             seed=seed,
-            logprobs=0,  # only of sampled tokens
-            flat_logprobs=True,  # one list per completion, faster than one object per token
+            logprobs=0,  # log-probabilities of sampled tokens only
+            flat_logprobs=True,  # One list of log-probabilities is faster than one object per token.
             detokenize=bool(options.get("stop")),  # vLLM decodes text only to find stop strings.
             output_kind=RequestOutputKind.FINAL_ONLY,
             **(options | {"stop_token_ids": ends}),

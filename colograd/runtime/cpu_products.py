@@ -84,7 +84,7 @@ def constant_weights() -> Iterator[None]:
 def _copy_of(weight: torch.Tensor) -> torch.Tensor:
     global _room
     assert _copies is not None
-    if not isinstance(weight, torch.nn.Parameter):  # temporary, and Python reuses its id
+    if not isinstance(weight, torch.nn.Parameter):  # Other tensors are temporary, and Python reuses their ids.
         return weight
     if id(weight) not in _copies and (nbytes := 4 * weight.numel()) <= _room:
         _copies[id(weight)], _room = (weight, weight.detach().float()), _room - nbytes

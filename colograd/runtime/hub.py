@@ -6,7 +6,7 @@ import os
 import time
 
 ATTEMPTS = 2
-SECONDS = 5.0  # Time limit of one request.
+SECONDS = 5.0  # Time limit of one request to the Hub.
 
 
 def check_model_name(name: str, revision: str | None = None) -> None:
@@ -36,7 +36,7 @@ def check_model_name(name: str, revision: str | None = None) -> None:
         why += "no such model on the Hub, or a private one (then `hf auth login`, or set HF_TOKEN)"
     except ConnectionError as error:
         why += str(error)
-    except Exception:  # If loading fails too, its error is clearer.
+    except Exception:  # An error of loading the model is clearer.
         return
     raise ValueError(
         f"The model {name!r} is neither a folder with a model nor a Hub model that can be loaded: {why}. Set "

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 import torch
 
 PAGE = 4096
-HUGE = 2**21  # size of a large page
+HUGE = 2**21  # Bytes of a large page.
 _reserved: dict[tuple[torch.device, int], collections.deque[Future[memoryview]]] = {}  # buffers by (device, bytes)
 
 
@@ -34,7 +34,7 @@ def host_pages(nbytes: int, device: torch.device | None) -> memoryview:
         address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
         # If registering fails, the memory stays pageable, and copies are slower.
         if _call(device, pages, "cudaHostRegister", address, len(pages), 0):
-            # Not at interpreter exit, because CUDA may be gone.
+            # Don't unregister at interpreter exit, because CUDA may be gone.
             weakref.finalize(view, _call, device, pages, "cudaHostUnregister", address).atexit = False
     return view
 

@@ -28,7 +28,7 @@ RANK_OF_ONE = "COLOGRAD_RANK_OF_ONE"  # Holds "process id:port" of a process tha
 GPU_NODES, GPU_DRIVER = "/dev/nvidia[0-9]*", Path("/proc/driver/nvidia/version")
 _command_began: float | None = None
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-MOST_COMPILE_THREADS = 32  # torch's own maximum
+MOST_COMPILE_THREADS = 32  # torch's default maximum of compile processes.
 
 
 def command_arguments(argv: Sequence[str] | None) -> list[str]:
@@ -98,7 +98,7 @@ def compile_with_threads(given: str | None) -> None:
     number to 1, so that the policy's layers would be compiled one by one."""
     number = given or str(min(MOST_COMPILE_THREADS, cpu_threads()))
     os.environ[COMPILE_THREADS] = number
-    # torch reads the variable when it is imported.
+    # torch reads COMPILE_THREADS when torch is imported.
     if (config := sys.modules.get("torch._inductor.config")) is not None:
         config.compile_threads = int(number)  # type: ignore[attr-defined]
 

@@ -35,7 +35,7 @@ TOWER = ("vision_tower.", "vision_tower.vision_model.")  # SigLIP vision tower's
 class Slice:
     """A policy parameter (or this engine rank's part of one) with the view of the engine's tensor that holds it."""
 
-    name: str  # in the policy
+    name: str  # Name of the parameter or buffer in the policy.
     source: torch.Tensor  # The policy's parameter or buffer. For a quantised parameter a meta tensor of its shape.
     destination: torch.Tensor  # A view of the engine's tensor.
     cut: tuple[slice, ...] = ()  # Index of the part of ``source`` in ``destination``. Empty for the whole source.
@@ -79,7 +79,7 @@ class UnmappedParameter(ValueError):
     """The error of a policy parameter or engine tensor that has no counterpart, or a counterpart in another layout."""
 
 
-Part = tuple[torch.Tensor, tuple[slice, ...]]  # `Slice.destination` and `Slice.cut`
+Part = tuple[torch.Tensor, tuple[slice, ...]]  # Pair of `Slice.destination` and `Slice.cut`.
 EXPANDS = "kv_b_proj"  # Name of the layer that expands the keys and values of latent attention (MLA).
 ABSORBED = ("W_UK_T", "W_UV")  # vLLM's copies of `kv_b_proj` for decoding, (P, L) and (L, V) per head.
 
@@ -196,7 +196,8 @@ def _find(
 
 
 def _absorbed(name: str, parts: Sequence[Part], targets: Mapping[str, torch.Tensor]) -> Iterator[Part]:
-    """Yield the slices of `ABSORBED`. A rank has (H * (P + V), L) of `EXPANDS`, whose slices are ``parts``."""
+    """Yield the slices of `ABSORBED`. A rank has (H * (P + V), L) of the weight of `EXPANDS`. ``parts`` are the slices
+    of this weight."""
     module, _, _ = name.rpartition(f".{EXPANDS}.")
     matrices = {end: tensor for place, tensor in targets.items() if place.startswith(f"{module}.") for end in ABSORBED
                 if module and place.endswith(f".{end}")}  # fmt: skip
@@ -243,7 +244,7 @@ def _experts(
         )
     if ranks == 1:
         return [(target, ())]
-    halves = 3 - axis  # 2: gate and up projection; 1: down projection
+    halves = 3 - axis  # Number of stacked projections: gate and up, or down alone.
     return _chunks(target, [source.shape[axis] // halves] * halves, place, ranks, axis)
 
 
@@ -253,12 +254,12 @@ def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: i
         return []
     if len(parts) == 1 and target.shape == source.shape:
         return [(target, ())]
-    if len(parts) == 1 and target.dim() == 2 and target.shape[0] == source.shape[0]:  # ranks' outputs are summed
+    if len(parts) == 1 and target.dim() == 2 and target.shape[0] == source.shape[0]:  # The matrix is split by columns.
         total = source.shape[1]
         return _chunks(target, [total], place, ranks, axis=1) if target.shape[1] * ranks == total else []
     if target.shape[1:] != source.shape[1:]:
         return []
-    if len(parts) == 1:  # split by rows; the last rows of a padded vocabulary have no source
+    if len(parts) == 1:  # The last rows of a padded vocabulary have no source.
         start = min(place * target.shape[0], source.shape[0])
         stop = min(start + target.shape[0], source.shape[0])
         fits = target.shape[0] * ranks >= source.shape[0]
@@ -319,7 +320,7 @@ def _uncovered(slices: list[Slice], targets: dict[str, torch.Tensor]) -> Iterato
     for name, target in targets.items():
         if not target.numel():  # the engine's layer reads the policy's packed weight
             continue
-        vocabulary = "embed" in name or "lm_head" in name or "wte" in name  # may be padded
+        vocabulary = "embed" in name or "lm_head" in name or "wte" in name  # A vocabulary may be padded.
         storage = target.untyped_storage().data_ptr()
         if storage not in filled or (filled[storage] < target.numel() and not vocabulary):
             yield name
@@ -338,12 +339,12 @@ def is_near(part: Slice) -> bool:
 
 def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int = 0, ranks: int = 1) -> list[Slice]:
     """Return ``slices`` with `Slice.rows` where vLLM reorders rows, e.g. queries, keys and values that a checkpoint
-    interleaves by head (BLOOM, GPT-NeoX). The values show the order. A bias gets its weight's order, because a bias
-    of zeros shows none."""
+    interleaves by head (BLOOM, GPT-NeoX). The order is inferred from values. A bias gets its weight's order, because a
+    bias of zeros shows no order."""
     config = policy.config.get_text_config()
     queries = int(getattr(config, "num_attention_heads", 0) or 1)
     keys = int(getattr(config, "num_key_value_heads", 0) or queries)
-    row_orders: dict[str, torch.Tensor] = {}  # by layer name
+    row_orders: dict[str, torch.Tensor] = {}  # Row indices by layer name.
     for part in slices:
         layer = part.name.rpartition(".")[0]
         if part.source.dim() != 2 or layer in row_orders or part.again or part.equal() or is_near(part):

@@ -39,7 +39,7 @@ class Probe:
     def __init__(self, engine: Engine, ids: list[int] | ModelInput) -> None:
         self.engine, self.ids = engine, ids
         self.usual = engine.prompt_logprobs(ids)
-        self.noise = self.shift()  # of two forwards with equal weights, 0 with deterministic kernels
+        self.noise = self.shift()  # Largest difference of two forwards with equal weights, in nats.
 
     def shift(self) -> float:
         """Return the largest change of a log-probability in nats since `__init__`; inf if a value isn't finite."""
@@ -78,7 +78,7 @@ def check_same(policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput
     if tower_prompt is None:
         return
     completion = ids[: max(0, min(PROBE_TOKENS[0], engine.context - len(tower_prompt) - 1))]
-    if not completion:  # no room for tokens after the images, but the tower must run once
+    if not completion:  # Without room for tokens after the images only the tower runs.
         engine.prompt_logprobs(tower_prompt)
         return
     engine_logprobs = engine.prompt_logprobs(tower_prompt.followed_by(completion))[-len(completion) :]
@@ -112,7 +112,8 @@ def check_read(
     slices = [part for part in slices if not part.again]
     every = [part for part in every if not part.again]
     text, tower = ([part for part in slices if sees(part.name) == in_tower] for in_tower in (False, True))
-    probe = Probe(engine, probe_ids(engine, PROBE_TOKENS[0])) if text else None  # shared, to save two forwards
+    # One probe for both checks saves two forwards.
+    probe = Probe(engine, probe_ids(engine, PROBE_TOKENS[0])) if text else None
     proven = read_together(text, policy, engine, [part for part in every or slices if not sees(part.name)], probe)
     silent = unread([part for part in text if part.name not in proven], engine, probe=probe)
     silent += tower if tower_prompt is None else unread(tower, engine, tower_prompt)
@@ -208,7 +209,7 @@ def base_alone(policy: torch.nn.Module, trained: Collection[torch.Tensor] = ()) 
             yield
     finally:
         for parameter, requires_grad in flags:
-            parameter.requires_grad_(requires_grad)  # peft freezes a disabled adapter
+            parameter.requires_grad_(requires_grad)  # peft freezes the parameters of a disabled adapter.
 
 
 def unread(
@@ -232,14 +233,14 @@ def unread(
 
 @torch.no_grad()
 def inert(part: Slice, policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput | None = None) -> bool:
-    if part.packed is not None:  # counted as effective, except in a tower without a prompt to test it
+    if part.packed is not None:  # Outside an untested tower a quantised parameter counts as effective.
         return tower_prompt is None and sees(part.name)
     more: dict[str, torch.Tensor] = {}
     ids = torch.tensor([probe_ids(engine, PROBE_TOKENS[-1])], device=part.source.device)
     if tower_prompt is not None and tower_prompt.images is not None and sees(part.name):
         ids = torch.tensor([tower_prompt.ids], device=ids.device)
         more = {name: value.to(ids.device) for name, value in tower_prompt.images.inputs.items()}
-    with evaluation_mode(policy):  # with dropout the output would change at random
+    with evaluation_mode(policy):  # With dropout the policy's output would change at random.
         usual = policy(ids, **more).logits
         with changed(part.source.detach()[part.cut]):
             return torch.equal(policy(ids, **more).logits, usual)

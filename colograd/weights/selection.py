@@ -40,7 +40,7 @@ class Pairing:
 
 
 def move(policy: torch.nn.Module, device: torch.device) -> None:
-    # Not if all tensors are there: `.to("cpu:0")` copies tensors on "cpu", and ends sharing.
+    # `.to("cpu:0")` would copy tensors that are on "cpu", and end sharing.
     if any(tensor.device.type != device.type for tensor in [*policy.parameters(), *policy.buffers()]):
         policy.to(device)
 
@@ -182,7 +182,8 @@ def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -
 
 
 def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeights:
-    """Create the weight sync of a policy or LoRA base. ``constant`` skips the test that the engine reads it."""
+    """Create the weight sync of a policy or LoRA base. ``constant`` skips the test that the engine reads the
+    weights."""
     obstacles = {part.name: reason for part in pairing.slices if (reason := obstacle(part))}
     if wanted == "shared" and obstacles:
         name, reason = next(iter(obstacles.items()))

@@ -83,7 +83,7 @@ def copy(slices: Sequence[Slice]) -> int:
     if plain := [part for part in slices if not part.is_computed]:
         torch._foreach_copy_([part.destination for part in plain], [part.held for part in plain])
     for part in slices:
-        if part.is_computed:  # one by one, to save memory
+        if part.is_computed:  # Computed values are copied one by one, to save memory.
             part.destination.copy_(part.held)
     return nbytes(slices)
 
@@ -114,7 +114,7 @@ class CopiedWeights(PlannedSync):
 
 
 def changes(part: Slice) -> bool:
-    is_parameter = isinstance(part.source, torch.nn.Parameter)  # buffers may change without the optimizer
+    is_parameter = isinstance(part.source, torch.nn.Parameter)  # Buffers may change without the optimizer.
     return part.adapted is not None or part.source.requires_grad or not is_parameter
 
 

@@ -17,7 +17,7 @@ import torch
 from ...policy.attention import RowPart
 
 SAME = torch.nn.Identity()  # Stand-in for a projection that the rank has computed already.
-Run = Callable[[Any, torch.Tensor], torch.Tensor]  # (layer, inputs of a packed row (1, T, C)) -> outputs
+Run = Callable[[Any, torch.Tensor], torch.Tensor]  # Function (layer, inputs) that runs a packed row, (1, T, C).
 
 
 class _StandIn:

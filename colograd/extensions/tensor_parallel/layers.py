@@ -145,7 +145,7 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
                 module.padding_idx = padding - start if start <= padding < stop else None
         elif all(shard.is_whole for shard in own.values()):
             continue
-        elif ".lora_A." in path:  # cut by inputs
+        elif ".lora_A." in path:  # Matrix A of an adapter, cut by inputs.
             # A hook, because the extension `lora` may replace A's forward.
             module.in_features = module.weight.shape[1]
             module.register_forward_hook(lambda layer, args, output: leave(output, engine))
@@ -199,7 +199,7 @@ def _sum_partial_gradients(model: nn.Module, regions: Mapping[str, nn.Module], p
             is_whole = not parts.shards[name.replace(".lora_B.", ".lora_A.")].is_whole
         else:
             is_whole = last == "bias" and isinstance(model.get_submodule(module), _RowParallel)
-        if is_whole:  # applied to the ranks' summed output
+        if is_whole:  # The parameter is applied to the ranks' summed output.
             continue
         # Making a group is a collective: every rank makes all groups in this order, also groups without the rank.
         sets = tuple(parts.holders(name, place) for place in range(parts.engine.size))

@@ -120,7 +120,7 @@ class TensorStrategy(SharedRows):
     def sum_of_squares(self) -> float:
         pieces = [piece for piece in self.owned() if piece.part.grad is not None and piece.name in self._counted]
         local = squared_norm(piece.part.grad for piece in pieces)
-        if self.shared_out:  # With ZeRO all ranks together hold the gradient, otherwise the ranks of each engine.
+        if self.shared_out:  # With ZeRO all ranks share out the gradient, otherwise the ranks of an engine do.
             return self.sum_over_parts(local)
         return float(self.cut.engine.sum_(torch.tensor(local, dtype=torch.float64, device=self.device)))
 
