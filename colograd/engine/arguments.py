@@ -1,4 +1,4 @@
-"""Translation of the run's configuration into arguments of `vllm.LLM`, and checks of these arguments."""
+"""The arguments of `vllm.LLM` for a run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from ..policy.supported import read_config
 from ..runtime import registry
 from .protocol import EngineUse
 
-# CPU_BLOCK: tokens per KV cache block on a CPU. A group's completions share only full blocks of their prompt. vLLM's
-# default blocks of 128 tokens are longer than most prompts.
+# Tokens per KV cache block on a CPU. A group's completions share only full blocks of their prompt, and vLLM's default
+# blocks of 128 tokens are longer than most prompts.
 CPU_BLOCK = 32
 MOST_SEQUENCES = 1024  # Default maximum of sequences decoded at once, as in vLLM on the largest GPUs.
 FAR_APART = 128  # Tokens between two CUDA graph sizes that only evaluations reach.
 VOCABULARY_BLOCK = 64  # vLLM pads a vocabulary to a multiple of 64 rows before it splits the rows over ranks.
-KEEPS_EXPERTS = "triton"  # vLLM's MoE kernel for GPUs that keeps a checkpoint's layout. Others may permute experts.
-V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM's environment variable that turns Model Runner V2 on or off.
-# RESERVED: arguments of vllm.LLM that only the trainer may set.
-RESERVED = (
+KEEPS_EXPERTS = "triton"  # vLLM's MoE kernel for GPUs that keeps a checkpoint's layout
+V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
+RESERVED = (  # Arguments of vllm.LLM that only the trainer may set.
     "distributed_executor_backend", "logprobs_mode", "tensor_parallel_size", "model", "enable_lora", "max_loras",
     "max_cpu_loras", "max_lora_rank", "lora_target_modules", "moe_backend",
     "enable_return_routed_experts", "return_sampling_mask",
@@ -35,12 +34,6 @@ def engine_kwargs(
     model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int,
     use: EngineUse = EngineUse(),
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the arguments of `vllm.LLM`. ``vllm_engine_kwargs`` may override all arguments except `enable_sleep_mode`
-    and those in RESERVED.
-
-    Raises:
-        ValueError: ``vllm_engine_kwargs`` sets an argument that isn't allowed, or `hf_overrides` isn't a mapping.
-    """
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     for name in RESERVED:
         if name in given:
@@ -67,26 +60,22 @@ def engine_kwargs(
     if config.cast_lm_head_to_fp32 and computes_float32_heads():
         kwargs["hf_overrides"] = {"head_dtype": "float32"} | _given_overrides(given.pop("hf_overrides", None))
     if config.world_size > 1:
-        time_limits = accepted("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
-        kwargs |= dict.fromkeys(time_limits, config.ddp_timeout)
+        kwargs["distributed_timeout_seconds"] = kwargs["cpu_distributed_timeout_seconds"] = config.ddp_timeout
     if config.vllm_tensor_parallel_size > 1:
-        # Without asynchronous scheduling all ranks schedule alike. In some versions of vLLM an asynchronous scheduler
-        # depends on whether the rank's own batch is done.
+        # In some versions of vLLM an asynchronous scheduler depends on whether the rank's own batch is done.
         kwargs["async_scheduling"] = False
     if config.on_cpu:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         kwargs["block_size"] = CPU_BLOCK
         # CPU_MLA is vLLM's plain CPU kernel for multi-head latent attention (MLA). vLLM's AMX kernel repacks weights,
-        # so that a weight sync can't write them. Models without MLA ignore the argument.
-        if (plain := getattr(AttentionBackendEnum, "CPU_MLA", None)) is not None:
-            kwargs |= dict.fromkeys(accepted("attention_backend"), plain)
+        # so that a weight sync can't write them.
+        kwargs["attention_backend"] = getattr(AttentionBackendEnum, "CPU_MLA", None)
     else:
-        # If `kv_bytes` sets the size of the KV cache, vLLM uses the utilization only to check that this share of the
-        # GPU's memory is free. So 1 % suffices.
+        # With `kv_cache_memory_bytes` vLLM uses the utilization only to check that this share of memory is free.
         kwargs["gpu_memory_utilization"] = config.vllm_gpu_memory_utilization or (0.01 if kv_bytes else None)
         kwargs["enable_sleep_mode"] = config.vllm_enable_sleep_mode
-        kwargs |= dict.fromkeys(accepted("moe_backend"), KEEPS_EXPERTS)
+        kwargs["moe_backend"] = KEEPS_EXPERTS
         if torch.cuda.device_count() < config.vllm_tensor_parallel_size:
             kwargs["disable_custom_all_reduce"] = True  # vLLM's kernel would query GPUs that this process can't see.
         if use.sequences:  # vLLM's default, up to 1,024, doesn't know the run's batch.
@@ -96,18 +85,12 @@ def engine_kwargs(
             if compiles(config) and not says_graphs:
                 drafts = int((given.get("speculative_config") or {}).get("num_speculative_tokens") or 0)
                 most = min(width * (drafts + 1), MOST_SEQUENCES) if drafts else 0
-                sizes = graph_sizes(width, use.trained or use.sequences, most, drafts + 1)
-                kwargs |= dict.fromkeys(accepted("cudagraph_capture_sizes"), sizes)
+                kwargs["cudagraph_capture_sizes"] = graph_sizes(width, use.trained or use.sequences, most, drafts + 1)
     return {name: value for name, value in kwargs.items() if value is not None} | given
 
 
 def runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
-    """Return whether vLLM uses its Model Runner V2, which can return routed experts and sampling masks. True on a GPU.
-
-    Raises:
-        ValueError: the environment switches V2 off on a GPU, but the feature that ``setting`` turns on needs V2. The
-            error names ``remedy``, a setting that turns the feature off.
-    """
+    """Return whether vLLM uses its Model Runner V2, which can return routed experts and sampling masks."""
     import vllm.envs
 
     if config.on_cpu:
@@ -121,15 +104,10 @@ def runs_v2(config: GRPOConfig, setting: str, remedy: str) -> bool:
 
 
 def graph_sizes(width: int, trained: int, most: int = 0, multiple: int = 1) -> list[int]:
-    """Return the batch sizes in tokens to capture CUDA graphs for. vLLM pads a step to the next larger captured size.
+    """Return the batch sizes in tokens to capture CUDA graphs for. Each costs memory and time at start.
 
-    Each size costs memory and time at start. Sizes above ``trained`` occur only in evaluations, so they are far apart.
-
-    Args:
-        width: maximum number of sequences in a step. Without drafts each sequence has one token in a step.
-        trained: maximum number of sequences in a step of training.
-        most: maximum number of tokens in a step with drafts (speculative decoding); 0 without drafts.
-        multiple: tokens per sequence and step with drafts. vLLM drops sizes that aren't multiples of this number.
+    A step has at most ``width`` sequences, a step of training at most ``trained``. With drafts (speculative decoding) a
+    step has at most ``most`` tokens, ``multiple`` per sequence. vLLM drops sizes that aren't multiples of ``multiple``.
     """
     fine, largest = min(trained, width) * multiple, max(width, most)
     near = {1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, MOST_SEQUENCES + 1, 32)}
@@ -139,7 +117,6 @@ def graph_sizes(width: int, trained: int, most: int = 0, multiple: int = 1) -> l
 
 
 def compiles(config: GRPOConfig) -> bool:
-    """Return whether vLLM compiles the model (on a GPU with CUDA graphs) at start: by default only on a GPU."""
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     return not given.get("enforce_eager", config.on_cpu)
 
@@ -152,7 +129,6 @@ def accepted(*names: str) -> list[str]:
 
 
 def computes_float32_heads() -> bool:
-    """Return whether this vLLM can compute the output head in float32 (`head_dtype`) in a model of a smaller dtype."""
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
     return hasattr(LogitsProcessor, "_apply_head")
@@ -168,7 +144,6 @@ def _given_overrides(given: Any) -> dict[str, Any]:
 
 
 def check_parts(model_config: Any, ranks: int, world_size: int) -> None:
-    """Raise a ValueError if an engine's ``ranks`` can't divide the model's heads, MLP, vocabulary or vision tower."""
     if ranks == 1:
         return
     text = model_config.get_text_config()
@@ -196,32 +171,27 @@ def check_parts(model_config: Any, ranks: int, world_size: int) -> None:
 
 
 def lora_kwargs(model_path: str, config: GRPOConfig, adapter: Adapter | None) -> dict[str, Any]:
-    """Return arguments of `vllm.LLM` for one LoRA slot. Empty without an adapter, or if vLLM can't serve LoRA here."""
     if adapter is None or not serves_lora(model_path, config):
         return {}
     from vllm.config.lora import MaxLoRARanks
 
     rank = min(rank for rank in get_args(MaxLoRARanks) if rank >= adapter.rank)
-    kwargs = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
-    if accepted("lora_target_modules"):  # only layers that the adapter changes get LoRA slots
-        kwargs["lora_target_modules"] = list(adapter.targets)
-    return kwargs
+    slot = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
+    return slot | {"lora_target_modules": list(adapter.targets)}  # only layers that the adapter changes get LoRA slots
 
 
 def blank_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments to add to ``kwargs`` so that vLLM reads no weights, and builds unquantised layers. Weights of a
-    draft model are read if this vLLM can, because no weight sync writes into the draft model."""
-    from vllm.config import LoadConfig, SpeculativeConfig
+    """Return arguments to add to ``kwargs`` so that vLLM reads no weights of the checkpoint, only a draft model's."""
+    from vllm.config import LoadConfig
 
     overrides = _given_overrides(kwargs.get("hf_overrides"))
-    found = {"load_format": "dummy", "hf_overrides": {**overrides, "quantization_config": None}}
-    if "speculative_config" in kwargs and hasattr(SpeculativeConfig, "draft_load_config"):
-        found["speculative_config"] = {"draft_load_config": LoadConfig(), **kwargs["speculative_config"]}
-    return found
+    blank = {"load_format": "dummy", "hf_overrides": {**overrides, "quantization_config": None}}
+    if "speculative_config" in kwargs:
+        blank["speculative_config"] = {"draft_load_config": LoadConfig(), **kwargs["speculative_config"]}
+    return blank
 
 
 def serves_lora(model_path: str, config: GRPOConfig) -> bool:
-    """Return whether vLLM's class of this model supports LoRA, which LoRA slots need. True for an unknown class."""
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
     names = getattr(read_config(model_path, config), "architectures", None) or ()
@@ -230,14 +200,12 @@ def serves_lora(model_path: str, config: GRPOConfig) -> bool:
 
 
 def engine_dtype(config: GRPOConfig, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that ``vllm_engine_kwargs`` sets for the engine, or else the policy's ``dtype``."""
-    given = str((config.vllm_engine_kwargs or {}).get("dtype") or "").removeprefix("torch.")  # type: ignore[union-attr]
-    found = getattr(torch, given, None)
-    return found if isinstance(found, torch.dtype) else dtype
+    name = str((config.vllm_engine_kwargs or {}).get("dtype") or "").removeprefix("torch.")  # type: ignore[union-attr]
+    chosen = getattr(torch, name, None)
+    return chosen if isinstance(chosen, torch.dtype) else dtype
 
 
 def share_is_given(config: GRPOConfig) -> bool:
-    """Return whether the user sets the engine's share of GPU memory, or the number of blocks of its KV cache."""
     given: dict[str, Any] = dict(config.vllm_engine_kwargs or {})  # type: ignore[arg-type]
     names = ("gpu_memory_utilization", "num_gpu_blocks_override")
     return config.vllm_gpu_memory_utilization is not None or any(given.get(name) for name in names)

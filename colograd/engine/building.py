@@ -1,8 +1,4 @@
-"""Version check of vLLM, and patches of vLLM, most of them only while an engine is built.
-
-The patches keep weights where a weight sync can write them, correct layers, replace slow CPU kernels, protect
-transformers' classes, and restore random states.
-"""
+"""Version check of vLLM, and patches of vLLM, most of them only while an engine is built."""
 
 from __future__ import annotations
 
@@ -27,19 +23,18 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from ..runtime import cpu_products, process
 
-# First and last release of vLLM that the tests ran with, the versions that count as tested, and the accepted versions.
+# Releases that the tests ran with (first and last), the versions that count as tested, and the accepted versions.
 TESTED_VLLM, PIN, READ_VLLM = ("0.25", "0.32"), "vllm>=0.25,<0.33", SpecifierSet(">=0.25,<0.34")
 
 MODEL_BUILDER = "vllm.model_executor.model_loader.base_loader:initialize_model"
 _compile_threads: str | None = None  # the user's TORCHINDUCTOR_COMPILE_THREADS, which vLLM's import changes
 
-# OF_CODE: errors that show a fault in vLLM's code or in a model's configuration, not in the user's settings.
+# Errors that show a fault in vLLM's code or in a model's configuration, not in the user's settings.
 OF_CODE = (AssertionError, AttributeError, ImportError, LookupError, TypeError, StrictDataclassError)
 
 
 @contextlib.contextmanager
 def explained_errors(model: str) -> Iterator[None]:
-    """Replace OF_CODE, ValidationError and plain RuntimeError by an error with the model's name and a remedy."""
     try:
         yield
     except Exception as error:
@@ -74,7 +69,6 @@ def explained_errors(model: str) -> Iterator[None]:
 
 
 def check_vllm() -> None:
-    """Raise a RuntimeError if vLLM is missing, or if its version is outside READ_VLLM."""
     global _compile_threads
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # makes vLLM run its engine core in this process
     if "vllm" not in sys.modules:
@@ -94,7 +88,6 @@ def check_vllm() -> None:
 
 
 def untested_vllm() -> Iterator[str]:
-    """Yield a warning if the installed vLLM is of a version that Colograd's tests didn't run with."""
     from vllm import __version__ as found
 
     if not SpecifierSet(PIN.removeprefix("vllm")).contains(found, prereleases=True):
@@ -108,9 +101,6 @@ def untested_vllm() -> Iterator[str]:
 def build_conditions(
     device: torch.device, sleeps: bool, has_adapter: bool, ranks: int = 1, blank: bool = False
 ) -> Iterator[None]:
-    """Apply the patches that vLLM needs while it is built, and undo the temporary patches when the context ends. vLLM's
-    weights stay writable, sleeping doesn't free weights, and vLLM uses the policy's ``device``. The random states and
-    the precision of float32 products are restored afterwards."""
     on_cpu = device.type == "cpu"
     with contextlib.ExitStack() as while_built:
         enter = while_built.enter_context
@@ -121,15 +111,15 @@ def build_conditions(
             sys.stdout.fileno()
         except (OSError, AttributeError):  # vLLM needs standard output's file descriptor; Colab's has none
             enter(contextlib.redirect_stdout(sys.__stdout__))
-        # vLLM reseeds python, numpy and torch. So their random states are restored when the context ends.
+        # vLLM reseeds python, numpy and torch.
         while_built.callback(random.setstate, random.getstate())
         while_built.callback(np.random.set_state, np.random.get_state())
         enter(torch.random.fork_rng(range(torch.cuda.device_count())))
-        # vLLM's worker sets the precision of float32 products (tf32). torch has an old and a new setting for the
-        # precision, and torch.compile fails if the two differ. So both settings are restored, the old setting first.
+        # vLLM's worker sets the precision of float32 products (tf32). torch.compile fails if torch's old and new
+        # setting of the precision differ.
         for products in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
             while_built.callback(setattr, products, "fp32_precision", products.fp32_precision)
-        with contextlib.suppress(RuntimeError):  # reading the old setting fails if only the new setting was set
+        with contextlib.suppress(RuntimeError):  # Reading torch's old setting fails if only the new setting was set.
             while_built.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         if on_cpu:
             mend_cpu_layers()
@@ -143,7 +133,7 @@ def build_conditions(
         # Requests have token ids, so vLLM needn't render a chat to warm up, nor copy the tokenizer for threads.
         enter(patched("vllm.renderers.base:BaseRenderer.render_chat", lambda theirs, *args, **kwargs: None))
         enter(patched("vllm.renderers.hf:maybe_make_thread_pool", lambda theirs, tokenizer, *_, **__: tokenizer))
-        enter(patched("vllm.v1.engine.core:freeze_gc_heap", lambda theirs: freeze_objects()))
+        enter(patched("vllm.v1.engine.core:freeze_gc_heap", freeze_objects))
         if sleeps:
             enter(weights_stay())
         if blank:
@@ -153,16 +143,15 @@ def build_conditions(
         yield
 
 
-def freeze_objects() -> None:
-    """Exclude all present objects from later runs of Python's garbage collector. vLLM's function collects three times,
-    which took 3.3 s of the quickstart's start on two cores, because the collector is off until then."""
+def freeze_objects(theirs: Any) -> None:
+    """Collect garbage once. vLLM's function collects three times, which took 3.3 s of a start on two cores."""
     gc.collect()
     gc.freeze()
 
 
 @contextlib.contextmanager
 def nondeterminism_allowed() -> Iterator[None]:
-    """Let torch use nondeterministic algorithms in this context, because some vLLM kernels have no other variant."""
+    """Let torch use nondeterministic algorithms, because some vLLM kernels have no others."""
     asked, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:
@@ -173,8 +162,7 @@ def nondeterminism_allowed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rank_variables_of(device: torch.device) -> Iterator[None]:
-    """Set LOCAL_RANK to the index of this rank's GPU among the visible GPUs, and restore rank variables afterwards.
-    vLLM selects its GPU by LOCAL_RANK, but with `srun --gpus-per-task=1`, for example, a rank sees only one GPU."""
+    """Let vLLM select this rank's GPU by LOCAL_RANK. With `srun --gpus-per-task=1` each rank sees one GPU, number 0."""
     launched = {name: os.environ[name] for name in process.RANK_VARIABLES if name in os.environ}
     if device.type != "cpu":
         os.environ["LOCAL_RANK"] = str(device.index or 0)
@@ -186,7 +174,6 @@ def rank_variables_of(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
-    """Replace the attribute ``name`` of ``owner`` (a module, class or object of vLLM) by ``ours`` in the context."""
     theirs = getattr(owner, name)
     setattr(owner, name, ours)
     try:
@@ -196,8 +183,8 @@ def replaced(owner: Any, name: str, ours: Any) -> Iterator[None]:
 
 
 def patched(path: str, ours: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Replace vLLM's function at ``path``, "module:name" or "module:Class.name", in the returned context. ``ours`` gets
-    vLLM's function as its first argument. Nothing changes if this version of vLLM lacks the function."""
+    """Replace vLLM's function at ``path``, "module:name" or "module:Class.name". ``ours`` gets vLLM's function as its
+    first argument. Nothing changes if this version of vLLM lacks the function."""
     patch = _patch(path, ours)
     return contextlib.nullcontext() if patch is None else replaced(*patch)
 
@@ -214,16 +201,14 @@ def _patch(path: str, ours: Callable[..., Any]) -> tuple[Any, str, Callable[...,
 
 
 def weights_stay() -> contextlib.AbstractContextManager[None]:
-    """Keep weights out of the memory pool that sleeping unmaps, while vLLM is built in the returned context. The
-    policy's parameters may be views of the engine's weights, so unmapping the weights would break the policy. The views
-    would also keep the pool in use, so that no second engine could be built."""
-    from vllm import __version__ as found
+    """Keep weights out of the memory pool that sleeping unmaps, because the policy's parameters may be views of the
+    weights."""
     from vllm.v1.worker.gpu_worker import Worker
 
     if not hasattr(Worker, "_maybe_get_memory_pool_context"):
         raise RuntimeError(
-            f"vLLM {found} can't free its KV cache without its weights: set vllm_enable_sleep_mode: false, or "
-            "install vLLM 0.31."
+            "vllm_enable_sleep_mode is true, but this vLLM can't free its KV cache without its weights: set "
+            "vllm_enable_sleep_mode: false."
         )
 
     def pool(theirs: Any, self: Any, tag: str) -> Any:
@@ -233,9 +218,8 @@ def weights_stay() -> contextlib.AbstractContextManager[None]:
 
 
 def keep_buffers(theirs: Any, self: Any, model: torch.nn.Module, *others: Any, **named: Any) -> None:
-    """Keep the values of a model's buffers where vLLM builds it without reading the checkpoint (`load_format: dummy`).
-    vLLM would fill the buffers with random numbers, and weight syncs write only parameters. Buffers hold constants, for
-    example the constants that normalise Qwen2.5-VL's pixels."""
+    """Keep the values of buffers. vLLM's dummy loader fills buffers with random numbers, and no weight sync writes
+    them."""
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     theirs(self, model, *others, **named)
     for buffer, value in kept:
@@ -243,8 +227,8 @@ def keep_buffers(theirs: Any, self: Any, model: torch.nn.Module, *others: Any, *
 
 
 def live_weights() -> contextlib.AbstractContextManager[None]:
-    """Keep the weights of linear layers in place while vLLM is built on a CPU. vLLM would pack the weights so that no
-    weight sync can write them. In measurements plain torch was as fast."""
+    """Keep the weights of linear layers in place. vLLM would pack them on a CPU, so that no weight sync can write them.
+    In measurements plain torch was as fast."""
 
     def keep(theirs: Any, layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = cpu_products.linear
@@ -252,13 +236,10 @@ def live_weights() -> contextlib.AbstractContextManager[None]:
     return patched("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", keep)
 
 
-@functools.cache
+@functools.cache  # the patches stay until the process ends
 def mend_cpu_layers() -> None:
-    """Replace functions that vLLM computes wrongly or slowly on a CPU, until the process ends. Two compiled functions
-    become plain torch: a sampled token's rank in the vocabulary, and the mask of a vocabulary that is split over ranks.
-    Compiling them takes seconds, and fails without a C++ compiler."""
     layers = "vllm.model_executor.layers"
-    for path, ours in (
+    for path, ours in (  # Compiling the first two functions takes seconds, and fails without a C++ compiler.
         ("vllm.v1.sample.sampler:batched_count_greater_than", lambda theirs, x, values: (x >= values).sum(-1)),
         (f"{layers}.vocab_parallel_embedding:get_masked_input_and_mask", _uncompiled),
         (f"{layers}.mamba.ops.cpu.gdn_attention:_causal_conv1d_fwd_cpu", _convolve),
@@ -293,21 +274,19 @@ def _rotate(
 def _route(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Route by sigmoid scores among one group of all experts. Without groups vLLM fails an assertion (MiniMax-M2)."""
     if self.scoring_func == "sigmoid" and self.custom_routing_function is None and not self.use_grouped_topk:
-        self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1  # one group holds all experts
+        self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
     return theirs(self, *args, **kwargs)
 
 
 def _take_back_draws(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rewind a request's random generator after each chunk of its prompt except the last (chunked prefill). After such
-    a chunk vLLM discards the sampled token, and sets the request's generator back by an offset. Generators on a CPU
-    have no offset, so vLLM's code fails. The replacement seeds the generator anew, and repeats one draw for each token
-    that the request has sampled, because `one_draw_per_token` draws once per token."""
+    """Rewind requests' random generators after a chunk of a prompt that isn't the last. vLLM rewinds them by an offset,
+    which generators on a CPU lack."""
     batch, held = self.input_batch, {}
     for row in self.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist():
         if (generator := batch.generators.pop(row, None)) is not None:
             held[row] = generator.manual_seed(generator.initial_seed())
             for _ in self.requests[batch.req_ids[row]].output_token_ids:
-                torch.rand(1, generator=generator)
+                torch.rand(1, generator=generator)  # as `one_draw_per_token` did
     try:
         return theirs(self, *args, **kwargs)
     finally:
@@ -315,9 +294,8 @@ def _take_back_draws(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def plain_collectives() -> contextlib.AbstractContextManager[None]:
-    """Let the ranks of a CPU engine built in the returned context communicate through gloo, not vLLM's shared memory.
-    vLLM's shared memory has the same name in all jobs on a machine, and outlives a killed process. A rank that waits on
-    the shared memory doesn't notice that the rank it waits for has ended."""
+    """Let the ranks of a CPU engine communicate through gloo. vLLM's shared memory has the same name in all jobs on a
+    machine, and doesn't show a waiting rank that another rank has ended."""
     from vllm.distributed.device_communicators import cpu_communicator
 
     class Gloo:
@@ -334,9 +312,8 @@ def plain_collectives() -> contextlib.AbstractContextManager[None]:
 def one_draw_per_token(
     theirs: Any, self: Any, logits: torch.Tensor, generators: dict[int, torch.Generator], k: Any, p: Any
 ) -> Any:
-    """Draw one random number per sampled token in a CPU engine, and invert the cumulative distribution. vLLM's sampler
-    draws numbers for all vocabulary entries, twice for requests with a seed, which takes half of a small model's
-    decoding time. Batches with a request without a seed use vLLM's sampler."""
+    """Draw one random number per sampled token, and invert the cumulative distribution. vLLM draws numbers for all
+    vocabulary entries, which takes half of a small model's decoding time."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     if len(generators) != logits.shape[0] or self.logprobs_mode != "processed_logprobs":
@@ -344,21 +321,18 @@ def one_draw_per_token(
     logprobs = apply_top_k_top_p(logits, k, p).log_softmax(dim=-1, dtype=torch.float32)
     draws = torch.stack([torch.rand(1, generator=generators[row]) for row in range(len(generators))])
     distribution = logprobs.exp().cumsum(-1)
-    # The token is the first entry with a cumulative probability above the draw, so its probability is never 0.
+    # The first entry with a cumulative probability above the draw can't have the probability 0.
     tokens = torch.searchsorted(distribution, draws * distribution[:, -1:], right=True)
     return tokens.clamp_(max=logits.shape[1] - 1).view(-1), logprobs
 
 
 @functools.cache
 def find_kernels_once(theirs: Any, *platform: Any) -> None:
-    """Search only vLLM's modules for Triton kernels on a CPU, once per process. vLLM replaces its Triton kernels by CPU
-    kernels. To find the kernels, vLLM searches all 7,000 imported modules, which takes a second or two, and wraps the
-    kernels anew for each engine."""
+    """Search only vLLM's modules for Triton kernels, once per process. vLLM searches all 7,000 imported modules for
+    each engine, which takes a second or two."""
     from vllm.triton_utils import dispatcher
 
     class Modules:
-        """A stand-in for `sys.modules` that iterates over vLLM's modules only."""
-
         def __getitem__(self, name: str) -> Any:
             return sys.modules[name]
 
@@ -370,10 +344,9 @@ def find_kernels_once(theirs: Any, *platform: Any) -> None:
 
 
 def one_adapter() -> contextlib.AbstractContextManager[None]:
-    """Let a CPU engine with LoRA, built in the returned context, compute its one adapter by plain matrix products. The
-    products are computed in float32, and rounded once into the layer's output, as in peft. vLLM's CPU kernels copy the
-    adapter's matrices for each token of the batch. For 512 rows of a layer of 576 to 1,536 at rank 16 on two cores,
-    vLLM's kernels take 13.6 ms, and the plain products take 1.7 ms."""
+    """Let a CPU engine compute its one adapter by plain matrix products, rounded once into the layer's output as in
+    peft. For 512 rows of a layer of 576 to 1,536 at rank 16 on two cores they take 1.7 ms, and vLLM's kernels 13.6
+    ms."""
     from vllm.lora.punica_wrapper import punica_cpu
 
     theirs: Any = punica_cpu.PunicaWrapperCPU
@@ -399,11 +372,9 @@ def one_adapter() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
-    """Restore transformers' classes and configurations after vLLM has built ``model()`` in the context, or failed. If
-    vLLM changed the class of a module in its model, the module gets a subclass with vLLM's changes. vLLM's transformers
-    backend decorates transformers' model classes in place for vLLM's compiler. The policy uses the same classes in the
-    same process. So the policy would run through vLLM's ``__call__``, and a further model couldn't be loaded. vLLM also
-    replaces some of transformers' registered configurations. A policy loaded later would get vLLM's configurations."""
+    """Restore transformers' classes and configurations after vLLM has built ``model()``. vLLM's transformers backend
+    decorates transformers' model classes in place, and the policy uses the same classes. Modules of vLLM's model get
+    subclasses with vLLM's changes."""
     kinds: list[Any] = [PreTrainedModel]
     for kind in kinds:  # the list grows while it is read
         kinds += kind.__subclasses__()
@@ -420,8 +391,8 @@ def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
         for kind in [kind for kind in before if kind.__bases__ != before[kind][0]]:
             bases, own = before[kind]
             added = tuple(base for base in kind.__bases__ if base not in bases)
-            changed = {name: value for name, value in vars(kind).items() if value is not own.get(name)}
-            changed = {name: value for name, value in changed.items() if name not in ("__dict__", "__weakref__")}
+            slots = ("__dict__", "__weakref__")
+            changed = {k: value for k, value in vars(kind).items() if value is not own.get(k) and k not in slots}
             for name in changed:
                 if name in own:
                     setattr(kind, name, own[name])
@@ -435,10 +406,8 @@ def classes_apart(model: Callable[[], torch.nn.Module]) -> Iterator[None]:
 
 
 def build_gemma(theirs: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """Build a model by ``theirs``, vLLM's `initialize_model`, and correct it if it is a Gemma 3n or Gemma 4. vLLM
-    computes Gemma 3n's per-layer embeddings only in its multimodal class. vLLM's text class lacks them, so its outputs
-    would differ from the checkpoint's. For Gemma 4 vLLM suppresses the tokens that the generation configuration lists.
-    The policy doesn't suppress them, so the sampler's probabilities would differ from the policy's."""
+    """Correct vLLM's Gemma 3n and Gemma 4. vLLM's text class of Gemma 3n lacks per-layer embeddings. In Gemma 4 vLLM
+    suppresses tokens that the policy doesn't suppress."""
     model = theirs(*args, **kwargs)
     embed: Any = getattr(getattr(model, "model", None), "get_per_layer_input_embeddings", None)
     if embed is not None and "per_layer_inputs" in inspect.signature(type(model).forward).parameters:

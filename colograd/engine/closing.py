@@ -1,8 +1,8 @@
 """Shutdown of an engine that is closed, that fails while it is built, or that was dropped without being closed.
 
-A process has one set of vLLM's process groups for all its engines. vLLM's shutdown of any engine destroys these groups,
-and torch's process group. So vLLM's finaliser is detached. Shutting down the last engine of the process destroys vLLM's
-groups, and torch's group stays.
+All engines of a process share vLLM's process groups, but vLLM's shutdown of any engine destroys these groups, and
+torch's group. So vLLM's finaliser is detached, and vLLM's groups are destroyed with the last engine. Torch's group
+stays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..runtime import failures
 from .building import replaced
 
 _alive: set[Any] = set()  # vLLM's running engine cores, and a token for each engine that is being built.
-_set_num_threads = torch.set_num_threads  # Torch's original function, because vLLM's CPU worker replaces it.
+_set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces torch's function.
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def closed_if_it_fails() -> Iterator[None]:
         from vllm.v1.engine.core_client import InprocClient
 
         clients = [each for each in gc.get_objects() if type(each) is InprocClient and hasattr(each, "engine_core")]
-        for core in map(_core_of, clients):
+        for core in map(_detached_core, clients):
             if core not in _alive:  # this engine core belongs to the failed `vllm.LLM`
                 _shut_down(core)
         failures.forget_frames(error, but=handled)
@@ -48,28 +48,25 @@ def closed_if_it_fails() -> Iterator[None]:
 
 
 def closes_with(owner: object, llm: Any) -> weakref.finalize:
-    """Return a finaliser that shuts ``llm`` down if called, if ``owner`` is collected, or when the process ends."""
-    core = _core_of(llm.llm_engine.engine_core)
+    core = _detached_core(llm.llm_engine.engine_core)
     _alive.add(core)
     return weakref.finalize(owner, _shut_down, core)
 
 
-def _core_of(client: Any) -> Any:
-    """Return the engine core of vLLM's ``client``, and detach the client's finaliser."""
+def _detached_core(client: Any) -> Any:
     if (theirs := getattr(client, "_finalizer", None)) is not None:  # some versions of vLLM have no finaliser
         theirs.detach()
     return client.engine_core
 
 
 def _shut_down(core: Any) -> None:
-    """Let vLLM shut its engine ``core`` down. Keep the process groups, unless ``core`` was the last engine."""
     from vllm.distributed import parallel_state
 
     _alive.discard(core)
     with (
         replaced(parallel_state, "destroy_distributed_environment", lambda: None),
         replaced(parallel_state, "destroy_model_parallel", lambda: None),
-        replaced(gc, "collect", lambda *_: 0),  # Skips vLLM's collection of garbage: half a second.
+        replaced(gc, "collect", lambda *_: 0),  # vLLM's collection of garbage takes half a second.
         contextlib.suppress(Exception),  # If the shutdown fails, dropping the core frees its memory.
     ):
         core.shutdown()

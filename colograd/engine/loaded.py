@@ -1,7 +1,4 @@
-"""`LoadedVLLM`: builds vLLM in the trainer's process, stamps its weights with an optimizer step, frees its KV cache.
-
-Every rank builds an engine through vLLM's external launcher, or with tensor parallelism its part of an engine.
-"""
+"""`LoadedVLLM`: builds vLLM in the trainer's process, stamps its weights with an optimizer step, frees its KV cache."""
 
 from __future__ import annotations
 
@@ -26,11 +23,11 @@ from .tensors import VLLMTensors
 
 
 class LoadedVLLM:
-    """The part of `VLLMEngine` that builds vLLM, and manages its weights and memory. `VLLMEngine` adds the sampling.
+    """The part of `VLLMEngine` that builds vLLM, and manages its weights and memory.
 
     Args:
         model_path: folder or Hub id of the model that vLLM loads.
-        dtype: the policy's dtype. The engine uses this dtype unless ``vllm_engine_kwargs`` sets a dtype.
+        dtype: the policy's dtype. ``vllm_engine_kwargs`` may set another dtype for the engine.
         context: maximum tokens of one sequence, prompt and completion together. None means the model's maximum.
         kv_bytes: bytes of the KV cache. 0 means that vLLM chooses, on a GPU by ``vllm_gpu_memory_utilization``.
         use: facts about the run that ``config`` doesn't hold.
@@ -38,7 +35,7 @@ class LoadedVLLM:
     """
 
     llm: Any  # The vllm.LLM object.
-    dtype: torch.dtype  # Dtype of the engine's activations and of most weights.
+    dtype: torch.dtype
 
     def __init__(
         self, model_path: str, config: GRPOConfig, dtype: torch.dtype, context: int | None, kv_bytes: int,
@@ -49,10 +46,10 @@ class LoadedVLLM:
         self.layout, self.end_tokens = config.layout, use.end_tokens
         self.sleeps = config.vllm_enable_sleep_mode and not config.on_cpu
         self.asleep = False
-        self.version: int | None = None  # Optimizer step of the weights, written by `stamp` and `invalidate`.
-        self.after_step: list[Callable[[], None]] = []  # Functions that `advance` calls after its engine step.
-        self._adapter: Any = None  # vLLM's LoRARequest, which every request gets. None without an adapter.
-        self._requests = 0  # Number of requests since the engine was built.
+        self.version: int | None = None
+        self.after_step: list[Callable[[], None]] = []
+        self._adapter: Any = None  # vLLM's LoRARequest, which every request gets
+        self._request_count = 0
         self._open: dict[str, ModelInput] = {}  # Prompts of unfinished requests by request name.
         self._unknown_tokens = 0  # number of sampled ids without a token in the tokenizer, since `take_counts`
         self.served: Any = None
@@ -66,7 +63,6 @@ class LoadedVLLM:
         self._build(kwargs | (blank_kwargs(kwargs) if self.blank else {}), config, use)
 
     def _build(self, kwargs: dict[str, Any], config: GRPOConfig, use: EngineUse) -> None:
-        """Build vLLM with the arguments ``kwargs`` of `vllm.LLM`, and read context, KV cache and weight sizes."""
         watchdog.progress("the start of vLLM")
         ranks, adapted = self.layout.ranks_per_engine, use.adapter is not None
         with contextlib.ExitStack() as while_built:
@@ -86,9 +82,7 @@ class LoadedVLLM:
             for feature in self._features:
                 feature.built(self)
         self.dtype = model_config.dtype
-        self.head_dtype = self.dtype
-        if computes_float32_heads():
-            self.head_dtype = getattr(model_config, "head_dtype", self.dtype)
+        self.head_dtype = model_config.head_dtype if computes_float32_heads() else self.dtype
         self.tokens = min(use.tokens or self.vocab_size, self.vocab_size)  # ids from here on have no token
         self.context = int(model_config.max_model_len)
         self.kv_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
@@ -105,12 +99,10 @@ class LoadedVLLM:
 
     @property
     def core(self) -> Any:
-        """The `LLMEngine` of vLLM that schedules and decodes requests in this process."""
         return self.llm.llm_engine
 
     @property
     def runner(self) -> Any:
-        """The model runner of vLLM that computes the steps on this rank."""
         return self.core.model_executor.driver_worker.worker.model_runner
 
     @property
@@ -155,9 +147,9 @@ class LoadedVLLM:
 
     def _forget_prefixes(self, version: int | None) -> None:
         inner = self.core.engine_core.engine_core
-        # vLLM's worker learns of finished requests only in a further step. Asynchronous scheduling may have a batch in
-        # flight, and resetting the prefix cache during a batch would destroy vLLM's record of routed experts.
-        while inner.scheduler.has_requests() or getattr(inner, "batch_queue", None):
+        # vLLM's worker learns of finished requests only in a further step. With asynchronous scheduling a batch may be
+        # in flight, and resetting the prefix cache would destroy the batch's record of routed experts.
+        while inner.scheduler.has_requests() or inner.batch_queue:
             self.core.step()
         if not self.core.reset_prefix_cache():
             raise RuntimeError(
@@ -194,8 +186,8 @@ class LoadedVLLM:
             return
         self._forget_prefixes(self.version)  # Some versions of vLLM don't clear the prefix cache before sleeping.
         if hasattr(self.core, "release_kv_cache_memory"):
-            # Level 0 pauses the scheduler, because releasing the KV cache needs a paused scheduler. Mode "keep" doesn't
-            # abort requests, because aborting would reset vLLM's record of routed experts.
+            # Level 0 pauses the scheduler. Mode "keep" aborts no requests, because aborting would reset vLLM's record
+            # of routed experts.
             self.core.sleep(level=0, mode="keep")
             self.core.release_kv_cache_memory()
         else:
@@ -205,7 +197,7 @@ class LoadedVLLM:
     def wake(self) -> None:
         if not self.asleep:
             return
-        torch.cuda.empty_cache()  # frees memory for the KV cache, which vLLM doesn't take from torch's allocator
+        torch.cuda.empty_cache()  # vLLM's KV cache doesn't come from torch's allocator
         self.core.wake_up(tags=["kv_cache"] if hasattr(self.core, "release_kv_cache_memory") else None)
         if self.core.is_sleeping():
             raise RuntimeError("vLLM's KV cache stayed asleep after wake_up: set vllm_enable_sleep_mode: false.")
@@ -221,10 +213,10 @@ class LoadedVLLM:
 
 @contextlib.contextmanager
 def leading(core: Any, group: Lockstep) -> Iterator[None]:
-    """Send the first rank's requests, aborts and steps of ``core`` (vLLM's LLMEngine) to the engine's other ranks. Each
-    rank has a vLLM with a scheduler, and all schedulers must get the same calls between steps. The calls of a
-    generation depend on clocks, rewards, tools and the user's code. So this code runs on the first rank only."""
-    calls: list[bytes] = []  # pickled calls of `add_request` and `abort_request` since the last step
+    """Send the first rank's requests, aborts and steps of ``core`` (vLLM's LLMEngine) to the engine's other ranks. All
+    schedulers must get the same calls between two steps, but the calls depend on clocks, rewards and the user's
+    code."""
+    calls: list[bytes] = []  # Pickled calls of ``core`` since the last step.
 
     def told(name: str, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         as_given = pickle.dumps((name, args, kwargs))  # Pickled first, because vLLM may modify arguments.
@@ -250,7 +242,6 @@ def leading(core: Any, group: Lockstep) -> Iterator[None]:
 
 
 def follow(core: Any, group: Lockstep) -> None:
-    """Repeat the first rank's calls of vLLM on another rank, until the first rank leaves its `leading` context."""
     goes_on = True
     while goes_on:
         calls, goes_on = group.listen()

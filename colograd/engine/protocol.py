@@ -1,8 +1,8 @@
 """`Engine`: the interface of an inference engine in the trainer's process, implemented by `VLLMEngine`.
 
 `EngineFeature` is the interface of extensions that change the engine. An extension registers a function under
-``engine_feature`` in its ``HOOKS``. For each engine that is built, the function gets the configuration and an
-`EngineUse`, and returns an `EngineFeature`, or None if the extension's option is off.
+``engine_feature`` in its ``HOOKS``. For each engine the function gets the configuration and an `EngineUse`, and returns
+an `EngineFeature`, or None if the extension's option is off.
 """
 
 from __future__ import annotations
@@ -212,7 +212,6 @@ class EngineFeature:
 
 @contextlib.contextmanager
 def after_each_step(engine: Engine, work: Callable[[], Any]) -> Iterator[None]:
-    """Append ``work`` to the functions that the engine calls after each step, while the context lasts."""
     engine.after_step.append(work)
     try:
         yield
@@ -226,7 +225,6 @@ def stepping(engine: Engine, tell: Callable[[int], Any]) -> contextlib.AbstractC
 
 
 def engine_features(config: GRPOConfig, use: EngineUse) -> tuple[EngineFeature, ...]:
-    """Return an `EngineFeature` for each extension that the run's configuration turns on. All ranks must call this."""
     with on_all_ranks("the engine's features"):
         offers = (offer(config, use) for offer in hooks("engine_feature"))
         return tuple(feature for feature in offers if feature is not None)

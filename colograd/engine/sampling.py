@@ -1,4 +1,4 @@
-"""Sampling parameters of a run, checked against vLLM's; the seeds of requests; the order in which prompts start."""
+"""Sampling parameters of a run, seeds of requests, and the order in which prompts start."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from ..batch import FinishReason, ModelInput, Prompt
 from ..config import GRPOConfig
 from ..config.sampling import SHAPING
 
-# RESERVED: the trainer sets these parameters for each request.
-RESERVED = (
+RESERVED = (  # The trainer sets these parameters for each request.
     "n", "seed", "max_tokens", "temperature", "logprobs", "prompt_logprobs", "flat_logprobs", "detokenize",
     "output_kind",
 )  # fmt: skip
-# SUPPORTED: `generation_kwargs` may set these parameters. Options of vLLM's decoding only affect stop strings, because
-# reward functions get texts that the trainer decodes from token ids. Parameters in neither list are refused: they may
-# return results that Colograd doesn't read.
+# `generation_kwargs` may set these parameters. Others may return results that Colograd doesn't read.
 SUPPORTED = (
     *SHAPING, "stop", "stop_token_ids", "ignore_eos", "repetition_detection", "include_stop_str_in_output",
     "skip_special_tokens", "spaces_between_special_tokens",
@@ -81,15 +78,13 @@ class Sampling:
 
 
 def request_seed(seed: int, position: int, purpose: str = "train") -> int:
-    """Return the seed of a prompt's request: a hash of the run's seed, the purpose and the prompt's position. The
-    position is the prompt's index in the stream of prompts. The hash has 62 bits, because vLLM seeds the i-th of n
-    completions with seed + i."""
+    """Return the seed of the prompt at ``position`` in the stream of prompts. The hash has 62 bits, because vLLM seeds
+    the i-th of n completions with seed + i."""
     digest = hashlib.blake2b(f"{seed}/{purpose}/{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
 
 def check_sampling(config: GRPOConfig) -> None:
-    """Raise a ValueError if ``generation_kwargs`` has an unsupported name, or if vLLM refuses a sampling setting."""
     from vllm import SamplingParams
 
     known = inspect.signature(SamplingParams).parameters
@@ -116,7 +111,6 @@ def check_sampling(config: GRPOConfig) -> None:
 
 
 def finish_reason_of(name: str) -> FinishReason:
-    """Convert vLLM's name of a finish reason. Raise a RuntimeError if `FinishReason` lacks it, e.g. "error"."""
     if name not in [*FinishReason]:
         raise RuntimeError(
             f"vLLM ended a completion with the finish reason {name!r}, so the completion can't be trained on. Set "
@@ -127,20 +121,16 @@ def finish_reason_of(name: str) -> FinishReason:
 
 class LengthHistory:
     """Mean completion length of each prompt in tokens, from the prompt's last sampling. Prompts with long completions
-    start first. If not all prompts fit into the engine at once, a long completion that starts last would be decoded
-    alone at the end. Starting the longest first is the longest-processing-time rule of list scheduling (Graham 1969,
-    https://doi.org/10.1137/0117039). Each request has its own seed, so random numbers don't depend on the order. On a
-    GPU the order may still change rollouts, because a kernel's rounding depends on the other requests in its batch. A
-    checkpoint contains the lengths, so that a resumed run starts prompts in the same order as an uninterrupted run."""
+    start first, by the longest-processing-time rule of list scheduling (Graham 1969, https://doi.org/10.1137/0117039).
+    A checkpoint contains the lengths, because another order could change the engine's rounding."""
 
     def __init__(self) -> None:
-        self._means: dict[str, float] = {}  # mean completion length in tokens by `ModelInput.key` of the prompt
+        self._means: dict[str, float] = {}  # Mean length in tokens by `ModelInput.key` of the prompt.
 
     def add(self, prompt: ModelInput, lengths: Sequence[int]) -> None:
         self._means[prompt.key] = sum(lengths) / len(lengths)
 
     def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Sort prompts by descending expected completion length. A new prompt gets the mean of all known prompts."""
         if not self._means:
             return list(prompts)
         unknown = sum(self._means.values()) / len(self._means)

@@ -19,7 +19,7 @@ FUNCTIONS: dict[tuple[str, str], Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class VLLMTensors:
-    """Tensors of a vLLM model by name. `fusions` and `renamed` work with the model's class in place of a model."""
+    """Tensors of a vLLM model by name. `fusions` and `renamed` also work with the model's class."""
 
     def __init__(self, model: torch.nn.Module | type) -> None:
         self._model: Any = model
@@ -34,14 +34,15 @@ class VLLMTensors:
         return found
 
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """Return all parameters except adapters', by names of a model without adapters. Tied ones have one entry."""
+        """Return all parameters except adapters', by names of a model without adapters. Tied parameters have one
+        entry."""
         named = ((base_name(name), parameter) for name, parameter in self._model.named_parameters())
         return {name: parameter for name, parameter in named if name is not None}
 
     def renamed(self, name: str) -> str:
         """Translate the name of a tensor in a checkpoint into vLLM's name, before layers are fused."""
         found = _renamed(self._model, name)
-        for path, part in self._with_own_names.items():  # e.g. Gemma 3n's text model renames tensors a second time
+        for path, part in self._with_own_names.items():  # Gemma 3n's text model renames tensors a second time.
             if found not in self._names and found.startswith(path):
                 inner = path + _renamed(part, found[len(path) :])
                 found = inner if inner in self._names else found
@@ -53,7 +54,6 @@ class VLLMTensors:
 
     @functools.cached_property
     def _with_own_names(self) -> Mapping[str, torch.nn.Module]:
-        """Submodels that have an `hf_to_vllm_mapper` of their own, by their prefix with a dot at the end."""
         parts = [] if isinstance(self._model, type) else self._model.named_modules()
         return {f"{name}.": part for name, part in parts if name and getattr(part, "hf_to_vllm_mapper", None)}
 
@@ -63,12 +63,11 @@ class VLLMTensors:
         return FUNCTIONS.get(ends)
 
     def _layer(self, name: str) -> Any:
-        """Return the module that holds the weight or bias ``name``; None if vLLM's model has no such module."""
         layers = {base_name(f"{path}.weight"): module for path, module in self._model.named_modules()}
         return layers.get(f"{name.rpartition('.')[0]}.weight")
 
     def expert_layout(self, name: str) -> str:
-        """Return the name of the vLLM kernel that permutes an experts' tensor; "" if no kernel permutes the tensor."""
+        """Return the name of the vLLM kernel that permutes an experts' tensor, or ""."""
         method = getattr(self._layer(name), "quant_method", None)
         kernel = getattr(getattr(method, "unquantized_backend", None), "name", AS_SAVED[0])
         return "" if kernel in AS_SAVED else str(kernel)
@@ -78,7 +77,6 @@ class VLLMTensors:
         return tuple(getattr(self._layer(name), "output_sizes", ()))
 
     def is_added_by_first_rank(self, bias: torch.Tensor) -> bool:
-        """Return whether only the first rank adds ``bias``, because the ranks' partial outputs are summed."""
         return any(
             own.data_ptr() == bias.data_ptr()
             and any(kind.__name__ == "RowParallelLinear" for kind in type(module).__mro__)
@@ -87,13 +85,12 @@ class VLLMTensors:
         )
 
     def lora_layers(self) -> dict[str, Any]:
-        """Return vLLM's layers that have slots for LoRA adapters, by layer name."""
         return dict(getattr(getattr(self._model, "lora_manager", None), "modules", {}))
 
 
 def lora_stacks(layer: Any, kind: str) -> Sequence[torch.Tensor]:
-    """Return the tensors of ``kind`` (``lora_A`` or ``lora_B``) of a layer with LoRA slots, one per fused part: [slots,
-    1, rows, columns]."""
+    """Return a layer's LoRA slots of ``kind`` (``lora_A`` or ``lora_B``), one per fused part: [slots, 1, rows,
+    columns]."""
     stacks: Sequence[torch.Tensor] = getattr(layer, f"{kind.lower()}_stacked")
     return stacks
 

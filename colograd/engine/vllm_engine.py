@@ -25,7 +25,6 @@ class VLLMEngine(LoadedVLLM):
     """The `Engine` that samples with vLLM in the trainer's process. See `LoadedVLLM` for its arguments."""
 
     def on_engine_leader(self, work: Callable[[], T], others: T) -> T:
-        """Run ``work`` on the engine's first rank. Its other ranks repeat the vLLM calls, and return ``others``."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(building.nondeterminism_allowed())
             stack.enter_context(process.collector_at_rest())
@@ -47,7 +46,6 @@ class VLLMEngine(LoadedVLLM):
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Yield a `Group` of ``sampling.n`` completions per prompt, as each ends. Closing aborts open requests."""
         self.require(version)
         seeds = [request_seed(seed, prompt.position, purpose) for prompt in prompts]
         waiting = {
@@ -73,7 +71,6 @@ class VLLMEngine(LoadedVLLM):
             self.abort(waiting)
 
     def check(self, sampling: Sampling) -> None:
-        """Let vLLM validate ``sampling``, and sample nothing. Settings that vLLM refuses raise a ValueError."""
         try:
             self.abort([self.submit((0,), sampling, seed=0)])
         except Exception as error:  # vLLM's validation errors aren't ValueErrors in some versions
@@ -99,26 +96,9 @@ class VLLMEngine(LoadedVLLM):
         spent: int = 0,
     ) -> str:  # fmt: skip
         prompt = prompt if isinstance(prompt, ModelInput) else ModelInput(tuple(prompt))
-        params = self.parameters(prompt.ids, sampling, seed, n or sampling.n, spent)
-        return self._enqueue(prompt, params)
-
-    def _enqueue(self, prompt: ModelInput, params: Any) -> str:
-        """Add a request for ``prompt`` to vLLM's queue, and return the request's name."""
-        if prompt.media is None and max(prompt.ids, default=0) >= self.vocab_size:  # vLLM's rows end with padding
-            raise ValueError(
-                f"A prompt has the token id {max(prompt.ids)}, but the model's embedding has {self.vocab_size:,} rows, "
-                "numbered from 0. Use the tokenizer of the model."
-            )
-        self._requests += 1
-        request = f"request-{self._requests}"
-        prompts = [made for feature in self._features if (made := feature.request(prompt)) is not None]
-        in_vllm = prompts[0] if prompts else {"prompt_token_ids": list(prompt.ids)}
-        self.core.add_request(request, in_vllm, params, lora_request=self._adapter)
-        self._open[request] = prompt
-        return request
+        return self._enqueue(prompt, self.parameters(prompt.ids, sampling, seed, n or sampling.n, spent))
 
     def parameters(self, ids: Sequence[int], sampling: Sampling, seed: int, n: int, spent: int = 0) -> Any:
-        """Return vllm.SamplingParams for ``n`` completions of the prompt ``ids``. See `Engine.submit`."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -131,17 +111,30 @@ class VLLMEngine(LoadedVLLM):
             max_tokens=min(sampling.max_tokens - spent, self.context - len(ids)),
             temperature=sampling.temperature,
             seed=seed,
-            logprobs=0,  # vLLM returns the log-probabilities of sampled tokens only.
-            flat_logprobs=True,  # Log-probabilities come as one list per completion, faster than one object per token.
+            logprobs=0,  # log-probabilities of sampled tokens only
+            flat_logprobs=True,  # One list of log-probabilities is faster than one object per token.
             detokenize=bool(options.get("stop")),  # vLLM decodes text only to find stop strings.
             output_kind=RequestOutputKind.FINAL_ONLY,
             **(options | {"stop_token_ids": ends}),
         )
 
+    def _enqueue(self, prompt: ModelInput, params: Any) -> str:
+        if prompt.media is None and max(prompt.ids, default=0) >= self.vocab_size:  # vLLM's rows end with padding
+            raise ValueError(
+                f"A prompt has the token id {max(prompt.ids)}, but the model's embedding has {self.vocab_size:,} rows, "
+                "numbered from 0. Use the tokenizer of the model."
+            )
+        self._request_count += 1
+        request = f"request-{self._request_count}"
+        inputs = (feature.request(prompt) for feature in self._features)
+        in_vllm = next((each for each in inputs if each is not None), {"prompt_token_ids": list(prompt.ids)})
+        self.core.add_request(request, in_vllm, params, lora_request=self._adapter)
+        self._open[request] = prompt
+        return request
+
     def advance(self) -> list[tuple[str, list[Sampled]]]:
         watchdog.progress("a step of the engine")
-        outputs = self.core.step()
-        finished = [output for output in outputs if output.finished]
+        finished = [output for output in self.core.step() if output.finished]
         watchdog.progress("what follows a step of the engine")
         for listener in self.after_step:
             listener()
@@ -153,9 +146,8 @@ class VLLMEngine(LoadedVLLM):
         return completions
 
     def _sampled(self, output: Any, prompt: ModelInput) -> list[Sampled]:
-        """Convert a vLLM RequestOutput into its completions, in the order of their index."""
         sampled = []
-        entries = zip(output.prompt_logprobs or (), prompt.ids, strict=False)  # The first prompt token has no entry.
+        entries = zip(output.prompt_logprobs or (), prompt.ids, strict=False)
         of_prompt = [(entry[token].logprob, entry[token].rank) if entry else None for entry, token in entries]
         for one in sorted(output.outputs, key=lambda completion: completion.index):
             if self.tokens < self.vocab_size:
@@ -176,13 +168,11 @@ class VLLMEngine(LoadedVLLM):
         return sampled
 
     def _drop(self, request: str) -> None:
-        """Drop the prompt and the features' data of a request that has ended."""
         del self._open[request]
         for feature in self._features:
             feature.drop(request)
 
     def abort(self, requests: Iterable[str]) -> None:
-        """Drop unfinished ``requests``. If the engine has no further requests, step vLLM until it is idle."""
         if names := [name for name in requests if name in self._open]:
             self.core.abort_request(names)
             for name in names:
@@ -192,9 +182,8 @@ class VLLMEngine(LoadedVLLM):
 
     def stop(self, requests: Iterable[str]) -> list[tuple[str, list[Sampled]]]:
         prompts = {name: self._open[name] for name in requests if name in self._open}
-        outputs: dict[str, Any] = {}  # Last output of each request by request name, with all sampled tokens.
-        # vLLM makes outputs of aborted requests only for streaming clients of its server. So each request gets a
-        # stand-in for a client's stream.
+        outputs: dict[str, Any] = {}  # last output of each request by request name, with all sampled tokens
+        # vLLM makes outputs of aborted requests only for streaming clients of its server.
         stream = SimpleNamespace(put=lambda output: outputs.update({output.request_id: output}))
         for state in self.core.output_processor.request_states.values():
             if state.external_req_id in prompts:
@@ -211,7 +200,7 @@ class VLLMEngine(LoadedVLLM):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        # With a temperature above 0 vLLM would spend seconds on compiling its sampler for requests without a seed.
+        # With a temperature above 0 vLLM would compile its sampler for requests without a seed, which takes seconds.
         kind = RequestOutputKind.FINAL_ONLY
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=kind)
         prompt = prompt if isinstance(prompt, ModelInput) else ModelInput(tuple(prompt))

@@ -1,7 +1,7 @@
 """Faster bfloat16 matrix products on CPUs without bfloat16 instructions.
 
 On such a CPU torch uses plain loops, 20 to 40 times slower than float32 products with their gradients. Here the factors
-are cast to float32, the weight in pieces. The result is rounded to bfloat16 once, as in kernels that sum in float32.
+are cast to float32, and the result is rounded to bfloat16 once.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from torch.autograd.function import once_differentiable
 
 from . import process
 
-CAST_ELEMENTS = 2**20  # Elements of a weight per cast: 4 MiB in float32, which fits a core's caches.
+CAST_ELEMENTS = 2**20  # 4 MiB in float32, which fits a core's caches
 FEW_ROWS = 8  # With fewer rows torch's loops are faster than casting the weight.
 
 
 @functools.cache
 def wanted() -> bool:
-    """Return whether torch's library oneDNN says that this CPU lacks instructions for bfloat16 products."""
+    """Return whether this CPU lacks instructions for bfloat16 products, according to torch's library oneDNN."""
     return torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def take_over(model: torch.nn.Module) -> None:
-    """Replace the forward of a CPU model's plain linear layers by `linear`, if the CPU lacks bfloat16 instructions."""
     if not wanted():
         return
     for layer in model.modules():
         if type(layer) is torch.nn.Linear and "forward" not in layer.__dict__:
-            layer.forward = types.MethodType(_forward, layer)  # Bound, so that a copied layer uses its own weights.
+            layer.forward = types.MethodType(_forward, layer)  # bound, so that a copied layer uses its own weights
 
 
 def give_back(layer: torch.nn.Module) -> None:
@@ -47,7 +46,7 @@ def _forward(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `torch.nn.functional.linear`, faster for bfloat16 on a CPU where `wanted`. Respects bfloat16 autocast."""
+    """Compute `torch.nn.functional.linear`, faster for bfloat16 on a CPU where `wanted`."""
     if not x.is_cpu or not wanted():
         return F.linear(x, weight, bias)
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16:
@@ -57,24 +56,24 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         return F.linear(x, weight, bias)
     if _copies is not None and not torch.is_grad_enabled():
         return _product(x, _copy_of(weight), bias)
-    found: torch.Tensor = _Linear.apply(x, weight, bias)
-    return found
+    product: torch.Tensor = _Linear.apply(x, weight, bias)
+    return product
 
 
-# Pairs of a parameter and its float32 copy, by the parameter's id. None outside `constant_weights`.
+# A parameter and its float32 copy, by the parameter's id. None outside `constant_weights`.
 _copies: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
 _room = 0  # Bytes left for further float32 copies.
 
 
 @contextlib.contextmanager
 def constant_weights() -> Iterator[None]:
-    """Let `linear` keep float32 copies of weights until the context ends. No weight may change within the context.
-    Decoding multiplies by each weight once per step, and casts would take a quarter of its time. The copies take at
-    most a quarter of the rank's available memory. Weights without a copy are cast each time, to the same values."""
+    """Let `linear` keep float32 copies of weights, which must not change in this context. Decoding multiplies by each
+    weight once per step, and casts would take a quarter of its time."""
     global _copies, _room
     if not wanted():
         yield
         return
+    # The copies take at most a quarter of the rank's available memory.
     before, _copies, _room = _copies, {}, psutil.virtual_memory().available // 4 // process.local_world_size()
     try:
         yield
@@ -83,11 +82,9 @@ def constant_weights() -> Iterator[None]:
 
 
 def _copy_of(weight: torch.Tensor) -> torch.Tensor:
-    """Return a float32 copy of a parameter if `constant_weights` has room for a copy. Otherwise return the weight.
-    Other tensors, such as a dequantised or autocast weight, get no copy: they are temporary, and Python reuses ids."""
     global _room
     assert _copies is not None
-    if not isinstance(weight, torch.nn.Parameter):
+    if not isinstance(weight, torch.nn.Parameter):  # Other tensors are temporary, and Python reuses their ids.
         return weight
     if id(weight) not in _copies and (nbytes := 4 * weight.numel()) <= _room:
         _copies[id(weight)], _room = (weight, weight.detach().float()), _room - nbytes
@@ -100,7 +97,6 @@ def _parts(weight: torch.Tensor) -> Iterator[slice]:
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Compute the product in float32, and round it to the dtype of ``x``. ``weight`` may have either dtype."""
     wide, exact = x.float(), None if bias is None else bias.float()
     with torch.autocast("cpu", enabled=False):
         if weight.numel() <= CAST_ELEMENTS:
@@ -122,17 +118,17 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors  # type: ignore[attr-defined]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad  # type: ignore[attr-defined]
-        given = gradient.flatten(0, -2).float()
+        rows = gradient.flatten(0, -2).float()
         to_x = to_weight = to_bias = None
         if needs_x:
-            summed = given.new_zeros((len(given), x.shape[-1]))
+            summed = rows.new_zeros((len(rows), x.shape[-1]))
             for part in _parts(weight):
-                summed.addmm_(given[:, part], weight[part].float())
+                summed.addmm_(rows[:, part], weight[part].float())
             to_x = summed.to(x.dtype).view_as(x)
         if needs_weight:
             to_weight, states = torch.empty_like(weight), x.flatten(0, -2).float()
             for part in _parts(weight):
-                to_weight[part] = given[:, part].t() @ states
+                to_weight[part] = rows[:, part].t() @ states
         if needs_bias:
-            to_bias = given.sum(dim=0).to(bias.dtype)
+            to_bias = rows.sum(dim=0).to(bias.dtype)
         return to_x, to_weight, to_bias

@@ -1,8 +1,4 @@
-"""Quick checks of model and dataset names before loading, because libraries would retry requests for minutes.
-
-A model must be a local folder, in the Hub's cache or on the Hub. For a dataset that isn't in the cache, the Hub must be
-reachable. The check of a model's local folder doesn't import huggingface_hub.
-"""
+"""Quick checks of model and dataset names before loading, because libraries would retry requests for minutes."""
 
 from __future__ import annotations
 
@@ -10,12 +6,10 @@ import os
 import time
 
 ATTEMPTS = 2
-SECONDS = 5.0  # Time limit of one request to the Hub, in seconds.
+SECONDS = 5.0  # Time limit of one request to the Hub.
 
 
 def check_model_name(name: str, revision: str | None = None) -> None:
-    """Raise ValueError if ``name`` is neither a local folder, nor in the Hub's cache, nor on the Hub, or if the Hub
-    can't be reached. Loading such a model would retry for minutes."""
     if os.path.isdir(name):
         return
     from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
@@ -42,7 +36,7 @@ def check_model_name(name: str, revision: str | None = None) -> None:
         why += "no such model on the Hub, or a private one (then `hf auth login`, or set HF_TOKEN)"
     except ConnectionError as error:
         why += str(error)
-    except Exception:  # The Hub is busy, or lacks the file. If loading fails too, its error is clearer.
+    except Exception:  # An error of loading the model is clearer.
         return
     raise ValueError(
         f"The model {name!r} is neither a folder with a model nor a Hub model that can be loaded: {why}. Set "
@@ -52,8 +46,6 @@ def check_model_name(name: str, revision: str | None = None) -> None:
 
 
 def check_dataset_name(name: str, cache: str | None = None) -> None:
-    """Raise ConnectionError if a dataset isn't in the cache of `datasets` and the Hub can't be reached: `datasets`
-    would retry for minutes. Builders of `datasets` (`json`) pass, and all names if HF_HUB_OFFLINE is set."""
     import datasets
     from datasets.naming import camelcase_to_snakecase
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as BUILDERS
@@ -67,12 +59,11 @@ def check_dataset_name(name: str, cache: str | None = None) -> None:
         _ask_hub(hf_hub_url(name, "README.md", repo_type="dataset"))
     except ConnectionError as error:
         raise ConnectionError(f"the dataset isn't in the cache, and {error}") from None
-    except Exception:  # Ignored, because `datasets` reports every error that prevents the loading.
+    except Exception:  # `datasets` reports every error that prevents the loading.
         return
 
 
 def _ask_hub(url: str) -> None:
-    """Request a file's metadata from the Hub. Raise ConnectionError if no answer comes in `ATTEMPTS` requests."""
     import httpx
     from huggingface_hub import get_hf_file_metadata
 

@@ -16,34 +16,32 @@ from concurrent.futures import Future
 import torch
 
 PAGE = 4096
-HUGE = 2**21  # Buffers of at least 2 MiB use large pages.
+HUGE = 2**21  # Bytes of a large page.
 _reserved: dict[tuple[torch.device, int], collections.deque[Future[memoryview]]] = {}  # buffers by (device, bytes)
 
 
 def host_pages(nbytes: int, device: torch.device | None) -> memoryview:
-    """Allocate at least ``nbytes`` of host memory, in large pages if the kernel has any. If ``device`` is a GPU, the
-    memory is page-locked, if possible, until the view and all storages that use it are freed."""
-    # Private memory, because few machines allow large pages for shared memory, and only this process reads it.
+    """Allocate at least ``nbytes`` of host memory. If ``device`` is a GPU, the memory is page-locked, if possible,
+    until the view and all storages that use it are freed."""
+    # Private memory, because few machines allow large pages for shared memory.
     pages = mmap.mmap(-1, max(-(-nbytes // PAGE), 1) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if len(pages) >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # Some kernels have no large pages.
             pages.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(pages)
     if device is not None and device.type == "cuda":
-        if hasattr(mmap, "MADV_DONTFORK"):  # Don't share pages with forks: a write would replace the GPU's page.
-            pages.madvise(mmap.MADV_DONTFORK)
+        pages.madvise(mmap.MADV_DONTFORK)  # With pages shared with a fork, a write would replace the GPU's page.
         address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
-        # If registering fails, the memory stays pageable and copies are slower. A registration holds for all GPUs.
+        # If registering fails, the memory stays pageable, and copies are slower.
         if _call(device, pages, "cudaHostRegister", address, len(pages), 0):
-            # Don't unregister at interpreter exit: CUDA may be gone, and the end of the process frees the memory.
+            # Don't unregister at interpreter exit, because CUDA may be gone.
             weakref.finalize(view, _call, device, pages, "cudaHostUnregister", address).atexit = False
     return view
 
 
 def reserve(sizes: Iterable[int], device: torch.device) -> None:
-    """Page-lock buffers of these ``sizes`` in bytes, one after the other, in a thread of their own. Later calls of
-    `host_empty` with one of the sizes take these buffers. A large model's buffers take minutes, which the first
-    generation hides. On a CPU nothing happens."""
+    """Page-lock buffers of these ``sizes`` in bytes in a thread, for later calls of `host_empty`. A large model's
+    buffers take minutes, which the first generation hides."""
     if device.type != "cuda":
         return
     buffers: list[tuple[int, Future[memoryview]]] = [(size, Future()) for size in sizes]
@@ -61,7 +59,6 @@ def reserve(sizes: Iterable[int], device: torch.device) -> None:
 
 
 def host_empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate a tensor in host memory. If ``device`` is a GPU, the memory is page-locked, if possible."""
     nbytes = shape.numel() * dtype.itemsize
     buffers = _reserved.get((device, nbytes))
     pages = buffers.popleft().result() if buffers else host_pages(nbytes, device)
@@ -69,11 +66,11 @@ def host_empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> t
 
 
 def _call(device: torch.device, pages: mmap.mmap, function: str, *arguments: int) -> bool:
-    """Call a function of CUDA's runtime. Return whether the call succeeded. ``pages`` only keeps the memory alive."""
+    """Call a function of CUDA's runtime, and return whether it succeeded. ``pages`` only keeps the memory alive."""
     # A thread that frees memory, such as the checkpoint writer's, would initialise GPU 0 without `torch.cuda.device`.
     with torch.cuda.device(device):
         failed = int(getattr(torch.cuda.cudart(), function)(*arguments))
-    if failed:  # Clear CUDA's last error, else the next kernel launch would report the error.
+    if failed:  # Clear CUDA's last error, which the next kernel launch would report.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=device)
     return not failed

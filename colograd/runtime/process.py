@@ -1,6 +1,6 @@
-"""Environment variables, threads and log levels of the process, set before torch, transformers and vLLM read them.
+"""Environment variables, threads and log levels of the process.
 
-At import this module loads none of those packages, because they read most settings when they are imported.
+Torch, transformers and vLLM read most settings when they are imported, so this module doesn't import them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MOST_COMPILE_THREADS = 32  # torch's default maximum of compile processes.
 
 
 def command_arguments(argv: Sequence[str] | None) -> list[str]:
-    """Return a command's arguments (default: `sys.argv[1:]`). Quiet other packages' logs unless flags or recipe set
-    ``verbose``. Note the time, so that the first trainer can log how long the start took, imports included."""
+    """Return a command's arguments (default: `sys.argv[1:]`). Quiet other packages' logs, and note the time for
+    `command_began`."""
     global _command_began
     _command_began = time.perf_counter()
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -42,8 +42,8 @@ def command_arguments(argv: Sequence[str] | None) -> list[str]:
 
 
 def is_verbose(argv: Sequence[str]) -> bool:
-    """Return whether a command's flags or its recipe set ``verbose``. The recipe is read as text, because parsing it
-    would import packages that read log levels at import."""
+    """Return whether a command's flags or its recipe set ``verbose``. Parsing the recipe would import packages that
+    read log levels at import."""
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     recipe = ""
     with contextlib.suppress(ValueError, IndexError, OSError):  # The parser will report a bad command or recipe.
@@ -59,8 +59,8 @@ def command_began() -> float | None:
 
 
 def tell_briefly() -> None:
-    """Make Python print an uncaught error with a true attribute ``says_all`` without its traceback. The error isn't
-    caught, because `FailureDetector.leave` and `ranks.part` look for an uncaught error when the process ends."""
+    """Print an uncaught error with a true attribute ``says_all`` without its traceback. `FailureDetector.leave` and
+    `ranks.part` need an uncaught error when the process ends."""
     usual = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
@@ -73,20 +73,18 @@ def tell_briefly() -> None:
 
 
 def local_world_size() -> int:
-    """Return the number of ranks on this machine from the launcher's variables; 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
 
 
 def cpu_threads() -> int:
-    """Return the number of threads per rank: this process's cores divided by the ranks of the machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // local_world_size())
 
 
 def prepare_threads() -> None:
-    """Set OpenMP's variables for a process that samples and trains. OMP_NUM_THREADS: without a value vLLM's CPU worker
-    sets one thread, and training would use one core. A launcher's default of 1 is replaced. OMP_WAIT_POLICY: OpenMP by
-    default spins at barriers. If another process is busy, spinning makes a backward several times slower."""
+    """Set OpenMP's variables, and replace a launcher's default of one thread. Without OMP_NUM_THREADS vLLM's CPU worker
+    sets one thread, and training would use one core. By default OpenMP spins at barriers, which makes a backward
+    several times slower next to a busy process."""
     launched = "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if "OMP_NUM_THREADS" not in os.environ or (launched and os.environ["OMP_NUM_THREADS"] == "1"):
         os.environ["OMP_NUM_THREADS"] = str(cpu_threads())
@@ -96,13 +94,11 @@ def prepare_threads() -> None:
 
 
 def compile_with_threads(given: str | None) -> None:
-    """Set the number of torch.compile's processes to ``given``, or else to a rank's cores (at most 32). Call this after
-    the engine is built. vLLM's import sets the number to 1, because vLLM's worker processes may have no children. Here
-    vLLM runs in the trainer's process, which may have children. A single process would compile the policy's layers one
-    by one."""
+    """Set the number of torch.compile's processes to ``given``, or else to a rank's cores. vLLM's import sets the
+    number to 1, so that the policy's layers would be compiled one by one."""
     number = given or str(min(MOST_COMPILE_THREADS, cpu_threads()))
     os.environ[COMPILE_THREADS] = number
-    # torch reads the variable when it is imported. If torch is imported already, set torch's attribute.
+    # torch reads COMPILE_THREADS when torch is imported.
     if (config := sys.modules.get("torch._inductor.config")) is not None:
         config.compile_threads = int(number)  # type: ignore[attr-defined]
 
@@ -125,8 +121,8 @@ def _call_glibc(function: str, *arguments: int) -> None:
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Disable Python's garbage collector in a block that creates many long-lived objects. The collector takes a quarter
-    of the time of imports, and of the host's time per token that vLLM samples (400 sequences of 1,500 tokens)."""
+    """Disable Python's garbage collector. The collector takes a quarter of the time of imports, and of the host's time
+    per token that vLLM samples (400 sequences of 1,500 tokens)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -150,9 +146,8 @@ def follow_launcher() -> None:
 
 @contextlib.contextmanager
 def rank_variables() -> Iterator[None]:
-    """Set missing rank variables (RANK, WORLD_SIZE, ...) in a block, and remove the added variables afterwards.
-    accelerate and vLLM read the variables while a trainer is built. If they remained, programs that the script, a tool
-    or an agent starts later would inherit them, and their torch.distributed would bind this process's port."""
+    """Set missing rank variables (RANK, WORLD_SIZE, ...) while a trainer is built. In a program that a script, a tool
+    or an agent starts later, torch.distributed would bind this process's port."""
     added = prepare_ranks()
     try:
         yield
@@ -170,12 +165,10 @@ def drop_inherited_ranks() -> None:
 
 
 def prepare_ranks() -> list[str]:
-    """Set missing rank variables for vLLM's external launcher, and return the names of the added ones. torchrun and
-    accelerate set these variables. ``python script.py`` or a notebook becomes rank 0 of 1 on a free port, so that two
-    jobs on one machine don't collide. Variables of a parent process such as a notebook are replaced."""
+    """Set missing rank variables for vLLM's external launcher, and return the names of the added ones. Without a
+    launcher the process becomes rank 0 of 1 on a free port."""
     drop_inherited_ranks()
     if "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
-        # Asked for several ranks on a CPU, accelerate's launcher sets an address, but starts one rank.
         raise RuntimeError(
             f"The launcher set MASTER_ADDR={os.environ['MASTER_ADDR']} but no RANK: several ranks were requested, but "
             "only one was started (`accelerate launch --cpu --num_processes N` does this). Start ranks on a CPU "
@@ -194,8 +187,8 @@ def prepare_ranks() -> list[str]:
 
 
 def prepare_network() -> None:
-    """With several nodes, make gloo use the network interface that reaches MASTER_ADDR, if gloo's default is unusable
-    because the host's name resolves to a loopback address. A user's GLOO_SOCKET_IFNAME stays."""
+    """Let gloo use the network interface that reaches MASTER_ADDR. On several nodes gloo's default is unusable if the
+    host's name resolves to a loopback address."""
     if local_world_size() >= int(os.environ.get("WORLD_SIZE") or 1) or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     import psutil
@@ -212,7 +205,6 @@ def prepare_network() -> None:
 
 
 def quiet_logs(verbose: bool) -> None:
-    """Unless ``verbose``, hide log lines and warnings below errors of torch, vLLM, transformers and other packages."""
     if verbose:
         return
     if not gpu_nodes():
@@ -226,7 +218,7 @@ def quiet_logs(verbose: bool) -> None:
     warnings.filterwarnings("ignore", message=".*pin_memory.*")
     for name in ("vllm", "datasets", "httpx", "torch.distributed", "filelock", "bitsandbytes"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # Torch and transformers read their variables at import. A script may have imported them, so set levels directly.
+    # A script may have imported transformers and torch, which read their variables at import.
     given, theirs = os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error"), logging.getLogger("transformers")
     if given == "error" and theirs.level in (logging.NOTSET, logging.WARNING):  # transformers' default levels.
         theirs.setLevel(logging.ERROR)
@@ -237,13 +229,12 @@ def quiet_logs(verbose: bool) -> None:
 
 
 def gpu_nodes() -> list[str]:
-    """List the device files (`/dev/nvidia0`, ...) of this machine's or container's GPUs, usable by torch or not."""
     return sorted(glob.glob(GPU_NODES))
 
 
 def why_gpu_unused(torch_version: str, cuda_version: str | None) -> str:
-    """Explain why torch finds no GPU although the machine has one, and name the remedy. Return "" if the machine has no
-    GPU. ``cuda_version`` is None if torch is built without CUDA."""
+    """Explain why torch finds no GPU although the machine has one. ``cuda_version`` is None for a torch without
+    CUDA."""
     if not (names := gpu_nodes()):
         return ""
     driver = None

@@ -6,13 +6,11 @@ import difflib
 from pathlib import Path
 
 FOLDER, SUFFIX = "recipes", ".yaml"
+INSTALLED = Path(__file__).resolve().parents[1] / FOLDER  # Doesn't exist in a git clone.
 
 
 def shipped_folder() -> Path:
-    """Return the folder of shipped files: inside an installed package, or next to the package in a git clone."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / FOLDER
-    return inside if inside.is_dir() else package.parent / FOLDER
+    return INSTALLED if INSTALLED.is_dir() else INSTALLED.parents[1] / FOLDER
 
 
 def file_or_shipped(path: Path) -> Path:
@@ -26,12 +24,9 @@ def file_or_shipped(path: Path) -> Path:
 
 
 def is_shipped(path: Path) -> bool:
-    """Return whether a path is in an installed package's folder of shipped files. False in a git clone."""
-    inside = Path(__file__).resolve().parents[1] / FOLDER
-    return path.resolve().is_relative_to(inside)
+    return path.resolve().is_relative_to(INSTALLED)
 
 
 def near_names(path: Path) -> str:
-    """Format the names of shipped recipes that are similar to ``path``, or of all recipes if none is."""
     names = sorted(path.stem for path in shipped_folder().glob(f"*{SUFFIX}"))
     return ", ".join(difflib.get_close_matches(path.stem, names) or names)

@@ -1,11 +1,11 @@
-"""Sizes from a transformers model configuration (the maximum over layers if layers differ), and sizes of thumbnails."""
+"""Sizes from a transformers model configuration, and sizes of thumbnails."""
 
 from __future__ import annotations
 
 from typing import Any
 
 THUMBNAILS = 4  # Maximum number of recorded thumbnails (small images) per prompt.
-THUMBNAIL_BYTES = 4096  # Maximum bytes per recorded thumbnail.
+THUMBNAIL_BYTES = 4096
 
 
 def size_of(model_config: Any, *names: str) -> int:
@@ -21,13 +21,11 @@ def size_of(model_config: Any, *names: str) -> int:
 
 
 def num_experts(model_config: Any) -> int:
-    """Return the number of routed experts of a layer; 0 if the model isn't a mixture of experts."""
     found = size_of(model_config, "num_experts", "num_local_experts", "n_routed_experts")
     return found if experts_per_token(model_config) or found > 1 else 0
 
 
 def experts_per_token(model_config: Any) -> int:
-    """Return the number of experts that compute each token; 0 if the configuration doesn't name a number."""
     return size_of(model_config, "num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 
 

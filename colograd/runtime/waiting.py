@@ -18,7 +18,7 @@ LONG = 5.0  # Without a terminal, a stage is printed once it has lasted this man
 @contextlib.contextmanager
 def while_waiting(first: str, stage: Callable[[], str], shown: bool = True) -> Iterator[None]:
     """Show progress during a slow block, such as imports. A terminal shows the present stage and the seconds. Elsewhere
-    ``first`` is printed at once, then each stage of 5 s or more. ``shown`` is False on silent ranks."""
+    ``first`` is printed at once, then each stage of 5 s or more."""
     if not shown:
         yield
         return

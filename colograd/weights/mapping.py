@@ -1,9 +1,8 @@
 """The map from the policy's parameters to slices of the engine's tensors.
 
-vLLM fuses projections (q, k and v become rows of one matrix) and pads vocabularies. The class of vLLM's model names its
-fused layers in ``packed_modules_mapping``, and its renamed tensors in ``hf_to_vllm_mapper``. Shapes determine the
-remaining facts, such as the part of a parameter that one rank of an engine with tensor parallelism has. A mixture's
-experts are stacked in one tensor per projection in policy and engine, under different names.
+vLLM fuses projections (q, k and v become rows of one matrix), pads vocabularies and renames tensors. The class of
+vLLM's model names its fused layers in ``packed_modules_mapping``, and renamed tensors in ``hf_to_vllm_mapper``. Shapes
+show the rest, such as the part of a parameter that one rank of an engine has.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Slice:
 
     name: str  # Name of the parameter or buffer in the policy.
     source: torch.Tensor  # The policy's parameter or buffer. For a quantised parameter a meta tensor of its shape.
-    destination: torch.Tensor  # A view of the engine's tensor that holds the parameter.
+    destination: torch.Tensor  # A view of the engine's tensor.
     cut: tuple[slice, ...] = ()  # Index of the part of ``source`` in ``destination``. Empty for the whole source.
     packed: PackedWeight | None = None  # The policy's quantised weight. None for other parameters.
     through: Callable[[torch.Tensor], torch.Tensor] | None = None  # Elementwise function from policy to engine values.
@@ -77,7 +76,7 @@ class Slice:
 
 
 class UnmappedParameter(ValueError):
-    """The error that a policy parameter or engine tensor has no counterpart, or a counterpart in another layout."""
+    """The error of a policy parameter or engine tensor that has no counterpart, or a counterpart in another layout."""
 
 
 Part = tuple[torch.Tensor, tuple[slice, ...]]  # Pair of `Slice.destination` and `Slice.cut`.
@@ -89,16 +88,9 @@ def map_parameters(
     policy: torch.nn.Module, engine: VLLMTensors, place: int = 0, ranks: int = 1,
     served: Collection[PackedWeight] = (),
 ) -> list[Slice]:  # fmt: skip
-    """Pair the parameters of the policy (of a LoRA policy's base) with their slices of the engine's tensors.
-
-    Args:
-        place: index of this rank among the ranks of its engine.
-        ranks: number of ranks of the engine.
-        served: packed weights that the engine reads in the policy's memory. They get no slices.
-
-    Raises:
-        UnmappedParameter: a parameter or an engine tensor has no counterpart, or has another layout.
-    """
+    """Pair the parameters of the policy (of a LoRA policy's base) with their slices of the engine's tensors. ``place``
+    is this rank's index among the ``ranks`` of its engine. ``served`` weights get no slices, because the engine reads
+    the policy's memory."""
     targets: dict[str, torch.Tensor] = dict(engine.parameters())
     packed, read = packed_weights(policy), read_parameters(unwrap(policy))
     policy_names = {base: name for name, _ in policy.named_parameters() if (base := base_name(name)) is not None}
@@ -110,7 +102,7 @@ def map_parameters(
     for name, buffer in policy.named_buffers():  # some buffers are parameters in vLLM, e.g. a router's correction
         if (base := base_name(name)) in targets and base not in sources:
             sources[base], policy_names[base] = buffer, name
-    slices, missing, other_names, saved = [], [], dict[str, str](), saved_names(unwrap(policy))
+    slices, missing, saved = [], [], saved_names(unwrap(policy))
     for name, source in sources.items():
         policy_name, parts, copies = policy_names[name], list[Part](), list[Part]()
         module = policy.get_submodule(policy_name.rpartition(".")[0])
@@ -133,15 +125,13 @@ def map_parameters(
         slices += [Slice(policy_name, source, *part) for part in parts]
         copies += _absorbed(name, parts, targets)
         slices += [Slice(policy_name, source, *part, again=True) for part in copies]
-    if missing:
-        free = {name: targets[name].detach() for name in _uncovered(slices, targets)}
-        for name in missing:
-            other_names[name] = _match_by_shape(name, sources, missing, free)
-        for name, other in other_names.items():
-            target, source = free[other], sources[name]
-            target = target.view(source.shape) if target.numel() == source.numel() else target[: source.shape[0]]
-            slices.append(Slice(policy_names[name], source, target))
-    # A parameter of vLLM may be a buffer of another name in the policy, e.g. a router's correction.
+    free = {name: targets[name].detach() for name in _uncovered(slices, targets)}
+    other_names = {name: _match_by_shape(name, sources, missing, free) for name in missing}
+    for name, other in other_names.items():
+        target, source = free[other], sources[name]
+        target = target.view(source.shape) if target.numel() == source.numel() else target[: source.shape[0]]
+        slices.append(Slice(policy_names[name], source, target))
+    # Some parameters of vLLM are buffers of another name in the policy, e.g. a router's correction.
     buffers = {name: b for name, b in policy.named_buffers() if b.is_floating_point() and _layer_of(name)}
     for name in [*_uncovered(slices, targets)]:
         target = targets[name].detach()
@@ -160,8 +150,6 @@ def map_parameters(
 def _match_by_shape(
     name: str, sources: Mapping[str, torch.Tensor], missing: Sequence[str], free: Mapping[str, torch.Tensor]
 ) -> str:
-    """Return the name of the only unpaired engine tensor with the layer number and the shape of parameter ``name``. A
-    padded vocabulary may have more rows. `proof` checks values later. No such tensor, or several, are an error."""
     expected = [size for size in sources[name].shape if size > 1]
 
     def is_like(other: str, tensor: torch.Tensor) -> bool:
@@ -177,7 +165,6 @@ def _match_by_shape(
 
 
 def _layer_of(name: str) -> str:
-    """Return the layer number in a parameter's name, e.g. "3"; "" if the name has no number."""
     return next((part for part in name.split(".") if part.isdecimal()), "")
 
 
@@ -185,8 +172,8 @@ def _find(
     name: str, saved: str, sources: dict[str, torch.Tensor], targets: dict[str, torch.Tensor], engine: VLLMTensors,
     ranks: int,
 ) -> tuple[torch.Tensor, list[torch.Tensor], int] | None:  # fmt: skip
-    """Find a parameter's engine tensor by the parameter's name in the policy or in the checkpoint (``saved``). Return
-    (tensor, the parameters that are fused in it, this parameter's index among them), or None without a match."""
+    """Return (engine tensor, the parameters that are fused in it, index of ``name`` among them), or None. ``saved`` is
+    the parameter's name in checkpoints."""
     for each in dict.fromkeys((name, saved)):
         mapped = engine.renamed(each)
         if mapped.startswith(TOWER[0]) and any(target.startswith(TOWER[1]) for target in targets):
@@ -209,8 +196,8 @@ def _find(
 
 
 def _absorbed(name: str, parts: Sequence[Part], targets: Mapping[str, torch.Tensor]) -> Iterator[Part]:
-    """Yield the slices of `ABSORBED`, vLLM's copies of the layer `EXPANDS` for decoding latent attention (MLA). A rank
-    has (H * (P + V), L) of the layer's weight. ``parts`` are the slices of the layer's own engine tensor."""
+    """Yield the slices of `ABSORBED`. A rank has (H * (P + V), L) of the weight of `EXPANDS`. ``parts`` are the slices
+    of this weight."""
     module, _, _ = name.rpartition(f".{EXPANDS}.")
     matrices = {end: tensor for place, tensor in targets.items() if place.startswith(f"{module}.") for end in ABSORBED
                 if module and place.endswith(f".{end}")}  # fmt: skip
@@ -227,8 +214,8 @@ def _experts(
     name: str, source: torch.Tensor, module: Any, targets: dict[str, torch.Tensor], engine: VLLMTensors, place: int,
     ranks: int,
 ) -> list[Part]:  # fmt: skip
-    """Return the slices of a parameter with the experts of one block of a mixture; empty for other parameters. Ranks of
-    an engine split the gate and up projections by rows, and the down projection by columns."""
+    """Return the slices of a parameter with all experts of one block. Ranks split the gate and up projections by rows,
+    and the down projection by columns."""
     head, _, last = name.rpartition(".")
     if not head.endswith(".experts") or last not in EXPERTS:
         return []
@@ -257,27 +244,22 @@ def _experts(
         )
     if ranks == 1:
         return [(target, ())]
-    halves = 3 - axis  # 2: gate and up projection; 1: down projection
+    halves = 3 - axis  # Number of stacked projections: gate and up, or down alone.
     return _chunks(target, [source.shape[axis] // halves] * halves, place, ranks, axis)
 
 
 def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: int, ranks: int) -> list[Part]:
-    """Return the slices of the policy parameter ``parts[index]`` in ``target``; empty if the shapes don't fit. If the
-    outputs of a matrix are summed over ranks, vLLM splits the matrix by columns. Otherwise vLLM splits the matrix by
-    rows, each fused part separately. If there are fewer key-value heads than ranks, vLLM repeats the heads. The last
-    rows of a padded vocabulary have no source. If the shapes are equal (a norm, for example), every rank has the whole
-    tensor."""
     target, source = target.detach(), parts[index]
     if target.dim() != source.dim():
         return []
     if len(parts) == 1 and target.shape == source.shape:
         return [(target, ())]
-    if len(parts) == 1 and target.dim() == 2 and target.shape[0] == source.shape[0]:
+    if len(parts) == 1 and target.dim() == 2 and target.shape[0] == source.shape[0]:  # The matrix is split by columns.
         total = source.shape[1]
         return _chunks(target, [total], place, ranks, axis=1) if target.shape[1] * ranks == total else []
     if target.shape[1:] != source.shape[1:]:
         return []
-    if len(parts) == 1:  # the tensor is split by rows, and may be a padded vocabulary
+    if len(parts) == 1:  # The last rows of a padded vocabulary have no source.
         start = min(place * target.shape[0], source.shape[0])
         stop = min(start + target.shape[0], source.shape[0])
         fits = target.shape[0] * ranks >= source.shape[0]
@@ -292,8 +274,8 @@ def _split(target: torch.Tensor, parts: list[torch.Tensor], index: int, place: i
 
 
 def _merged(target: torch.Tensor, source: torch.Tensor, place: int, outputs: Sequence[int]) -> list[Part]:
-    """Return a rank's slices of a layer that is fused in checkpoint and engine; empty if the shapes don't fit. An
-    example is a short convolution's input and gates. ``outputs`` are the sizes of the fused parts on all ranks."""
+    """Return a rank's slices of a layer that checkpoint and engine both fuse, e.g. a short convolution's input and
+    gates. ``outputs`` are the sizes of the fused parts."""
     target = target.detach()
     if target.shape == source.shape:
         return [(target, ())]
@@ -322,52 +304,47 @@ def _fused_rows(target: torch.Tensor, parts: list[torch.Tensor], ranks: int) -> 
     rows = [part.shape[0] // ranks for part in parts]
     first, others = rows[0], sum(rows[1:])
     times = (target.shape[0] - first) // others if others else 1
-    if times > 1 and first + times * others == target.shape[0]:  # several ranks hold equal keys and values
+    if times > 1 and first + times * others == target.shape[0]:  # fewer key-value heads than ranks: vLLM repeats heads
         return [first, *(times * size for size in rows[1:])], [1, *(times for _ in rows[1:])]
     return rows, [1 for _ in rows]
 
 
 def _rows(start: int, stop: int, source: torch.Tensor) -> tuple[slice, ...]:
-    """Return the index of rows ``start`` to ``stop`` - 1; empty if these are all rows of ``source``."""
     return () if stop - start == source.shape[0] else (slice(start, stop),)
 
 
 def _uncovered(slices: list[Slice], targets: dict[str, torch.Tensor]) -> Iterator[str]:
-    """Yield the names of engine tensors that the slices don't fill. Padded rows of a vocabulary may stay empty."""
     filled: dict[int, int] = defaultdict(int)
     for part in slices:
         filled[part.destination.untyped_storage().data_ptr()] += part.destination.numel()
     for name, target in targets.items():
-        if not target.numel():  # the engine's tensor is empty, because its layer reads the policy's packed weight
+        if not target.numel():  # the engine's layer reads the policy's packed weight
             continue
-        vocabulary = "embed" in name or "lm_head" in name or "wte" in name
+        vocabulary = "embed" in name or "lm_head" in name or "wte" in name  # A vocabulary may be padded.
         storage = target.untyped_storage().data_ptr()
         if storage not in filled or (filled[storage] < target.numel() and not vocabulary):
             yield name
 
 
-# QUANTISED: largest accepted distance of a weight from its quantised copy, relative to the weight's norm. A 4-bit copy
-# of normal weights has a distance of 0.1, and unrelated weights have 1.4.
+# Largest accepted distance of a weight from its quantised copy, relative to the weight's norm. A 4-bit copy of normal
+# weights has a distance of 0.1, and unrelated weights have 1.4.
 QUANTISED = 0.5
 
 
 def is_near(part: Slice) -> bool:
-    """Return whether policy and engine differ by at most 0.5 of the policy's norm. Unrelated weights differ by 1.4."""
-    policy_value = part.held.to(part.destination.device).float()  # the policy may be in host memory
+    policy_value = part.held.to(part.destination.device).float()
     distance = torch.linalg.vector_norm(part.destination.float() - policy_value)
     return bool(distance <= QUANTISED * torch.linalg.vector_norm(policy_value))
 
 
 def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int = 0, ranks: int = 1) -> list[Slice]:
-    """Return ``slices`` with `Slice.rows` set if the engine's rows have another order than the policy's rows. vLLM
-    reorders, for example, queries, keys and values that a checkpoint interleaves by head (BLOOM, GPT-NeoX), and the
-    halves of each pair of rotated dimensions (Llama 4). Names and shapes don't show the order, but values do, because
-    policy and engine have loaded the same checkpoint. A bias gets the order of its layer's weight, because a bias of
-    zeros shows no order."""
-    config = getattr(policy.config, "get_text_config", lambda: policy.config)()
+    """Return ``slices`` with `Slice.rows` where vLLM reorders rows, e.g. queries, keys and values that a checkpoint
+    interleaves by head (BLOOM, GPT-NeoX). The order is inferred from values. A bias gets its weight's order, because a
+    bias of zeros shows no order."""
+    config = policy.config.get_text_config()
     queries = int(getattr(config, "num_attention_heads", 0) or 1)
     keys = int(getattr(config, "num_key_value_heads", 0) or queries)
-    row_orders: dict[str, torch.Tensor] = {}  # row indices by layer name
+    row_orders: dict[str, torch.Tensor] = {}  # Row indices by layer name.
     for part in slices:
         layer = part.name.rpartition(".")[0]
         if part.source.dim() != 2 or layer in row_orders or part.again or part.equal() or is_near(part):
@@ -386,9 +363,8 @@ def with_row_orders(slices: Sequence[Slice], policy: torch.nn.Module, place: int
 
 
 def _orders(total: int, queries: int, keys: int) -> Iterator[Sequence[torch.Tensor]]:
-    """Yield each known order of a matrix of ``total`` rows, for ``queries`` query heads and ``keys`` key heads. An
-    order is a list of tensors: the row indices of the policy in the engine's order. An engine's ranks divide each
-    tensor."""
+    """Yield known orders of ``total`` rows, for ``queries`` query heads and ``keys`` key heads. An order lists row
+    indices of the policy in the engine's order, in tensors that ranks divide."""
     rows, group = torch.arange(total), queries // keys
     if total % (keys * (group + 2)) == 0:  # checkpoint rows: query heads of a group, their key head, their value head
         by_head = rows.view(keys, group + 2, -1)

@@ -1,12 +1,8 @@
 """Checks at start that a weight sync reaches the engine: each parameter's slice of an engine tensor is the right one.
 
-*Equal values*: after policy and engine loaded the same checkpoint, the slice has the parameter's value bit for bit.
-Equality isn't enough for norms of ones, biases of zeros, or tensors that the engine has copied into a packed layout.
-
-*Dependence*: if the slice's values change, the engine's output changes. `unread` checks each parameter by a forward.
-In models like Llama `read_together` checks most parameters at once, by changes of all parameters that cancel. If the
-engine didn't read a parameter, the engine's output would change. The policy's gradients estimate by how much.
-All ranks of an engine take part in each forward.
+*Equal values*: policy and engine loaded the same checkpoint, so the slice equals the parameter bit for bit. Norms of
+ones are equal anywhere, and the engine may read a packed copy of an equal slice. *Dependence*: if the slice's values
+change, the engine's output changes. All ranks of an engine take part in each forward.
 """
 
 from __future__ import annotations
@@ -27,15 +23,13 @@ from ..policy.row_proof import allowed, completion_logprobs
 from ..policy.towers import sees
 from .mapping import Slice, is_near
 
-# PROBE_TOKENS: prompt lengths. The prompt of 64 tokens tests parameters that a prompt of 8 tokens doesn't depend on.
-PROBE_TOKENS = (8, 64)
-# MARGIN: a parameter counts as read if the predicted effect of its change is above 10 times the measured effect of all
-# cancelling changes together. The gradient predicts an effect up to a factor of three.
+PROBE_TOKENS = (8, 64)  # Some parameters have no effect on a prompt of 8 tokens.
+# Smallest ratio of a parameter's predicted effect to the measured effect of all cancelling changes. The gradient
+# predicts an effect up to a factor of three.
 MARGIN = 10.0
-# VISIBLE: smallest predicted effect in nats that counts in float32 and in 16 bits. Rounding hides smaller ones.
-VISIBLE, VISIBLE_16_BIT = 1e-3, 1e-2
-# ROUNDED_LOGIT: largest rounding difference of the largest logit between policy and engine, in steps of the dtype. A
-# trained model has logits of about 30 for random tokens, and the step of bfloat16 at 30 is 1/8.
+VISIBLE, VISIBLE_16_BIT = 1e-3, 1e-2  # Rounding in float32 and in 16 bits hides smaller effects, in nats.
+# Largest rounding difference of the largest logit between policy and engine, in steps of the dtype. A trained model has
+# logits of about 30 for random tokens, and the step of bfloat16 at 30 is 1/8.
 ROUNDED_LOGIT = 2.0
 
 
@@ -44,9 +38,8 @@ class Probe:
 
     def __init__(self, engine: Engine, ids: list[int] | ModelInput) -> None:
         self.engine, self.ids = engine, ids
-        self.usual = engine.prompt_logprobs(ids)  # Log-probabilities in nats with unchanged weights, [tokens - 1].
-        # Largest difference in nats between two forwards with equal weights. 0 with deterministic kernels.
-        self.noise = self.shift()
+        self.usual = engine.prompt_logprobs(ids)
+        self.noise = self.shift()  # Largest difference of two forwards with equal weights, in nats.
 
     def shift(self) -> float:
         """Return the largest change of a log-probability in nats since `__init__`; inf if a value isn't finite."""
@@ -54,12 +47,10 @@ class Probe:
         return float(shift) if shift.isfinite() else math.inf
 
     def differs(self) -> bool:
-        """Return whether a log-probability of the prompt has changed by more than the noise of repeated forwards."""
         return self.shift() > 2 * self.noise
 
 
 def check_equal(slices: Sequence[Slice]) -> None:
-    """Raise a RuntimeError unless every slice equals its parameter, or is near a quantised one. A collective."""
     with on_all_ranks("the comparison of the weights"):
         differing = [part.name for part in slices if not (part.equal() if part.packed is None else is_near(part))]
         if differing:
@@ -71,10 +62,9 @@ def check_equal(slices: Sequence[Slice]) -> None:
 
 
 def check_same(policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput | None = None) -> None:
-    """Raise a RuntimeError unless engine and policy have equal log-probabilities up to rounding. A collective. One
-    prompt is text; if ``tower_prompt`` is set, another is text after its images. A LoRA adapter is disabled."""
-    # The prompt has no placeholder tokens of images, video or audio, because Gemma 4 reads them as padding, and vLLM
-    # reads them as tokens.
+    """Raise a RuntimeError unless engine and policy have equal log-probabilities up to rounding, without a LoRA
+    adapter. A collective."""
+    # Gemma 4 reads placeholders of images, video or audio as padding, and vLLM reads them as tokens.
     placeholders = {getattr(unwrap(policy).config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")}
     ids = [token for token in probe_ids(engine, PROBE_TOKENS[-1]) if token not in placeholders]
     engine_logprobs = engine.prompt_logprobs(ids)
@@ -88,7 +78,7 @@ def check_same(policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput
     if tower_prompt is None:
         return
     completion = ids[: max(0, min(PROBE_TOKENS[0], engine.context - len(tower_prompt) - 1))]
-    if not completion:  # Without room for tokens after the images nothing is compared, but the tower still runs once.
+    if not completion:  # Without room for tokens after the images only the tower runs.
         engine.prompt_logprobs(tower_prompt)
         return
     engine_logprobs = engine.prompt_logprobs(tower_prompt.followed_by(completion))[-len(completion) :]
@@ -99,7 +89,6 @@ def check_same(policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput
 
 
 def _check_differences(differences: torch.Tensor, most: float, where: str = "") -> None:
-    """Raise a RuntimeError if the mean absolute difference of log-probabilities is above ``most`` nats."""
     if not (error := float(differences.abs().mean())) <= most:
         raise RuntimeError(
             f"With the policy's weights the engine's log-probabilities differ by {error:.2g} nats on "
@@ -113,24 +102,18 @@ def check_read(
     slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice] = (),
     tower_prompt: ModelInput | None = None,
 ) -> list[Slice]:  # fmt: skip
-    """Check that the engine's output depends on each slice whose parameter affects the policy's output. A collective.
+    """Return the slices without effect on the engine's output, and a tower's slices without a ``tower_prompt``. A
+    collective.
 
-    Args:
-        every: the slices of all parameters of the policy; default: ``slices``.
-        tower_prompt: a prompt with images, to check the vision tower. None means that the tower isn't checked.
-
-    Returns:
-        The slices without effect on the engine's output, and the slices of a tower that isn't checked. The slices have
-        no effect on the policy's output (for text), either, except biases that only the engine's first rank adds.
-
-    Raises:
-        RuntimeError: the policy's output depends on a parameter, but the engine's output doesn't.
+    ``every`` has all slices of the policy (default: ``slices``). If the policy's output depends on a parameter that the
+    engine doesn't read, a RuntimeError is raised.
     """
-    # Second copies aren't tested, because a prompt doesn't read the copies for decoding (`mapping.ABSORBED`).
+    # A prompt doesn't read the second copies for decoding (`mapping.ABSORBED`).
     slices = [part for part in slices if not part.again]
     every = [part for part in every if not part.again]
     text, tower = ([part for part in slices if sees(part.name) == in_tower] for in_tower in (False, True))
-    probe = Probe(engine, probe_ids(engine, PROBE_TOKENS[0])) if text else None  # shared, to save two forwards
+    # One probe for both checks saves two forwards.
+    probe = Probe(engine, probe_ids(engine, PROBE_TOKENS[0])) if text else None
     proven = read_together(text, policy, engine, [part for part in every or slices if not sees(part.name)], probe)
     silent = unread([part for part in text if part.name not in proven], engine, probe=probe)
     silent += tower if tower_prompt is None else unread(tower, engine, tower_prompt)
@@ -152,12 +135,12 @@ def check_read(
 def read_together(
     slices: Sequence[Slice], policy: torch.nn.Module, engine: Engine, every: Sequence[Slice], probe: Probe | None = None
 ) -> set[str]:
-    """Return the names of slices that the engine reads, found by a few forwards for any number of slices. A collective.
-    All parameters are multiplied by the signs of `cancelling`, which together leave the output unchanged. If the engine
-    read only some of the changed parameters, its output would change. A change of the embedding without the other
-    parameters must change the output, otherwise the engine reads no changed parameter. A parameter counts as read if
-    the policy's gradient predicts a far larger effect of its change than all changes together have on the engine's
-    output. The result is empty for architectures unlike Llama. All ranks get equal results."""
+    """Return the names of slices that the engine reads, by a few forwards for any number of slices. A collective.
+
+    The factors of `cancelling` together leave the output unchanged. The output of an engine that read only some of the
+    changed parameters would change. A parameter counts as read if the policy's gradient predicts a far larger effect of
+    its factor than all factors together have on the engine's output.
+    """
     if not slices:
         return set()
     probe = probe or Probe(engine, probe_ids(engine, PROBE_TOKENS[0]))
@@ -186,10 +169,8 @@ def read_together(
 
 
 def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Module) -> dict[str, float]:
-    """Estimate in nats how much a sign change of each slice would change the prompt's log-probability, by slice name.
-    The estimate is for changed signs of a random half of the slice's values: the norm of gradient times value. Packed
-    weights and buffers have no gradient, and are left out. The result is empty if memory is too small for the
-    gradients."""
+    """Estimate in nats, by slice name, how much random sign changes of the slice change the prompt's log-probability:
+    the norm of gradient times value. The result is empty if memory is too small for the gradients."""
     effects: dict[str, float] = {}
     parameters = {*policy.parameters()}
     slice_of = {part.source: part for part in slices if part.source in parameters}
@@ -211,7 +192,7 @@ def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Mod
                 stack.callback(parameter.register_post_accumulate_grad_hook(measure).remove)
             logits = policy(tokens).logits[0, :-1].float()
             logprob = logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).sum()
-            if logprob.requires_grad:  # otherwise the log-probability depends on no parameter of ``slices``
+            if logprob.requires_grad:
                 logprob.backward()
         except torch.OutOfMemoryError:
             return {}
@@ -220,7 +201,6 @@ def effects_on(ids: Sequence[int], slices: Sequence[Slice], policy: torch.nn.Mod
 
 @contextmanager
 def base_alone(policy: torch.nn.Module, trained: Collection[torch.Tensor] = ()) -> Iterator[None]:
-    """Disable the policy's dropout and LoRA adapter in this context, and allow gradients of ``trained`` only."""
     flags = [(parameter, parameter.requires_grad) for parameter in policy.parameters()]
     try:
         with evaluation_mode(policy), policy.disable_adapter() if is_adapted(policy) else nullcontext():
@@ -229,7 +209,7 @@ def base_alone(policy: torch.nn.Module, trained: Collection[torch.Tensor] = ()) 
             yield
     finally:
         for parameter, requires_grad in flags:
-            parameter.requires_grad_(requires_grad)  # restored, because peft freezes a disabled adapter
+            parameter.requires_grad_(requires_grad)  # peft freezes the parameters of a disabled adapter.
 
 
 def unread(
@@ -253,22 +233,21 @@ def unread(
 
 @torch.no_grad()
 def inert(part: Slice, policy: torch.nn.Module, engine: Engine, tower_prompt: ModelInput | None = None) -> bool:
-    """Return whether a change of the parameter ``part`` leaves the policy's output unchanged."""
-    if part.packed is not None:  # counted as effective, except in a tower without a prompt to test it
+    if part.packed is not None:  # Outside an untested tower a quantised parameter counts as effective.
         return tower_prompt is None and sees(part.name)
     more: dict[str, torch.Tensor] = {}
     ids = torch.tensor([probe_ids(engine, PROBE_TOKENS[-1])], device=part.source.device)
     if tower_prompt is not None and tower_prompt.images is not None and sees(part.name):
         ids = torch.tensor([tower_prompt.ids], device=ids.device)
         more = {name: value.to(ids.device) for name, value in tower_prompt.images.inputs.items()}
-    with evaluation_mode(policy):  # with dropout the output would change at random
+    with evaluation_mode(policy):  # With dropout the policy's output would change at random.
         usual = policy(ids, **more).logits
         with changed(part.source.detach()[part.cut]):
             return torch.equal(policy(ids, **more).logits, usual)
 
 
 def probe_ids(engine: Engine, length: int) -> list[int]:
-    """Return ``length`` different token ids for a prompt, or fewer if the engine's context is shorter."""
+    """Return different token ids, at most ``length``."""
     return [(7919 * (i + 1)) % engine.vocab_size for i in range(min(length, engine.context - 1))]
 
 
@@ -286,7 +265,7 @@ def changed(tensor: torch.Tensor) -> Iterator[None]:
 
 
 EMBEDDING, HEAD, LAST_NORM = "embed_tokens", "lm_head", "norm"  # Names of modules in models like Llama.
-READERS = {  # Keys are projections that read the residual stream. Values are the norm before each projection.
+READERS = {  # projections that read the residual stream: the norm before each
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "qkv_proj"), "input_layernorm"),
     **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "post_attention_layernorm"),
 }
@@ -300,20 +279,12 @@ Signs = dict[str, torch.Tensor]  # by parameter name: a tensor of 1 and -1 that 
 def cancelling(shapes: Mapping[str, Sequence[int]], norms: bool) -> Signs:
     """Return factors (1 or -1) for a Llama-like decoder's parameters that together leave the output unchanged.
 
-    Some channels of the residual stream change their sign: in the embedding, in the rows of the projections that write
-    to the stream, and in the columns of the projections that read the stream. Some channels of each norm change their
-    sign, together with the columns of the projections that read the norm. Queries, keys and values, with their biases,
-    are negated as a whole. The signs of queries and keys cancel in the scores, the sign of values in the output
-    projection. A change of sign is exact in every dtype, and a second change restores every bit. In other architectures
-    the output changes, and `unread` tests their parameters one by one.
-
-    The result is empty if no module is named `embed_tokens`.
-
-    Args:
-        shapes: shapes of the policy's parameters, by name in a model without adapters. A tied parameter has one entry.
-        norms: whether norms get factors. Must be False for norms that multiply by 1 + weight.
+    Some channels of the residual stream change their sign, in the embedding and in all projections that write or read
+    the stream. Some channels of each norm change their sign, together with the columns of the projections that read the
+    norm. Queries, keys and values are negated: the signs cancel in the scores, and in the output projection. A change
+    of sign is exact in every dtype. Norms that multiply by 1 + weight must get no factors (``norms``).
     """
-    kinds = {name: name.split(".")[-2] if "." in name else name for name in shapes}  # module name of each parameter
+    kinds = {name: name.split(".")[-2] if "." in name else name for name in shapes}
     embedding = next((name for name, kind in kinds.items() if kind == EMBEDDING), None)
     if embedding is None:
         return {}
@@ -348,8 +319,6 @@ def cancelling(shapes: Mapping[str, Sequence[int]], norms: bool) -> Signs:
 
 @contextmanager
 def with_signs(slices: Sequence[Slice], signs: Signs) -> Iterator[None]:
-    """Multiply the engine's tensors by ``signs`` while the context lasts, and restore every bit afterwards."""
-
     @torch.no_grad()
     def multiply() -> None:
         for part in slices:

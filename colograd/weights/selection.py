@@ -28,34 +28,26 @@ class Pairing:
 
     policy: torch.nn.Module
     engine: Engine
-    slices: list[Slice]  # Parameters of the policy (of a LoRA policy's base) with their slices of engine tensors.
+    slices: list[Slice]
     device: torch.device  # The device that the policy will be moved to.
     equal: bool  # Whether `proof.check_equal` compared all values of engine and policy, none of them quantised.
-    tower_prompt: ModelInput | None = None  # A prompt with images that tests the vision tower. None without a test.
+    tower_prompt: ModelInput | None = None  # A prompt with images that tests the vision tower.
 
     def unread(self, slices: Sequence[Slice] | None = None) -> list[Slice]:
-        """Check that the engine reads ``slices`` (default: all). Return unread ones as `proof.check_read` does."""
+        """Check that the engine reads ``slices`` (default: all), and return unread ones as `proof.check_read` does."""
         chosen = self.slices if slices is None else slices
         return proof.check_read(chosen, self.policy, self.engine, self.slices, self.tower_prompt)
 
 
 def move(policy: torch.nn.Module, device: torch.device) -> None:
-    """Move the policy to ``device``, unless all of its tensors are on a device of this type."""
+    # `.to("cpu:0")` would copy tensors that are on "cpu", and end sharing.
     if any(tensor.device.type != device.type for tensor in [*policy.parameters(), *policy.buffers()]):
-        policy.to(device)  # only if needed, because `.to("cpu:0")` copies tensors on "cpu", and ends sharing
+        policy.to(device)
 
 
 def check_choice(wanted: str, adapter: Adapter | None, cut: bool = False) -> Adapter | None:
-    """Check that the policy and its LoRA adapter allow the setting `weights`, with the value ``wanted``.
-
-    ``cut`` is true if each rank holds only a part of the policy's weights (``sharding: fsdp``).
-
-    Returns:
-        The adapter if it needs LoRA slots in the engine. None if there is no adapter, or if it is merged into a copy.
-
-    Raises:
-        ValueError: the policy doesn't allow the setting.
-    """
+    """Return the adapter if it needs LoRA slots in the engine. ``cut`` is true if each rank holds only a part of the
+    policy's weights (``sharding: fsdp``)."""
     if cut and adapter is not None:
         raise ValueError(
             "sharding is 'fsdp', but the policy trains a LoRA adapter, and fsdp doesn't divide a model with an "
@@ -92,7 +84,6 @@ def check_choice(wanted: str, adapter: Adapter | None, cut: bool = False) -> Ada
 
 
 def find_weight_sync(path: str) -> Callable[[torch.nn.Module, Engine, list[Slice]], WeightSync]:
-    """Import the user's `WeightSync` class from ``path``. A missing class or method is a ValueError."""
     sync_class = find_object(path, "weights", lambda value: isinstance(value, type))
     methods = ("publish", "describe", "differing")
     if missing := [name for name in methods if not callable(getattr(sync_class, name, None))]:
@@ -104,7 +95,7 @@ def find_weight_sync(path: str) -> Callable[[torch.nn.Module, Engine, list[Slice
 
 
 def expects_sharing(config: GRPOConfig, policy: Policy) -> bool:
-    """Return whether the policy will share the engine's memory, estimated before policy and engine exist."""
+    """Return whether the policy will share the engine's memory, estimated before the engine exists."""
     adapter, dtype = policy.adapter, policy.model.dtype
     copied = config.weights == "copied" or is_import_path(config.weights) or (adapter and adapter.why_merged)
     if copied or config.cuts_weights:
@@ -117,23 +108,13 @@ def weight_sync(
     wanted: str, policy: torch.nn.Module, engine: Engine, *, untouched: bool, device: torch.device,
     adapter: Adapter | None = None, cut: str = "", tower_prompt: ModelInput | None = None,
 ) -> WeightSync:  # fmt: skip
-    """Move the policy to ``device``, or into the engine's memory, as ``wanted`` allows. Return its `WeightSync`.
-
-    The device never holds two copies of shared weights.
+    """Move the policy to ``device``, or into the engine's memory, and return its `WeightSync`. The device never holds
+    two copies of shared weights.
 
     Args:
-        wanted: ``auto``, ``shared``, ``copied``, ``gathered``, ``adapter`` or the import path of a `WeightSync` class.
-            For a LoRA policy, ``shared`` means that the base is shared.
-        untouched: whether the policy has exactly the values of the checkpoint that the engine loaded. Then, with equal
-            dtypes, comparing values checks the map of parameters.
-        adapter: the LoRA adapter that the policy trains; None if the policy's own weights are trained.
-        cut: ``rows`` means that each rank will keep only some rows of the weights. ``parts`` means that this function
-            cuts the policy, so that each rank has its engine rank's part of every parameter. "" means a whole policy.
-        tower_prompt: a prompt with images, to test the vision tower. None means that the tower isn't tested.
-
-    Raises:
-        ValueError: the policy doesn't allow ``wanted``, or the policy's shape isn't the checkpoint's.
-        RuntimeError: the engine doesn't read a parameter at its mapped place, so a weight sync couldn't update it.
+        untouched: whether the policy has exactly the values of the checkpoint that the engine loaded.
+        cut: ``rows``: each rank will keep only some rows of the weights. ``parts``: this function cuts the policy, so
+            that each rank has its engine rank's part of every parameter. "": a whole policy.
     """
     rows = policy.get_input_embeddings().weight.shape[0]
     if rows != engine.vocab_size:
@@ -201,7 +182,8 @@ def _select(wanted: str, pairing: Pairing, adapter: Adapter | None, cut: bool) -
 
 
 def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeights:
-    """Create the weight sync of a policy or LoRA base. ``constant`` skips the test that the engine reads it."""
+    """Create the weight sync of a policy or LoRA base. ``constant`` skips the test that the engine reads the
+    weights."""
     obstacles = {part.name: reason for part in pairing.slices if (reason := obstacle(part))}
     if wanted == "shared" and obstacles:
         name, reason = next(iter(obstacles.items()))
@@ -221,7 +203,7 @@ def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeigh
     views = [part for part in pairing.slices if part.name not in obstacles]
     copies = [(part, obstacles[part.name]) for part in pairing.slices if part.name in obstacles]
     bind(views)
-    move(policy, pairing.device)  # moves buffers, and parameters that aren't shared
+    move(policy, pairing.device)
     packed = [part for part, _ in copies if part.packed is not None]
     for part in [] if constant else pairing.unread([*views, *packed]):
         if part.packed is None:
@@ -232,7 +214,6 @@ def _whole(wanted: str, pairing: Pairing, constant: bool = False) -> CopiedWeigh
 
 
 def _adapter(wanted: str, pairing: Pairing) -> WeightSync:
-    """Create the weight sync of a LoRA adapter. The engine shares the base, or copies it once if ``wanted`` allows."""
     adapted = {layer.parameter for layer in adapted_layers(pairing.policy)}
     if reordered := [part.name for part in pairing.slices if part.rows is not None and part.plain_name in adapted]:
         raise Unserved(f"vLLM reorders the rows of {len(reordered)} layers with a LoRA adapter ({reordered[0]})")

@@ -1,10 +1,7 @@
-"""Weight syncs by shared memory or by copies on the same rank. `WeightSync` is the interface of all syncs.
+"""`WeightSync`, the interface of weight syncs, and those by shared memory or copies on the same rank.
 
-`shared`: parameters are views of the engine's tensors. Parameters that can't be views are copied.
-
-`copied`: the engine has a copy of the weights, and each sync copies and casts the weights that training changes. If
-a LoRA adapter is merged, the copy is W + scaling * B A, computed in float32 layer by layer, and rounded once. Merging
-into the policy's own weights would accumulate rounding errors.
+`MergedWeights` computes W + scaling * B A in float32 layer by layer, and rounds it once. Merging into the policy's own
+weights would accumulate rounding errors.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ class WeightSync(Protocol):
 
 
 class Unserved(ValueError):
-    """The error that vLLM can't serve the policy's LoRA adapter, e.g. because a layer has no LoRA slot."""
+    """The error of a LoRA adapter that vLLM can't serve, e.g. because a layer has no LoRA slot."""
 
 
 class PlannedSync(WeightSync):
@@ -77,18 +74,16 @@ class PlannedSync(WeightSync):
         """Write the policy's weights into the engine's tensors. Return the number of bytes written."""
 
     def _addresses(self) -> dict[str, int]:
-        """Return the memory addresses of the policy's and the engine's parameters, which must not change."""
         sides = (("policy", dict(self._policy.named_parameters())), ("engine", self.engine.tensors.parameters()))
         return {f"{side} {name}": p.data_ptr() for side, tensors in sides for name, p in tensors.items()}
 
 
 @torch.no_grad()
 def copy(slices: Sequence[Slice]) -> int:
-    """Copy the policy's values into the engine, cast to the engine's dtype. Return the number of bytes written."""
     if plain := [part for part in slices if not part.is_computed]:
         torch._foreach_copy_([part.destination for part in plain], [part.held for part in plain])
     for part in slices:
-        if part.is_computed:  # values are computed (e.g. dequantised) one by one, to save memory
+        if part.is_computed:  # Computed values are copied one by one, to save memory.
             part.destination.copy_(part.held)
     return nbytes(slices)
 
@@ -98,12 +93,12 @@ def nbytes(slices: Sequence[Slice]) -> int:
 
 
 class CopiedWeights(PlannedSync):
-    """The weight sync that copies the policy into the engine. ``why`` is the reason why memory isn't shared."""
+    """Weight sync that copies the policy into the engine. ``why`` is the reason why memory isn't shared."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
         super().__init__(policy, engine)
         self.slices, self.why = list(slices), why
-        self.due = self.slices  # Slices that the next `publish` copies.
+        self.due = self.slices  # Slices that the next `publish` copies. Frozen weights are copied once.
         self._later = [part for part in slices if changes(part)]
 
     def describe(self) -> str:
@@ -111,7 +106,6 @@ class CopiedWeights(PlannedSync):
         return f"weights: copied, {len(self.slices)} parameters, {size} ({self.why})"
 
     def write(self) -> int:
-        """Copy the weights into the engine, and return the bytes. Frozen weights are copied in the first call only."""
         due, self.due = self.due, self._later
         return copy(due)
 
@@ -120,14 +114,12 @@ class CopiedWeights(PlannedSync):
 
 
 def changes(part: Slice) -> bool:
-    """Return whether the policy's values of ``part`` may change during training. Buffers may change without the
-    optimizer."""
-    is_parameter = isinstance(part.source, torch.nn.Parameter)
+    is_parameter = isinstance(part.source, torch.nn.Parameter)  # Buffers may change without the optimizer.
     return part.adapted is not None or part.source.requires_grad or not is_parameter
 
 
 class MergedWeights(CopiedWeights):
-    """The weight sync that merges a PeftModel's adapter into the engine's copy. ``why`` is the reason for merging."""
+    """Weight sync that merges a PeftModel's adapter into the engine's copy. ``why`` is the reason for merging."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice], why: str) -> None:
         adapted = {layer.parameter: layer for layer in adapted_layers(policy)}
@@ -137,7 +129,6 @@ class MergedWeights(CopiedWeights):
             source = copies.get(name, part.source)
             parts.append(dataclasses.replace(part, name=name, source=source, adapted=adapted.get(name)))
         super().__init__(policy, engine, parts, why)
-        # Slices of weights that change in training, so that every weight sync copies them.
         self.moving = [part for part, new in zip(slices, parts, strict=True) if changes(new)]
 
     def describe(self) -> str:
@@ -170,26 +161,21 @@ def obstacle(part: Slice) -> str:
 
 @torch.no_grad()
 def bind(slices: Sequence[Slice]) -> None:
-    """Copy parameters into their engine tensors one by one, and make each parameter a view of its engine tensor."""
     for part in slices:
         part.destination.copy_(part.source)
         part.source.data = part.destination
 
 
 class SharedWeights(CopiedWeights):
-    """The weight sync of a policy whose parameters share the engine's memory, except ``copied`` parameters.
-
-    Args:
-        shared: parameters that `bind` has made views of the engine's tensors.
-        copied: parameters that can't be views of the engine's tensors, each with the reason.
-    """
+    """Weight sync with parameters that are views of the engine's tensors (``shared``), and others that are ``copied``,
+    each for a reason."""
 
     def __init__(
         self, policy: torch.nn.Module, engine: Engine, shared: Sequence[Slice], copied: Sequence[tuple[Slice, str]] = ()
     ) -> None:
         super().__init__(policy, engine, [part for part, _ in copied], why=copied[0][1] if copied else "")
         self.shared, self.copied = list(shared), list(copied)
-        self.slices = [*self.shared, *self.slices]  # shared and copied parameters
+        self.slices = [*self.shared, *self.slices]
         if unbound := [part.name for part in self.shared if part.source.data_ptr() != part.destination.data_ptr()]:
             raise RuntimeError(
                 f"{len(unbound)} parameters left the engine's memory ({', '.join(unbound[:3])}): set weights: copied."
@@ -217,8 +203,8 @@ def bytes_apart(policy: torch.nn.Module, engine: VLLMTensors) -> int:
 def state_dict_on_host(
     model: torch.nn.Module, places: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Copy the model's state dict to host memory, into tensors of ``places`` (by name) if shape and dtype fit. Tied
-    parameters become one tensor. No other tensors share storage, because safetensors' writer would copy them."""
+    """Copy the model's state dict to host memory, into tensors of ``places`` (by name) if shape and dtype fit. Only
+    tied parameters share a tensor: safetensors' writer would copy tensors that share storage."""
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
     host: dict[str, torch.Tensor] = {}
     queued = False

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from needs import has
+from transformers import LlamaConfig
 
 from colograd.weights.mapping import Slice, with_row_orders
 from colograd.weights.sync import copy, obstacle
@@ -30,7 +29,7 @@ def by_halves(rows: torch.Tensor, place: int, ranks: int) -> torch.Tensor:
 @pytest.mark.parametrize(("order", "heads"), [(by_head, HEADS + 2 * KEYS), (by_halves, HEADS)])
 def test_row_order_is_detected_and_kept_when_publishing(order, heads, place: int, ranks: int) -> None:
     policy = torch.nn.Linear(WIDTH, heads * SIZE)
-    policy.config = SimpleNamespace(num_attention_heads=HEADS, num_key_value_heads=KEYS)  # type: ignore[assignment]
+    policy.config = LlamaConfig(num_attention_heads=HEADS, num_key_value_heads=KEYS)  # type: ignore[assignment]
     torch.nn.init.zeros_(policy.bias)  # which fits in any order
     engine = {f"layer.{name}": order(p.detach(), place, ranks).clone() for name, p in policy.named_parameters()}
     own = engine["layer.weight"].shape[0]
@@ -59,6 +58,6 @@ def test_row_order_is_detected_and_kept_when_publishing(order, heads, place: int
 
 def test_trained_or_rounded_values_keep_checkpoint_order() -> None:
     policy = torch.nn.Linear(WIDTH, HEADS * SIZE)
-    policy.config = SimpleNamespace(num_attention_heads=HEADS, num_key_value_heads=HEADS)  # type: ignore[assignment]
+    policy.config = LlamaConfig(num_attention_heads=HEADS, num_key_value_heads=HEADS)  # type: ignore[assignment]
     near = (policy.weight.detach() * 1.1).bfloat16()
     assert [part.rows for part in with_row_orders([Slice("layer.weight", policy.weight, near)], policy)] == [None]

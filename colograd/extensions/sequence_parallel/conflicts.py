@@ -23,7 +23,6 @@ CONFLICTS = (
 
 
 def check_sequences(config: GRPOConfig) -> None:
-    """Raise a ValueError if the ranks of a machine can't form groups of ``sequence_parallel_size``."""
     size = config.sequence_parallel_size
     if size == 1:
         return

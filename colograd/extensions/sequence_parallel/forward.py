@@ -1,16 +1,8 @@
-"""Forward and sharding strategies with sequence parallelism: ranks divide the tokens of a packed row. Model checks.
+"""Forward and sharding strategies with sequence parallelism: ranks divide the tokens of a packed row.
 
-Each rank computes a range of the row's tokens: their embeddings, norms, linear layers, experts and logits. Attention
-needs all keys. Before attention the ranks exchange queries, keys and values, so that each rank has all tokens for some
-of the heads. After attention the ranks exchange the outputs back (DeepSpeed-Ulysses, arXiv 2309.14509). So attention
-equals that of one rank, including segments, windows and sinks. A shared prompt exists once over all ranks.
-
-If the number of ranks doesn't divide the number of key-value heads, each head is sent to every rank that needs it. If
-the number of ranks doesn't divide the number of query heads, heads of zeros are added.
-
-The log-probabilities of all labels (target tokens) are gathered, and every rank computes the same loss from them. In
-the backward a rank takes the gradient of its own labels only. So the sum of a parameter's gradients over the ranks
-counts each label once.
+Before attention the ranks exchange queries, keys and values, so that each rank has all tokens for some of the heads.
+After attention the ranks exchange the outputs back (DeepSpeed-Ulysses, arXiv 2309.14509). Every rank computes the same
+loss from all labels (target tokens), and takes the gradient of its own labels only.
 """
 
 from __future__ import annotations
@@ -49,10 +41,8 @@ Send = Callable[[torch.Tensor], torch.Tensor]
 class RowPart:
     """Division of a packed row's tokens and labels (target tokens) among ranks, from this rank's point of view.
 
-    Label i belongs to the rank of the token at ``logit_positions[i]``, because that token predicts the label.
-
-    Example: a prompt of 2 tokens with completions of 2 and 3 tokens (separated by ``|``), on 2 ranks. The first rank
-    has the row's tokens 0 to 3, and the second rank has tokens 4 to 6:
+    A label belongs to the rank of the token that predicts it. Example: a prompt of 2 tokens with completions of 2 and 3
+    tokens (separated by ``|``), on 2 ranks:
 
         tokens           (4, 3)
         logit_positions  1 2 | 1 4 5
@@ -65,16 +55,16 @@ class RowPart:
     tokens: tuple[int, ...]  # Number of tokens of each rank.
     labels: tuple[int, ...]  # Number of labels of each rank.
     own: torch.Tensor  # Indices of this rank's n labels among the row's N labels, (n,).
-    own_on_host: torch.Tensor  # The tensor `own` in host memory, (n,).
+    own_on_host: torch.Tensor
     places: torch.Tensor  # Index of each label in the gathered labels, which are ordered by rank, (N,).
-    fillers: int = 0  # Number of padding tokens that `RowStep` has added at the row's end.
+    fillers: int = 0  # Number of padding tokens at the row's end.
 
     @classmethod
     def of(
         cls, group: RankGroup, num_tokens: int, positions: torch.Tensor, device: torch.device, fillers: int = 0
     ) -> RowPart:
-        """Divide a row's tokens into nearly equal ranges. A label belongs to the rank of the token that predicts it.
-        ``positions`` are the row's `MicroBatch.logit_positions`, (N,), in host memory."""
+        """Divide a row's tokens into nearly equal ranges. ``positions`` are the row's `MicroBatch.logit_positions`,
+        (N,), in host memory."""
         size = group.size
         tokens = tuple(num_tokens // size + (place < num_tokens % size) for place in range(size))
         ends = torch.tensor([*itertools.accumulate(tokens)])
@@ -90,8 +80,8 @@ class RowPart:
         return slice(start, start + self.tokens[self.group.place])
 
     def cut(self, row: MicroBatch) -> MicroBatch:
-        """Return the row with only this rank's tokens and labels in the fields that a forward reads. The field
-        ``layout`` still describes the whole row, because attention and recurrent layers compute all tokens."""
+        """Return the row with only this rank's tokens and labels. The field ``layout`` still describes the whole row,
+        because attention and recurrent layers compute all tokens."""
         tokens, own = self.range, self.own
         return dataclasses.replace(
             row,
@@ -103,8 +93,7 @@ class RowPart:
         )
 
     def gather(self, of_labels: torch.Tensor) -> Any:
-        """Gather values of labels (target tokens): from this rank's (n, ...) to all labels of the row in order, (N,
-        ...). In the backward each rank keeps the gradient of its own labels."""
+        """Gather values of labels: from this rank's (n, ...) to all labels of the row in order, (N, ...)."""
         return _Gather.apply(of_labels, self)
 
     def own_weights(self, of_tokens: torch.Tensor) -> torch.Tensor:
@@ -112,7 +101,6 @@ class RowPart:
         return F.pad(of_tokens[: len(of_tokens) - self.fillers], (0, self.fillers))[self.range]
 
     def sum(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all tokens of the row, from the sum over this rank's tokens."""
         return leave(of_tokens, self.group)
 
     def mix(self, mixer: Any, hidden: torch.Tensor, run: recurrent_heads.Run) -> torch.Tensor:
@@ -122,13 +110,12 @@ class RowPart:
     def to_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Exchange queries, keys and values: from this rank's tokens of all heads to all tokens of this rank's heads.
-        Shapes: (1, heads, own tokens, D) -> (1, own heads, T, D)."""
+        """Exchange queries, keys and values: (1, heads, own tokens, D) -> (1, own heads, T, D)."""
         size, heads, keys = self.group.size, query.shape[1], key.shape[1]
-        if heads % size or keys % size:  # Repeat or add heads, so that each rank gets an equal number.
-            if heads % size == 0 and size % keys == 0:  # Several ranks need the same key-value head.
+        if heads % size or keys % size:
+            if heads % size == 0 and size % keys == 0:  # several ranks need the same key-value head
                 index = torch.arange(size) // (size // keys)
-            else:
+            else:  # heads of zeros are added
                 filled = -(-heads // size) * size
                 query = F.pad(query, (0, 0, 0, 0, 0, filled - heads))
                 index = torch.arange(filled).clamp(max=heads - 1) // (heads // keys)
@@ -146,22 +133,19 @@ class RowPart:
         return _Exchange.apply(tokens, self.send_heads, self.send_tokens)
 
     def to_all_tokens(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Exchange this rank's tokens of all heads, (1, own tokens, heads, D), for all tokens of its heads, (1, T,
-        own heads, D)."""
+        """Exchange (1, own tokens, heads, D) -> (1, T, own heads, D)."""
         filled = -of_tokens.shape[2] % self.group.size
         by_rank = F.pad(of_tokens[0], (0, 0, 0, filled)).unflatten(1, (self.group.size, -1)).transpose(0, 1)
         return self._to_heads(by_rank)[None]
 
     def own_heads(self, of_heads: torch.Tensor) -> torch.Tensor:
-        """Select this rank's heads from parameters of all heads (H, ...). `to_all_tokens` exchanges these heads, and
-        `to_heads` exchanges these query heads."""
+        """Select this rank's heads from parameters of all heads (H, ...), as `to_all_tokens` divides them."""
         each = -(-len(of_heads) // self.group.size)
         behind = (0, 0) * (of_heads.dim() - 1) + (0, each * self.group.size - len(of_heads))
         return F.pad(of_heads, behind).split(each)[self.group.place]
 
     def to_tokens(self, output: torch.Tensor, heads: int) -> torch.Tensor:
-        """Exchange all tokens of this rank's heads for this rank's tokens of all heads. Shapes: (1, T, own heads, D) ->
-        (1, own tokens, heads, D). Heads that `to_heads` added are removed."""
+        """Exchange (1, T, own heads, D) -> (1, own tokens, heads, D), without heads that `to_heads` added."""
         found: torch.Tensor = _Exchange.apply(output[0], self.send_tokens, self.send_heads)
         return found.transpose(0, 1).flatten(1, 2)[None, :, :heads]
 
@@ -171,16 +155,14 @@ class RowPart:
         return self.group.all_to_all(tokens.flatten(0, 1), [count] * size, self.tokens)
 
     def send_tokens(self, heads: torch.Tensor) -> torch.Tensor:
-        """All-to-all: send each rank its tokens of (T, heads, D). Return this rank's tokens from each of S ranks,
-        (S, own tokens, heads, D)."""
+        """All-to-all: send each of S ranks its tokens of (T, heads, D). Return (S, own tokens, heads, D)."""
         size, count = self.group.size, self.tokens[self.group.place]
         return self.group.all_to_all(heads, self.tokens, [count] * size).unflatten(0, (size, count))
 
 
 @dataclass(frozen=True, eq=False)
 class RowStep(ForwardStep):
-    """Forward step that computes this rank's tokens of a packed row, and gathers the values of all labels (target
-    tokens)."""
+    """Forward step that computes this rank's tokens of a packed row, and gathers the values of all labels."""
 
     sequence: RankGroup  # Ranks that divide a row's tokens. All have this rank's (tensor-parallel) part of the policy.
     row: RankGroup  # All ranks that train the row. This group can compare its ranks' numbers of exchanges.
@@ -201,7 +183,7 @@ class RowStep(ForwardStep):
         batch, group = row.batch, self.sequence
         positions = batch.logit_positions.cpu() if batch.host_positions is None else batch.host_positions
         missing = max(0, group.size - batch.layout.num_tokens)
-        if missing:  # Layers of some models take no empty input, so add a segment of padding that nothing attends to.
+        if missing:  # Layers of some models take no empty input: add a segment of padding that nothing attends to.
             padded = {name: F.pad(getattr(batch, name), (0, missing)) for name in ("input_ids", "position_ids")}
             riders = tuple(rider.padded(missing) for rider in batch.riders)
             layout = SegmentLayout((*batch.layout.lengths, missing), (*batch.layout.attends_to, ()))
@@ -264,12 +246,11 @@ class SharedTokens(SharedRows):
         remove(self.model, RowStep)
 
     def _goes_alike(self, loss: torch.Tensor) -> bool:
-        """Return whether the loss reaches the same parameters on all ranks of the row. A collective of these ranks. In
-        a mixture an expert may get none of a rank's tokens. If gradient buckets were reduced during such a backward, a
-        rank could wait for a bucket while other ranks wait for an exchange of heads. The check visits each node of the
-        autograd graph. So it ends once all ranks have reached all parameters of a model without experts."""
+        """Return whether the loss reaches the same parameters on all ranks of the row. A rank's tokens may miss an
+        expert of a mixture. Waiting for the expert's gradient bucket would block the exchanges of heads."""
         if self._reach_all:
             return True
+        # The check visits each node of the autograd graph, so it ends once all ranks have reached all parameters.
         unreached = self.row.gather(_unreached(loss, self.model))
         self._reach_all = not any(unreached) and not num_experts(unwrap(self.model).config)
         return len({*unreached}) == 1
@@ -281,7 +262,6 @@ class SharedTokens(SharedRows):
 
 
 def _unreached(loss: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...]:
-    """Return the indices, among the trained parameters, of those that a loss's autograd graph doesn't contain."""
     nodes, visited, variables = [loss.grad_fn], set(), set()
     while nodes:
         if (node := nodes.pop()) is not None and node not in visited:
@@ -293,10 +273,9 @@ def _unreached(loss: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...]:
 
 
 def over_rows(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStrategy]:
-    """Return a subclass of a sharding strategy that divides the tokens of each row among ranks, if configured."""
     if config.sequence_parallel_size == 1:
         return way
-    # The backward of ZeRO-2 has its own handling of a failed rank.
+    # ZeRO-2 handles a failed rank in its own backward.
     own: dict[str, Any] = {"backward": SharedGradients.backward} if issubclass(way, SharedGradients) else {}
     return type(f"RowsOf{way.__name__}", (SharedTokens, way), own)
 
@@ -318,7 +297,6 @@ def check_policy(policy: Policy, config: GRPOConfig, samples: bool) -> Policy:
 
 
 def warn_of_own_loss(trainer: Any) -> str:
-    """Warn if a subclass overrides `compute_loss`, whose additional terms may count once per rank of a row."""
     if (size := trainer.args.sequence_parallel_size) > 1 and "compute_loss" in trainer.replaced:
         trainer.console.warn(
             f"loss: {size} ranks call compute_loss on each row; a term with a gradient that doesn't come from "

@@ -1,9 +1,7 @@
 """Recurrent layers with sequence parallelism: each rank runs the recurrence of all tokens for some heads or channels.
 
-A rank computes the projections of its tokens, and the ranks exchange projections. Then each rank runs transformers'
-recurrence over all tokens, on a stand-in for the layer with the parameters of its heads. Outputs are exchanged back.
-Operations over all heads of a token (the last projection, a norm) follow after the exchange. If the number of ranks
-doesn't divide the number of heads, heads of zeros are added.
+The ranks exchange projections of their tokens. Then each rank runs transformers' recurrence over all tokens, on a
+stand-in for the layer with the parameters of its heads. Outputs are exchanged back.
 """
 
 from __future__ import annotations
@@ -23,8 +21,6 @@ Run = Callable[[Any, torch.Tensor], torch.Tensor]  # Function (layer, inputs) th
 
 
 class _StandIn:
-    """Stand-in for a recurrent layer with some attributes replaced. All other attributes are the layer's."""
-
     def __init__(self, mixer: torch.nn.Module, **own: Any) -> None:
         self.__dict__.update(own, mixer=mixer)
 
@@ -33,14 +29,13 @@ class _StandIn:
 
 
 def _convolution(convolution: torch.nn.Conv1d, own: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return an object with a convolution's weight and bias for this rank's channels. ``own`` selects the channels."""
     bias = None if convolution.bias is None else own(convolution.bias)
     return SimpleNamespace(weight=own(convolution.weight), bias=bias)
 
 
 def _short_convolution(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
-    """Run LFM2's short convolution on all tokens of this rank's channels: (1, own tokens, hidden) -> the same shape.
-    The ranks exchange each channel's two gates and input."""
+    """Run LFM2's short convolution: (1, own tokens, hidden) -> the same shape. The ranks exchange each channel's two
+    gates and input."""
     projected = mixer.in_proj(hidden).unflatten(-1, (3, -1)).transpose(2, 3)  # Shape (1, tokens, channels, 3).
     convolution = _convolution(mixer.conv, part.own_heads)
     stand_in = _StandIn(mixer, in_proj=SAME, out_proj=SAME, conv=convolution)
@@ -49,8 +44,8 @@ def _short_convolution(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run
 
 
 def _gated_delta_net(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
-    """Run Qwen3.5's Gated DeltaNet on all tokens of this rank's heads: (1, own tokens, hidden) -> the same shape. A
-    rank gets some key heads with all value heads of these."""
+    """Run Qwen3.5's Gated DeltaNet: (1, own tokens, hidden) -> the same shape. A rank gets some key heads with all
+    value heads of these."""
     heads, values = mixer.num_k_heads, mixer.num_v_heads // mixer.num_k_heads
     key, value = mixer.head_k_dim, values * mixer.head_v_dim
     convolved = [heads * key, heads * key, heads * value]
@@ -80,9 +75,8 @@ def _gated_delta_net(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) 
 
 
 def _mamba(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.Tensor:
-    """Run Granite's Mamba-2 on all tokens of this rank's heads: (1, own tokens, hidden) -> the same shape. The ranks
-    exchange each head's inputs and time step, and B and C of the head's group. The norm over all heads runs after the
-    exchange back, on this rank's tokens, so that the ranks needn't exchange the gate."""
+    """Run Granite's Mamba-2: (1, own tokens, hidden) -> the same shape. The ranks exchange each head's inputs and time
+    step, and B and C of the head's group. The norm over all heads needs the gate, so it runs on this rank's tokens."""
     heads, groups, size = mixer.num_heads, mixer.n_groups, mixer.ssm_state_size
     inner = heads * mixer.head_dim
     convolved = [inner, groups * size, groups * size]
@@ -90,7 +84,6 @@ def _mamba(mixer: Any, hidden: torch.Tensor, part: RowPart, run: Run) -> torch.T
     shared = torch.arange(heads, device=hidden.device) // (heads // groups)  # Index of each head's group.
 
     def by_head(channels: torch.Tensor, axis: int) -> list[torch.Tensor]:
-        """Split channels into the inputs of each head, and into B and C of each head's group."""
         own, *of_groups = channels.split(convolved, axis)
         each = [x.unflatten(axis, (groups, -1)).index_select(axis, shared) for x in of_groups]
         return [own.unflatten(axis, (heads, -1)), *each]
@@ -124,7 +117,7 @@ WAYS = {
 
 
 def way_of(mixer: torch.nn.Module) -> Callable[[Any, torch.Tensor, RowPart, Run], torch.Tensor] | None:
-    """Return the function that runs a recurrent layer with its heads divided among ranks. None: no function is known.
-    The function maps (1, own tokens, hidden) to the same shape."""
+    """Return the function that runs a recurrent layer with its heads divided among ranks, or None for an unknown
+    layer."""
     kinds = (kind.__name__ for kind in type(mixer).__mro__)
     return next((WAYS[name] for name in kinds if name in WAYS), None)

@@ -1,16 +1,9 @@
 """Tensor-parallel layers of a policy: each rank has the heads, MLP columns and vocabulary entries of its vLLM engine.
 
-Tensor parallelism as in Megatron-LM (arXiv 1909.08053): all ranks of an engine have the same inputs of an attention or
-an MLP. Each rank computes with its part of the weights, and the ranks' outputs are summed. In the backward the ranks'
-gradients of the input are summed. Layers run transformers' forwards; hooks and derived classes add the sums. Parameters
-are plain tensors (no DTensors), so that a parameter can be a tensor of vLLM's rank.
-
-A parameter that is whole on each rank has the same gradient on all ranks, with one exception: parameters that only
-process this rank's heads or columns. Such parameters are norms of queries and keys, key-value heads that several ranks
-hold, and matrix A of an adapter on a layer cut by outputs. Their gradients are summed as soon as they are computed.
-
-An adapter (LoRA) is cut like its layer. If the layer is cut by outputs, matrix B is cut. If the layer is cut by inputs,
-matrix A is cut, and the ranks' products with A are summed.
+As in Megatron-LM (arXiv 1909.08053), each rank computes with its part of the weights, the ranks' outputs are summed,
+and so are the gradients of the inputs. Layers run transformers' forwards; hooks and derived classes add the sums.
+Parameters are plain tensors (no DTensors), so that a parameter can be a tensor of vLLM's rank. An adapter is cut like
+its layer.
 """
 
 from __future__ import annotations
@@ -33,7 +26,7 @@ from ...runtime import cpu_products
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """One rank's part of a vocabulary of ``size`` entries: ``start`` to ``stop`` (exclusive). It is `Head.part`."""
+    """One rank's part of a vocabulary of ``size`` entries: ``start`` to ``stop`` (exclusive)."""
 
     start: int
     stop: int
@@ -59,9 +52,7 @@ class VocabularyPart:
 
 def _enter_region(group: RankGroup, region: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Pre-forward hook of an attention, a convolution, an MLP or experts: the backward sums the ranks' gradients of the
-    inputs. The router, which each rank has whole, gets whole gradients, because routing weights are inputs of experts.
-    The first linear layers of such a region are cut by outputs, the last linear layer by inputs. A hook also works for
-    recurrent layers, whose forward the extension `hybrids` replaces."""
+    inputs. Routing weights are inputs of experts, so the router's gradients are whole."""
 
     def entered(value: Any) -> Any:
         return enter(value, group) if isinstance(value, torch.Tensor) else value
@@ -85,13 +76,13 @@ class _Embedding(nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         own = self.vocabulary
         absent = (input < own.start) | (input >= own.stop)
-        found = super().forward((input - own.start).masked_fill(absent, 0))
-        return leave(found.masked_fill(absent[..., None], 0.0), own.group)
+        embedded = super().forward((input - own.start).masked_fill(absent, 0))
+        return leave(embedded.masked_fill(absent[..., None], 0.0), own.group)
 
 
 class _Head(nn.Linear):
-    """Language-model head with some vocabulary rows on each rank. Its forward returns the logits of the whole
-    vocabulary. Training doesn't call this forward: `logprobs` computes only this rank's logits from the weight."""
+    """Language-model head with some vocabulary rows on each rank. Training computes only this rank's logits
+    (`logprobs`), without this forward."""
 
     vocabulary: VocabularyPart
 
@@ -102,7 +93,6 @@ class _Head(nn.Linear):
 
 
 def _become(module: Any, kind: Any, **attributes: Any) -> None:
-    """Add the base class ``kind`` in front of a module's class, and set attributes of the module."""
     own: Any = type(module)
     cpu_products.give_back(module)
     module.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
@@ -112,11 +102,11 @@ def _become(module: Any, kind: Any, **attributes: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class TensorParts:
-    """The part of a tensor-parallel policy that each rank has: attribute ``tensor_parts`` of the policy's model."""
+    """The policy's attribute ``tensor_parts``: which part of each parameter each rank has."""
 
     layout: RankLayout
     engine: RankGroup  # Ranks of one engine, which together have the whole policy.
-    data: RankGroup  # Ranks with this rank's part, one per engine. They sum gradients.
+    data: RankGroup  # Ranks with this rank's part, one per engine.
     places: tuple[Mapping[str, Shard], ...]  # For each rank of the engine: the rank's part of each parameter, by name.
 
     @property
@@ -124,20 +114,19 @@ class TensorParts:
         return self.places[self.engine.place]
 
     def holders(self, name: str, place: int | None = None) -> tuple[int, ...]:
-        """Return which ranks of the engine have the same part of a parameter as rank ``place`` of the engine (default:
-        this rank). The numbers count from 0 in each engine."""
+        """Return which ranks of the engine have the same part of a parameter as rank ``place`` (default: this rank).
+        The numbers count from 0 in each engine."""
         own = self.places[self.engine.place if place is None else place][name]
         return tuple(place for place, shards in enumerate(self.places) if shards[name] == own)
 
     @property
     def elements(self) -> int:
-        """Number of elements of the whole policy."""
         return sum(torch.Size(shard.shape).numel() for shard in self.shards.values())
 
 
 def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> TensorParts:
-    """Change the layers of a model that has only this rank's parts of parameters, so that it computes like the whole
-    model. A collective. ``shards``: this rank's part of each parameter, by name."""
+    """Change a model that has only this rank's ``shards`` of parameters to compute like the whole model. A
+    collective."""
     engine = group_of(layout, lambda rank: rank.engine_group, meets=True)
     data = group_of(layout, lambda rank: rank.shard_group)
     parts = TensorParts(layout, engine, data, engine.gather(dict(shards)))
@@ -152,25 +141,25 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
             part = VocabularyPart(start, stop, shards[name].shape[0], engine)
             _become(module, _Head if module is head else _Embedding, vocabulary=part)
             padding = getattr(module, "padding_idx", None)
-            if padding is not None:  # The padding token's embedding gets no gradient. One rank of an engine has it.
+            if padding is not None:  # The padding token's embedding gets no gradient.
                 module.padding_idx = padding - start if start <= padding < stop else None
         elif all(shard.is_whole for shard in own.values()):
             continue
         elif ".lora_A." in path:  # Matrix A of an adapter, cut by inputs.
-            # A hook sums the ranks' products with A. A derived class couldn't, because `lora` may replace A's forward.
+            # A hook, because the extension `lora` may replace A's forward.
             module.in_features = module.weight.shape[1]
             module.register_forward_hook(lambda layer, args, output: leave(output, engine))
         elif isinstance(module, nn.Linear) and own["weight"].local_shape[0] == own["weight"].shape[0]:
             _become(module, _RowParallel, cut_group=engine, in_features=module.weight.shape[1])
         elif isinstance(module, nn.Linear):
             module.out_features = module.weight.shape[0]
-            # Path of the module around the layer. A base layer and LoRA matrices belong to their adapted layer.
+            # A base layer and LoRA matrices belong to their adapted layer.
             parent = path.partition(".lora_")[0].removesuffix(".base_layer").rpartition(".")[0]
             regions[parent] = model.get_submodule(parent)
         elif isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels:
             module.groups = module.in_channels = module.out_channels = module.weight.shape[0]
         elif path.endswith(".experts"):
-            regions[path] = module  # Each rank has some intermediate features of every expert.
+            regions[path] = module  # each rank has some intermediate features of every expert
             module.register_forward_hook(lambda layer, args, output: leave(output, engine))
         else:
             raise RuntimeError(f"Ranks divide {path} ({type(module).__name__}) in an unknown way: set sharding: fsdp.")
@@ -184,23 +173,23 @@ def split(model: Any, shards: Mapping[str, Shard], layout: RankLayout) -> Tensor
 
 
 def adapter_shards(adapted: Iterable[AdaptedLayer], shards: Mapping[str, Shard]) -> dict[int, Shard]:
-    """Return this rank's parts of the adapter's A and B matrices, by the `id` of the parameter. ``shards``: this rank's
-    parts of the base's parameters, by parameter names of a model without adapters."""
-    found: dict[int, Shard] = {}
+    """Return this rank's parts of the adapter's matrices by the `id` of the parameter. ``shards`` are the base's parts,
+    by parameter names of a model without adapters."""
+    of_adapter: dict[int, Shard] = {}
     for layer in adapted:
         base, rank = shards[layer.parameter], len(layer.lora_a)
         outputs, inputs = base.shape
         by_inputs = base.local_shape[0] == outputs
         columns = [(slice(None), slice(*box[1])) for box in base.boxes] if by_inputs else [()]
         rows = [()] if by_inputs else [(slice(*box[0]),) for box in base.boxes]
-        found[id(layer.lora_a)] = Shard.of_cuts((rank, inputs), columns)
-        found[id(layer.lora_b)] = Shard.of_cuts((outputs, rank), rows)
-    return found
+        of_adapter[id(layer.lora_a)] = Shard.of_cuts((rank, inputs), columns)
+        of_adapter[id(layer.lora_b)] = Shard.of_cuts((outputs, rank), rows)
+    return of_adapter
 
 
 def _sum_partial_gradients(model: nn.Module, regions: Mapping[str, nn.Module], parts: TensorParts) -> None:
-    """Add hooks that sum gradients of a region's parameters over the ranks with the same part of the parameter. Without
-    the sum each rank would have the gradient of its own heads or columns only."""
+    """Sum gradients over the ranks that have the same part of a parameter, such as a norm of queries, but process only
+    their own heads or columns."""
     among: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
     inside = ((f"{path}.{own}", p) for path, region in regions.items() for own, p in region.named_parameters())
     partial = {name: parameter for name, parameter in inside if parameter.requires_grad}
@@ -210,7 +199,7 @@ def _sum_partial_gradients(model: nn.Module, regions: Mapping[str, nn.Module], p
             is_whole = not parts.shards[name.replace(".lora_B.", ".lora_A.")].is_whole
         else:
             is_whole = last == "bias" and isinstance(model.get_submodule(module), _RowParallel)
-        if is_whole:  # The parameter is applied to the ranks' summed output, so its gradient needs no sum.
+        if is_whole:  # The parameter is applied to the ranks' summed output.
             continue
         # Making a group is a collective: every rank makes all groups in this order, also groups without the rank.
         sets = tuple(parts.holders(name, place) for place in range(parts.engine.size))

@@ -1,9 +1,7 @@
-"""Weight sync and sharding strategies of a policy in the engine's tensor-parallel layout (`sharding: tensor`,
-`tensor+optimizer`, `tensor+gradients`). The weight sync divides the policy's layers (`layers.split`).
+"""Weight sync and sharding strategies of a policy in the engine's tensor-parallel layout.
 
 The ranks of one engine train each row together. The ranks with the same part of the policy, one per engine, sum the
-part's gradients. `tensor+optimizer` and `tensor+gradients` divide optimizer state or gradients among these ranks. Every
-parameter outside adapters shares the memory of a vLLM tensor. So an optimizer step (and all-gather) updates vLLM.
+part's gradients. A base's parameters share the memory of vLLM's tensors, so an optimizer step updates vLLM.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,29 +31,25 @@ from ...weights.selection import Pairing, move
 from ...weights.sync import SharedWeights, Unserved, obstacle
 from .layers import TensorParts, adapter_shards, split
 
-if TYPE_CHECKING:
-    pass
-
 
 def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
-    """Make the parameters of a whole policy share memory with this rank's engine, and return the weight sync. First,
-    while the policy is whole, the map to engine tensors is checked. An adapter doesn't share memory. The adapter is cut
-    like its base layers, because vLLM's LoRA slots are cut in this way."""
+    """Cut a whole policy into the memory of this rank's engine, and return the weight sync. An adapter is cut like
+    vLLM's LoRA slots."""
     policy, engine = pairing.policy, pairing.engine
     with on_all_ranks("the plan of the policy's parts"):
         parts = _parts(pairing.slices)
-    proof.check_read(pairing.slices, policy, engine, tower_prompt=pairing.tower_prompt)
-    with torch.no_grad():  # Copy this rank's parts into the engine. This frees the whole parameters.
+    pairing.unread()
+    with torch.no_grad():
         for part, own in parts:
             part.destination.copy_(own.of(part.source.detach()))
-            part.source.data = part.destination
+            part.source.data = part.destination  # frees the whole parameter
     shards, lora_shards = {part.name: shard for part, shard in parts}, dict[int, Shard]()
     if adapter is not None:
         lora_shards = adapter_shards(adapted_layers(policy), {str(base_name(name)): s for name, s in shards.items()})
         for name, parameter in policy.named_parameters():
             if (shard := lora_shards.get(id(parameter))) is not None:
                 parameter.data, shards[name] = shard.of(parameter.detach()).clone(), shard
-    move(policy, pairing.device)  # The base is in place, so only the adapter and buffers move.
+    move(policy, pairing.device)
     split(policy, shards, engine.layout)
     sync: WeightSync = (base := SharedWeights(policy, engine, [part for part, _ in parts]))
     if adapter is not None:
@@ -70,8 +64,8 @@ def weights_in_parts(pairing: Pairing, adapter: Adapter | None) -> WeightSync:
 
 
 def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
-    """Return for each parameter a slice with its tensor in this rank's engine, and the part that this tensor holds.
-    Raise a ValueError if a parameter can't share the engine's memory."""
+    """Return for each parameter a slice with its whole place in this rank's engine, and the part that the place
+    holds."""
     placed = []
     for name, group in itertools.groupby(slices, key=lambda part: part.name):
         same_name = list(group)
@@ -94,15 +88,15 @@ def _parts(slices: Sequence[Slice]) -> list[tuple[Slice, Shard]]:
 
 
 class TensorStrategy(SharedRows):
-    """Base class of the three tensor-parallel strategies. A ZeRO class, as a further base class of each strategy, works
-    among the ranks that have the same part of the policy (one rank per engine)."""
+    """Base class of the tensor-parallel strategies. Each strategy's further ZeRO class works among the ranks that have
+    the same part of the policy, one per engine."""
 
     shared_out: str  # Name of the state that ranks with the same part of the policy divide. Empty without such state.
 
     def __init__(self, model: Any) -> None:
         self.cut: TensorParts = model.tensor_parts
         super().__init__(model)
-        # Names of parameters that this rank adds to the gradient's norm. Of ranks with equal parts, the first adds it.
+        # Names of parameters that this rank adds to the gradient's norm: of ranks with equal parts, the first counts.
         self._counted = {name for name in self.cut.shards if self.cut.holders(name)[0] == self.cut.engine.place}
 
     @property
@@ -124,28 +118,25 @@ class TensorStrategy(SharedRows):
         )
 
     def sum_of_squares(self) -> float:
-        """Return the sum of squares of the whole gradient. A part that several ranks have counts once."""
         pieces = [piece for piece in self.owned() if piece.part.grad is not None and piece.name in self._counted]
         local = squared_norm(piece.part.grad for piece in pieces)
-        if self.shared_out:  # With ZeRO all ranks together hold the gradient. Otherwise the ranks of each engine do.
+        if self.shared_out:  # With ZeRO all ranks share out the gradient, otherwise the ranks of an engine do.
             return self.sum_over_parts(local)
         return float(self.cut.engine.sum_(torch.tensor(local, dtype=torch.float64, device=self.device)))
 
     def owned(self) -> Sequence[Owned]:
-        """Return the pieces of parameters that this rank updates, with their positions in the whole parameters."""
-        found = []
+        pieces = []
         for piece in super().owned():  # type: ignore[safe-super]
             shard = self.cut.shards[piece.name]
             if shard.begin is None:
-                found.append(dataclasses.replace(piece, shard=shard))
+                pieces.append(dataclasses.replace(piece, shard=shard))
             else:
                 start, stop = piece.start + shard.begin, piece.stop + shard.begin
-                found.append(dataclasses.replace(piece, start=start, stop=stop))
-        return found
+                pieces.append(dataclasses.replace(piece, start=start, stop=stop))
+        return pieces
 
     @telling("saving")
     def state_dict(self, keep: bool) -> dict[str, torch.Tensor]:
-        """Return the state dict of the whole policy or of its LoRA adapter, empty without ``keep``. A collective."""
         cut, whole = self.cut, dict[str, torch.Tensor]()
         for name, parameter in self._saved():
             if keep:
@@ -175,7 +166,7 @@ class TensorStrategy(SharedRows):
                 files.copy_part(names[id(parameter)], parameter.detach(), self.cut.shards[name])
             return True
         (adapter,) = self.model.active_adapters
-        tensors = load_file(folder / "adapter_model.safetensors")  # Each rank reads the whole adapter, which is small.
+        tensors = load_file(folder / "adapter_model.safetensors")
         for name, parameter in self._saved():
             saved = tensors.get(name.replace(f".{adapter}.", "."))
             shard = self.cut.shards[name]
@@ -190,8 +181,6 @@ class TensorStrategy(SharedRows):
 
 
 class TensorParallel(TensorStrategy, WholeCopies):
-    """Strategy `sharding: tensor`: each rank has the gradients and optimizer state of its whole policy part."""
-
     shared_out = ""
 
     def cuts_optimizer(self, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> bool:
@@ -216,10 +205,10 @@ class TensorParallel(TensorStrategy, WholeCopies):
 
 
 class TensorOptimizer(TensorStrategy, SharedOptimizer):
-    """Strategy `sharding: tensor+optimizer`: ranks with the same policy part divide its optimizer state (ZeRO-1)."""
+    """Strategy `tensor+optimizer`: ranks with the same policy part divide its optimizer state (ZeRO-1)."""
 
 
 class TensorGradients(TensorStrategy, SharedGradients):
-    """Strategy `sharding: tensor+gradients`: ranks with the same policy part also divide its gradients (ZeRO-2)."""
+    """Strategy `tensor+gradients`: ranks with the same policy part also divide its gradients (ZeRO-2)."""
 
     backward = SharedGradients.backward
