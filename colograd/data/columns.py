@@ -1,5 +1,4 @@
-"""Checks of a dataset before tokenisation: its type and columns, and data that would be lost without notice. Checks of
-token ids: the tokenizer may have more or fewer tokens than the model's embedding has rows."""
+"""Checks of a dataset's type and columns, and of token ids."""
 
 from __future__ import annotations
 
@@ -8,8 +7,8 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-IMAGES = ("images", "image")  # Names of columns with images.
-EMPTY = [{"role": "user", "content": ""}]  # Prompt of a row without one, if an environment or agent writes it later.
+IMAGES = ("images", "image")
+EMPTY = [{"role": "user", "content": ""}]  # Prompt of a row that an environment or agent writes later.
 
 
 def check_dataset(dataset: Any, name: str) -> None:
@@ -21,7 +20,7 @@ def check_dataset(dataset: Any, name: str) -> None:
 
 
 def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
-    """Return a dataset's column names. For a stream without known columns return the first row's keys."""
+    """Return column names. Those of a stream without known columns are the first row's keys."""
     return list(dataset.column_names or next(iter(dataset), {}))
 
 
@@ -34,7 +33,7 @@ def check_prompt_column(columns: Iterable[str], name: str, column: str = "prompt
 
 
 def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = False) -> None:
-    """Raise ValueError for a transform at each read, or for columns of images if ``images`` is false (a text model)."""
+    """Refuse a transform, which runs at each read, and for a text model columns of images."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
             f"{name} has a transform (with_transform or set_transform), which runs whenever a row is read, but prompts "
@@ -55,7 +54,7 @@ def check_no_images(columns: Iterable[str], name: str) -> None:
 
 
 def whole(dataset: Any, name: str) -> Dataset:
-    """Return a dataset that is in memory. An IterableDataset is read to its end; its rows may differ in their keys."""
+    """Return a dataset in memory. The rows of a stream may differ in their keys."""
     check_dataset(dataset, name)
     if isinstance(dataset, Dataset):
         return dataset
@@ -74,7 +73,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def size_of(tokenizer: Any) -> int:
-    """Return the number of embedding rows that the tokenizer needs: its highest token id plus 1."""
+    """Return the number of embedding rows that the tokenizer needs."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
@@ -88,7 +87,7 @@ def check_rows(ids: Iterable[int], rows: int, tokenizer: Any, where: str) -> Non
 
 
 def surplus_rows(tokenizer: Any, rows: int) -> Iterator[str]:
-    """Yield a log line if the embedding has more rows than the tokenizer needs. The engine may sample their ids."""
+    """Yield a log line if the embedding has rows without a token. The engine may sample their ids."""
     if (tokens := size_of(tokenizer)) < rows:
         yield (
             f"tokenizer: {rows - tokens:,} of the model's {rows:,} rows have no token; sampled ones "

@@ -1,5 +1,4 @@
-"""Checks of chat messages, and conversions for a chat template. Arrow tables and users may store messages in different
-forms."""
+"""Checks of chat messages, and conversions for a chat template."""
 
 from __future__ import annotations
 
@@ -13,14 +12,13 @@ FAILURES = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeErro
 
 
 def without_nones(value: Any) -> Any:
-    """Remove dict keys with the value None at every depth: Arrow's struct columns add missing keys with None."""
+    """Remove dict keys with the value None at every depth. Arrow adds keys that other rows have."""
     if isinstance(value, dict):
         return {key: without_nones(each) for key, each in value.items() if each is not None}
     return [without_nones(each) for each in value] if isinstance(value, list) else value
 
 
 def content_parts(content: Any) -> list[dict[str, Any]]:
-    """Return a message's content as a list of parts. Keys with the value None are removed, because Arrow adds them."""
     if not isinstance(content, list):
         return [{"type": "text", "text": content or ""}]
     return [
@@ -32,7 +30,7 @@ def content_parts(content: Any) -> list[dict[str, Any]]:
 
 
 def text_of(prompt: Any) -> Any:
-    """Return a prompt with its messages' images left out, for display and logs."""
+    """Return a prompt without its messages' images, for display."""
     if not isinstance(prompt, list):
         return prompt
     return [
@@ -44,9 +42,9 @@ def text_of(prompt: Any) -> Any:
 
 
 def content_problem(message: dict[str, Any], images: bool = False) -> str:
-    """Return an error text if a message's content can't be used, else an empty text."""
+    """Return an error text if a message's content can't be used, else ""."""
     content = message.get("content")
-    if content is None:  # A message with tool calls may have no content, as in OpenAI's API.
+    if content is None:  # Messages with tool calls may lack content, as in OpenAI's API.
         alone = not any(value for key, value in message.items() if key not in ("role", "name", "content"))
         return "no content: write a text" if alone and not images else ""
     for part in content if isinstance(content, list) else [content]:
@@ -79,9 +77,10 @@ def check_prompt(prompt: Any, where: str, images: bool = False) -> None:
 def template_messages(
     messages: Sequence[dict[str, Any]], write: Callable[[list[dict[str, Any]]], str]
 ) -> list[dict[str, Any]]:
-    """Return a conversation in the form that a chat template can write. Templates that handle lists of parts and
-    missing contents get the messages with these. Other templates would drop a list, or write Python's or JSON's text of
-    a list or of `None`. For such templates each content is replaced by the joined texts of its parts."""
+    """Return a conversation as a chat template can write it.
+
+    Some templates drop a list of parts, or write Python's or JSON's text of a list or of `None`. They get joined
+    texts."""
     original = [{"content": None} | without_nones(message) for message in messages]
     joined = [{**message, "content": _joined(message["content"])} for message in original]
     if original == joined:
@@ -94,7 +93,7 @@ def template_messages(
     raw = [form for each in contents for form in (str(each), json.dumps(each, ensure_ascii=False, default=str))]
     if any(text.count(form) > joined_text.count(form) for form in raw):
         return joined
-    # Remove all spaces before the comparison, because some templates trim each part.
+    # Some templates trim each part.
     text, joined_text = "".join(text.split()), "".join(joined_text.split())
     parts = ["".join(_joined([part]).split()) for each in contents for part in each or []]
     is_lost = any(part and text.count(part) < joined_text.count(part) for part in parts)

@@ -1,5 +1,4 @@
-"""Check the values that a trainer subclass's `generate`, `score` and `compute_advantages` return, and the groups of a
-rollout source other than the engine. A wrong value raises a ValueError."""
+"""Check the values that user code returns: groups, rewards and advantages. A wrong value raises ValueError."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from ..batch import Group, Prompt, Rollout
 
 
 def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int | None = None) -> Generator[Group]:
-    """Yield ``groups``, which a function or method ``generate`` made for ``prompts``. Raise a ValueError if a group is
-    wrong, or if the number of groups isn't ``wanted`` (None: one group per prompt)."""
+    """Yield ``groups``, checked. ``wanted`` is the number of groups (None: one per prompt)."""
     waiting = {prompt.position for prompt in prompts}
     left_out = 0 if wanted is None else len(waiting) - wanted
     try:
@@ -56,8 +54,6 @@ def _problem_of(rollouts: Sequence[Any]) -> str:
 
 
 def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
-    """Check that the rewards of a user's ``score`` have the shape [completions, reward functions] and aren't infinite.
-    Return the rewards as float32."""
     wanted = (len(group.rollouts), functions)
     if not isinstance(rewards, torch.Tensor) or tuple(rewards.shape) != wanted:
         raise ValueError(
@@ -70,7 +66,6 @@ def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
 
 
 def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
-    """Return advantages as float32. Raise a ValueError unless they are finite, with one per completion or per token."""
     completions = len(group.rollouts)
     tokens = sum(len(rollout.completion_ids) for rollout in group.rollouts)
     if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in ((completions,), (tokens,)):

@@ -28,8 +28,6 @@ NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 
 
 class UserFeature(SourceFeature):
-    """Lets a user's function or class generate the completions (setting ``rollout_func``)."""
-
     adds_columns = True
 
     def __init__(self, write: Any) -> None:
@@ -40,7 +38,7 @@ class UserFeature(SourceFeature):
 
     @classmethod
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
-        """Return the feature if ``rollout_func`` is set, else None. A text is imported as a path."""
+        """Return the feature if ``rollout_func`` is set, else None."""
         write, others = arguments.sources["rollout_func"], arguments.sources
         if write is None:
             return None
@@ -74,24 +72,22 @@ class UserFeature(SourceFeature):
 
 @dataclass(eq=False)
 class CustomRollouts:
-    """A rollout source that calls a user's function in place of the engine. The function may use the engine.
+    """A rollout source that calls a user's function in place of the engine.
 
     The function is ``f(prompts) -> dict``. ``prompts`` repeats each prompt once per completion, one after the other.
-    The dict holds ``prompt_ids``, ``completion_ids`` and ``logprobs`` (of the sampled tokens, in nats), one list per
-    completion. ``env_mask`` is optional (1: the model wrote the token, 0: the environment did). All other entries are
-    passed to the reward functions. A sequence holds one value per completion. Any other value is passed for all
-    completions."""
+    The dict holds ``prompt_ids``, ``completion_ids`` and ``logprobs`` (in nats), one list per completion. ``env_mask``
+    is optional (1: the model wrote the token, 0: the environment did). Reward functions get all other entries: a
+    sequence has one value per completion, any other value counts for all."""
 
     engine: Engine
     function: Callable[[list[Any]], dict[str, Any]]
-    end_tokens: Collection[int | None]  # A completion counts as truncated unless its last token is one of these.
+    end_tokens: Collection[int | None]  # Other last tokens mean a truncated completion.
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Yield a group per prompt, see `RolloutSource.generate`. Only ``n`` of ``sampling`` is used."""
         self.engine.require(version)
-        if not prompts:  # In an evaluation a rank may have no prompts.
+        if not prompts:
             return
         if any(prompt.input.media is not None for prompt in prompts):
             why = "rollout_func is a function, which gets prompts without their images: give a class with `generate`"

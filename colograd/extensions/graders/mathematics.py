@@ -1,8 +1,6 @@
-"""Rewards for mathematical answers. math-verify compares answers in a separate process, which can be killed.
+"""Rewards for mathematical answers.
 
-The evaluation of a model's answer may never end, and math-verify's time limits work only on a main thread. So all
-threads send their answers to the separate process, which is killed if one answer takes longer than `LIMIT` seconds.
-"""
+The evaluation of a model's answer may never end, so math-verify compares answers in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ import cloudpickle
 from ...rewards.answers import Verdict, after_thinking, has_thought_apart, text_of, thought_begun
 from ...usercode.worker_pool import Worker, WorkerCall
 
-LIMIT = 25.0  # Maximum seconds for one answer. math-verify's own limits of 5 s almost always end it earlier.
-LOOK_SECONDS = 0.1  # Seconds of one wait, so that the caller can be interrupted.
+LIMIT = 25.0  # Seconds for one answer. math-verify's own limits of 5 s almost always end it earlier.
+LOOK_SECONDS = 0.1  # Seconds between chances to interrupt the caller.
 
 
 def accuracy_reward(
@@ -58,7 +56,7 @@ def reasoning_accuracy_reward(
         reasoning_delimiters: texts that end the reasoning, ``</think>`` by default. The first text in this list that
             the completion contains is used, and its last occurrence ends the reasoning.
     """
-    answers: list[str | None] = []  # None: the reasoning doesn't end.
+    answers: list[str | None] = []  # None: the reasoning has no end.
     for text in map(text_of, completions):
         end = next((each for each in reasoning_delimiters or ["</think>"] if each in text), None)
         answers.append(None if end is None else text.rpartition(end)[2])
@@ -83,10 +81,9 @@ def math_answer_reward(
 
 
 def compare(text: str | None, gold: Any, bare_numbers: bool) -> Verdict:
-    """Judge the answer in ``text`` (None: the reasoning doesn't end) in the separate process, as `math_judging.judge`.
+    """Judge the answer in ``text`` in the separate process. ``text`` None: the reasoning doesn't end.
 
-    An answer is wrong if it exceeds the time limit or crashes the process. The verdict of ``gold`` None or NaN is None.
-    """
+    An answer that is late or crashes the process is wrong."""
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("rewards for mathematical answers need math-verify: pip install math-verify")
     if text is None:
@@ -96,7 +93,7 @@ def compare(text: str | None, gold: Any, bare_numbers: bool) -> Verdict:
     call = WorkerCall(0, {"text": text, "gold": str(gold), "bare_numbers": bare_numbers}, None)
     worker, thread = _process_of(os.getpid())
     pending = thread.submit(worker.run, call, LIMIT, lambda: True)
-    while not pending.done():  # An interrupt is raised between two waits.
+    while not pending.done():
         with contextlib.suppress(TimeoutError):
             pending.result(LOOK_SECONDS)
     outcome = pending.result()
@@ -107,10 +104,9 @@ def compare(text: str | None, gold: Any, bare_numbers: bool) -> Verdict:
 
 @functools.cache
 def _process_of(pid: int) -> tuple[Worker, ThreadPoolExecutor]:
-    """Return the judging process and the thread that drives the process. A forked process gets its own pair.
+    """Return the judging process and a thread that starts it. A forked process gets its own pair.
 
-    Linux kills a child process when the thread that started the child ends. So this separate thread starts the child.
-    """
+    The thread lives as long as this process, because Linux kills a child with the thread that started it."""
     from .math_judging import judge
 
     return Worker([cloudpickle.dumps(judge)]), ThreadPoolExecutor(1, "colograd-mathematics")

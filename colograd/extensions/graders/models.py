@@ -1,9 +1,6 @@
-"""Reward models: sequence classifiers with one output. They score prompt and completion in the trainer's process.
+"""Reward models: sequence classifiers with one output, in the trainer's process.
 
-A reward model runs on the device that the engine samples on (on a CPU, on the same cores). So running it during the
-generation would save no time, but large batches of similar lengths do. `Scorer.score_with_models` scores all
-completions at once, after the generation.
-"""
+The engine uses the same device, so scoring during the generation would save no time, but large batches do."""
 
 from __future__ import annotations
 
@@ -22,19 +19,18 @@ from ...rewards.answers import builtin_rewards
 from ...rewards.functions import ModelReward, as_list
 from ...runtime.hub import check_model_name
 
-BATCH_TOKENS = {"cpu": 512, "cuda": 16384}  # Maximum tokens in one forward of a reward model, including padding.
-# Entries of `model_init_kwargs` that apply to the policy only. All other entries apply also to reward models.
+BATCH_TOKENS = {"cpu": 512, "cuda": 16384}  # Padded tokens in one forward.
+# Entries of `model_init_kwargs` for the policy only. The others apply to reward models, too.
 POLICY_KWARGS = ("revision", "device_map")
 
 
 def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) -> list[Any]:
-    """Return the reward functions as a list. Each model in it is replaced by a `RewardModel`.
+    """Return the reward functions as a list, with a `RewardModel` in the place of each model.
 
     Args:
-        reward_funcs: one item or several items: items for `resolve_rewards`, or modules, folders and Hub ids of models.
-        processing_classes: TRL's ``reward_processing_classes``: a tokenizer for the single reward function, or a list
-            with one entry per function. None means the model's tokenizer. Entries for functions are ignored.
-    """
+        reward_funcs: items for `resolve_rewards`, or modules, folders and Hub ids of models.
+        processing_classes: TRL's ``reward_processing_classes``: a tokenizer, or a list with one entry per function.
+            None means the model's tokenizer."""
     given = as_list(reward_funcs)
     classes = [None] * len(given) if processing_classes is None else processing_classes
     classes = classes if isinstance(classes, (list, tuple)) else [classes]
@@ -110,11 +106,10 @@ class RewardModel(ModelReward):
         return rewards.tolist()
 
     def _padded(self, rows: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
-        """Return rows of tokens as tensors [rows, longest row], padded on the right with the model's padding token.
+        """Return tensors [rows, longest row], padded on the right.
 
-        transformers' classifiers read the last token that isn't padding. If a model names no padding token, rows are
-        padded with a token that no row contains. The end token isn't used, because a text may end with it.
-        """
+        transformers' classifiers read the last token that isn't padding. A model without a padding token gets a token
+        that no row contains, because a text may end with the end token."""
         padding = self._padding
         if padding is None:
             used = {token for ids in rows["input_ids"] for token in ids}
@@ -130,7 +125,7 @@ class RewardModel(ModelReward):
 
 
 def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Yield lists of row indices, longest rows first. A list has at most ``tokens`` padded tokens, or a single row."""
+    """Yield lists of row indices, longest rows first, of at most ``tokens`` padded tokens or a single row."""
     batch: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if batch and lengths[batch[0]] * (len(batch) + 1) > tokens:
