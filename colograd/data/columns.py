@@ -8,7 +8,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 IMAGES = ("images", "image")
-EMPTY = [{"role": "user", "content": ""}]  # Prompt of a row that an environment or agent writes later.
+EMPTY = [{"role": "user", "content": ""}]
 
 
 def check_dataset(dataset: Any, name: str) -> None:
@@ -54,13 +54,12 @@ def check_no_images(columns: Iterable[str], name: str) -> None:
 
 
 def whole(dataset: Any, name: str) -> Dataset:
-    """Return a dataset in memory. The rows of a stream may differ in their keys."""
     check_dataset(dataset, name)
     if isinstance(dataset, Dataset):
         return dataset
     rows = list(dataset.with_format(None))
     columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
-    features = dataset.features if rows else None  # Features don't fit an empty dataset.
+    features = dataset.features if rows else None
     return Dataset.from_dict(columns, features=features, on_mixed_types="use_json")
 
 
@@ -87,7 +86,6 @@ def check_rows(ids: Iterable[int], rows: int, tokenizer: Any, where: str) -> Non
 
 
 def surplus_rows(tokenizer: Any, rows: int) -> Iterator[str]:
-    """Yield a log line if the embedding has rows without a token. The engine may sample their ids."""
     if (tokens := size_of(tokenizer)) < rows:
         yield (
             f"tokenizer: {rows - tokens:,} of the model's {rows:,} rows have no token; sampled ones "

@@ -201,7 +201,6 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
 
 
 def _problem_of_file(path: Path, error: Exception) -> str:
-    """Return the fault in a file that `datasets` can't load, or ""."""
     if not path.stat().st_size or "corresponds to no data" in str(error):
         return "the file has no rows: write some into it"
     rule = 'write one JSON object per line, such as {"prompt": "2 + 2 =", "answer": "4"}'
@@ -249,9 +248,9 @@ def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], split
                 f"The dataset function {name}{signature} was given {given}: {error}. Set dataset_kwargs."
             ) from error
         result = function(**given)
-        if isinstance(result, dict):  # or a DatasetDict
+        if isinstance(result, dict):
             return result
-        if result is None and results:  # There is no test split.
+        if result is None and results:
             continue
         check_dataset(result, f"The result of the dataset function {name}")
         results[split] = result

@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-FAILURES = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)  # Errors of templates.
+FAILURES = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)
 
 
 def without_nones(value: Any) -> Any:
@@ -30,7 +30,6 @@ def content_parts(content: Any) -> list[dict[str, Any]]:
 
 
 def text_of(prompt: Any) -> Any:
-    """Return a prompt without its messages' images, for display."""
     if not isinstance(prompt, list):
         return prompt
     return [
@@ -42,7 +41,6 @@ def text_of(prompt: Any) -> Any:
 
 
 def content_problem(message: dict[str, Any], images: bool = False) -> str:
-    """Return an error text if a message's content can't be used, else ""."""
     content = message.get("content")
     if content is None:  # Messages with tool calls may lack content, as in OpenAI's API.
         alone = not any(value for key, value in message.items() if key not in ("role", "name", "content"))

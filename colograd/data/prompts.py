@@ -18,8 +18,8 @@ from ..parallel import watchdog
 from .columns import by_row, check_columns, check_prompt_column, check_rows, whole
 from .messages import check_prompt, template_messages, without_nones
 
-ROWS_AT_ONCE = 1000  # Rows per call of the tokenizer.
-NAMED = 5  # Too long prompts that a message lists.
+ROWS_AT_ONCE = 1000
+NAMED = 5
 COLUMNS = ("prompt", "chat_template_kwargs")  # Columns that a prompt's tokens depend on.
 
 
@@ -27,7 +27,7 @@ COLUMNS = ("prompt", "chat_template_kwargs")  # Columns that a prompt's tokens d
 class PromptDataset(torch.utils.data.Dataset):
     """A dataset's rows with tokenised prompts. An index (row, position) returns a `Prompt`, another one rows."""
 
-    dataset: Dataset  # without too long prompts
+    dataset: Dataset
     token_ids: Any  # All prompts, int32 [sum P]. None: the rules' reader converts rows on request.
     ends: np.ndarray  # Borders in ``token_ids`` from 0, int64 [rows + 1].
     dropped: dict[int, int]  # Original row of a too long prompt -> its tokens.
@@ -76,19 +76,19 @@ class PromptRules:
     Plain texts are tokenised without the chat template. The model continues a conversation that ends with an
     assistant's message. A row's ``chat_template_kwargs`` override the run's."""
 
-    tokenizer: Any  # The policy's, of transformers.
+    tokenizer: Any
     max_prompt_tokens: int
     overlong: str  # Prompts over the limit: `drop` or `error`.
     chat_template_kwargs: dict[str, Any]
-    name: str  # The dataset's, for log lines and errors.
+    name: str
     columns: Sequence[str] = ()  # In addition to `COLUMNS`.
     # (row, the row's name in errors) -> further arguments of the chat template.
     arguments: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None
     # An extension's reader of rows with images. `prompt(example, row, rules)` makes a `ModelInput`, `of_row` does so
     # with a small cache, `lengths(rows, rules)` counts tokens.
     reader: Any = None
-    tell: Callable[[str], None] = lambda line: None  # Logs a progress line.
-    rows: int = 0  # Rows of the embedding, or 0.
+    tell: Callable[[str], None] = lambda line: None
+    rows: int = 0  # Rows of the model's embedding, or 0 if unknown.
 
     def where(self, row: int) -> str:
         return f"{self.name}, row {row}"
@@ -127,7 +127,6 @@ class PromptRules:
                     if len(places) == 1:
                         refusal = f"the chat template refuses the prompt {cleaned[0]!r}: {error}"
                         raise ValueError(f"{where}: {refusal}") from error
-                    # Find the bad row.
                     ids = [[*self.encode([rows[at]], first + at)[0]] for at in places]
             for index, own in zip(places, ids, strict=True):
                 encoded[index] = tuple(own)
@@ -137,7 +136,6 @@ class PromptRules:
         return [encoded[index] for index in range(len(rows))]
 
     def template_arguments(self, row: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-        """Return arguments of `apply_chat_template`, or None for plain text."""
         further = {} if self.arguments is None else self.arguments(row, where)
         if isinstance(row["prompt"], str):
             return None
@@ -157,7 +155,6 @@ class PromptRules:
         return prompt if len(prompt) <= self.max_prompt_tokens else None
 
     def fits(self, tokens: int, prompt: Any, row: int) -> bool:
-        """Return whether a prompt is short enough. Raise ValueError if it is empty or must not be dropped."""
         if not tokens:
             raise ValueError(f"{self.where(row)}: the prompt {prompt!r} has no tokens: remove the row.")
         if tokens > self.max_prompt_tokens and self.overlong == "error":
@@ -169,7 +166,6 @@ class PromptRules:
 
 
 def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
-    """Tokenise the prompts of a dataset. A stream is read to its end."""
     name, dataset = rules.name, whole(dataset, rules.name)
     check_columns(dataset, name, rules.reader is not None)
     if len(dataset) == 0:

@@ -15,9 +15,9 @@ _NUMBER = re.compile(
     r"(?:(?<![\w.)\]])-\$?)?"  # Sign, but no minus as in 10-5.
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"  # 1,234.5 or 1234.5
     r"|(?<![0-9.])\.[0-9]+)"  # .5
-    r"(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?"  # Exponent.
+    r"(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?"
 )
-_THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # Keys of parsed messages.
+_THOUGHTS = ("thinking", "reasoning_content", "reasoning")
 _OTHERS = ("tool", "user")
 _THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
 _BEHIND_HASHES = re.compile(r"#### (-?[0-9.,]+)")
@@ -46,7 +46,6 @@ def text_of(completion: Any) -> str:
 
 
 def thought_begun(prompt_texts: Sequence[str] | None, count: int) -> list[bool]:
-    """Return for each of ``count`` completions whether its prompt ends in ``<think>``."""
     return [text.rstrip().endswith("<think>") for text in prompt_texts] if prompt_texts else [False] * count
 
 
@@ -64,8 +63,7 @@ def after_thinking(text: str, begun: bool = False) -> str:
 
 
 def number_in(value: Any) -> Decimal | None:
-    """Return the last number in a text or number, or None."""
-    numbers = _NUMBER.findall(str(value).replace("\u2212", "-"))  # typographic minus sign
+    numbers = _NUMBER.findall(str(value).replace("\u2212", "-"))
     return Decimal(re.sub(r"[,$]", "", numbers[-1])) if numbers else None
 
 
@@ -103,7 +101,6 @@ def gsm8k_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> li
 
 
 def behind_hashes(text: str) -> str | None:
-    """Return the last number behind ``#### `` without commas, or None."""
     numbers = _BEHIND_HASHES.findall(text)
     return numbers[-1].replace(",", "") if numbers else None
 

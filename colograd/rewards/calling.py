@@ -69,7 +69,6 @@ def check_columns_for(rewards: Sequence[RewardFunction], columns: Sequence[str])
 
 
 def _lacking(reward: RewardFunction, given: Container[str], columns: Iterable[str]) -> str:
-    """Return an error text if ``given`` lacks required parameters of ``reward``, else ""."""
     missing = [
         p.name
         for p in parameters_of(reward.function).values()

@@ -54,7 +54,6 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def is_of_module(function: Callable[..., Any]) -> bool:
-    """Return whether a worker can import ``function`` by its name."""
     module = sys.modules.get(getattr(function, "__module__", ""))
     return (
         inspect.isfunction(function)

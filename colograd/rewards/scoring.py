@@ -38,7 +38,7 @@ from .calling import Texts, checked_values, keywords_for, parameters_of
 from .functions import ModelReward, RewardError, RewardFunction, check_log, is_async, is_of_module, raised_error
 
 T = TypeVar("T")
-MOST_WORKERS = 4  # Default maximum.
+MOST_WORKERS = 4
 
 
 @dataclass(eq=False)
@@ -118,13 +118,13 @@ class Scorer:
     # Worker processes for functions that can be pickled. None: `usual_workers`, for functions that a worker can import.
     workers: int | None = 0
     timeout: float | None = None  # Seconds of a call, except of reward models.
-    on_error: str = "raise"  # `raise` or `abstain`
+    on_error: str = "raise"
     on_gpu: bool = False
 
     def __post_init__(self) -> None:
         self.reads_prompt_texts = any("prompt_texts" in parameters_of(reward.function) for reward in self.rewards)
-        self.counts: dict[str, float] = defaultdict(float)  # metric -> sum
-        self.logged: dict[int, Logged] = {}  # By position.
+        self.counts: dict[str, float] = defaultdict(float)
+        self.logged: dict[int, Logged] = {}
         self.check = checked_values  # An extension may replace it.
         # Gets name, start and end (seconds), number of completions.
         self.on_call: Callable[[str, float, float, int], None] | None = None
@@ -133,7 +133,7 @@ class Scorer:
         self._pickled: tuple[Any, bytes] = ((), b"")
         self._for_models: list[tuple[ModelReward, dict[str, Any], Future[Outcome]]] = []
         sync = [r for r in self.rewards if not (isinstance(r.function, ModelReward) or is_async(r.function))]
-        # Environments are in this process.
+        # Environments live in this process.
         able = {r.name: r.function for r in sync if "environments" not in parameters_of(r.function)}
         if (workers := self.workers) is None:
             able = {name: function for name, function in able.items() if is_of_module(function)}
@@ -187,7 +187,6 @@ class Scorer:
         return outcome
 
     def take_counts(self) -> dict[str, float]:
-        """Return and reset the metrics ``rewards/<name>/...``."""
         taken, self.counts = self.counts, defaultdict(float)
         return taken
 
@@ -196,7 +195,6 @@ class Scorer:
         return self.logged.pop(position, Logged({}, {}))
 
     def score_with_models(self) -> None:
-        """Run the reward models on the completions of all waiting calls."""
         waiting, self._for_models = self._for_models, []
         for model in dict.fromkeys(model for model, _, _ in waiting):
             calls = [(k, call) for m, k, call in waiting if m is model and call.set_running_or_notify_cancel()]
@@ -267,6 +265,5 @@ class Scorer:
 
 
 async def _logged_outcome(awaitable: Awaitable[Any], elapsed: float, timeout: float | None, log: CallLog) -> Outcome:
-    """Await an async reward function's result. Its call returned after ``elapsed`` seconds."""
     outcome = await awaited_outcome(awaitable, timeout)
     return dataclasses.replace(outcome, seconds=elapsed + outcome.seconds, logged=(log.columns, log.metrics))

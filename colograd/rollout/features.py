@@ -38,9 +38,9 @@ class TrainerArguments:
     quantization_config: Any
     peft_config: Any
     optimizer: Any
-    sources: Mapping[str, Any]  # By the names in SOURCES.
+    sources: Mapping[str, Any]
     samples: bool  # False: a replay of recorded groups, without an engine.
-    replaced: frozenset[str]  # Methods that a subclass overrides.
+    replaced: frozenset[str]
     adds_metrics: bool
 
     @property
@@ -55,16 +55,15 @@ class SourceFeature:
 
     The base class is the vLLM engine. An extension offers a subclass at the hook ``source``; a run uses at most one."""
 
-    rewards: Sequence[Any] = ()  # Further reward functions, with weight 1.
+    rewards: Sequence[Any] = ()  # In addition, with weight 1.
     reserved_tokens = 0  # Tokens of each sequence reserved for texts that arrive during the rollout.
     writes_prompts = False  # Whether a dataset's rows may lack a prompt.
     columns: Sequence[str] = ()  # Further dataset columns that the tokenised prompt depends on.
     # (dataset row, the row's name in errors) -> further arguments of the chat template.
     template_arguments: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None
-    may_add_images = False  # Whether a rollout may add images.
+    may_add_images = False
     adds_columns = False  # Whether rollouts add columns for reward functions.
     adds_metrics = False  # Whether `take_counts` may return metrics of any name.
-    # Changes a group's advantages.
     add_advantages: AddAdvantages | None = None
     notes: Sequence[str] = ()  # Lines to print for the user.
     trl_attributes: Mapping[str, Callable[[], Any]] = {}  # Name of a TRL trainer's attribute -> its value.
@@ -82,7 +81,6 @@ class SourceFeature:
         raise ValueError("train_dataset is missing: pass a datasets.Dataset with a column `prompt`.")
 
     def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> RolloutSource:
-        """Return the rollout source."""
         return engine
 
     def digests(self) -> dict[str, str]:

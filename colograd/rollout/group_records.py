@@ -26,13 +26,13 @@ NONSENSE = (
 
 
 class JournalError(ValueError):
-    says_all = True  # Printed without a traceback.
+    says_all = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RewardedGroup:
     group: Group
-    rewards: torch.Tensor  # float32 [completions, reward functions]
+    rewards: torch.Tensor  # float32 [G, R]
     logged: Logged
 
 

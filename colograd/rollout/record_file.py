@@ -19,9 +19,9 @@ import pyarrow as pa
 
 MAGIC = b"colograd records 1\n"
 HEAD = struct.Struct("<qIII")  # position, compressed size, uncompressed size, CRC-32
-LARGEST = 2**31 - 1  # bytes, uncompressed
+LARGEST = 2**31 - 1
 GROWTH = 4096  # Maximum compression ratio, so that a damaged size can't exhaust the memory.
-FIGURES = "steps.jsonl"  # Loss and gradient norm per optimizer step.
+FIGURES = "steps.jsonl"
 
 TABLE = pa.schema(
     [
@@ -105,7 +105,7 @@ def read_records(
             try:
                 unpack = size != len(packed)
                 content = bytes(packing.decompress(packed, decompressed_size=size, asbytes=True)) if unpack else packed
-            except (pa.ArrowException, OSError, ValueError):  # No `RecordFile` wrote this content.
+            except (pa.ArrowException, OSError, ValueError):
                 return
             yield Record(position, content)
 

@@ -17,7 +17,7 @@ from ..runtime import registry
 from .stages import Stages
 
 Steps = Sequence[Sequence[Prompt]]  # One list per optimizer step.
-Tally = Callable[[Sequence[SampledStep]], Mapping[str, float]]  # Returns metrics.
+Tally = Callable[[Sequence[SampledStep]], Mapping[str, float]]
 
 
 class PlainRound:
@@ -66,7 +66,7 @@ class PlainRound:
         return [SampledStep(groups, groups) for groups in of_steps]
 
     def forget(self) -> None:
-        """Drop state of earlier sampling, such as unfinished completions."""
+        pass
 
     def save(self, checkpoint: str) -> None:
         """Write the state that the next sampling needs to a checkpoint."""
@@ -84,10 +84,9 @@ def round_of(trainer: Any) -> PlainRound:
 
 
 def unscored(steps: Sequence[SampledStep]) -> str:
-    """Return a warning about the first completion without any reward, or ""."""
     for scored in (scored for step in steps for scored in step.sampled):
         nobody = scored.rewards.isnan().all(dim=1).nonzero()
-        if len(nobody) and scored.rewards.shape[1]:  # A run may have no reward functions.
+        if len(nobody) and scored.rewards.shape[1]:
             row = {name: value for name, value in scored.group.example.items() if name != "prompt"}
             return (
                 f"rewards: every reward function abstained for completion {int(nobody[0])} of the prompt "

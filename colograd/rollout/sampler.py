@@ -31,8 +31,6 @@ from .texts import with_messages, with_prompt_text
 
 @dataclass(frozen=True, slots=True)
 class SampledRound:
-    """This rank's groups of a round and their statistics, one entry per optimizer step."""
-
     steps: tuple[SampledStep, ...]
     statistics: tuple[RolloutStatistics, ...]
 
@@ -55,7 +53,7 @@ class Sampler:
         self.round = PlainRound(self.events.times)  # The trainer replaces it by `round_of(trainer)`.
         self._scales_steps = self.estimator.step_scores is not None
         self._changes = [change for offer in registry.hooks("stages") if (change := offer(self)) is not None]
-        if self.engine is not None:  # A replay of recorded groups has no engine.
+        if self.engine is not None:
             self.on_leader: Callable[[Callable[[], Any], Any], Any] = self.engine.on_engine_leader
 
     def collect(self, prompts: Steps) -> SampledRound:

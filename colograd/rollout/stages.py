@@ -61,11 +61,11 @@ class InScoring:
 
     def __post_init__(self) -> None:
         journal = self.stages.journal
-        # Groups without advantages yet, by position.
+        # By position, until `scored` computes the advantages.
         self.rewarded: dict[int, RewardedGroup] = {} if journal is None else journal.recall(self.prompts)
-        self._pending: dict[int, tuple[Group, PendingRewards]] = {}  # By position.
-        self._scored: list[ScoredGroup] = []  # In the order of the prompts.
-        self._signals = 0  # Number of groups with an advantage other than 0.
+        self._pending: dict[int, tuple[Group, PendingRewards]] = {}
+        self._scored: list[ScoredGroup] = []
+        self._signals = 0
 
     def sample(self, prompts: Sequence[Prompt]) -> Generator[Group]:
         """Yield groups to score. Recorded groups to score again (`rescore: true`) come first."""

@@ -23,18 +23,18 @@ Combine = Callable[[torch.Tensor], torch.Tensor]
 class RolloutStatistics:
     """Counts and per-completion values of one rank's groups, or of all ranks' groups."""
 
-    lengths: list[int] = field(default_factory=list)  # Sampled tokens per completion.
-    ended: list[bool] = field(default_factory=list)  # Whether the model ended the completion (finish reason STOP).
+    lengths: list[int] = field(default_factory=list)
+    ended: list[bool] = field(default_factory=list)
     rewards: list[list[float]] = field(default_factory=list)  # [completion][reward function]
     totals: list[float] = field(default_factory=list)  # Weighted sums per completion. NaN: no rewards.
-    flat_groups: list[bool] = field(default_factory=list)  # Per group: equal `totals`.
+    flat_groups: list[bool] = field(default_factory=list)  # per group
     prompt_tokens: int = 0
     loss_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)  # Metrics to sum over ranks.
     logged: dict[str, tuple[float, float]] = field(default_factory=dict)  # metric -> (sum, number of values)
     maxima: dict[str, float] = field(default_factory=dict)  # Metrics to maximise over ranks.
     distinct: int = 0  # Different completions, counted within each group.
-    notes: list[Any] = field(default_factory=list)  # For the HTML report.
+    notes: list[Any] = field(default_factory=list)
 
     @classmethod
     def of(cls, groups: Iterable[ScoredGroup], combine: Combine, mask_truncated: bool) -> RolloutStatistics:
@@ -96,7 +96,7 @@ class RolloutStatistics:
             result["reward_std"] = float(group_std(totals))
         result |= {name: float(value) for name, value in self.counts.items()}
         seconds, idle = (result.pop(f"rollout/{name}", 0.0) for name in ("seconds", "idle_seconds"))
-        if seconds:  # Sums over ranks.
+        if seconds:  # Both are sums over ranks.
             result["rollout/idle_share"] = idle / seconds
         for derive in hooks("derived_metrics"):
             derive(self, result)

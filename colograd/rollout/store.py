@@ -32,20 +32,18 @@ from .group_records import NONSENSE, JournalError, RewardedGroup, digest_of_exam
 from .record_file import Record, RecordFile, read_records
 
 FOLDER = "_journal"  # transformers pushes no name that begins with "_" to the Hub.
-UNSCORED = ".unscored"  # Suffix of files with groups to score again.
+UNSCORED = ".unscored"  # files with groups to score again
 RECIPE = "recipe.yaml"
 # Recorded settings: names of the reward functions, digests of their source code.
 REWARD_FUNCS, REWARD_CODE = "reward_funcs", "reward_code"
 F = TypeVar("F")
-ABOUT = -1  # Position of the `About`.
+ABOUT = -1
 SAMPLED = 1024  # Least number of entries of a large parameter that a digest reads.
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """The first record of a file."""
-
-    step: int  # of the weights that sampled the groups
+    step: int
     weights: str  # Digest, or "" for a sharded policy.
     settings: Mapping[str, Any]
 
@@ -57,24 +55,24 @@ class RolloutStore:
     run_dir: str | Path
     rank: int
     settings: Mapping[str, Any]  # JSON-serializable
-    reader: Any = None  # `PromptRules.reader`
+    reader: Any = None  # of `PromptRules`
     of_samples: Collection[str] = ()  # Settings that completions depend on.
 
     def __post_init__(self) -> None:
         self.folder, self.file_name = Path(self.run_dir) / FOLDER, f"rank-{self.rank:05d}.records"
         self.settings = json.loads(json.dumps(self.settings, default=str))
-        self.problem = ""  # Why the last groups couldn't be written.
-        self.warning = ""  # About the recorded groups.
+        self.problem = ""
+        self.warning = ""
         self.seconds = 0.0
         self._weights_are_read = True
-        self._found: dict[int, bytes] = {}  # Recorded groups by position.
-        self._unscored: dict[int, bytes] = {}  # Groups to score again, by position.
-        self._round: Path | None = None  # Folder of the present round.
+        self._found: dict[int, bytes] = {}
+        self._unscored: dict[int, bytes] = {}
+        self._round: Path | None = None
         self.open_files: dict[str, RecordFile] = {}  # Name of the evaluation, or "" for training -> file.
         self._newest = ""  # Key in `open_files` of the file that `add` writes.
-        self._beside: dict[Any, Any] = {}  # Files of extensions, by class.
-        self._place: tuple[Path, int, dict[str, Any]] | None = None  # Of the newest file: folder, rank, `About`.
-        self._pruned = 0  # `prune` has deleted earlier steps.
+        self._beside: dict[Any, Any] = {}
+        self._place: tuple[Path, int, dict[str, Any]] | None = None  # folder, rank, `About`
+        self._pruned = 0
         self._flusher = ThreadPoolExecutor(1, "journal")
         self._will_flush = False
 
@@ -92,7 +90,7 @@ class RolloutStore:
             found: dict[str, tuple[Any, Any]] = {}
             for path, about, records in files_of(folder) if number >= step else ():
                 if (differences := self._differences(about)) and next(records, None) is None:
-                    path.unlink(missing_ok=True)  # A run failed at its start.
+                    path.unlink(missing_ok=True)
                 else:
                     found |= differences
             rewards_changed = bool(found.keys() & {REWARD_CODE, REWARD_FUNCS})
@@ -138,7 +136,7 @@ class RolloutStore:
         """Write the run's recipe (YAML), or delete it if None. Return an error message, or ""."""
         path, aside = self.folder / RECIPE, self.folder / f"{RECIPE}.partial"
         try:
-            path.unlink(missing_ok=True)  # May be of an earlier run.
+            path.unlink(missing_ok=True)
             if recipe is not None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 aside.write_text(recipe, encoding="utf-8")
@@ -154,7 +152,7 @@ class RolloutStore:
         self._end(self.open_files.keys() - ({""} if evaluation else set()))
         self._found, self._unscored = {}, {}
         problem, self.problem, self.warning = self.problem, "", ""
-        self.seconds = 0.0  # of an evaluation's groups
+        self.seconds = 0.0
         about, folder = About(step, weights, self.settings), self.round_folder(step, evaluation)
         self._round = self._round if evaluation else folder
         for path, found, records in files_of(folder):
@@ -266,7 +264,6 @@ class RolloutStore:
         return {step: folder for step, folder in pairs if any(folder.glob("rank-*.records"))}
 
     def recorded_settings(self) -> Mapping[str, Any]:
-        """Return the settings of the earliest recorded step."""
         files = (found for _, folder in self._folders() for _, found, _ in files_of(folder))
         return next((found.settings for found in files), {})
 

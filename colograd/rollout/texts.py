@@ -18,7 +18,6 @@ class ToolCall:
 
 
 def with_prompt_text(group: Group, tokenizer: Any) -> Group:
-    """Add the column ``prompt_texts``: each rollout's prompt as the model reads it, with special tokens."""
     prompts = {each.prompt_ids for each in group.rollouts}
     texts = {ids: {"prompt_texts": tokenizer.decode(list(ids), skip_special_tokens=False)} for ids in prompts}
     own = (dataclasses.replace(each, columns={**each.columns, **texts[each.prompt_ids]}) for each in group.rollouts)
@@ -65,7 +64,6 @@ def parsed_turn(
 
 
 def as_calls(found: Iterable[Any]) -> list[ToolCall] | None:
-    """Convert parsed JSON to tool calls. None: a call is malformed."""
     calls = []
     for call in found:
         arguments = call.get("arguments") or {} if isinstance(call, dict) else None

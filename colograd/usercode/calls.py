@@ -29,7 +29,7 @@ GRACE = 10.0  # Seconds after a call's time limit until the run ends.
 class Outcome:
     kind: str  # value, raised, late, died (the process) or dropped (no longer needed)
     value: Any  # Return value, or (line, traceback) of the exception, or exit status.
-    seconds: float  # 0: unknown.
+    seconds: float
     logged: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})  # Columns and metrics of `CallLog`.
 
 
@@ -52,7 +52,6 @@ def place_of(function: Any) -> str:
 
 
 def place_in(traceback: str) -> str:
-    """Return file and line of the traceback's last frame in the user's code, or ""."""
     frames = re.findall(r'^ +File "([^"<]+)", line (\d+), in ', traceback, re.MULTILINE)
     own = [frame for frame in frames if not any(folder in frame[0] for folder in LIBRARIES)]
     return _place(*own[-1]) if own else ""
@@ -89,7 +88,7 @@ async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> O
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout)
     finally:
-        task.cancel()  # The awaitable is late, or the caller is cancelled.
+        task.cancel()
     if not done:
         return Outcome("late", None, timeout or 0.0)
     try:
@@ -126,7 +125,7 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
 
     def leave() -> None:
         print(problem, file=sys.stderr, flush=True)
-        os._exit(1)  # The launcher then ends the other ranks.
+        os._exit(1)
 
     timers = [threading.Timer(seconds, interrupt), threading.Timer(seconds + GRACE, leave)]
     for timer in timers:

@@ -42,7 +42,6 @@ def clean(value: Any, finite: bool = False, depth: int = DEEPEST) -> Any:
 
 
 def storable(value: Any) -> Any:
-    """Return ``value`` without lone surrogates, or the error's text if it is nested too deep."""
     try:
         return clean(value)
     except ValueError as error:
@@ -50,7 +49,6 @@ def storable(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Replace characters that standard output can't encode."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, errors="replace").decode(encoding)
 

@@ -30,9 +30,9 @@ from .calls import Outcome, raised_outcome
 from .worker_process import STOPS
 
 WORKER = Path(__file__).with_name("worker_process.py")
-START_SECONDS = 600.0  # Maximum seconds to load functions.
-STOP_SECONDS = 5.0  # Maximum seconds to wait for a thread's end.
-LOOK_SECONDS = 0.1  # Seconds between two checks of a running call.
+START_SECONDS = 600.0
+STOP_SECONDS = 5.0
+LOOK_SECONDS = 0.1
 DROP_SECONDS = 1.0  # Seconds that a cancelled call may go on. A new process takes as long.
 
 
@@ -44,7 +44,7 @@ class WorkerCall(Future[Outcome]):
     def __init__(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> None:
         super().__init__()
         self.index, self.keywords, self.state = index, keywords, state
-        self.unneeded_since = math.inf  # `time.monotonic` of `cancel`
+        self.unneeded_since = math.inf
 
     def cancel(self) -> bool:
         """Cancel the call, and return whether it hadn't begun. See `DROP_SECONDS` for a running call."""
@@ -66,10 +66,9 @@ class Worker:
         self._state_key: Any = None
 
     def start(self) -> None:
-        """Start the process and load the functions. Raises CannotTravel."""
         ours, theirs = socket.socketpair()
         with theirs:
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # The worker inherits the blocked signals.
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, str(WORKER), str(theirs.fileno())],
@@ -139,17 +138,17 @@ class Worker:
 class WorkerPool:
     """Worker processes with one queue of calls. A daemon thread serves each worker."""
 
-    what: str  # For log lines, such as ``rewards``.
+    what: str
     functions: Mapping[str, Callable[..., Any]]
     size: int  # Number of processes. 0: no function runs in a worker.
-    timeout: float | None  # Seconds of a call. None: no limit.
+    timeout: float | None
 
     def __post_init__(self) -> None:
         able, reasons = dict[str, bytes](), dict[str, str]()
         for name, function in self.functions.items() if self.size else ():
             try:
                 able[name] = cloudpickle.dumps(function)
-            except Exception as error:  # Pickling may raise any exception.
+            except Exception as error:
                 reasons[name] = f"{type(error).__name__}: {error}".splitlines()[0]
         trial = Worker(list(able.values()))
         try:
@@ -186,12 +185,11 @@ class WorkerPool:
                 outcome = worker.run(call, self.timeout, self._queue.empty)
             except BaseException as error:
                 outcome = raised_outcome(error)
-            call.keywords = {}  # Completions are large.
+            call.keywords = {}
             call.set_result(outcome)
         worker.stop()  # `close` may have run during its start.
 
     def close(self) -> None:
-        """Cancel queued calls and kill the workers."""
         self._indices = {}
         with contextlib.suppress(queue.Empty):
             while (call := self._queue.get_nowait()) is not None:

@@ -37,8 +37,8 @@ class CallLog:
     """Values that one call of a reward function logs: `extra` is ``log_extra``, `metric` is ``log_metric``."""
 
     def __init__(self) -> None:
-        self.columns: dict[str, list[Any]] = {}  # column of the completions table -> values
-        self.metrics: dict[str, list[float]] = {}  # metric -> numbers
+        self.columns: dict[str, list[Any]] = {}
+        self.metrics: dict[str, list[float]] = {}
 
     def extra(self, column: str, values: Any) -> None:
         """Append values to a column of the completions table, one per completion."""
@@ -75,8 +75,8 @@ def _plain(value: Any) -> Any:
 
 
 def main(descriptor: int) -> None:
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of sys/prctl.h
-    with contextlib.suppress(OSError, AttributeError):  # prctl exists only on Linux.
+    set_parent_death_signal = 1
+    with contextlib.suppress(OSError, AttributeError):
         # Linux kills this process with the thread that started it, even in an endless loop.
         ctypes.CDLL("libc.so.6").prctl(set_parent_death_signal, signal.SIGKILL)
     _leave_signals_to_parent()
@@ -117,7 +117,7 @@ def _answer(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool
     seconds = time.perf_counter() - started
     try:
         return pickle.dumps(("value", value, seconds, (log.columns, log.metrics)))
-    except Exception as error:  # Pickling may raise any exception.
+    except Exception as error:
         line = f"{type(error).__name__}: {error} (in what it returned or logged)"
         return pickle.dumps(("raised", (line, line), seconds, ({}, {})))
 
@@ -154,10 +154,10 @@ def _leave_signals_to_parent() -> None:
     for number in STOPS:
         signal.signal(number, ignore)
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=reset)
-    unblock()  # `Worker.start` blocked them.
+    unblock()
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))
     sys.stdout.flush()
-    os._exit(0)  # Don't wait for threads of user code.
+    os._exit(0)

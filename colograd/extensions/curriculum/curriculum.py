@@ -24,7 +24,7 @@ from ...parallel.ranks import gather, on_all_ranks
 from ...rollout.rounds import Tally
 from .settings import LEVELS, Curriculum, read_curriculum
 
-HARD, EASY = 0.25, 0.75  # Hard up to the pass rate HARD, easy from EASY.
+HARD, EASY = 0.25, 0.75
 
 
 def add_curriculum(prompts: Any, config: GRPOConfig) -> None:
@@ -37,7 +37,7 @@ class CurriculumOrder(StepOrder):
 
     missing = "had no curriculum"  # Why a checkpoint has no record, for an error text.
     settings: Curriculum
-    round_steps: int  # Optimizer steps per round.
+    round_steps: int
     pools: np.ndarray | None  # Index into ``shares``, int [rows]. None: pools by pass rate.
     difficulties: np.ndarray | None  # Float [rows], with the setting ``difficulty``.
 
@@ -55,16 +55,15 @@ class CurriculumOrder(StepOrder):
         return self
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's record. An empty ``state`` begins a new one."""
-        self.rounds = int(state.get("rounds", 0))  # Recorded rounds.
+        self.rounds = int(state.get("rounds", 0))
         if state and state.get("rows") != self.num_rows:
             raise ValueError(
                 f"The checkpoint's curriculum has {state.get('rows', 'an unknown number of')} prompts, but the "
                 f"dataset has {self.num_rows}: give the same dataset, or set ignore_data_skip: true for a new record."
             )
-        self.drawn = np.zeros(self.num_rows, dtype=np.int32)  # Draws.
-        self.last = np.full(self.num_rows, -1, dtype=np.int32)  # Round of the last draw.
-        self.rate = np.full(self.num_rows, np.nan, dtype=np.float32)  # Pass rate when last judged.
+        self.drawn = np.zeros(self.num_rows, dtype=np.int32)
+        self.last = np.full(self.num_rows, -1, dtype=np.int32)
+        self.rate = np.full(self.num_rows, np.nan, dtype=np.float32)
         for name, array in (("drawn", self.drawn), ("last", self.last), ("rate", self.rate)) if state else ():
             array[:] = np.frombuffer(zlib.decompress(base64.b64decode(state[name])), dtype=array.dtype)
         self.begun = self.rounds  # The first round that a resumed run samples.
@@ -72,13 +71,12 @@ class CurriculumOrder(StepOrder):
 
     @property
     def saved(self) -> dict[str, Any]:
-        """The record as JSON, with the arrays in base64."""
         arrays = {"drawn": self.drawn, "last": self.last, "rate": self.rate}
         packed = {name: base64.b64encode(zlib.compress(a.tobytes(), 1)).decode() for name, a in arrays.items()}
         return {"rounds": self.rounds, "rows": self.num_rows, **packed}
 
     def record(self, passes: Iterable[tuple[int, float]]) -> None:
-        """Record (position, pass rate) pairs of the sampled round. NaN (not judged) changes no rate."""
+        """Record (position, pass rate) pairs of the sampled round. NaN: not judged."""
         for position, rate in sorted(dict(passes).items()):
             row = self._present[position - self.rounds * self.round_size]
             self.drawn[row] += 1
@@ -98,10 +96,9 @@ class CurriculumOrder(StepOrder):
         return [] if number < self.begun else self.choose(number)
 
     def choose(self, number: int) -> list[int]:
-        """Return the rows of round ``number`` in training order."""
         self.rounds = number
         step, count = number * self.round_steps, self.round_size
-        ties = np.arange(self.num_rows)  # Tie-breakers, int64 [rows].
+        ties = np.arange(self.num_rows)
         if self.shuffle:
             ties = permutation(self.num_rows, f"{self.seed} curriculum {number}").numpy()
         turn = np.lexsort((ties, self.drawn))  # Rows with the fewest draws come first.
@@ -121,7 +118,7 @@ class CurriculumOrder(StepOrder):
             take(turn[able[turn] & pool[turn]], wanted)
         take(turn[able[turn]], count - len(chosen))  # A pool may have too few rows.
         by_rest = np.lexsort((ties, self.last))
-        take(by_rest[~shut[by_rest]], count - len(chosen))  # Rows drawn longest ago.
+        take(by_rest[~shut[by_rest]], count - len(chosen))
         if self.difficulties is not None:
             take(np.lexsort((ties, self.difficulties)), count - len(chosen))
         if self.shuffle:
@@ -130,7 +127,6 @@ class CurriculumOrder(StepOrder):
         return chosen
 
     def _resting(self, number: int) -> np.ndarray:
-        """Return a mask bool [rows] of solved rows that may not yet be drawn again."""
         if self.settings.solved_at is None:
             return np.zeros(self.num_rows, dtype=bool)
         due = self.last + self.settings.revisit_after * self.num_rounds
@@ -161,7 +157,6 @@ class CurriculumOrder(StepOrder):
 
 
 def pass_rates(trainer: Any) -> Tally | None:
-    """Return a collective function that records a round's pass rates, or None without a curriculum."""
     if trainer.args.curriculum is None:
         return None
 

@@ -60,7 +60,7 @@ class Curriculum:
     revisit_after: float = 1.0  # Epochs that a solved prompt rests.
     column: str | None = None  # Dataset column with pools. None: pools by pass rate (`LEVELS`).
     shares: Mapping[str, Schedule] | None = None  # Weight of each pool in a round.
-    difficulty: str | None = None  # Dataset column with numbers.
+    difficulty: str | None = None
     difficulty_until: Schedule | None = None  # Highest difficulty to draw while enough rows are left.
 
     @classmethod

@@ -38,7 +38,6 @@ class UserFeature(SourceFeature):
 
     @classmethod
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
-        """Return the feature if ``rollout_func`` is set, else None."""
         write, others = arguments.sources["rollout_func"], arguments.sources
         if write is None:
             return None

@@ -34,8 +34,8 @@ FEWSHOT_SEED = 1234  # The harness's default.
 class Request:
     """A request for a question: sample completions of a prompt, or score given continuations."""
 
-    instance: Any  # the harness's request
-    prompt: tuple[int, ...] = ()  # token ids, empty to score
+    instance: Any
+    prompt: tuple[int, ...] = ()
     sampling: Sampling | None = None  # None: score `parts`.
     parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # (context, continuation) as token ids
 
@@ -50,38 +50,35 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    row: int  # of the document in the task
-    target: str  # for people
+    row: int
+    target: str
     requests: tuple[Request, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Settings that turn documents into requests."""
-
     tokenizer: Any
     context: int  # Tokens of a prompt with its completion.
     max_tokens: int | None = None  # In place of the task's maximum.
     limits: bool = False  # The smaller one of `max_tokens` and the task's maximum counts.
-    temperature: float | None = None  # In place of the task's temperature.
+    temperature: float | None = None
     top_p: float | None = None
     spread: float = 1.0  # For several completions per question of a task that samples greedily.
     template: bool | None = None  # None: a chat template only for sampled completions.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    include: tuple[str, ...] = ()  # folders with tasks' YAML files
+    include: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTask:
     name: str
-    task: Any  # of lm_eval
+    task: Any
     questions: tuple[Question, ...]
     n: int | None  # Completions per question, judged one by one. None: judged together.
-    cut: int  # Questions whose text was cut off to fit the context.
+    cut: int
 
     @property
     def sampling(self) -> Sampling | None:
-        """Of the first question. None: the task only scores continuations."""
         return next((each.sampling for each in self.questions[0].requests if each.sampling is not None), None)
 
 
@@ -96,8 +93,7 @@ class HarnessBenchmark:
         self.dropped = any(task.cut for task in self.tasks)
         self._questions = [question for task in self.tasks for question in task.questions]
         requests = [request for question in self._questions for request in question.requests]
-        self.longest = max(each.tokens for each in requests)  # Tokens of the longest prompt or scored text.
-        # Most sequences of one question in the engine's queue.
+        self.longest = max(each.tokens for each in requests)
         self.generations = max(sum(each.sequences for each in question.requests) for question in self._questions)
         # Tokens of the longest prompt with its completion, or of the longest scored text.
         self.longest_sequence = max(e.tokens + (e.sampling.max_tokens if e.sampling else 0) for e in requests)
@@ -113,7 +109,6 @@ class HarnessBenchmark:
         return len(self._questions)
 
     def metric_names(self) -> list[str]:
-        """Return the names of metrics, except pass@k, without the evaluation's prefix."""
         names = ["accuracy", "accuracy_ci95", "completions", "runtime", "samples_per_second", "num_tokens"]
         if len(self.tasks) > 1:
             return [*names, *(f"{task.name}_accuracy" for task in self.tasks)]

@@ -25,17 +25,15 @@ import cloudpickle
 
 from ...rewards.answers import chance_of_pass
 
-CODE_SECONDS = 20.0  # Seconds of one program with its tests.
-MEMORY = 4 * 2**30  # bytes of address space
+CODE_SECONDS = 20.0
+MEMORY = 4 * 2**30
 FILE_BYTES = 16 * 2**20
-ENDED_BY_SCHEDULER = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGUSR2)  # exit statuses
+ENDED_BY_SCHEDULER = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGUSR2)
 # Attributes with documents. A judge needs none, because each call brings its document.
 DOCUMENTS = ("dataset", "task_docs", "_training_docs", "_fewshot_docs", "_instances", "sampler", "fewshot_rnd")
 
 
 class Judge:
-    """Computes the metrics of one document from the model's responses."""
-
     def __init__(self, task: Any) -> None:
         self.task = copy.copy(task)
         for name in DOCUMENTS:
@@ -120,7 +118,7 @@ def run_python(program: str, seconds: float) -> bool:
             _, hard = resource.getrlimit(kind)
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(kind, (most, most))
-        with contextlib.suppress(OSError, AttributeError):  # Only Linux has prctl.
+        with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it dies with the worker.
 
     token = secrets.token_hex(16)

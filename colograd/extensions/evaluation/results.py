@@ -24,8 +24,6 @@ Key = tuple[str, str]  # (metric, filter)
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over questions, and half the width of its 95 % interval (NaN for one question)."""
-
     mean: float
     half: float
 
@@ -45,23 +43,21 @@ class Answer:
     task: str
     row: int
     verdicts: list[dict[Key, Any]] = field(default_factory=list)  # one per separately judged completion, or one
-    tokens: int = 0  # of all completions
-    cut_off: int = 0  # completions that ended at their token limit
+    tokens: int = 0
+    cut_off: int = 0
     failed: list[tuple[str, str]] = field(default_factory=list)  # (kind, error)
     question: Question | None = None
-    groups: list[Group] = field(default_factory=list)  # one per sampled request
-    texts: list[list[str]] = field(default_factory=list)  # judged texts per request
+    groups: list[Group] = field(default_factory=list)
+    texts: list[list[str]] = field(default_factory=list)
     calls: list[WorkerCall] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class TaskResult:
-    """The result of a task over the questions of all ranks."""
-
     loaded: LoadedTask
     answered: list[Answer]
-    seconds: float = 0.0  # of the whole benchmark
-    aggregates: dict[Key, float] = field(default_factory=dict)  # by the harness
+    seconds: float = 0.0
+    aggregates: dict[Key, float] = field(default_factory=dict)
 
     @property
     def completions(self) -> int:
@@ -83,7 +79,6 @@ class TaskResult:
 
     @property
     def primary(self) -> Key | None:
-        """The first metric and filter of the task, or None."""
         return next(iter(self.aggregates), None)
 
     def estimates(self) -> dict[str, Estimate]:
@@ -102,7 +97,6 @@ class TaskResult:
         return {"accuracy": accuracy, **of_ks}
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics for the log. Accuracies are fractions."""
         estimates = self.estimates()
         found = {name: estimate.mean for name, estimate in estimates.items()}
         if "accuracy" in estimates and not math.isnan(half := estimates["accuracy"].half):
@@ -147,7 +141,7 @@ class SuiteResult:
 
         gathered = {}
         for each in tasks:
-            raw = {  # numbers are averaged per question
+            raw = {
                 key: [sum(v) / len(v) for v in values] if _are_numbers(values) else [*itertools.chain(*values)]
                 for key, values in each.values().items()
             }
@@ -171,7 +165,6 @@ class SuiteResult:
 
 
 def table(results: Sequence[SuiteResult]) -> list[str]:
-    """Return lines: a row per metric of each task and group, then failed checks."""
     rows, lines = [("task", "questions", "metric", "value")], []
     for result in (each for suite in results for each in suite.tasks):
         shown = {name: f"{value:.4g}" for name, value in result.metrics().items() if name != "accuracy_ci95"}

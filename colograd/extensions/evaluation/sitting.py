@@ -27,19 +27,19 @@ from .results import Answer, SuiteResult, TaskResult
 from .specs import names_of
 
 SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # vLLM has to sample one token.
-MOST_WORKERS = 8  # per rank
-CHECK_SECONDS = 120.0  # Seconds to judge a question with all filters and metrics.
+MOST_WORKERS = 8
+CHECK_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The engine for a benchmark, with its run's or command's configuration."""
+    """What a benchmark needs of its run or command."""
 
     config: Any
     engine: Any
     tokenizer: Any
     console: Any
-    version: int  # optimizer step of the engine's weights
+    version: int
 
 
 def checkers(benchmarks: Iterable[HarnessBenchmark]) -> WorkerPool:
@@ -104,8 +104,8 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
 
     requests = [(each, index, request) for each in questions for index, request in enumerate(each.requests)]
     scores = iter(score(host.engine, [part for _, _, request in requests for part in request.parts]))
-    wanted: dict[int, tuple[Question, int, Request]] = {}  # by position
-    by_sampling: dict[str, list[Prompt]] = {}  # prompts by sampling settings
+    wanted: dict[int, tuple[Question, int, Request]] = {}
+    by_sampling: dict[str, list[Prompt]] = {}
     for question, index, request in requests:
         if request.parts:
             of_parts = [next(scores) for _ in request.parts]
@@ -148,7 +148,6 @@ def score(engine: Engine, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) 
 
 
 def _texts(group: Group, request: Request, tokenizer: Any) -> list[str]:
-    """Return the completions' texts, without reasoning, and cut at the task's stop strings."""
     ids = [list(rollout.completion_ids) for rollout in group.rollouts]
     texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
     if thinks(tokenizer):
@@ -162,7 +161,7 @@ def _texts(group: Group, request: Request, tokenizer: Any) -> list[str]:
 class RunBenchmark(HarnessBenchmark):
     """A benchmark in a run's evaluations, in the place of a `PromptDataset`."""
 
-    pool: WorkerPool | None = None  # started by the first evaluation
+    pool: WorkerPool | None = None
 
     def evaluate(self, trainer: Any, name: str) -> dict[str, float]:
         """Run the benchmark with the present weights, log its completions, and return metrics."""

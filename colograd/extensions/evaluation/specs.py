@@ -10,7 +10,6 @@ from pathlib import Path
 
 _FORM = re.compile(r"(?P<name>[^\[\]@=]+)(\[:(?P<limit>\d+)\])?(@(?P<n>\d+))?")
 YAML = (".yaml", ".yml")
-# former name -> the harness's name
 FORMER = {"math500": "minerva_math500", "gpqa": "gpqa_diamond_cot_zeroshot"}
 INSTALL = "pip install --no-deps lm_eval==0.4.13 sacrebleu portalocker colorama lxml evaluate"
 
@@ -19,7 +18,7 @@ INSTALL = "pip install --no-deps lm_eval==0.4.13 sacrebleu portalocker colorama 
 class TaskSpec:
     """A task, group or tag of the harness, written ``NAME[:ROWS]@N``. Only the name is required."""
 
-    name: str  # in the harness, or path of a YAML file
+    name: str  # name in the harness, or path of a YAML file
     limit: int | None = None  # First rows to use. None: all.
     n: int | None = None  # Completions per question, judged one by one. None: the task's number.
 

@@ -96,7 +96,6 @@ class Judge:
         ]
 
     async def _reply(self, client: Any, question: str, counts: Counter[str]) -> str | None:
-        """Return the judge's reply from the cache or the address, or None."""
         address, messages = self.address or os.environ[ADDRESS], [{"role": "user", "content": question}]
         request = {"model": self.model or os.environ[MODEL], "messages": messages, **self.settings}
         digest = hashlib.sha256(json.dumps([address, request], sort_keys=True).encode()).hexdigest()
@@ -117,7 +116,7 @@ class Judge:
                 counts["calls"] += 1
                 found, wait = await self._request(client, address, request)
             if found is not None and file is not None:
-                with contextlib.suppress(OSError):  # The disk is full, say.
+                with contextlib.suppress(OSError):
                     file.parent.mkdir(parents=True, exist_ok=True)
                     part = file.with_name(f"{file.name}.{os.getpid()}")  # Other processes read whole files only.
                     part.write_text(json.dumps({"reply": found}))

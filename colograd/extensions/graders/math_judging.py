@@ -65,14 +65,14 @@ def _answer_in(text: str) -> str:
 
     math-verify joins neighbouring boxes, even if the later one corrects the other. Here only commas, "and" or "or"
     join."""
-    boxes: list[tuple[int, int, str]] = []  # (start, end, content) of closed boxes
-    opened: list[re.Match[str]] = []  # Braces and boxes without their end.
+    boxes: list[tuple[int, int, str]] = []
+    opened: list[re.Match[str]] = []
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
             opened.append(brace)
         elif opened and (start := opened.pop())[0] != "{":
             while boxes and boxes[-1][0] > start.start():
-                boxes.pop()  # inside the new box
+                boxes.pop()
             boxes.append((start.start(), brace.end(), text[start.end() : brace.start()]))
     if not boxes:
         return _readable(text)

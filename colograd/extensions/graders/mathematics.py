@@ -56,7 +56,7 @@ def reasoning_accuracy_reward(
         reasoning_delimiters: texts that end the reasoning, ``</think>`` by default. The first text in this list that
             the completion contains is used, and its last occurrence ends the reasoning.
     """
-    answers: list[str | None] = []  # None: the reasoning has no end.
+    answers: list[str | None] = []
     for text in map(text_of, completions):
         end = next((each for each in reasoning_delimiters or ["</think>"] if each in text), None)
         answers.append(None if end is None else text.rpartition(end)[2])

@@ -19,7 +19,7 @@ from ...rewards.answers import builtin_rewards
 from ...rewards.functions import ModelReward, as_list
 from ...runtime.hub import check_model_name
 
-BATCH_TOKENS = {"cpu": 512, "cuda": 16384}  # Padded tokens in one forward.
+BATCH_TOKENS = {"cpu": 512, "cuda": 16384}
 # Entries of `model_init_kwargs` for the policy only. The others apply to reward models, too.
 POLICY_KWARGS = ("revision", "device_map")
 
@@ -83,8 +83,6 @@ class RewardModel(ModelReward):
         self._template: dict[str, Any] = dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        """Return one reward per completion. Completions of similar lengths share a forward."""
-
         def write(messages: list[dict[str, Any]]) -> str:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template))
 
