@@ -163,15 +163,19 @@ class RolloutStore:
         for _, _, records in files_of(folder, UNSCORED):
             self._unscored |= {record.position: record.content for record in records}
         self._weights_are_read = False
-        self._place, self._newest = (folder, self.rank, dataclasses.asdict(about)), evaluation
+        self._place = folder, self.rank, dataclasses.asdict(about)
+        self._open(folder, about, evaluation)
+        return problem or self.problem or self.warning
+
+    def _open(self, folder: Path, about: About, evaluation: str) -> None:
+        self._newest = evaluation
         try:
             self.open_files[evaluation] = file = RecordFile(folder / self.file_name)
             if file.is_new:
-                file.append(Record(ABOUT, json.dumps(self._place[2]).encode()))
+                file.append(Record(ABOUT, json.dumps(dataclasses.asdict(about)).encode()))
         except OSError as error:
             self.open_files.pop(evaluation, None)
             self.problem = _problem(folder, error)
-        return problem or self.problem or self.warning
 
     def add(self, recorded: RewardedGroup, name: str | None = None) -> None:
         """Append a group to the newest file or to the file ``name``. An error sets `problem`."""
