@@ -36,10 +36,9 @@ def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = 
     """Refuse a transform, which runs at each read, and for a text model columns of images."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
-            f"{name} has a transform (with_transform or set_transform), which runs whenever a row is read, but prompts "
-            "are tokenised once: apply the transform with map. Keys that Arrow adds with None need no transform: tool "
-            "calls and chat_template_kwargs are read without these keys. Make other nested columns with "
-            "Dataset.from_list(rows, on_mixed_types='use_json')."
+            f"{name} has a transform (with_transform or set_transform), but prompts are tokenised once: apply the "
+            "transform with map. It need not remove keys with None that Arrow adds to messages and "
+            "chat_template_kwargs; elsewhere avoid them by Dataset.from_list(rows, on_mixed_types='use_json')."
         )
     if not images:
         check_no_images(columns_of(dataset), name)
@@ -80,8 +79,8 @@ def check_rows(ids: Iterable[int], rows: int, tokenizer: Any, where: str) -> Non
     if (highest := max(ids, default=0)) >= rows:
         raise ValueError(
             f"{where} has the token {tokenizer.convert_ids_to_tokens(highest)!r} ({highest}), but the model's "
-            f"embedding has {rows:,} rows, numbered from 0. Use the tokenizer of the model, or a model with more rows: "
-            f"call model.resize_token_embeddings({size_of(tokenizer)}) and save_pretrained, and train from that folder."
+            f"embedding has {rows:,} rows: use the model's tokenizer, or train from a folder that you save after "
+            f"model.resize_token_embeddings({size_of(tokenizer)})."
         )
 
 

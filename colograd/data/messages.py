@@ -19,13 +19,12 @@ def without_nones(value: Any) -> Any:
 
 
 def content_parts(content: Any) -> list[dict[str, Any]]:
-    if not isinstance(content, list):
-        return [{"type": "text", "text": content or ""}]
+    parts = content if isinstance(content, list) else [content or ""]
     return [
         {key: value for key, value in part.items() if value is not None}
         if isinstance(part, dict)
         else {"type": "text", "text": str(part)}
-        for part in content
+        for part in parts
     ]
 
 
@@ -75,10 +74,7 @@ def check_prompt(prompt: Any, where: str, images: bool = False) -> None:
 def template_messages(
     messages: Sequence[dict[str, Any]], write: Callable[[list[dict[str, Any]]], str]
 ) -> list[dict[str, Any]]:
-    """Return a conversation as a chat template can write it.
-
-    Some templates drop a list of parts, or write Python's or JSON's text of a list or of `None`. They get joined
-    texts."""
+    """Return messages with contents that the chat template writes: some templates can't write lists or `None`."""
     original = [{"content": None} | without_nones(message) for message in messages]
     joined = [{**message, "content": _joined(message["content"])} for message in original]
     if original == joined:
@@ -99,5 +95,4 @@ def template_messages(
 
 
 def _joined(content: Any) -> str:
-    parts = content if isinstance(content, list) else [content or ""]
-    return "".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in parts)
+    return "".join(str(part.get("text") or "") for part in content_parts(content))

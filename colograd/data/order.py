@@ -51,8 +51,8 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
         if self.num_rounds == 0:
             raise ValueError(
                 f"The dataset has {self.num_rows} prompts, but one generation takes {self.round_size} "
-                f"(prompts_per_step={self.prompts_per_step} times steps_per_generation={self.steps_per_generation}). "
-                "Lower one of the two settings, or add prompts."
+                f"(prompts_per_step={self.prompts_per_step} times steps_per_generation={self.steps_per_generation}): "
+                "lower one of the two settings, or add prompts."
             )
 
     def set_epoch(self, epoch: int) -> None:
@@ -91,9 +91,7 @@ def seed_of(config: GRPOConfig) -> int:
 
 
 def extra_prompts(dataset: PromptDataset, config: GRPOConfig, step: int, drawn: int, count: int) -> list[Prompt]:
-    """Return ``count`` further prompts of this rank for an optimizer step, after ``drawn`` ones.
-
-    Ranks take turns in a random order of all rows, which depends only on seed and step, and repeats at its end."""
+    """Return ``count`` further prompts of this rank, after ``drawn`` ones, in an order of seed and step alone."""
     layout = config.layout
     places = (index * layout.data_size + layout.data_rank for index in range(drawn, drawn + count))
     return [prompt_at(dataset, config, EXTRA * (step + 1) + place) for place in places]

@@ -55,9 +55,7 @@ def has_thought_apart(completion: Any) -> bool:
 
 
 def after_thinking(text: str, begun: bool = False) -> str:
-    """Return the text after the thought: all of ``text`` without a thought, "" if the thought has no end.
-
-    ``begun`` says that the prompt ends in ``<think>``, so that the completion starts inside the thought."""
+    """Return the text after the thought. ``begun``: the prompt ends in ``<think>``. "": the thought has no end."""
     _, end, answer = text.rpartition("</think>")
     return answer if end or not (begun or "<think>" in text) else ""
 
@@ -78,9 +76,8 @@ def _right_number(number: Decimal | None, answer: Any) -> float | None:
 def last_number(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float | None]:
     """Return for each completion 1.0 if its last number equals the last number in the column ``answer``, else 0.0.
 
-    Numbers are integers or decimals, with or without commas or an exponent: ``#### 42`` (GSM8K), ``-5``, ``$1,234.50``,
-    ``42.``, ``1e-05``. Numbers are compared exactly, as decimals, or to 12 digits if the column has floats. The reward
-    is None if ``answer`` has no number."""
+    Numbers are integers or decimals: ``#### 42`` (GSM8K), ``-5``, ``$1,234.50``, ``42.``, ``1e-05``. They are compared
+    exactly, or to 12 digits if the column has floats. None: ``answer`` has no number."""
     pairs = zip(completions, answer, strict=True)
     return [_right_number(number_in(text_of(completion)), expected) for completion, expected in pairs]
 
@@ -88,9 +85,8 @@ def last_number(completions: list[Any], answer: list[Any], **kwargs: Any) -> lis
 def gsm8k_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float | None]:
     """Return for each completion 1.0 if the last number behind a ``####`` equals the column ``answer``, else 0.0.
 
-    As in verl, only the last 300 characters are read, and neither ``#### $5`` nor ``#### 5.`` counts as 5. verl
-    compares texts, but this function compares numbers, so ``#### 5.00`` equals 5. ``answer`` is a number, or a text
-    that ends in a number, such as GSM8K's answers. The reward is None if ``answer`` has no number."""
+    As in verl, only the last 300 characters are read, and neither ``#### $5`` nor ``#### 5.`` counts as 5. Unlike verl,
+    ``#### 5.00`` equals 5. ``answer`` is a number, or a text that ends in one. None: ``answer`` has no number."""
     pairs = zip(completions, answer, strict=True)
     rewards = []
     for completion, expected in pairs:
@@ -106,17 +102,14 @@ def behind_hashes(text: str) -> str | None:
 
 
 def chance_of_pass(n: int, c: int, k: int) -> float:
-    """Return the chance that at least one of k completions passes, if c of n samples do.
-
-    It is the unbiased pass@k: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, equation 1)."""
+    """Return unbiased pass@k, 1 - C(n-c, k) / C(n, k), if c of n samples pass (arXiv 2107.03374, equation 1)."""
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def think_format_reward(completions: list[Any], prompt_texts: list[str] | None = None, **kwargs: Any) -> list[float]:
     """Return for each completion 1.0 if it starts with ``<think>``, has no second one, and ends the thought, else 0.0.
 
-    As in TRL. The ``<think>`` may be the end of the prompt, written by the chat template. A thought that the
-    tokenizer's parser has moved to a separate key of the message counts, too."""
+    As in TRL. The chat template may have written ``<think>``. A thought under a separate key of the message counts."""
     begun = thought_begun(prompt_texts, len(completions))
     return [
         float(has_thought_apart(completion) or _THINK.match("<think>" * within + text_of(completion)) is not None)
@@ -135,13 +128,8 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
     n counts only the tokens that the model wrote. TRL also counts tokens of tools, which the model can't shorten.
 
-    Args:
-        max_completion_len: L in tokens, usually the run's ``max_completion_length``.
-        soft_punish_cache: K, the length in tokens of the range below L where the reward falls from 0 to -1.
-
     Raises:
-        ValueError: ``soft_punish_cache`` isn't between 1 and ``max_completion_len``.
-    """
+        ValueError: ``soft_punish_cache`` isn't between 1 and ``max_completion_len``."""
     if not 1 <= soft_punish_cache <= max_completion_len:
         limits = f"from 1 to max_completion_len ({max_completion_len})"
         raise ValueError(f"soft_punish_cache is {soft_punish_cache}, but soft_punish_cache must be {limits}.")

@@ -33,8 +33,7 @@ def keywords_for(
 ) -> dict[str, Any]:
     """Return the keyword arguments of one call, as copies that the function may change.
 
-    For conversations, completions are lists of messages. `Rollout.columns` override the dataset's columns. ``log`` None
-    means that a worker process makes the call."""
+    ``log`` is None if a worker process makes the call. `Rollout.columns` override the dataset's columns."""
     columns = dict.fromkeys(name for group in groups for name in group.example if name not in RESERVED)
     own = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.columns)
     shared = {"trainer_state": trainer_state, "log_extra": log and log.extra, "log_metric": log and log.metric}

@@ -76,7 +76,7 @@ class RewardError(RuntimeError):
         function: the reward function's name.
         position: the (first) group's position.
         completion: index in the group, 0 ... G-1. None: the error concerns the whole call.
-        problem: the wrong value, the rule and the remedy, or the function's exception and traceback."""
+        problem: the text of the error."""
 
     says_all = True  # Printed without a traceback, see `process.tell_briefly`.
 
@@ -163,9 +163,7 @@ def function_name(function: Any) -> str:
 
 
 def code_digest(function: Any) -> str:
-    """Return a digest of a function's source and of its module's statements that define the names it uses.
-
-    Formatting and imported code don't change it. Without source it is that of an empty module."""
+    """Return a digest of a function's source and of its module's statements that define the names it uses."""
     function = unwrapped(function)
     function = function if inspect.isroutine(function) else type(function)
     found, defined = hashlib.blake2b(digest_size=8), dict[str, list[ast.stmt]]()
@@ -199,9 +197,8 @@ def raised_error(reward: RewardFunction, group: Group, outcome: Outcome) -> Rewa
         'the text is `completion[0]["content"]`. '
     )
     problem = (
-        f"it raised {line}{where}, but must return one number per completion, and None where it has no opinion. "
-        f"{hint if of_messages else ''}Mend it, or set reward_on_error: abstain to go on without its opinion wherever "
-        f"it fails. Its traceback:\n{traceback}"
+        f"it raised {line}{where}, but must return a number or None per completion. {hint if of_messages else ''}"
+        f"Mend it, or set reward_on_error: abstain to go on wherever it fails. Its traceback:\n{traceback}"
     )
     return RewardError(reward.name, group.position, None, problem)
 
@@ -232,8 +229,8 @@ def with_logged_riders(group: Group, logged: Logged) -> Group:
     """Add riders (data of extensions, such as token weights) that reward functions logged by `log_extra`."""
     for kind in (kind for kind in registry.hooks("riders") if kind.COLUMN in logged.columns):
         pairs = zip(group.rollouts, logged.columns[kind.COLUMN], strict=True)
-        riders = ((one, () if value is None else (kind.from_json(value, one),)) for one, value in pairs)
-        group = dataclasses.replace(group, rollouts=tuple(one.carrying(*own) for one, own in riders))
+        rollouts = (one if value is None else one.carrying(kind.from_json(value, one)) for one, value in pairs)
+        group = dataclasses.replace(group, rollouts=tuple(rollouts))
     return group
 
 

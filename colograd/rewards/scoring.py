@@ -180,7 +180,6 @@ class Scorer:
                 warnings.warn(
                     f"reward function {name!r} gave no answer within reward_timeout ({self.timeout:g} s) on "
                     f"{completions} completions. It abstains from them: only the other functions' rewards count. "
-                    "Completions without any reward aren't trained on. "
                     f"rewards/{name}/timeouts counts such calls from now on.",
                     stacklevel=2,
                 )

@@ -16,14 +16,10 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int
     try:
         for group in groups:
             if not isinstance(group, Group):
-                raise ValueError(
-                    f"generate yielded {shown(group)}. `generate` must yield a colograd.batch.Group for each prompt."
-                )
+                raise ValueError(f"generate yielded {shown(group)}: yield a colograd.batch.Group for each prompt.")
             if group.position not in waiting:
-                raise ValueError(
-                    f"generate yielded a group at position {group.position}, but must yield exactly one group for each "
-                    "of its prompts. Copy the prompt's position, and merge the groups of one prompt."
-                )
+                rule = "must yield exactly one group for each of its prompts, with the prompt's position"
+                raise ValueError(f"generate yielded a group at position {group.position}, but {rule}.")
             waiting.remove(group.position)
             if problem := _problem_of(group.rollouts):
                 raise ValueError(f"generate, prompt {group.position}: {problem}")
@@ -47,8 +43,8 @@ def _problem_of(rollouts: Sequence[Any]) -> str:
             return f"rollout {index} has an empty prompt or completion. Both need at least one token."
         for name, value in (("sampler_logprobs", rollout.sampler_logprobs), ("sampled", rollout.sampled)):
             if not isinstance(value, torch.Tensor) or value.shape != (length,):
-                rule = f"must be tensors with one entry per completion token: {length}."
-                return f"{name} of rollout {index} is {shown(value)}, but `sampler_logprobs` and `sampled` {rule}"
+                rule = f"must be a tensor with one entry per completion token: {length}."
+                return f"{name} of rollout {index} is {shown(value)}, but {rule}"
     return "" if rollouts else "the group has no rollouts. A group needs at least one rollout."
 
 
@@ -69,14 +65,12 @@ def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
     tokens = sum(len(rollout.completion_ids) for rollout in group.rollouts)
     if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in ((completions,), (tokens,)):
         raise ValueError(
-            f"compute_advantages returned {shown(advantages)}. `compute_advantages` must return a tensor with one "
-            f"entry per completion, or with one entry per completion token: [{completions}] or [{tokens}]."
+            f"compute_advantages returned {shown(advantages)}, but must return a tensor with one entry per completion "
+            f"or per completion token: [{completions}] or [{tokens}]."
         )
     if not advantages.float().isfinite().all():
-        raise ValueError(
-            "compute_advantages returned an advantage that isn't finite. Return 0 for a completion that must not be "
-            "trained on. A reward may be NaN, because a function may abstain; `combine` leaves NaN rewards out."
-        )
+        remedy = "Return 0 to leave a completion untrained. `combine` leaves NaN rewards out."
+        raise ValueError(f"compute_advantages returned an advantage that isn't finite. {remedy}")
     return advantages.float()
 
 

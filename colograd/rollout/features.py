@@ -53,7 +53,7 @@ class TrainerArguments:
 class SourceFeature:
     """A rollout source (the object that generates completions), and the settings that it changes in a run.
 
-    The base class is the vLLM engine. An extension offers a subclass at the hook ``source``; a run uses at most one."""
+    The base class is the vLLM engine. A run uses at most one subclass of the hook ``source``."""
 
     rewards: Sequence[Any] = ()  # In addition, with weight 1.
     reserved_tokens = 0  # Tokens of each sequence reserved for texts that arrive during the rollout.

@@ -21,9 +21,7 @@ Tally = Callable[[Sequence[SampledStep]], Mapping[str, float]]
 
 
 class PlainRound:
-    """Samples and scores the prompts of several optimizer steps, and returns all groups together.
-
-    Extensions derive rounds that sample otherwise. The hook ``round`` maps the trainer to such an object or None."""
+    """Samples and scores the prompts of several optimizer steps. Subclasses of extensions sample otherwise."""
 
     longest_first = True  # Sample prompts with long expected completions first.
 
@@ -90,7 +88,7 @@ def unscored(steps: Sequence[SampledStep]) -> str:
             row = {name: value for name, value in scored.group.example.items() if name != "prompt"}
             return (
                 f"rewards: every reward function abstained for completion {int(nobody[0])} of the prompt "
-                f"{reprlib.repr(scored.group.example.get('prompt'))} with {reprlib.repr(row)}: it isn't trained on. "
-                "This warning is printed once; the metrics `rewards/<name>/abstained` count all cases."
+                f"{reprlib.repr(scored.group.example.get('prompt'))} with {reprlib.repr(row)}: it isn't trained on "
+                "(printed once; the metrics `rewards/<name>/abstained` count all cases)"
             )
     return ""

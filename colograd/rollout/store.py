@@ -79,9 +79,8 @@ class RolloutStore:
     def start(self, step: int, is_writer: bool, rescore: bool = False) -> list[str]:
         """Prepare the log for a run that resumes at ``step``. Return messages for the console.
 
-        Rounds from ``step`` on that other settings recorded move to another folder: this run's weights will differ. The
-        round at ``step`` stays if its completions don't depend on these settings. Changed reward functions raise
-        JournalError unless ``rescore``."""
+        Rounds that other settings recorded move to another folder, because this run's weights will differ. A round
+        whose completions don't depend on these settings stays. Changed reward functions need ``rescore``."""
         self._weights_are_read = True
         if not is_writer:
             return []
@@ -99,8 +98,7 @@ class RolloutStore:
                 names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
                 raise JournalError(
                     f"{folder} has rewards of functions that have changed since ({', '.join(names) or 'their names'}): "
-                    "set rescore: true to score the recorded completions again, set journal: off to sample anew, or "
-                    "restore the reward functions' old code."
+                    "set rescore: true to score again, set journal: off to sample anew, or restore the old code."
                 )
             changed |= found
             if folder == self.round_folder(step) and not found.keys() & set(self.of_samples):
@@ -208,9 +206,7 @@ class RolloutStore:
                 self.problem = _problem(self._round, error)
 
     def open_beside(self, kind: Callable[[Path, int, Mapping[str, Any]], F]) -> F | None:
-        """Return an extension's file in the current folder, or None before the first `begin`.
-
-        ``kind(folder, rank, about)`` opens the file, once per round or evaluation."""
+        """Return the file of ``kind(folder, rank, about)``, opened once per round. None: before the first `begin`."""
         if kind not in self._beside and self._place is not None:
             self._beside[kind] = kind(*self._place)
         file: F | None = self._beside.get(kind)

@@ -1,8 +1,7 @@
 """Worker processes that call reward functions and tools while vLLM decodes, and that can be killed.
 
-cloudpickle sends importable functions by name, and functions of a script or notebook by value. A late call is killed
-with the programs in its process group. Workers ignore Ctrl-C and schedulers' signals (`STOPS`), which all processes of
-a job get."""
+cloudpickle sends importable functions by name, and functions of a script or notebook by value. Workers ignore Ctrl-C
+and schedulers' signals (`STOPS`), which all processes of a job get."""
 
 from __future__ import annotations
 
@@ -37,9 +36,7 @@ DROP_SECONDS = 1.0  # Seconds that a cancelled call may go on. A new process tak
 
 
 class WorkerCall(Future[Outcome]):
-    """A call that is queued for a worker process or runs in one.
-
-    ``state`` is (key, pickled trainer state) for a reward function. A worker gets the pickle once per key."""
+    """A queued or running call. ``state``: (key, pickled trainer state), which a worker gets once per key."""
 
     def __init__(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> None:
         super().__init__()
@@ -94,9 +91,7 @@ class Worker:
             raise CannotTravel(problems)
 
     def run(self, call: WorkerCall, timeout: float | None, is_idle: Callable[[], bool]) -> Outcome:
-        """Run a call in the process, which starts if none runs, and wait for its outcome.
-
-        A cancelled call is dropped after `DROP_SECONDS` if another call is queued (``is_idle()`` is false)."""
+        """Run a call and wait for its outcome. A cancelled call may be dropped, see `DROP_SECONDS`."""
         if self._connection is None:
             self.start()
         assert self._connection is not None and self._process is not None

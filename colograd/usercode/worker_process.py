@@ -1,14 +1,10 @@
-"""Main program of a worker process: ``python worker_process.py FD``. User code runs on the main thread, as signals
-need.
+"""Main program of a worker process: ``python worker_process.py FD``. It imports nothing of Colograd or the user's
+script.
 
-The file imports nothing of Colograd, and not the user's script, which may lack a ``__main__`` guard. The messages on
-socket FD are pickles:
+User code runs on the main thread, as signals need. The messages on socket FD are pickles:
 
-    from the parent   first (sys.path, functions); then per call (index, pickle of a new state or None, keywords,
-                      is a reward)
-    to the parent     first per function None or the loading error; then per call (kind, value, seconds, logged)
-
-``kind``, ``value`` and ``logged`` are those of `Outcome`."""
+    from the parent   (sys.path, functions); then per call (index, pickled new state or None, keywords, is_reward)
+    to the parent     a loading error or None per function; then per call the fields of `Outcome`"""
 
 from __future__ import annotations
 
@@ -136,8 +132,7 @@ def line_and_traceback(error: BaseException) -> tuple[str, str]:
 def _leave_signals_to_parent() -> None:
     """Ignore Ctrl-C and schedulers' signals, because the trainer needs its workers until the round is complete.
 
-    The handler is empty, not SIG_IGN, which programs of user code would inherit. Signals are blocked during a fork,
-    because the child would lose them before it resets its handlers."""
+    Programs of user code would inherit SIG_IGN. A fork blocks signals, which the child would lose."""
 
     def ignore(number: int, frame: Any) -> None:
         pass

@@ -1,7 +1,5 @@
-"""The curriculum: chooses the prompts of each round by their pass rates in earlier rounds.
-
-All ranks have the same record of pass rates, and a checkpoint holds it (`prompts.json`). So a resumed run, a replay and
-any number of ranks draw the same prompts."""
+"""The curriculum: chooses the prompts of each round by a record of earlier rounds, which all ranks and checkpoints
+share."""
 
 from __future__ import annotations
 

@@ -231,9 +231,7 @@ def _encoder(tokenizer: Any) -> Any:
 
 
 def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tuple[Request, bool]:
-    """Return a task's request as token ids, and whether it was cut off.
-
-    As in the harness's models, a too long text loses its beginning. Windows split a text that is scored as a whole."""
+    """Return a request as token ids, and whether it was cut off, as in the harness's models."""
     kind, arguments = instance.request_type, instance.args
     if kind == GENERATE:
         sampling = _sampling(name, arguments[1], n, rules)

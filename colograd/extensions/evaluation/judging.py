@@ -1,8 +1,6 @@
-"""`Judge`: calls a task's filters and metrics in worker processes that can be killed.
+"""`Judge`: calls a task's filters and metrics in worker processes. `CodeEval` runs a model's programs.
 
-`CodeEval` runs a model's programs for the metric `code_eval` in new interpreters. Their limits contain bugs, but no
-attacker: programs have the user's rights and network. Hugging Face's own `code_eval` also passes the environment
-variables."""
+Limits of the programs contain bugs, but no attacker: programs have the user's rights and network."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ class Judge:
         return _restored, (cloudpickle.dumps(self.task),)
 
     def __call__(self, instances: Sequence[Any], responses: Sequence[list[Any]]) -> dict[tuple[str, str], Any]:
-        """Return metrics by (metric, filter) for the harness's requests of one document.
-
-        ``responses`` has a list per request, with a text or (log-probability, is greedy) per repeat."""
+        """Return metrics by (metric, filter). ``responses``: per request texts or (log-probability, is greedy)."""
         doc, self.task._instances = instances[0].doc, list(instances)
         for instance, of_one in zip(instances, responses, strict=True):
             instance.resps = list(of_one)
@@ -103,10 +99,7 @@ def code_runs_apart() -> Iterator[None]:
 
 
 def run_python(program: str, seconds: float) -> bool:
-    """Run a model's Python program. Return whether it reached its last line.
-
-    It gets a temporary folder, no environment variables of the trainer, and limits. At its end its process group is
-    killed."""
+    """Run a model's Python program, apart from the trainer's environment. Return whether it reached its last line."""
 
     def limit() -> None:
         for kind, most in (

@@ -65,9 +65,7 @@ class TaskResult:
         return 0 if sampling is None else len(self.answered) * sampling.n
 
     def values(self) -> dict[Key, list[list[Any]]]:
-        """Return each metric's values per question and verdict.
-
-        A failed check is 0, or no value if lower is better or values aren't numbers."""
+        """Return each metric's values per question and verdict."""
         found: dict[Key, list[list[Any]]] = {}
         better = self.loaded.task.higher_is_better()
         for key in dict.fromkeys(key for each in self.answered for verdict in each.verdicts for key in verdict):
@@ -82,9 +80,7 @@ class TaskResult:
         return next(iter(self.aggregates), None)
 
     def estimates(self) -> dict[str, Estimate]:
-        """Return ``accuracy`` (the primary metric), and ``pass@k`` for k = 2, 4, 8 ... up to n.
-
-        Accuracies need a mean of values from 0 to 1, and pass@k values of 0 or 1."""
+        """Return ``accuracy`` (the primary metric) and ``pass@k`` for k = 2, 4, 8 ... up to n, where defined."""
         key, n = self.primary, self.loaded.n or 1
         values = [] if key is None else self.values().get(key, [])
         if not values or not _are_numbers(values) or not all(0 <= each <= 1 for v in values for each in v):

@@ -133,9 +133,7 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
 
 
 def score(engine: Engine, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
-    """Score (context, continuation) pairs of token ids on the engine's first rank.
-
-    Return (sum of the continuation's log-probabilities, whether greedy decoding would write it) per pair."""
+    """Return (sum of log-probabilities, is greedy) per (context, continuation) of token ids."""
     names = [engine.submit([*context, *target], SCORED, seed=0) for context, target in parts]
     ended: dict[str, list[Sampled]] = {}
     while len(ended) < len(names):

@@ -33,8 +33,7 @@ CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.
 class Judge:
     """Scores completions from 0 to 1: the last number in the judge's reply, scaled from `scale`.
 
-    A function abstains (None) if all tries fail, if the number isn't in the scale, or if the budget is spent. Each of N
-    ranks may spend 1/N of the maxima, counted from its start."""
+    It abstains without a valid reply. Each of N ranks may spend 1/N of the maxima."""
 
     address: str = ""  # URL such as http://localhost:8000/v1. Default: the environment variable COLOGRAD_JUDGE_ADDRESS.
     model: str = ""  # Model's name in requests. Default: the environment variable COLOGRAD_JUDGE_MODEL.

@@ -63,8 +63,7 @@ def _shown(parsed: list[Any]) -> str:
 def _answer_in(text: str) -> str:
     r"""Return the last ``\boxed{}`` of a text, or the whole text, in a form that math-verify reads.
 
-    math-verify joins neighbouring boxes, even if the later one corrects the other. Here only commas, "and" or "or"
-    join."""
+    math-verify would also join boxes where the later one corrects the other."""
     boxes: list[tuple[int, int, str]] = []
     opened: list[re.Match[str]] = []
     for brace in _BRACE.finditer(text):

@@ -1,6 +1,4 @@
-"""Rewards for mathematical answers.
-
-The evaluation of a model's answer may never end, so math-verify compares answers in a process that can be killed."""
+"""Rewards for mathematical answers. math-verify may never end, so it runs in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -30,10 +28,8 @@ def accuracy_reward(
 ) -> list[float | None]:
     """Return for each completion 1.0 if math-verify finds its LaTeX answer equal to the ``solution``, else 0.0.
 
-    The rule is TRL's. A completion's answer is its last box, or else LaTeX behind words such as "the answer is". Text
-    outside LaTeX isn't an answer. The reward is None if the solution can't be parsed. The completions table gets the
-    solution, and the parsed texts of the solution (``gold_parsed``) and of the answer (``answer_parsed``).
-    """
+    The rule is TRL's: the answer is the last box, or else LaTeX behind words such as "the answer is". None: the
+    solution can't be parsed. The completions table gets ``solution``, ``gold_parsed`` and ``answer_parsed``."""
     texts = [None if completion is None else text_of(completion) for completion in completions]
     verdicts = [*map(functools.partial(compare, bare_numbers=False), texts, solution)]
     if log_extra is not None:
@@ -53,9 +49,7 @@ def reasoning_accuracy_reward(
     """Return `accuracy_reward` of the text behind the reasoning, or 0.0 if the reasoning doesn't end (TRL's rule).
 
     Args:
-        reasoning_delimiters: texts that end the reasoning, ``</think>`` by default. The first text in this list that
-            the completion contains is used, and its last occurrence ends the reasoning.
-    """
+        reasoning_delimiters: the first of these texts in the completion ends the reasoning. Default: ``</think>``."""
     answers: list[str | None] = []
     for text in map(text_of, completions):
         end = next((each for each in reasoning_delimiters or ["</think>"] if each in text), None)
@@ -81,9 +75,7 @@ def math_answer_reward(
 
 
 def compare(text: str | None, gold: Any, bare_numbers: bool) -> Verdict:
-    """Judge the answer in ``text`` in the separate process. ``text`` None: the reasoning doesn't end.
-
-    An answer that is late or crashes the process is wrong."""
+    """Judge the answer in ``text`` (None: the reasoning doesn't end). A late answer is wrong, a crash too."""
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("rewards for mathematical answers need math-verify: pip install math-verify")
     if text is None:
@@ -104,9 +96,7 @@ def compare(text: str | None, gold: Any, bare_numbers: bool) -> Verdict:
 
 @functools.cache
 def _process_of(pid: int) -> tuple[Worker, ThreadPoolExecutor]:
-    """Return the judging process and a thread that starts it. A forked process gets its own pair.
-
-    The thread lives as long as this process, because Linux kills a child with the thread that started it."""
+    """Return the judging process and its thread, because Linux kills a child with the thread that started it."""
     from .math_judging import judge
 
     return Worker([cloudpickle.dumps(judge)]), ThreadPoolExecutor(1, "colograd-mathematics")

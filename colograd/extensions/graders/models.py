@@ -1,6 +1,6 @@
 """Reward models: sequence classifiers with one output, in the trainer's process.
 
-The engine uses the same device, so scoring during the generation would save no time, but large batches do."""
+The engine uses the same device, so scoring meanwhile would save no time, but large batches do."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) 
 
     Args:
         reward_funcs: items for `resolve_rewards`, or modules, folders and Hub ids of models.
-        processing_classes: TRL's ``reward_processing_classes``: a tokenizer, or a list with one entry per function.
-            None means the model's tokenizer."""
+        processing_classes: TRL's ``reward_processing_classes``: a tokenizer, or one per function (None: the
+            model's)."""
     given = as_list(reward_funcs)
     classes = [None] * len(given) if processing_classes is None else processing_classes
     classes = classes if isinstance(classes, (list, tuple)) else [classes]
@@ -51,19 +51,13 @@ def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) 
 class RewardModel(ModelReward):
     """A reward function that runs a model. The reward is the model's logit for prompt and completion.
 
-    Models of transformers give the logit at the last token. If the checkpoint names a padding token, they give the
-    logit at the last token that isn't padding, as in training. So a text that ends in the padding token has an earlier
-    logit.
-
-    The tokenizer's chat template writes conversations, with the run's ``chat_template_kwargs``. Prompts and completions
-    that are plain texts are concatenated. As in TRL 1.16, no special tokens are added. Rows are padded on the right.
+    Models of transformers give the logit at the last token that isn't their padding token, as in training. The chat
+    template writes conversations; plain texts are concatenated. As in TRL 1.16, no special tokens are added.
 
     Args:
         model: a module with an output ``logits`` [rows, 1], a folder, or a Hub id.
         tokenizer: the tokenizer. None means the model's tokenizer.
-        config: the run's configuration. The entries of its ``model_init_kwargs``, except `POLICY_KWARGS`, apply to a
-            model that is loaded from a folder or the Hub.
-    """
+        config: the run's. Its ``model_init_kwargs`` apply, except `POLICY_KWARGS`."""
 
     def __init__(self, model: str | torch.nn.Module, tokenizer: Any, config: GRPOConfig) -> None:
         shown = model if isinstance(model, str) else type(model).__name__
@@ -104,10 +98,7 @@ class RewardModel(ModelReward):
         return rewards.tolist()
 
     def _padded(self, rows: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
-        """Return tensors [rows, longest row], padded on the right.
-
-        transformers' classifiers read the last token that isn't padding. A model without a padding token gets a token
-        that no row contains, because a text may end with the end token."""
+        """Return tensors [rows, longest row], padded on the right with a token that no row ends with."""
         padding = self._padding
         if padding is None:
             used = {token for ids in rows["input_ids"] for token in ids}
