@@ -13,10 +13,8 @@ EMPTY = [{"role": "user", "content": ""}]
 
 def check_dataset(dataset: Any, name: str) -> None:
     if not isinstance(dataset, Dataset | IterableDataset):
-        raise ValueError(
-            f"{name} is of type {type(dataset).__name__}, but must be a datasets.Dataset or an IterableDataset: "
-            "convert it (`Dataset.from_list`, say)."
-        )
+        rule = "must be a datasets.Dataset or an IterableDataset: convert it"
+        raise ValueError(f"{name} is of type {type(dataset).__name__}, but {rule}.")
 
 
 def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
@@ -26,10 +24,8 @@ def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
 
 def check_prompt_column(columns: Iterable[str], name: str, column: str = "prompt") -> None:
     if column not in columns:
-        raise ValueError(
-            f"{name} has no column {column!r}; it has {listed(columns)}. Rename the column that holds the prompts "
-            "(in a recipe: set dataset_prompt_column)."
-        )
+        remedy = "rename the column that holds the prompts (in a recipe: set dataset_prompt_column)"
+        raise ValueError(f"{name} has no column {column!r}; it has {listed(columns)}: {remedy}.")
 
 
 def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = False) -> None:
@@ -46,10 +42,8 @@ def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = 
 
 def check_no_images(columns: Iterable[str], name: str) -> None:
     if found := sorted({*IMAGES} & {*columns}):
-        raise ValueError(
-            f"{name} has the column {found[0]!r}, but the model reads text alone: choose a vision-language model (see "
-            "docs/guide/images.md), remove the column, or rename it if only the reward functions need it."
-        )
+        remedy = "choose a vision-language model (docs/guide/images.md), or remove or rename the column"
+        raise ValueError(f"{name} has the column {found[0]!r}, but the model reads text alone: {remedy}.")
 
 
 def whole(dataset: Any, name: str) -> Dataset:

@@ -34,10 +34,8 @@ def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
     else:
         name, wanted = str(script.dataset_name), (script.dataset_train_split, script.dataset_test_split)
         if script.test_split_size is not None:
-            raise ValueError(
-                f"test_split_size={script.test_split_size} works only with a mixture: with dataset_name, name the "
-                "split to evaluate on in dataset_test_split, or give the dataset as the only part of `datasets`."
-            )
+            remedy = "set dataset_test_split, or give the dataset as the only part of `datasets`"
+            raise ValueError(f"test_split_size={script.test_split_size} works only with a mixture: {remedy}.")
         kwargs = _from_json(script.dataset_kwargs, dict, "dataset_kwargs", '{"size": 100}') or {}
         loaded = load_source(name, script.dataset_config, kwargs, wanted, script.dataset_streaming)
         if loaded.get(wanted[0]) is None:
@@ -53,10 +51,8 @@ def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
     """Concatenate the parts. Split off ``test_split_size`` rows by a fixed seed."""
     entries = _from_json(script.datasets, list, "datasets", '[{"path": "org/name", "split": "train"}]')
     if script.streaming and script.test_split_size is not None:
-        raise ValueError(
-            f"test_split_size is {script.test_split_size}, but a streamed mixture has no length to hold rows out of: "
-            "remove test_split_size or streaming."
-        )
+        why = "a streamed mixture has no length: remove test_split_size or streaming"
+        raise ValueError(f"test_split_size is {script.test_split_size}, but {why}.")
     parts = [_load_part(entry, index, script.streaming) for index, entry in enumerate(entries)]
     fractions = [entry.get("fraction") for entry in entries]
     if any(fraction is not None for fraction in fractions):

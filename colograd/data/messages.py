@@ -62,10 +62,8 @@ def check_prompt(prompt: Any, where: str, images: bool = False) -> None:
         isinstance(m, dict) and isinstance(m.get("role"), str) and ("content" in m or (not images and len(m) > 1))
         for m in messages
     ):
-        raise ValueError(
-            f"{where}: the prompt is {prompt!r}; it must be a text, or a list of messages such as "
-            '[{"role": "user", "content": "..."}].'
-        )
+        rule = 'it must be a text, or a list of messages such as [{"role": "user", "content": "..."}]'
+        raise ValueError(f"{where}: the prompt is {prompt!r}; {rule}.")
     for index, message in enumerate(messages):
         if problem := content_problem(message, images):
             raise ValueError(f"{where}: message {index} of the prompt (role {message['role']}) has {problem}.")

@@ -116,7 +116,7 @@ class PromptRules:
                 if not getattr(self.tokenizer, "chat_template", "its own") and "chat_template" not in arguments:
                     raise ValueError(
                         f"{where}: the prompt is a conversation, but {self.tokenizer.name_or_path} has no chat "
-                        "template: use an instruction-tuned model or plain prompts, or set tokenizer.chat_template."
+                        "template. Use an instruction-tuned model or plain prompts, or set tokenizer.chat_template."
                     )
                 write = functools.partial(apply, tokenize=False, **arguments)
                 cleaned = [template_messages(messages, write) for messages in prompts]
@@ -182,10 +182,9 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
         lengths = rules.reader.lengths(dataset, rules)
     kept = [row for row, tokens in enumerate(lengths) if rules.fits(tokens, "", row)]
     if not kept:
-        raise ValueError(
-            f"{name}: all {len(dataset)} prompts are over the limit of {rules.max_prompt_tokens} tokens. Raise "
-            "max_prompt_tokens or vllm_max_model_length."
-        )
+        remedy = "raise max_prompt_tokens or vllm_max_model_length"
+        limit = f"the limit of {rules.max_prompt_tokens} tokens"
+        raise ValueError(f"{name}: all {len(dataset)} prompts are over {limit}: {remedy}.")
     token_ids = np.concatenate([encoded[row] for row in kept]) if rules.reader is None else None
     dropped = {row: tokens for row, tokens in enumerate(lengths) if tokens > rules.max_prompt_tokens}
     ends = np.cumsum([0, *(lengths[row] for row in kept)], dtype=np.int64)

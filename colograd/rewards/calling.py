@@ -107,15 +107,11 @@ def checked_values(reward: RewardFunction, groups: Sequence[Group], values: Any)
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu().float().numpy()
     if not isinstance(values, (list, tuple, np.ndarray)) or (isinstance(values, np.ndarray) and values.ndim == 0):
-        raise fail(
-            f"it returned {reprlib.repr(values)} ({type(values).__name__}), but a reward function must return a list "
-            f"of {size} numbers, one per completion."
-        )
+        rule = f"a reward function must return a list of {size} numbers, one per completion"
+        raise fail(f"it returned {reprlib.repr(values)} ({type(values).__name__}), but {rule}.")
     if len(values) != size:
-        raise fail(
-            f"it returned {len(values)} rewards for {size} completions. A reward function must return exactly one "
-            "number per completion, or None to abstain from that completion."
-        )
+        rule = "must return exactly one number per completion, or None to abstain"
+        raise fail(f"it returned {len(values)} rewards for {size} completions, but {rule}.")
     numbers_G = []
     for index, value in enumerate(values):
         number = value.item() if isinstance(value, np.generic | torch.Tensor) and value.ndim == 0 else value

@@ -108,15 +108,13 @@ def resolve_rewards(
         ValueError: there is no function, a function can't be imported or called, or the number of weights is wrong."""
     given = as_list(reward_funcs)
     if not given:
-        raise ValueError(
-            "there is no reward function, but GRPO needs at least one: set reward_funcs to a built-in function "
-            f"({', '.join(builtin_rewards())}), to an import path (package.module:function) or to a callable."
-        )
+        names = ", ".join(builtin_rewards())
+        choices = f"a built-in one ({names}), an import path (package.module:function) or a callable"
+        raise ValueError(f"there is no reward function, but GRPO needs at least one: set reward_funcs to {choices}.")
     if weights is not None and len(weights) != len(given):
-        raise ValueError(
-            f"reward_weights has {len(weights)} weights {list(weights)} for {len(given)} reward functions. Give "
-            "exactly one weight per function, or leave reward_weights out to weigh each function by 1."
-        )
+        rule = "give one weight per function, or leave reward_weights out to weigh each by 1"
+        numbers = f"{len(weights)} weights {list(weights)} for {len(given)} reward functions"
+        raise ValueError(f"reward_weights has {numbers}: {rule}.")
     resolved: dict[str, RewardFunction] = {}
     for item, weight in zip(given, weights or [1.0] * len(given), strict=True):
         function = _found(item) if isinstance(item, str) else item
@@ -197,7 +195,7 @@ def raised_error(reward: RewardFunction, group: Group, outcome: Outcome) -> Rewa
         'the text is `completion[0]["content"]`. '
     )
     problem = (
-        f"it raised {line}{where}, but must return a number or None per completion. {hint if of_messages else ''}"
+        f"it raised {line}{where}, but must return one number per completion. {hint if of_messages else ''}"
         f"Mend it, or set reward_on_error: abstain to go on wherever it fails. Its traceback:\n{traceback}"
     )
     return RewardError(reward.name, group.position, None, problem)

@@ -163,16 +163,13 @@ class Scorer:
         try:
             outcome = call.result(limit)
         except TimeoutError:
-            raise fail(
-                f"the function blocks the event loop for longer than reward_timeout ({self.timeout:g} s). Await slow "
-                "calls in an async reward function, or make the function a sync function and set reward_workers."
-            ) from None
+            remedy = "await slow calls, or make the function sync and set reward_workers"
+            limit_text = f"reward_timeout ({self.timeout:g} s)"
+            raise fail(f"the function blocks the event loop for longer than {limit_text}: {remedy}.") from None
         self.counts[f"rewards/{name}/seconds"] += outcome.seconds
         if outcome.kind == "died":
-            raise fail(
-                f"the function's worker process ended with status {outcome.value}: the function exits, crashes, or "
-                "runs out of memory. Set reward_on_error: abstain to go on without the rewards of a call that fails."
-            )
+            why = "it exited, crashed or had no memory. Set reward_on_error: abstain to go on without such rewards"
+            raise fail(f"the function's worker process ended with status {outcome.value}: {why}.")
         if outcome.kind == "late":
             self.counts[f"rewards/{name}/timeouts"] += 1
             if name not in self._told_late:

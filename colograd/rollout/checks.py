@@ -16,7 +16,8 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int
     try:
         for group in groups:
             if not isinstance(group, Group):
-                raise ValueError(f"generate yielded {shown(group)}: yield a colograd.batch.Group for each prompt.")
+                rule = "`generate` must yield a colograd.batch.Group for each prompt"
+                raise ValueError(f"generate yielded {shown(group)}. {rule}.")
             if group.position not in waiting:
                 rule = "must yield exactly one group for each of its prompts, with the prompt's position"
                 raise ValueError(f"generate yielded a group at position {group.position}, but {rule}.")
@@ -28,10 +29,9 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int
         if hasattr(groups, "close"):
             groups.close()
     if len(waiting) != left_out:
-        raise ValueError(
-            f"generate yielded no group for {len(waiting) - left_out} of {len(prompts)} prompts (first position: "
-            f"{min(waiting)}). `generate` must yield one group, with at least one completion, for each prompt."
-        )
+        rule = "must yield one group, with at least one completion, for each prompt"
+        number = f"no group for {len(waiting) - left_out} of {len(prompts)} prompts"
+        raise ValueError(f"generate yielded {number} (first position: {min(waiting)}), but {rule}.")
 
 
 def _problem_of(rollouts: Sequence[Any]) -> str:
@@ -51,10 +51,8 @@ def _problem_of(rollouts: Sequence[Any]) -> str:
 def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
     wanted = (len(group.rollouts), functions)
     if not isinstance(rewards, torch.Tensor) or tuple(rewards.shape) != wanted:
-        raise ValueError(
-            f"score returned {shown(rewards)}. `score` must return a tensor of shape [completions, reward functions] = "
-            f"{list(wanted)}. NaN means that a reward function gives a completion no reward."
-        )
+        rule = f"a tensor of shape [completions, reward functions] = {list(wanted)}, with NaN for no reward"
+        raise ValueError(f"score returned {shown(rewards)}, but must return {rule}.")
     if rewards.float().isinf().any():
         raise ValueError("score returned an infinite reward. A reward must be finite, or NaN for no reward.")
     return rewards.float()
@@ -64,10 +62,8 @@ def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
     completions = len(group.rollouts)
     tokens = sum(len(rollout.completion_ids) for rollout in group.rollouts)
     if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in ((completions,), (tokens,)):
-        raise ValueError(
-            f"compute_advantages returned {shown(advantages)}, but must return a tensor with one entry per completion "
-            f"or per completion token: [{completions}] or [{tokens}]."
-        )
+        rule = f"a tensor with one entry per completion or per completion token: [{completions}] or [{tokens}]"
+        raise ValueError(f"compute_advantages returned {shown(advantages)}, but must return {rule}.")
     if not advantages.float().isfinite().all():
         remedy = "Return 0 to leave a completion untrained. `combine` leaves NaN rewards out."
         raise ValueError(f"compute_advantages returned an advantage that isn't finite. {remedy}")

@@ -113,10 +113,8 @@ def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGro
     except (pa.ArrowException, *NONSENSE) as error:
         raise JournalError(f"{where} can't be read ({type(error).__name__}: {error}): move the journal away.") from None
     if example != digest_of_example(prompt.example):
-        raise JournalError(
-            f"{where} is of another prompt, because the dataset or its order has changed. Restore the dataset, or move "
-            "the journal (the folder of recorded groups) away to sample anew."
-        )
+        remedy = "restore the dataset, or move the journal (the recorded groups) away to sample anew"
+        raise JournalError(f"{where} is of another prompt, because the dataset or its order has changed: {remedy}.")
     return RewardedGroup(Group(prompt.example, tuple(rollouts), prompt.position), rewards, Logged(columns, metrics))
 
 

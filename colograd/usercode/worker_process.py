@@ -41,10 +41,8 @@ class CallLog:
         _check_name("log_extra", "column", column)
         values = _plain(values)
         if not isinstance(values, (list, tuple)):
-            raise TypeError(
-                f"log_extra({column!r}, ...) got {values!r:.60} ({type(values).__name__}), but takes a list with one "
-                "value per completion."
-            )
+            got = f"{values!r:.60} ({type(values).__name__})"
+            raise TypeError(f"log_extra({column!r}, ...) got {got}, but takes a list with one value per completion.")
         self.columns.setdefault(column, []).extend(map(_plain, values))
 
     def metric(self, name: str, value: Any) -> None:
@@ -52,10 +50,8 @@ class CallLog:
         _check_name("log_metric", "metric", name)
         value = _plain(value)
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise TypeError(
-                f"log_metric({name!r}, ...) got {value!r:.60} ({type(value).__name__}), but takes a finite number: "
-                "don't call log_metric without a number."
-            )
+            got = f"{value!r:.60} ({type(value).__name__})"
+            raise TypeError(f"log_metric({name!r}, ...) got {got}, but takes a finite number: skip the call.")
         self.metrics.setdefault(name, []).append(float(value))
 
 

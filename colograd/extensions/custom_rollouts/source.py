@@ -49,15 +49,11 @@ class UserFeature(SourceFeature):
         if hasattr(write, "generate"):
             return cls(write)
         if isinstance(write, type):
-            raise ValueError(
-                f"rollout_func is a class without a method `generate`, {write.__name__}, but a class must be a rollout "
-                "source: add `generate` (docs/architecture.md, Add a rollout source), or give a function."
-            )
+            remedy = "add `generate` (docs/architecture.md, Add a rollout source), or give a function"
+            raise ValueError(f"rollout_func is the class {write.__name__} without a method `generate`: {remedy}.")
         if config.router_replay:
-            raise ValueError(
-                "router_replay is true, but a rollout_func returns only tokens, without the experts that the engine "
-                "chose for them: set router_replay: false, or write a rollout source that yields engine groups."
-            )
+            why = "a rollout_func returns tokens without the experts that the engine chose"
+            raise ValueError(f"router_replay is true, but {why}: set it to false, or write a rollout source.")
         if config.replays_truncation:
             raise ValueError(f"{TRUNCATED} a rollout_func doesn't return the truncated distribution: {UNCORRECTED}")
         return cls(write)
@@ -120,10 +116,8 @@ class CustomRollouts:
                 raise ValueError(f"{where}: {found}: the three lengths must be equal, and at least 1.")
             prompt_ids, tokens = tuple(map(int, prompt)), [*map(int, ids)]
             if (highest := max((*prompt_ids, *tokens))) >= self.engine.vocab_size:
-                raise ValueError(
-                    f"{where}: the token id {highest} is too high, as the model's embedding has "
-                    f"{self.engine.vocab_size:,} rows, numbered from 0: use the tokenizer of the model."
-                )
+                rule = f"as the model's embedding has {self.engine.vocab_size:,} rows: use the tokenizer of the model"
+                raise ValueError(f"{where}: the token id {highest} is too high, {rule}.")
             first = [value[0] if isinstance(value, (list, tuple)) else value for value in logprobs]
             flat = torch.tensor([math.nan if value is None else float(value) for value in first], dtype=torch.float32)
             end = FinishReason.STOP if tokens[-1] in self.end_tokens else FinishReason.LENGTH

@@ -265,8 +265,7 @@ def _sampling(name: str, kwargs: dict[str, Any], n: int, rules: Rules) -> Sampli
         temperature = rules.temperature
     if temperature == 0 and n > 1:
         raise ValueError(
-            f"{name}: {n} completions per question at temperature 0 would be equal: ask for 1, or raise the "
-            "temperature."
+            f"{name}: {n} completions per question at temperature 0 would be equal: raise it, or ask for 1."
         )
     if rules.top_p is not None:
         options["top_p"] = rules.top_p

@@ -56,7 +56,5 @@ def names_of(texts: Sequence[str]) -> Mapping[str, str]:
 
 def check_harness() -> None:
     if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError(
-            f"Benchmarks are tasks of lm-evaluation-harness, but the package lm_eval is missing: {INSTALL}, or pip "
-            "install 'colograd[eval]'."
-        )
+        remedy = f"{INSTALL}, or pip install 'colograd[eval]'"
+        raise ValueError(f"Benchmarks are tasks of lm-evaluation-harness, but lm_eval is missing: {remedy}.")

@@ -35,10 +35,9 @@ def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) 
     classes = [None] * len(given) if processing_classes is None else processing_classes
     classes = classes if isinstance(classes, (list, tuple)) else [classes]
     if len(classes) != len(given):
-        raise ValueError(
-            f"reward_processing_classes has {len(classes)} entries for {len(given)} reward functions: give one entry "
-            "for each, None for a function or for a model with its own tokenizer."
-        )
+        rule = "give one each, None for a function or for a model with its own tokenizer"
+        numbers = f"{len(classes)} entries for {len(given)} reward functions"
+        raise ValueError(f"reward_processing_classes has {numbers}: {rule}.")
     items: list[Any] = []
     for item, tokenizer in zip(given, classes, strict=True):
         is_model = isinstance(item, torch.nn.Module)
