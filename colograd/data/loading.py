@@ -48,7 +48,6 @@ def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
 
 
 def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
-    """Concatenate the parts. Split off ``test_split_size`` rows by a fixed seed."""
     entries = _from_json(script.datasets, list, "datasets", '[{"path": "org/name", "split": "train"}]')
     if script.streaming and script.test_split_size is not None:
         why = "a streamed mixture has no length: remove test_split_size or streaming"

@@ -22,9 +22,8 @@ EXTRA = 2**40  # First position of dynamic sampling's further prompts.
 class StepOrder(Sampler[list[tuple[int, int]]]):
     """Batch sampler: one item is this rank's prompts of one optimizer step, as [(row, position), ...].
 
-    A position numbers the prompts of the whole training. Each round has ``steps_per_generation`` different steps,
-    repeated ``num_iterations`` times. With 2 prompts per step and twice 2: ab cd ab cd | ef gh ef gh. An epoch leaves
-    out rows that don't fill a round."""
+    A position numbers the prompts of the whole training. A round has ``steps_per_generation`` different steps, repeated
+    ``num_iterations`` times. With 2 prompts per step, 2 steps and 2 iterations: ab cd ab cd | ef gh ef gh."""
 
     num_rows: int
     prompts_per_step: int  # over all ranks
@@ -116,7 +115,7 @@ def permutation(rows: int, text: str) -> torch.Tensor:
 
 
 class PromptLoader(DataLoader):
-    """The training dataloader. `accelerate.skip_first_batches` can resume it in the middle of an epoch."""
+    """The training dataloader: a plain one, so that `accelerate.skip_first_batches` can resume an epoch."""
 
     def __init__(self, dataset: PromptDataset, order: StepOrder) -> None:
         # DataLoader draws from its generator at the start of an epoch, by default from the global one.

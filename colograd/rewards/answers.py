@@ -26,11 +26,9 @@ _FLOAT_TOLERANCE = Decimal("1e-12")  # Relative: 0.1 + 0.2 isn't exactly 0.3.
 
 
 class Verdict(NamedTuple):
-    """The judgement of a mathematical answer."""
-
     right: bool | None  # None: the dataset's answer can't be parsed.
-    gold: str  # The dataset's answer.
-    answer: str  # The completion's answer.
+    gold: str
+    answer: str
 
 
 def text_of(completion: Any) -> str:

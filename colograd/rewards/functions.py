@@ -41,8 +41,6 @@ OWN_FAMILIES = (
 
 @dataclasses.dataclass(frozen=True)
 class RewardFunction:
-    """A reward function with its unique name in metrics and its weight."""
-
     name: str
     function: Callable[..., Any]
     weight: float
@@ -155,7 +153,7 @@ def _found(spec: str) -> Any:
 
 
 def function_name(function: Any) -> str:
-    """Return the name in metrics. A partial has its function's name, an object without a name its class's."""
+    """Return the name in metrics: of a partial its function's name, of an object without a name its class's."""
     function = unwrapped(function)
     return str(getattr(function, "__name__", type(function).__name__))
 
@@ -173,7 +171,7 @@ def code_digest(function: Any) -> str:
         for name in names:
             defined.setdefault(name, []).append(statement)
     todo: list[ast.AST] = [_parsed(function)]
-    for node in todo:  # The body appends nodes.
+    for node in todo:
         found.update(ast.dump(node).encode())
         for name in sorted({each.id for each in ast.walk(node) if isinstance(each, ast.Name)}):
             todo += defined.pop(name, [])

@@ -112,8 +112,6 @@ def usual_workers(on_gpu: bool) -> int:
 
 @dataclass(eq=False)
 class Scorer:
-    """Calls reward functions, and stores logged values until `take_logged`."""
-
     rewards: list[RewardFunction]  # [R]
     # Worker processes for functions that can be pickled. None: `usual_workers`, for functions that a worker can import.
     workers: int | None = 0
@@ -156,7 +154,6 @@ class Scorer:
         return scoring
 
     def outcome_of(self, name: str, call: Future[Outcome], position: int, completions: int) -> Outcome:
-        """Wait for a call's outcome, and count its seconds. Raise `RewardError` if it blocked or killed its process."""
         # An async call has its own timeout, unless it blocks the event loop.
         limit = None if isinstance(call, WorkerCall) or self.timeout is None else self.timeout + GRACE
         fail = functools.partial(RewardError, name, position, None)
@@ -187,7 +184,6 @@ class Scorer:
         return taken
 
     def take_logged(self, position: int) -> Logged:
-        """Return and forget the values that reward functions logged for a group. `Scoring.result` comes first."""
         return self.logged.pop(position, Logged({}, {}))
 
     def score_with_models(self) -> None:

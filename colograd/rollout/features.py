@@ -55,7 +55,7 @@ class SourceFeature:
 
     The base class is the vLLM engine. A run uses at most one subclass of the hook ``source``."""
 
-    rewards: Sequence[Any] = ()  # In addition, with weight 1.
+    rewards: Sequence[Any] = ()  # In addition to the user's, with weight 1.
     reserved_tokens = 0  # Tokens of each sequence reserved for texts that arrive during the rollout.
     writes_prompts = False  # Whether a dataset's rows may lack a prompt.
     columns: Sequence[str] = ()  # Further dataset columns that the tokenised prompt depends on.

@@ -96,7 +96,7 @@ def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGro
             messages, own = tuple(json.loads(row["messages"])), json.loads(row["columns"])
             read = inputs.setdefault(prompt_ids, ModelInput(prompt_ids))
             rollouts.append(Rollout(read, ids, logprobs, sampled, end, version, messages, own))
-        while reader.tell() < reader.size():  # Tables of riders follow.
+        while reader.tell() < reader.size():
             riders = (kind for kind in hooks("riders") if kind.MARK and content.startswith(kind.MARK, reader.tell()))
             kind = next(riders, None)
             assert kind is not None, "unknown content"

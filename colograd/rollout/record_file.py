@@ -32,7 +32,7 @@ TABLE = pa.schema(
         ("finish_reason", pa.string()),
         ("policy_version", pa.int64()),
         ("messages", pa.string()),  # JSON
-        ("columns", pa.string()),  # JSON, arguments of reward functions
+        ("columns", pa.string()),  # arguments of reward functions
         ("rewards", pa.list_(pa.float32())),
         ("example", pa.string()),  # Digest of the dataset row.
         ("logged", pa.string()),  # JSON for the whole group, in the first row only.

@@ -23,7 +23,7 @@ Tally = Callable[[Sequence[SampledStep]], Mapping[str, float]]
 class PlainRound:
     """Samples and scores the prompts of several optimizer steps. Subclasses of extensions sample otherwise."""
 
-    longest_first = True  # Sample prompts with long expected completions first.
+    longest_first = True  # Whether a queue begins with prompts of long expected completions.
 
     def __init__(self, times: PhaseTimes, one_call: bool = False) -> None:
         self.times, self.one_call = times, one_call

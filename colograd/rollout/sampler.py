@@ -57,7 +57,7 @@ class Sampler:
             self.on_leader: Callable[[Callable[[], Any], Any], Any] = self.engine.on_engine_leader
 
     def collect(self, prompts: Steps) -> SampledRound:
-        """Sample and score this rank's prompts. Collective: all ranks call it."""
+        """Sample and score this rank's prompts. All ranks call it."""
         self.hooks.begin_records()
         times, began = self.events.times, time.perf_counter()
         waited = times.seconds["wait"]
@@ -91,7 +91,7 @@ class Sampler:
         return SampledRound(tuple(steps), tuple(statistics))
 
     def collect_evaluation(self, prompts: list[Prompt], name: str) -> list[ScoredGroup]:
-        """Sample and score this rank's prompts of the evaluation ``name``, with zero advantages. Collective."""
+        """Sample and score an evaluation's prompts of this rank, with zero advantages. All ranks call it."""
         self.hooks.begin_records(name)
         round_ = PlainRound(self.events.times, self.config.reward_call == "all")
         self.evaluates = True
@@ -103,7 +103,6 @@ class Sampler:
             self.evaluates = False
 
     def take_counts(self) -> dict[str, float]:
-        """Return and reset the metrics of reward functions, vLLM and the rollout source."""
         parts: Any = self.scorer, self.engine, None if self.source is self.engine else self.source
         return {name: n for part in parts if hasattr(part, "take_counts") for name, n in part.take_counts().items()}
 
@@ -157,7 +156,7 @@ class Sampler:
         return Ready(torch.cat([checked_rewards(score(group), group, functions) for group in groups]))
 
     def with_advantages(self, groups: Sequence[ScoredGroup]) -> SampledStep:
-        """Compute the advantages of an evaluation's groups. Collective: all ranks call it."""
+        """Compute the advantages of an evaluation's groups. All ranks call it."""
         with on_all_ranks("the advantages"):
             advantages = [self._checked_advantages(one.group, one.rewards.clone()) for one in groups]
         judged = [dataclasses.replace(one, advantages=own) for one, own in zip(groups, advantages, strict=True)]

@@ -54,8 +54,6 @@ BeginScore = Callable[[Sequence[Group]], PendingRewards]
 
 @dataclass(eq=False)
 class InScoring:
-    """The groups of a round or evaluation while they are scored, with groups from the rollout log."""
-
     stages: Stages
     prompts: Sequence[Prompt]
 
@@ -104,7 +102,7 @@ class InScoring:
         return self._signals >= self.stages.enough
 
     def scored(self, wait: bool = True) -> list[ScoredGroup]:
-        """Compute advantages in the order of the prompts. Return the groups that have them.
+        """Compute advantages in the order of the prompts, and return the groups that have them.
 
         Without ``wait``, stop at the first prompt without rewards. Stop also when `has_enough` is true."""
         for position in [prompt.position for prompt in self.prompts[len(self._scored) :]]:
@@ -128,7 +126,7 @@ class InScoring:
 class Stages:
     generate: Callable[[Sequence[Prompt]], Iterable[Group]]
     begin_score: BeginScore
-    compute_advantages: Callable[[Group, torch.Tensor], torch.Tensor]  # Takes (group, rewards [G, R]).
+    compute_advantages: Callable[[Group, torch.Tensor], torch.Tensor]  # of (group, rewards [G, R])
     # Position of a scored group -> values that reward functions logged for it.
     take_logged: Callable[[int], Logged] = lambda position: Logged({}, {})
     journal: RolloutStore | None = None

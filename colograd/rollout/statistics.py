@@ -21,13 +21,11 @@ Combine = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(slots=True)
 class RolloutStatistics:
-    """Counts and per-completion values of one rank's groups, or of all ranks' groups."""
-
     lengths: list[int] = field(default_factory=list)
     ended: list[bool] = field(default_factory=list)
     rewards: list[list[float]] = field(default_factory=list)  # [completion][reward function]
     totals: list[float] = field(default_factory=list)  # Weighted sums per completion. NaN: no rewards.
-    flat_groups: list[bool] = field(default_factory=list)  # per group
+    flat_groups: list[bool] = field(default_factory=list)
     prompt_tokens: int = 0
     loss_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)  # Metrics to sum over ranks.

@@ -79,8 +79,9 @@ class RolloutStore:
     def start(self, step: int, is_writer: bool, rescore: bool = False) -> list[str]:
         """Prepare the log for a run that resumes at ``step``. Return messages for the console.
 
-        Rounds that other settings recorded move to another folder, because this run's weights will differ. A round
-        whose completions don't depend on these settings stays. Changed reward functions need ``rescore``."""
+        From ``step`` on, rounds of other settings move to another folder, because this run's weights will differ. The
+        round at ``step`` stays if its completions don't depend on these settings. Changed reward functions need
+        ``rescore``."""
         self._weights_are_read = True
         if not is_writer:
             return []

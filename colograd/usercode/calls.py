@@ -111,7 +111,7 @@ class Late(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
-    """Raise `Late` in the body after ``seconds`` (None: never). After `GRACE` more seconds end the process."""
+    """Raise `Late` in the body after ``seconds`` (None: never). A body that goes on for `GRACE` ends the process."""
     if seconds is None:
         yield
         return

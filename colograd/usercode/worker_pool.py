@@ -135,7 +135,7 @@ class WorkerPool:
 
     what: str
     functions: Mapping[str, Callable[..., Any]]
-    size: int  # Number of processes. 0: no function runs in a worker.
+    size: int  # 0: no function runs in a worker.
     timeout: float | None
 
     def __post_init__(self) -> None:

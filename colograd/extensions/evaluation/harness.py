@@ -151,7 +151,7 @@ def _load(name: str, include: tuple[str, ...]) -> Any:
         if name in (own := _manager(include, False)).task_index:
             return own.load([name])
         for file in Path(lm_eval.tasks.__file__).parent.glob(f"**/{name}.yaml"):
-            entry = TaskIndex.entry_from_path(file)  # a group needs the whole index
+            entry = TaskIndex.entry_from_path(file)  # A group needs the whole index.
             if entry is not None and entry.kind in (Kind.TASK, Kind.PY_TASK) and entry.name == name:
                 return own.load([str(file)])
         whole = _manager(include, True)
@@ -258,7 +258,7 @@ def _sampling(name: str, kwargs: dict[str, Any], n: int, rules: Rules) -> Sampli
     own = next((int(kwargs[key]) for key in LENGTHS if kwargs.get(key) is not None), DEFAULT_TOKENS)
     tokens = own if rules.max_tokens is None else min(own, rules.max_tokens) if rules.limits else rules.max_tokens
     temperature = 0.0 if kwargs.get("do_sample") is False else float(kwargs.get("temperature") or 0.0)
-    if temperature == 0 and n > 1:  # Completions would be equal.
+    if temperature == 0 and n > 1:
         temperature = rules.spread
     options = {key: kwargs[key] for key in SHAPING if key in kwargs}
     if rules.temperature is not None:

@@ -64,8 +64,6 @@ def _restored(pickled: bytes) -> Judge:
 
 
 class CodeEval:
-    """The metric `code_eval`: pass@k of programs with their tests."""
-
     def compute(
         self, *, references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int] = (1,), **_: Any
     ) -> tuple[dict[str, float], dict[int, list[Any]]]:

@@ -65,7 +65,6 @@ class TaskResult:
         return 0 if sampling is None else len(self.answered) * sampling.n
 
     def values(self) -> dict[Key, list[list[Any]]]:
-        """Return each metric's values per question and verdict."""
         found: dict[Key, list[list[Any]]] = {}
         better = self.loaded.task.higher_is_better()
         for key in dict.fromkeys(key for each in self.answered for verdict in each.verdicts for key in verdict):
@@ -148,7 +147,6 @@ class SuiteResult:
         return cls(list(tasks), {name: dict(_numbers(whole[name])) for name in benchmark.groups})
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics for the log. Several tasks have their names in front."""
         if len(self.tasks) == 1 and not self.groups:
             return self.tasks[0].metrics()
         found: dict[str, float] = {}

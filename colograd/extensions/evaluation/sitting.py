@@ -33,8 +33,6 @@ CHECK_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What a benchmark needs of its run or command."""
-
     config: Any
     engine: Any
     tokenizer: Any
@@ -53,7 +51,7 @@ def checkers(benchmarks: Iterable[HarnessBenchmark]) -> WorkerPool:
 def take(
     benchmark: HarnessBenchmark, host: Host, pool: WorkerPool, turn: AbstractContextManager[Any]
 ) -> tuple[SuiteResult, list[Answer]]:
-    """Answer and judge all questions. Collective. Return all ranks' result, and this rank's answers."""
+    """Answer and judge all questions. All ranks call it. Return all ranks' result, and this rank's answers."""
     started, mine = time.perf_counter(), host.config.layout
     with turn, on_all_ranks("the benchmark"):
         answers: list[Answer] = host.engine.on_engine_leader(
@@ -162,7 +160,6 @@ class RunBenchmark(HarnessBenchmark):
     pool: WorkerPool | None = None
 
     def evaluate(self, trainer: Any, name: str) -> dict[str, float]:
-        """Run the benchmark with the present weights, log its completions, and return metrics."""
         started, sampler = time.perf_counter(), trainer.sampler
         host = Host(trainer.args, trainer.engine, trainer.policy.tokenizer, trainer.console, trainer.state.global_step)
         with on_all_ranks("the benchmark's checkers"):

@@ -18,9 +18,9 @@ INSTALL = "pip install --no-deps lm_eval==0.4.13 sacrebleu portalocker colorama 
 class TaskSpec:
     """A task, group or tag of the harness, written ``NAME[:ROWS]@N``. Only the name is required."""
 
-    name: str  # name in the harness, or path of a YAML file
+    name: str
     limit: int | None = None  # First rows to use. None: all.
-    n: int | None = None  # Completions per question, judged one by one. None: the task's number.
+    n: int | None = None  # Completions per question, judged one by one.
 
     @classmethod
     def parse(cls, text: str) -> TaskSpec:

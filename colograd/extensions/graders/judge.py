@@ -144,7 +144,7 @@ class Judge:
             found = answer.json()
             self.tokens += int((found.get("usage") or {}).get("total_tokens") or 0)
             return str(found["choices"][0]["message"]["content"]), None
-        except (ValueError, LookupError, TypeError, AttributeError):  # an error page, or an answer without a completion
+        except (ValueError, LookupError, TypeError, AttributeError):  # such as an error page
             return None, None
 
 

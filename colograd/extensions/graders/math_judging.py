@@ -11,7 +11,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 from ...rewards.answers import Verdict
 
-SECONDS = 5  # Seconds to parse one expression, or to compare two.
+SECONDS = 5
 # TRL's rule: the last \boxed{}, or else LaTeX behind words such as "the answer is".
 LATEX = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),)
 # lighteval's rule for MATH-500 and AIME: the last \boxed{}, or else other LaTeX, or else a bare number.
@@ -30,7 +30,6 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def judge(text: str, gold: str, bare_numbers: bool) -> Verdict:
-    """Compare the answer in ``text`` with the correct answer ``gold``, and return the verdict."""
     # Without ``$`` read it as LaTeX first, or if it has words ("the answer is 42") as it is.
     final = _answer_in(gold.rpartition("####")[2].strip())
     ways = [final]

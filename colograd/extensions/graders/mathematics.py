@@ -96,7 +96,7 @@ def compare(text: str | None, gold: Any, bare_numbers: bool) -> Verdict:
 
 @functools.cache
 def _process_of(pid: int) -> tuple[Worker, ThreadPoolExecutor]:
-    """Return the judging process and its thread, because Linux kills a child with the thread that started it."""
+    """Return the judging process and the thread that starts it. Linux kills a child with its thread."""
     from .math_judging import judge
 
     return Worker([cloudpickle.dumps(judge)]), ThreadPoolExecutor(1, "colograd-mathematics")

@@ -97,9 +97,9 @@ class RewardModel(ModelReward):
         return rewards.tolist()
 
     def _padded(self, rows: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
-        """Return tensors [rows, longest row], padded on the right with a token that no row ends with."""
+        """Return tensors [rows, longest row], padded on the right."""
         padding = self._padding
-        if padding is None:
+        if padding is None:  # transformers' classifiers read the last token that isn't padding.
             used = {token for ids in rows["input_ids"] for token in ids}
             padding = next(token for token in itertools.count() if token not in used)
         if self._settings is not None:
