@@ -106,8 +106,8 @@ def resolve_rewards(
         ValueError: there is no function, a function can't be imported or called, or the number of weights is wrong."""
     given = as_list(reward_funcs)
     if not given:
-        names = ", ".join(builtin_rewards())
-        choices = f"a built-in one ({names}), an import path (package.module:function) or a callable"
+        known = ", ".join(builtin_rewards())
+        choices = f"a built-in one ({known}), an import path (package.module:function) or a callable"
         raise ValueError(f"there is no reward function, but GRPO needs at least one: set reward_funcs to {choices}.")
     if weights is not None and len(weights) != len(given):
         rule = "give one weight per function, or leave reward_weights out to weigh each by 1"
