@@ -46,7 +46,7 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
         assert self.prompts_per_step % self.data_size == 0, (self.prompts_per_step, self.data_size)
         assert 0 <= self.data_rank < self.data_size, (self.data_rank, self.data_size)
         self.round_size = self.prompts_per_step * self.steps_per_generation  # over all ranks
-        self.num_rounds = self.num_rows // self.round_size  # per epoch
+        self.num_rounds = self.num_rows // self.round_size
         if self.num_rounds == 0:
             raise ValueError(
                 f"The dataset has {self.num_rows} prompts, but one generation takes {self.round_size} "

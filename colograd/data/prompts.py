@@ -20,7 +20,7 @@ from .messages import check_prompt, template_messages, without_nones
 
 ROWS_AT_ONCE = 1000
 NAMED = 5
-COLUMNS = ("prompt", "chat_template_kwargs")  # Columns that a prompt's tokens depend on.
+COLUMNS = ("prompt", "chat_template_kwargs")
 
 
 @dataclass(eq=False)

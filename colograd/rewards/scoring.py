@@ -43,8 +43,6 @@ MOST_WORKERS = 4
 
 @dataclass(eq=False)
 class Scoring:
-    """The pending rewards of some groups. It implements `PendingRewards` of rollout/stages.py."""
-
     scorer: Scorer
     groups: Sequence[Group]
     calls: Sequence[Future[Outcome]]  # [R]
@@ -98,8 +96,6 @@ class Scoring:
 
 
 class Ready(Future[T]):
-    """A finished future. With rewards it implements `PendingRewards`."""
-
     def __init__(self, result: T) -> None:
         super().__init__()
         self.set_result(result)

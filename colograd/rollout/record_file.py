@@ -34,8 +34,8 @@ TABLE = pa.schema(
         ("messages", pa.string()),  # JSON
         ("columns", pa.string()),  # arguments of reward functions
         ("rewards", pa.list_(pa.float32())),
-        ("example", pa.string()),  # Digest of the dataset row.
-        ("logged", pa.string()),  # JSON for the whole group, in the first row only.
+        ("example", pa.string()),  # digest of the dataset row
+        ("logged", pa.string()),  # for the whole group, in the first row only
     ]
 )
 

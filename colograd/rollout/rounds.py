@@ -16,7 +16,7 @@ from ..reporting.metrics import PhaseTimes
 from ..runtime import registry
 from .stages import Stages
 
-Steps = Sequence[Sequence[Prompt]]  # One list per optimizer step.
+Steps = Sequence[Sequence[Prompt]]
 Tally = Callable[[Sequence[SampledStep]], Mapping[str, float]]
 
 

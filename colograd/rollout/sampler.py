@@ -50,7 +50,7 @@ class Sampler:
 
     def __post_init__(self) -> None:
         self.evaluates = False
-        self.round = PlainRound(self.events.times)  # The trainer replaces it by `round_of(trainer)`.
+        self.round = PlainRound(self.events.times)
         self._scales_steps = self.estimator.step_scores is not None
         self._changes = [change for offer in registry.hooks("stages") if (change := offer(self)) is not None]
         if self.engine is not None:

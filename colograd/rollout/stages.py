@@ -126,7 +126,7 @@ class InScoring:
 class Stages:
     generate: Callable[[Sequence[Prompt]], Iterable[Group]]
     begin_score: BeginScore
-    compute_advantages: Callable[[Group, torch.Tensor], torch.Tensor]  # of (group, rewards [G, R])
+    compute_advantages: Callable[[Group, torch.Tensor], torch.Tensor]
     # Position of a scored group -> values that reward functions logged for it.
     take_logged: Callable[[int], Logged] = lambda position: Logged({}, {})
     journal: RolloutStore | None = None

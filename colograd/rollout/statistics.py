@@ -94,7 +94,7 @@ class RolloutStatistics:
             result["reward_std"] = float(group_std(totals))
         result |= {name: float(value) for name, value in self.counts.items()}
         seconds, idle = (result.pop(f"rollout/{name}", 0.0) for name in ("seconds", "idle_seconds"))
-        if seconds:  # Both are sums over ranks.
+        if seconds:
             result["rollout/idle_share"] = idle / seconds
         for derive in hooks("derived_metrics"):
             derive(self, result)

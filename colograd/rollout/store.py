@@ -54,8 +54,8 @@ class RolloutStore:
 
     run_dir: str | Path
     rank: int
-    settings: Mapping[str, Any]  # JSON-serializable
-    reader: Any = None  # of `PromptRules`
+    settings: Mapping[str, Any]
+    reader: Any = None
     of_samples: Collection[str] = ()  # Settings that completions depend on.
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class RolloutStore:
         self.open_files: dict[str, RecordFile] = {}  # Name of the evaluation, or "" for training -> file.
         self._newest = ""  # Key in `open_files` of the file that `add` writes.
         self._beside: dict[Any, Any] = {}
-        self._place: tuple[Path, int, dict[str, Any]] | None = None  # folder, rank, `About`
+        self._place: tuple[Path, int, dict[str, Any]] | None = None
         self._pruned = 0
         self._flusher = ThreadPoolExecutor(1, "journal")
         self._will_flush = False
@@ -132,7 +132,6 @@ class RolloutStore:
         return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
 
     def keep_recipe(self, recipe: str | None) -> str:
-        """Write the run's recipe (YAML), or delete it if None. Return an error message, or ""."""
         path, aside = self.folder / RECIPE, self.folder / f"{RECIPE}.partial"
         try:
             path.unlink(missing_ok=True)
@@ -325,7 +324,6 @@ def _problem(path: Path, error: Exception) -> str:
 
 
 def files_of(folder: Path, suffix: str = ".records") -> Iterator[tuple[Path, About, Iterator[Record]]]:
-    """Yield (path, `About`, other records) for each rank's file in a folder."""
     for path in sorted(folder.glob(f"rank-*{suffix}")):
         records, head = read_records(path, lambda position: position >= ABOUT), None
         with contextlib.suppress(FileNotFoundError):

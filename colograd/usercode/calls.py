@@ -30,7 +30,7 @@ class Outcome:
     kind: str  # value, raised, late, died (the process) or dropped (no longer needed)
     value: Any  # Return value, or (line, traceback) of the exception, or exit status.
     seconds: float
-    logged: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})  # Columns and metrics of `CallLog`.
+    logged: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})
 
 
 def raised_outcome(error: BaseException) -> Outcome:

@@ -37,7 +37,7 @@ class CurriculumOrder(StepOrder):
     settings: Curriculum
     round_steps: int
     pools: np.ndarray | None  # Index into ``shares``, int [rows]. None: pools by pass rate.
-    difficulties: np.ndarray | None  # Float [rows], with the setting ``difficulty``.
+    difficulties: np.ndarray | None
 
     @classmethod
     def by(cls, curriculum: Curriculum, dataset: Any, config: GRPOConfig) -> Self:
@@ -114,7 +114,7 @@ class CurriculumOrder(StepOrder):
 
         for pool, wanted in self._quotas(able, step, count, number):
             take(turn[able[turn] & pool[turn]], wanted)
-        take(turn[able[turn]], count - len(chosen))  # A pool may have too few rows.
+        take(turn[able[turn]], count - len(chosen))
         by_rest = np.lexsort((ties, self.last))
         take(by_rest[~shut[by_rest]], count - len(chosen))
         if self.difficulties is not None:

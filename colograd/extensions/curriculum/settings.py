@@ -59,7 +59,7 @@ class Curriculum:
     solved_at: float | None = 1.0  # Lowest pass rate of a solved prompt. None: no prompt is solved.
     revisit_after: float = 1.0  # Epochs that a solved prompt rests.
     column: str | None = None  # Dataset column with pools. None: pools by pass rate (`LEVELS`).
-    shares: Mapping[str, Schedule] | None = None  # Weight of each pool in a round.
+    shares: Mapping[str, Schedule] | None = None
     difficulty: str | None = None
     difficulty_until: Schedule | None = None  # Highest difficulty to draw while enough rows are left.
 

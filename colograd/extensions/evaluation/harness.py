@@ -23,7 +23,6 @@ from .judging import code_runs_apart
 from .specs import YAML, TaskSpec, check_harness
 
 GENERATE, SCORE = "generate_until", "loglikelihood"
-# Names of the limit of a completion. The first one that is set counts.
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 NO_SAMPLING = ("until", "do_sample", "temperature", "num_beams", *LENGTHS)
 DEFAULT_TOKENS = 256  # The harness's default.
@@ -58,8 +57,8 @@ class Question:
 @dataclass(frozen=True, slots=True)
 class Rules:
     tokenizer: Any
-    context: int  # Tokens of a prompt with its completion.
-    max_tokens: int | None = None  # In place of the task's maximum.
+    context: int
+    max_tokens: int | None = None
     limits: bool = False  # The smaller one of `max_tokens` and the task's maximum counts.
     temperature: float | None = None
     top_p: float | None = None

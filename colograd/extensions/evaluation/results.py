@@ -45,7 +45,7 @@ class Answer:
     verdicts: list[dict[Key, Any]] = field(default_factory=list)  # one per separately judged completion, or one
     tokens: int = 0
     cut_off: int = 0
-    failed: list[tuple[str, str]] = field(default_factory=list)  # (kind, error)
+    failed: list[tuple[str, str]] = field(default_factory=list)
     question: Question | None = None
     groups: list[Group] = field(default_factory=list)
     texts: list[list[str]] = field(default_factory=list)
@@ -105,7 +105,6 @@ class TaskResult:
         return found | {f"checks/{kind}": float(count) for kind, count in sorted(kinds.items())}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as JSON values. ``right`` has the sum of values by row."""
         sampling, task = self.loaded.sampling, self.loaded.task
         found = {
             "task": self.loaded.name,
@@ -150,7 +149,7 @@ class SuiteResult:
         if len(self.tasks) == 1 and not self.groups:
             return self.tasks[0].metrics()
         found: dict[str, float] = {}
-        if values := next(iter(self.groups.values()), {}):  # contains all others
+        if values := next(iter(self.groups.values()), {}):
             found["accuracy"] = next(iter(values.values()))
             found |= {_name(key): value for key, value in values.items()}
         for each in self.tasks:
@@ -181,7 +180,6 @@ def _name(key: Key) -> str:
 
 
 def _numbers(metrics: dict[str, Any]) -> Iterable[tuple[Key, float]]:
-    """Yield ((metric, filter), value) without standard errors."""
     for joined, value in metrics.items():
         metric, comma, name = joined.partition(",")
         if comma and not metric.endswith("_stderr") and _is_number(value):

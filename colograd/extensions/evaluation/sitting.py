@@ -168,7 +168,7 @@ class RunBenchmark(HarnessBenchmark):
                 weakref.finalize(self, self.pool.close)
         result, answers = take(self, host, self.pool, sampler.device_turns.sampling(trainer.optimizer))
         if trainer.completion_log is not None:
-            groups = []  # with the primary metric as their reward
+            groups = []
             primary: dict[str, Any] = {each.loaded.name: each.primary for each in result.tasks}
             for each in answers:
                 values = [float(verdict.get(primary[each.task], 0.0)) for verdict in each.verdicts]

@@ -19,7 +19,7 @@ class TaskSpec:
     """A task, group or tag of the harness, written ``NAME[:ROWS]@N``. Only the name is required."""
 
     name: str
-    limit: int | None = None  # First rows to use. None: all.
+    limit: int | None = None
     n: int | None = None  # Completions per question, judged one by one.
 
     @classmethod

@@ -144,7 +144,7 @@ class Judge:
             found = answer.json()
             self.tokens += int((found.get("usage") or {}).get("total_tokens") or 0)
             return str(found["choices"][0]["message"]["content"]), None
-        except (ValueError, LookupError, TypeError, AttributeError):  # such as an error page
+        except (ValueError, LookupError, TypeError, AttributeError):
             return None, None
 
 
