@@ -26,7 +26,7 @@ from .checks import checked_advantages, checked_rewards
 from .rounds import PlainRound, Steps, unscored
 from .stages import PendingRewards, RolloutSource, Stages
 from .statistics import DIVIDED, RolloutStatistics
-from .texts import with_messages, with_prompt_text
+from .texts import has_parser, with_messages, with_prompt_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Sampler:
     def begin_scoring(self, groups: Sequence[Group]) -> Scoring:
         """Begin one call of each reward function, without waiting for workers or async functions."""
         tokenizer = self.hooks.policy.tokenizer
-        read = [with_messages(group, tokenizer) for group in groups]
+        read = groups if not has_parser(tokenizer) else [with_messages(group, tokenizer) for group in groups]
         if self.scorer.reads_prompt_texts:
             read = [with_prompt_text(group, tokenizer) for group in read]
         texts = [self.hooks.decode(group) for group in groups]
