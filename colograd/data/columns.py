@@ -18,7 +18,7 @@ def check_dataset(dataset: Any, name: str) -> None:
 
 
 def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
-    """Return column names. Those of a stream without known columns are the first row's keys."""
+    """Return column names. A stream without known columns has the keys of its first row."""
     return list(dataset.column_names or next(iter(dataset), {}))
 
 

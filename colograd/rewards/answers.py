@@ -1,4 +1,4 @@
-"""The built-in reward functions, and what they read in completions: the model's text, numbers, the end of a thought."""
+"""The built-in reward functions, and the parts of completions that they read: text, numbers, the end of a thought."""
 
 from __future__ import annotations
 

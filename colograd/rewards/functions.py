@@ -28,7 +28,7 @@ from ..usercode.calls import Outcome, place_in, unwrapped
 from .answers import builtin_rewards
 
 TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")
-ROUNDING = 4 * torch.finfo(torch.float32).eps  # Relative difference up to which sums count as equal.
+ROUNDING = 4 * torch.finfo(torch.float32).eps  # Maximum relative difference of sums that count as equal.
 # Reward functions may not log these metrics, and no families (prefixes before a slash) of the second tuple.
 OWN_METRICS = (
     "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "entropy", "kl", "reward",

@@ -25,7 +25,7 @@ FIGURES = "steps.jsonl"
 
 TABLE = pa.schema(
     [
-        ("input", pa.list_(pa.int32())),  # Prompt ids. Null: those of the first row.
+        ("input", pa.list_(pa.int32())),  # Prompt ids. Null: the ids of the first row.
         ("completion", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float32())),
         ("sampled", pa.list_(pa.bool_())),  # Whether the model wrote the token. Null: all.
@@ -46,7 +46,7 @@ class Record(NamedTuple):
 
 
 class RecordFile:
-    """A file of records, open to append. It has one writer. Opening cuts off what follows the last intact record."""
+    """A file of records, open to append by one writer. Opening cuts off all bytes after the last intact record."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.positions, end = path, set[int](), len(MAGIC)
@@ -93,7 +93,7 @@ class RecordFile:
 def read_records(
     source: Path | BinaryIO, wanted: Callable[[int], bool] = lambda position: True, largest: int = LARGEST
 ) -> Iterator[Record]:
-    """Yield the records before the first damaged one: those with ``wanted(position)`` and at most ``largest`` bytes."""
+    """Yield wanted records of at most ``largest`` bytes, up to the first damaged one."""
     packing = pa.Codec("zstd")
     with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as file:
         for position, length, size, raw in heads(file):

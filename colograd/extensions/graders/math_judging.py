@@ -1,4 +1,4 @@
-"""`judge`: compares mathematical answers with math-verify, whose time limits (SIGALRM) need a process's main thread."""
+"""`judge`: compares mathematical answers with math-verify. Its time limits (SIGALRM) need a process's main thread."""
 
 from __future__ import annotations
 
