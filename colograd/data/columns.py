@@ -1,5 +1,4 @@
-"""Checks of a dataset before tokenisation: its type and columns, and data that would be lost without notice. Checks of
-token ids: the tokenizer may have more or fewer tokens than the model's embedding has rows."""
+"""Checks of a dataset's type and columns, and of token ids."""
 
 from __future__ import annotations
 
@@ -8,39 +7,34 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-IMAGES = ("images", "image")  # Names of columns with images.
-EMPTY = [{"role": "user", "content": ""}]  # Prompt of a row without one, if an environment or agent writes it later.
+IMAGES = ("images", "image")
+EMPTY = [{"role": "user", "content": ""}]
 
 
 def check_dataset(dataset: Any, name: str) -> None:
     if not isinstance(dataset, Dataset | IterableDataset):
-        raise ValueError(
-            f"{name} is of type {type(dataset).__name__}, but must be a datasets.Dataset or an IterableDataset: "
-            "convert it (`Dataset.from_list`, say)."
-        )
+        rule = "must be a datasets.Dataset or an IterableDataset: convert it"
+        raise ValueError(f"{name} is of type {type(dataset).__name__}, but {rule}.")
 
 
 def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
-    """Return a dataset's column names. For a stream without known columns return the first row's keys."""
+    """Return column names. A stream without known columns has the keys of its first row."""
     return list(dataset.column_names or next(iter(dataset), {}))
 
 
 def check_prompt_column(columns: Iterable[str], name: str, column: str = "prompt") -> None:
     if column not in columns:
-        raise ValueError(
-            f"{name} has no column {column!r}; it has {listed(columns)}. Rename the column that holds the prompts "
-            "(in a recipe: set dataset_prompt_column)."
-        )
+        remedy = "rename the column that holds the prompts (in a recipe: set dataset_prompt_column)"
+        raise ValueError(f"{name} has no column {column!r}; it has {listed(columns)}: {remedy}.")
 
 
 def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = False) -> None:
-    """Raise ValueError for a transform at each read, or for columns of images if ``images`` is false (a text model)."""
+    """Refuse a transform, which runs at each read, and for a text model columns of images."""
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise ValueError(
-            f"{name} has a transform (with_transform or set_transform), which runs whenever a row is read, but prompts "
-            "are tokenised once: apply the transform with map. Keys that Arrow adds with None need no transform: tool "
-            "calls and chat_template_kwargs are read without these keys. Make other nested columns with "
-            "Dataset.from_list(rows, on_mixed_types='use_json')."
+            f"{name} has a transform (with_transform or set_transform), but prompts are tokenised once: apply the "
+            "transform with map. It need not remove keys with None that Arrow adds to messages and "
+            "chat_template_kwargs; elsewhere avoid them by Dataset.from_list(rows, on_mixed_types='use_json')."
         )
     if not images:
         check_no_images(columns_of(dataset), name)
@@ -48,20 +42,17 @@ def check_columns(dataset: Dataset | IterableDataset, name: str, images: bool = 
 
 def check_no_images(columns: Iterable[str], name: str) -> None:
     if found := sorted({*IMAGES} & {*columns}):
-        raise ValueError(
-            f"{name} has the column {found[0]!r}, but the model reads text alone: choose a vision-language model (see "
-            "docs/guide/images.md), remove the column, or rename it if only the reward functions need it."
-        )
+        remedy = "choose a vision-language model (docs/guide/images.md), or remove or rename the column"
+        raise ValueError(f"{name} has the column {found[0]!r}, but the model reads text alone: {remedy}.")
 
 
 def whole(dataset: Any, name: str) -> Dataset:
-    """Return a dataset that is in memory. An IterableDataset is read to its end; its rows may differ in their keys."""
     check_dataset(dataset, name)
     if isinstance(dataset, Dataset):
         return dataset
     rows = list(dataset.with_format(None))
     columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
-    features = dataset.features if rows else None  # Features don't fit an empty dataset.
+    features = dataset.features if rows else None
     return Dataset.from_dict(columns, features=features, on_mixed_types="use_json")
 
 
@@ -74,7 +65,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def size_of(tokenizer: Any) -> int:
-    """Return the number of embedding rows that the tokenizer needs: its highest token id plus 1."""
+    """Return the number of embedding rows that the tokenizer needs."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
@@ -82,13 +73,12 @@ def check_rows(ids: Iterable[int], rows: int, tokenizer: Any, where: str) -> Non
     if (highest := max(ids, default=0)) >= rows:
         raise ValueError(
             f"{where} has the token {tokenizer.convert_ids_to_tokens(highest)!r} ({highest}), but the model's "
-            f"embedding has {rows:,} rows, numbered from 0. Use the tokenizer of the model, or a model with more rows: "
-            f"call model.resize_token_embeddings({size_of(tokenizer)}) and save_pretrained, and train from that folder."
+            f"embedding has {rows:,} rows: use the model's tokenizer, or train from a folder that you save after "
+            f"model.resize_token_embeddings({size_of(tokenizer)})."
         )
 
 
 def surplus_rows(tokenizer: Any, rows: int) -> Iterator[str]:
-    """Yield a log line if the embedding has more rows than the tokenizer needs. The engine may sample their ids."""
     if (tokens := size_of(tokenizer)) < rows:
         yield (
             f"tokenizer: {rows - tokens:,} of the model's {rows:,} rows have no token; sampled ones "

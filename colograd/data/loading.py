@@ -1,7 +1,4 @@
-"""Load the rows of a run: one dataset or a mixture, with train and test split, and a column of prompts.
-
-A dataset's name is a local file or folder, a Hub id, or the import path of a function that returns the dataset.
-"""
+"""Load the rows of a run by their names: a local file or folder, a Hub id, or the import path of a function."""
 
 from __future__ import annotations
 
@@ -25,8 +22,7 @@ FILE_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "
 
 
 def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
-    """Return (rows to train on, rows to evaluate on or None), with a column ``prompt`` unless an agent or environment
-    writes prompts. They are IterableDatasets with streaming, or if a dataset function returns IterableDatasets."""
+    """Return (rows to train on, rows to evaluate on or None). With streaming both are IterableDatasets."""
     if bool(script.dataset_name) == bool(script.datasets):
         given = "both were given" if script.dataset_name else "neither was given"
         raise ValueError(
@@ -38,10 +34,8 @@ def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
     else:
         name, wanted = str(script.dataset_name), (script.dataset_train_split, script.dataset_test_split)
         if script.test_split_size is not None:
-            raise ValueError(
-                f"test_split_size={script.test_split_size} works only with a mixture: with dataset_name, name the "
-                "split to evaluate on in dataset_test_split, or give the dataset as the only part of `datasets`."
-            )
+            remedy = "set dataset_test_split, or give the dataset as the only part of `datasets`"
+            raise ValueError(f"test_split_size={script.test_split_size} works only with a mixture: {remedy}.")
         kwargs = _from_json(script.dataset_kwargs, dict, "dataset_kwargs", '{"size": 100}') or {}
         loaded = load_source(name, script.dataset_config, kwargs, wanted, script.dataset_streaming)
         if loaded.get(wanted[0]) is None:
@@ -54,17 +48,14 @@ def load_datasets(script: ScriptArguments) -> tuple[Any, Any]:
 
 
 def _load_mixture(script: ScriptArguments) -> tuple[Any, Any]:
-    """Concatenate the parts of a mixture. Split off ``test_split_size`` rows, if it is set, by a fixed seed."""
     entries = _from_json(script.datasets, list, "datasets", '[{"path": "org/name", "split": "train"}]')
     if script.streaming and script.test_split_size is not None:
-        raise ValueError(
-            f"test_split_size is {script.test_split_size}, but a streamed mixture has no length to hold rows out of: "
-            "remove test_split_size or streaming."
-        )
+        why = "a streamed mixture has no length: remove test_split_size or streaming"
+        raise ValueError(f"test_split_size is {script.test_split_size}, but {why}.")
     parts = [_load_part(entry, index, script.streaming) for index, entry in enumerate(entries)]
     fractions = [entry.get("fraction") for entry in entries]
     if any(fraction is not None for fraction in fractions):
-        # As in TRL, the mixture takes the first rows of each part: the most in these fractions without a repeated row.
+        # As in TRL: the first rows of each part, the most in these fractions without a repeated row.
         if any(fraction is None or fraction < 0 for fraction in fractions) or not sum(fractions):
             raise ValueError(f"`fraction` is {fractions} in `datasets`: give every part a fraction, or no part.")
         if not all(isinstance(part, Dataset) for part in parts):
@@ -159,7 +150,7 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
             return {"prompt": prompt}
         return {"prompt": [system, *prompt]}
 
-    # The map is quick and isn't cached, because ranks that share a cache would write the same file.
+    # Not cached: ranks that share a cache would write one file.
     uncached = {"desc": "system prompt", "keep_in_memory": True, "load_from_cache_file": False}
     return dataset.map(put_system_first, **({} if isinstance(dataset, IterableDataset) else uncached))
 
@@ -167,8 +158,7 @@ def _with_prompts(dataset: Any, script: ScriptArguments, name: str) -> Any:
 def load_source(
     name: str, config: str | None, kwargs: dict[str, Any], splits: Sequence[str], streaming: bool
 ) -> dict[str, Any]:
-    """Load a dataset's splits by its name, as IterableDatasets with ``streaming``. A dataset without splits counts as
-    the first of ``splits``."""
+    """Load splits by a dataset's name. A dataset without splits counts as the first of ``splits``."""
     if (function := _function(name)) is not None:
         loaded = _call(function, name, kwargs if config is None else {"name": config, **kwargs}, splits)
     else:
@@ -194,7 +184,7 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
         if not path.is_dir():
             check_dataset_name(name, kwargs.get("cache_dir"))
         return load_dataset(name, config, **kwargs)
-    # `datasets` raises OSError for a missing or unreachable dataset, and StopIteration for an empty file.
+    # `datasets` raises OSError for a missing dataset, StopIteration for an empty file.
     except (OSError, ValueError, TypeError, DatasetsError, StopIteration) as error:
         if builder is not None and path.is_file() and (problem := _problem_of_file(path, error)):
             raise ValueError(f"The dataset {name!r} can't be loaded: {problem}.") from error
@@ -206,7 +196,6 @@ def _load_stored(name: str, config: str | None, kwargs: dict[str, Any]) -> Any:
 
 
 def _problem_of_file(path: Path, error: Exception) -> str:
-    """Return the fault in a file that `datasets` can't load, in JSON lines with the line's number, or "" if unknown."""
     if not path.stat().st_size or "corresponds to no data" in str(error):
         return "the file has no rows: write some into it"
     rule = 'write one JSON object per line, such as {"prompt": "2 + 2 =", "answer": "4"}'
@@ -229,7 +218,7 @@ def _function(name: str) -> Callable[..., Any] | None:
     try:
         found = find_object(name, "The dataset", callable)
     except ValueError as error:
-        why = error.__cause__  # Without a cause, the module exists but lacks the function.
+        why = error.__cause__  # Without a cause the module exists, but not the function.
         absent = why is None or (isinstance(why, ModuleNotFoundError) and name.startswith(f"{why.name}."))
         if explicit or not absent:
             raise
@@ -254,9 +243,9 @@ def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], split
                 f"The dataset function {name}{signature} was given {given}: {error}. Set dataset_kwargs."
             ) from error
         result = function(**given)
-        if isinstance(result, dict):  # A DatasetDict is a dict.
+        if isinstance(result, dict):
             return result
-        if result is None and results:  # The dataset function has no test split.
+        if result is None and results:
             continue
         check_dataset(result, f"The result of the dataset function {name}")
         results[split] = result

@@ -1,5 +1,4 @@
-"""Checks of chat messages, and conversions for a chat template. Arrow tables and users may store messages in different
-forms."""
+"""Checks of chat messages, and conversions for a chat template."""
 
 from __future__ import annotations
 
@@ -9,30 +8,27 @@ from typing import Any
 
 import jinja2
 
-FAILURES = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)  # Errors of templates.
+FAILURES = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)
 
 
 def without_nones(value: Any) -> Any:
-    """Remove dict keys with the value None at every depth: Arrow's struct columns add missing keys with None."""
+    """Remove dict keys with the value None at every depth. Arrow adds keys that other rows have."""
     if isinstance(value, dict):
         return {key: without_nones(each) for key, each in value.items() if each is not None}
     return [without_nones(each) for each in value] if isinstance(value, list) else value
 
 
 def content_parts(content: Any) -> list[dict[str, Any]]:
-    """Return a message's content as a list of parts. Keys with the value None are removed, because Arrow adds them."""
-    if not isinstance(content, list):
-        return [{"type": "text", "text": content or ""}]
+    parts = content if isinstance(content, list) else [content or ""]
     return [
         {key: value for key, value in part.items() if value is not None}
         if isinstance(part, dict)
         else {"type": "text", "text": str(part)}
-        for part in content
+        for part in parts
     ]
 
 
 def text_of(prompt: Any) -> Any:
-    """Return a prompt with its messages' images left out, for display and logs."""
     if not isinstance(prompt, list):
         return prompt
     return [
@@ -44,9 +40,8 @@ def text_of(prompt: Any) -> Any:
 
 
 def content_problem(message: dict[str, Any], images: bool = False) -> str:
-    """Return an error text if a message's content can't be used, else an empty text."""
     content = message.get("content")
-    if content is None:  # A message with tool calls may have no content, as in OpenAI's API.
+    if content is None:  # Messages with tool calls may lack content, as in OpenAI's API.
         alone = not any(value for key, value in message.items() if key not in ("role", "name", "content"))
         return "no content: write a text" if alone and not images else ""
     for part in content if isinstance(content, list) else [content]:
@@ -67,10 +62,8 @@ def check_prompt(prompt: Any, where: str, images: bool = False) -> None:
         isinstance(m, dict) and isinstance(m.get("role"), str) and ("content" in m or (not images and len(m) > 1))
         for m in messages
     ):
-        raise ValueError(
-            f"{where}: the prompt is {prompt!r}; it must be a text, or a list of messages such as "
-            '[{"role": "user", "content": "..."}].'
-        )
+        rule = 'it must be a text, or a list of messages such as [{"role": "user", "content": "..."}]'
+        raise ValueError(f"{where}: the prompt is {prompt!r}; {rule}.")
     for index, message in enumerate(messages):
         if problem := content_problem(message, images):
             raise ValueError(f"{where}: message {index} of the prompt (role {message['role']}) has {problem}.")
@@ -79,9 +72,7 @@ def check_prompt(prompt: Any, where: str, images: bool = False) -> None:
 def template_messages(
     messages: Sequence[dict[str, Any]], write: Callable[[list[dict[str, Any]]], str]
 ) -> list[dict[str, Any]]:
-    """Return a conversation in the form that a chat template can write. Templates that handle lists of parts and
-    missing contents get the messages with these. Other templates would drop a list, or write Python's or JSON's text of
-    a list or of `None`. For such templates each content is replaced by the joined texts of its parts."""
+    """Return messages with contents that the chat template writes: some templates can't write lists or `None`."""
     original = [{"content": None} | without_nones(message) for message in messages]
     joined = [{**message, "content": _joined(message["content"])} for message in original]
     if original == joined:
@@ -94,7 +85,7 @@ def template_messages(
     raw = [form for each in contents for form in (str(each), json.dumps(each, ensure_ascii=False, default=str))]
     if any(text.count(form) > joined_text.count(form) for form in raw):
         return joined
-    # Remove all spaces before the comparison, because some templates trim each part.
+    # Some templates trim each part.
     text, joined_text = "".join(text.split()), "".join(joined_text.split())
     parts = ["".join(_joined([part]).split()) for each in contents for part in each or []]
     is_lost = any(part and text.count(part) < joined_text.count(part) for part in parts)
@@ -102,5 +93,4 @@ def template_messages(
 
 
 def _joined(content: Any) -> str:
-    parts = content if isinstance(content, list) else [content or ""]
-    return "".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in parts)
+    return "".join(str(part.get("text") or "") for part in content_parts(content))

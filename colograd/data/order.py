@@ -1,4 +1,4 @@
-"""The order of prompts in training: which prompts this rank takes in each optimizer step."""
+"""The order of prompts in training: this rank's prompts of each optimizer step."""
 
 from __future__ import annotations
 
@@ -15,21 +15,18 @@ from ..batch import Prompt
 from ..config import GRPOConfig
 from .prompts import PromptDataset
 
-EXTRA = 2**40  # First position of prompts that dynamic sampling draws in addition.
+EXTRA = 2**40  # First position of dynamic sampling's further prompts.
 
 
 @dataclass(eq=False)
 class StepOrder(Sampler[list[tuple[int, int]]]):
-    """Batch sampler of prompts: one item has this rank's prompts of one optimizer step, as [(row, position), ...].
+    """Batch sampler: one item is this rank's prompts of one optimizer step, as [(row, position), ...].
 
-    A position numbers the prompts of the whole training. An epoch is a sequence of rounds. A round has
-    ``steps_per_generation`` different steps, and is repeated ``num_iterations`` times. Example with 2 prompts per step,
-    steps_per_generation=2, num_iterations=2: ab cd ab cd | ef gh ef gh. Rows that don't fill a round are left out of
-    the epoch. With shuffling these rows differ between epochs.
-    """
+    A position numbers the prompts of the whole training. A round has ``steps_per_generation`` different steps, repeated
+    ``num_iterations`` times. With 2 prompts per step, 2 steps and 2 iterations: ab cd ab cd | ef gh ef gh."""
 
     num_rows: int
-    prompts_per_step: int  # Prompts per optimizer step over all ranks.
+    prompts_per_step: int  # over all ranks
     data_rank: int
     data_size: int
     steps_per_generation: int = 1
@@ -40,7 +37,6 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
 
     @classmethod
     def of(cls, config: GRPOConfig, num_prompts: int) -> Self:
-        """Build this rank's order of prompts. Raises ValueError if one generation takes more prompts than there are."""
         steps, shuffle = config.steps_per_generation or 1, bool(config.shuffle_dataset)
         ranks = config.layout.data_rank, config.layout.data_size
         prompts = num_prompts, config.prompts_per_step or 1
@@ -49,13 +45,13 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
     def __post_init__(self) -> None:
         assert self.prompts_per_step % self.data_size == 0, (self.prompts_per_step, self.data_size)
         assert 0 <= self.data_rank < self.data_size, (self.data_rank, self.data_size)
-        self.round_size = self.prompts_per_step * self.steps_per_generation  # Number of prompts over all ranks.
-        self.num_rounds = self.num_rows // self.round_size  # Number of rounds of an epoch.
+        self.round_size = self.prompts_per_step * self.steps_per_generation  # over all ranks
+        self.num_rounds = self.num_rows // self.round_size
         if self.num_rounds == 0:
             raise ValueError(
                 f"The dataset has {self.num_rows} prompts, but one generation takes {self.round_size} "
-                f"(prompts_per_step={self.prompts_per_step} times steps_per_generation={self.steps_per_generation}). "
-                "Lower one of the two settings, or add prompts."
+                f"(prompts_per_step={self.prompts_per_step} times steps_per_generation={self.steps_per_generation}): "
+                "lower one of the two settings, or add prompts."
             )
 
     def set_epoch(self, epoch: int) -> None:
@@ -73,7 +69,7 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
                 yield [(rows[place], start + place) for place in range(first, first + per_rank) if rows]
 
     def rows_of(self, number: int) -> Sequence[int]:
-        """Return the rows of a round, which ``number`` counts over all epochs, in the order of their positions."""
+        """Return the rows of a round in the order of their positions. ``number`` counts over all epochs."""
         epoch, index = divmod(number, self.num_rounds)
         rows = _permutation(self.num_rows, self.seed, epoch) if self.shuffle else range(self.num_rows)
         return rows[index * self.round_size : (index + 1) * self.round_size]
@@ -81,8 +77,8 @@ class StepOrder(Sampler[list[tuple[int, int]]]):
 
 @functools.lru_cache(maxsize=1)
 def _permutation(rows: int, seed: int, epoch: int) -> list[int]:
-    # Permutations as in TRL: equal seeds give equal prompts at each step. One generator draws the permutations of all
-    # epochs in turn. Past ones are drawn again (15 ms for a million rows), so no state is saved.
+    # As in TRL: one generator draws the permutations of all epochs in turn. Drawing past ones again saves a state in
+    # checkpoints (15 ms for a million rows).
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epoch):
         torch.randperm(rows, generator=generator)
@@ -94,16 +90,14 @@ def seed_of(config: GRPOConfig) -> int:
 
 
 def extra_prompts(dataset: PromptDataset, config: GRPOConfig, step: int, drawn: int, count: int) -> list[Prompt]:
-    """Return ``count`` additional prompts of this rank for an optimizer step, for dynamic sampling. The first ``drawn``
-    ones are skipped. Ranks take turns in one random order of all rows, which is repeated from its start when it ends.
-    The order depends only on seed and step, so a resumed run draws the same prompts without saved state."""
+    """Return ``count`` further prompts of this rank, after ``drawn`` ones, in an order of seed and step alone."""
     layout = config.layout
     places = (index * layout.data_size + layout.data_rank for index in range(drawn, drawn + count))
     return [prompt_at(dataset, config, EXTRA * (step + 1) + place) for place in places]
 
 
 def prompt_at(dataset: PromptDataset, config: GRPOConfig, position: int) -> Prompt:
-    """Return the prompt at a position of a run without curriculum. Dynamic sampling's prompts begin at `EXTRA`."""
+    """Return the prompt at a position of a run without curriculum."""
     if position < EXTRA:
         order = StepOrder.of(config, len(dataset))
         number, place = divmod(position, order.round_size)
@@ -115,20 +109,16 @@ def prompt_at(dataset: PromptDataset, config: GRPOConfig, position: int) -> Prom
 
 @functools.lru_cache(maxsize=1)
 def permutation(rows: int, text: str) -> torch.Tensor:
-    """Return a random permutation of 0 ... rows-1, int64, that depends only on ``text``."""
+    """Return a random permutation of 0 ... rows-1 (int64) that depends only on ``text``."""
     digest = hashlib.sha256(text.encode()).digest()
     return torch.randperm(rows, generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1))
 
 
 class PromptLoader(DataLoader):
-    """The training dataloader: one item is the list of this rank's `Prompt`s for one optimizer step.
-
-    A plain DataLoader with a batch sampler, so that `accelerate.skip_first_batches` can resume in the middle of an
-    epoch.
-    """
+    """The training dataloader: a plain one, so that `accelerate.skip_first_batches` can resume an epoch."""
 
     def __init__(self, dataset: PromptDataset, order: StepOrder) -> None:
-        # Use a separate generator, because DataLoader draws a number from the global generator when an epoch starts.
+        # DataLoader draws from its generator at the start of an epoch, by default from the global one.
         super().__init__(dataset, batch_sampler=order, collate_fn=list, num_workers=0, generator=torch.Generator())
 
     def set_epoch(self, epoch: int) -> None:

@@ -18,28 +18,25 @@ from ..parallel import watchdog
 from .columns import by_row, check_columns, check_prompt_column, check_rows, whole
 from .messages import check_prompt, template_messages, without_nones
 
-ROWS_AT_ONCE = 1000  # Number of rows per call of the tokenizer.
-NAMED = 5  # Maximum number of too long prompts that a message lists.
-COLUMNS = ("prompt", "chat_template_kwargs")  # Columns that the tokens of a prompt depend on.
+ROWS_AT_ONCE = 1000
+NAMED = 5
+COLUMNS = ("prompt", "chat_template_kwargs")
 
 
 @dataclass(eq=False)
 class PromptDataset(torch.utils.data.Dataset):
-    """A dataset's rows with their prompts as the model's inputs. `tokenize_prompts` makes it.
+    """A dataset's rows with tokenised prompts. An index (row, position) returns a `Prompt`, another one rows."""
 
-    An index (row, position) returns a `Prompt`. Any other index returns rows."""
-
-    dataset: Dataset  # The rows without too long prompts.
-    token_ids: Any  # All prompts in sequence, [sum P] int32. None: the reader of ``rules`` converts a row on request.
-    ends: np.ndarray  # The prompts' borders in ``token_ids``, from 0, [rows + 1] int64.
-    dropped: dict[int, int]  # Row number of a too long prompt in the original dataset -> its number of tokens.
+    dataset: Dataset
+    token_ids: Any  # All prompts, int32 [sum P]. None: the rules' reader converts rows on request.
+    ends: np.ndarray  # Borders in ``token_ids`` from 0, int64 [rows + 1].
+    dropped: dict[int, int]  # Original row of a too long prompt -> its tokens.
     rules: PromptRules
-    # An extension's object that chooses each step's prompts: `order(config)` makes the `StepOrder`; `saved` and
-    # `load(state)` hold its state; `missing` is why a checkpoint may lack the state.
+    # An extension's choice of each step's prompts: `order(config)` makes the `StepOrder`; `saved` and `load(state)`
+    # hold its state; `missing` is why a checkpoint may lack the state.
     choice: Any = None
 
     def dropped_line(self) -> str:
-        """Return a log line with the number of dropped prompts, and the rows of the first dropped prompts."""
         rules, total = self.rules, len(self.dropped) + len(self)
         first = ", ".join(f"row {row} ({tokens} tokens)" for row, tokens in [*self.dropped.items()][:NAMED])
         return (
@@ -68,7 +65,7 @@ class PromptDataset(torch.utils.data.Dataset):
         return [self[row, row] for row in range(min(count, len(self)))]
 
     def prompts(self, first: int = 0, step: int = 1) -> list[Prompt]:
-        """Return the prompts of every ``step``-th row from row ``first`` on, for an evaluation; position is the row."""
+        """Return the prompts of an evaluation: every ``step``-th row from ``first``. The row is the position."""
         return [self[row, row] for row in range(first, len(self), step)]
 
 
@@ -76,36 +73,33 @@ class PromptDataset(torch.utils.data.Dataset):
 class PromptRules:
     """Rules that turn dataset rows into tokenised prompts.
 
-    The chat template writes conversations; a plain text is tokenised directly. If a conversation ends with an
-    assistant's message, the model continues the message. A row's ``chat_template_kwargs`` override the run's.
-    """
+    Plain texts are tokenised without the chat template. The model continues a conversation that ends with an
+    assistant's message. A row's ``chat_template_kwargs`` override the run's."""
 
-    tokenizer: Any  # The policy's tokenizer, of transformers.
+    tokenizer: Any
     max_prompt_tokens: int
-    overlong: str  # `overlong`: treatment of prompts over the limit, `drop` or `error`.
+    overlong: str  # Prompts over the limit: `drop` or `error`.
     chat_template_kwargs: dict[str, Any]
-    name: str  # Name of the dataset, for log lines and errors.
-    columns: Sequence[str] = ()  # Further columns that the tokens of a prompt depend on, in addition to `COLUMNS`.
-    # An extension's function: (row, the row's name in errors) -> further arguments of the chat template.
+    name: str
+    columns: Sequence[str] = ()  # In addition to `COLUMNS`.
+    # (row, the row's name in errors) -> further arguments of the chat template.
     arguments: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None
-    # An extension's reader of rows that aren't only text; None for text rows. `prompt(example, row, rules)` makes a
-    # row's `ModelInput`, and `of_row` does so with a small cache, because successive steps may take the same row.
-    # `lengths(rows, rules)` counts the tokens of each row.
+    # An extension's reader of rows with images. `prompt(example, row, rules)` makes a `ModelInput`, `of_row` does so
+    # with a small cache, `lengths(rows, rules)` counts tokens.
     reader: Any = None
-    tell: Callable[[str], None] = lambda line: None  # Function that logs a progress line.
-    rows: int = 0  # Number of rows of the model's embedding, or 0 if unknown.
+    tell: Callable[[str], None] = lambda line: None
+    rows: int = 0  # Rows of the model's embedding, or 0 if unknown.
 
     def where(self, row: int) -> str:
         return f"{self.name}, row {row}"
 
     def read_columns(self, present: Sequence[str]) -> list[str]:
-        """Return those of the columns ``present`` that the tokens of a prompt depend on."""
         return [name for name in (*COLUMNS, *self.columns) if name in present]
 
     def encode(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[tuple[int, ...]]:
-        """Tokenise rows, also too long ones (which may raise ValueError). ``first``: first row's number, for errors."""
-        # Prompts with equal template arguments are tokenised in one call. Plain texts (arguments None) are tokenised in
-        # one call without template. Each value is (the arguments, indices of the prompts).
+        """Tokenise rows, also too long ones. ``first`` is the first row's number."""
+        # One call of the tokenizer per value of the template's arguments. Values: (arguments or None for plain texts,
+        # indices).
         alike: dict[str, tuple[dict[str, Any] | None, list[int]]] = {}
         for index, row in enumerate(rows):
             where = self.where(first + index)
@@ -122,8 +116,7 @@ class PromptRules:
                 if not getattr(self.tokenizer, "chat_template", "its own") and "chat_template" not in arguments:
                     raise ValueError(
                         f"{where}: the prompt is a conversation, but {self.tokenizer.name_or_path} has no chat "
-                        "template. Use an instruction-tuned model, set tokenizer.chat_template, or use plain text "
-                        "prompts."
+                        "template. Use an instruction-tuned model or plain prompts, or set tokenizer.chat_template."
                     )
                 write = functools.partial(apply, tokenize=False, **arguments)
                 cleaned = [template_messages(messages, write) for messages in prompts]
@@ -133,7 +126,6 @@ class PromptRules:
                     if len(places) == 1:
                         refusal = f"the chat template refuses the prompt {cleaned[0]!r}: {error}"
                         raise ValueError(f"{where}: {refusal}") from error
-                    # Tokenise the rows one by one to find the bad row.
                     ids = [[*self.encode([rows[at]], first + at)[0]] for at in places]
             for index, own in zip(places, ids, strict=True):
                 encoded[index] = tuple(own)
@@ -143,7 +135,6 @@ class PromptRules:
         return [encoded[index] for index in range(len(rows))]
 
     def template_arguments(self, row: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-        """Return the keyword arguments of `apply_chat_template` for a row, or None if its prompt is plain text."""
         further = {} if self.arguments is None else self.arguments(row, where)
         if isinstance(row["prompt"], str):
             return None
@@ -153,7 +144,7 @@ class PromptRules:
         return {**arguments, **self.chat_template_kwargs, **own, **further}
 
     def changed(self, example: Mapping[str, Any], where: str) -> ModelInput | None:
-        """Convert a row that isn't in the dataset. For a too long prompt return None, or raise ValueError as `fits`."""
+        """Convert a row that isn't in the dataset. None: the prompt is too long."""
         row = {name: example[name] for name in self.read_columns([*example])}
         if self.reader is not None:
             prompt = self.reader.prompt(row, 0, dataclasses.replace(self, name=where))
@@ -163,7 +154,6 @@ class PromptRules:
         return prompt if len(prompt) <= self.max_prompt_tokens else None
 
     def fits(self, tokens: int, prompt: Any, row: int) -> bool:
-        """Return whether a prompt is short enough. Raise ValueError if not and ``overlong`` is "error", or if empty."""
         if not tokens:
             raise ValueError(f"{self.where(row)}: the prompt {prompt!r} has no tokens: remove the row.")
         if tokens > self.max_prompt_tokens and self.overlong == "error":
@@ -175,7 +165,6 @@ class PromptRules:
 
 
 def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
-    """Tokenise the column ``prompt`` of a dataset. A stream (in an evaluation) is read to its end."""
     name, dataset = rules.name, whole(dataset, rules.name)
     check_columns(dataset, name, rules.reader is not None)
     if len(dataset) == 0:
@@ -193,10 +182,9 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
         lengths = rules.reader.lengths(dataset, rules)
     kept = [row for row, tokens in enumerate(lengths) if rules.fits(tokens, "", row)]
     if not kept:
-        raise ValueError(
-            f"{name}: all {len(dataset)} prompts are over the limit of {rules.max_prompt_tokens} tokens. Raise "
-            "max_prompt_tokens or vllm_max_model_length."
-        )
+        remedy = "raise max_prompt_tokens or vllm_max_model_length"
+        limit = f"the limit of {rules.max_prompt_tokens} tokens"
+        raise ValueError(f"{name}: all {len(dataset)} prompts are over {limit}: {remedy}.")
     token_ids = np.concatenate([encoded[row] for row in kept]) if rules.reader is None else None
     dropped = {row: tokens for row, tokens in enumerate(lengths) if tokens > rules.max_prompt_tokens}
     ends = np.cumsum([0, *(lengths[row] for row in kept)], dtype=np.int64)
@@ -204,7 +192,7 @@ def tokenize_prompts(dataset: Any, rules: PromptRules) -> PromptDataset:
 
 
 def text_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """Tokenise plain texts. If a text begins with the BOS token's text, the BOS token isn't added a second time."""
+    """Tokenise plain texts without a second BOS token for texts that begin with it."""
     start, token = getattr(tokenizer, "bos_token", None), getattr(tokenizer, "bos_token_id", None)
     return [
         list(ids[1:] if start and text.startswith(start) and list(ids[:2]) == [token, token] else ids)

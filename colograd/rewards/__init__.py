@@ -1,21 +1,15 @@
 """Reward functions: find them, call them in worker processes or in the trainer's process, and check their rewards.
 
-`functions` finds reward functions and sums rewards. `answers` has the built-in functions, and reads texts and numbers.
-`calling` makes the keywords of one call and checks its rewards. `scoring` decides where and when each call runs.
-Extensions offer further reward functions (hook ``rewards``) and convert reward models to functions (``reward_models``).
-
-A reward function has TRL's signature, and is called with keywords only, for one group (or with `reward_call: all` for
-all groups that a rank has sampled):
+A reward function has TRL's signature. It is called with keywords only, for one group (with `reward_call: all` for all
+groups of a rank). Without ``**kwargs`` it gets only the keywords that it names.
 
     f(prompts, completions, completion_ids, completion_mask, trainer_state, log_extra, log_metric, **columns)
         -> list[float | None]    # G rewards; with an agent a reward may be a list with a number per turn
 
-``columns`` are the dataset's columns except ``prompt``, with a value repeated G times, and columns that the rollouts
-add. ``None`` means that the function abstains. A function without ``**kwargs`` gets only the keywords that it names.
-All calls of ``async def`` functions run concurrently.
+``columns`` are the dataset's columns except ``prompt``, repeated G times, and columns that the rollouts add. ``None``
+means that the function abstains. All calls of ``async def`` functions run concurrently.
 
-Some names are imported on first use, because worker processes import this package and shouldn't import torch.
-"""
+Worker processes import this package without torch, so some names are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built-in reward functions, and answers in completions: the text that the model wrote, and numbers in a text."""
+"""The built-in reward functions, and the parts of completions that they read: text, numbers, the end of a thought."""
 
 from __future__ import annotations
 
@@ -12,30 +12,27 @@ from typing import Any, NamedTuple
 from ..runtime import registry
 
 _NUMBER = re.compile(
-    r"(?:(?<![\w.)\]])-\$?)?"  # Sign. A minus after a letter, digit, point or bracket is no sign, so 10-5 ends in 5.
-    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"  # Number such as 1,234.5 or 1234.5.
-    r"|(?<![0-9.])\.[0-9]+)"  # Number such as .5.
-    r"(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?"  # Exponent, as in 1e-05.
+    r"(?:(?<![\w.)\]])-\$?)?"  # Sign, but no minus as in 10-5.
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"  # 1,234.5 or 1234.5
+    r"|(?<![0-9.])\.[0-9]+)"  # .5
+    r"(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?"
 )
-_THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # Keys of a message where parsers store the model's thought.
-_OTHERS = ("tool", "user")  # Roles of messages that tools and environments write.
+_THOUGHTS = ("thinking", "reasoning_content", "reasoning")
+_OTHERS = ("tool", "user")
 _THINK = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
 _BEHIND_HASHES = re.compile(r"#### (-?[0-9.,]+)")
-HASHES_WITHIN = 300  # Number of characters at a completion's end where `gsm8k_reward` looks for "####", as in verl.
-_FLOAT_TOLERANCE = Decimal("1e-12")  # Relative tolerance for float answers, because 0.1 + 0.2 isn't exactly 0.3.
+HASHES_WITHIN = 300  # Characters at a completion's end, as in verl.
+_FLOAT_TOLERANCE = Decimal("1e-12")  # Relative: 0.1 + 0.2 isn't exactly 0.3.
 
 
 class Verdict(NamedTuple):
-    """The judgement of a completion's mathematical answer, with the two texts that were compared."""
-
-    right: bool | None  # Whether the completion's answer is right. None: the dataset's answer can't be parsed.
-    gold: str  # Text of the dataset's right answer.
-    answer: str  # Text of the completion's answer.
+    right: bool | None  # None: the dataset's answer can't be parsed.
+    gold: str
+    answer: str
 
 
 def text_of(completion: Any) -> str:
-    """Return the text of a completion, a str or a list of messages. The text of a list of messages is the last
-    message's content, or "" if a tool or user wrote the last message."""
+    """Return the text of a str or of the last message of a list, or "" if a tool or user wrote that message."""
     if isinstance(completion, str):
         return completion
     last = completion[-1] if completion else {}
@@ -47,28 +44,22 @@ def text_of(completion: Any) -> str:
 
 
 def thought_begun(prompt_texts: Sequence[str] | None, count: int) -> list[bool]:
-    """Return for each of ``count`` completions whether its prompt ends in ``<think>``. All False without the texts."""
     return [text.rstrip().endswith("<think>") for text in prompt_texts] if prompt_texts else [False] * count
 
 
 def has_thought_apart(completion: Any) -> bool:
-    """Return whether the completion's last message has the model's thought under a separate key, e.g. "thinking"."""
+    """Return whether the last message has the model's thought under a key of its own."""
     return bool(completion) and isinstance(completion, list) and any(completion[-1].get(key) for key in _THOUGHTS)
 
 
 def after_thinking(text: str, begun: bool = False) -> str:
-    """Return the text after the last ``</think>``, all of ``text`` if it has no thought, or "" if a thought has no end.
-
-    Args:
-        begun: whether the prompt ends in ``<think>``, so that the completion starts inside the block.
-    """
+    """Return the text after the thought. ``begun``: the prompt ends in ``<think>``. "": the thought has no end."""
     _, end, answer = text.rpartition("</think>")
     return answer if end or not (begun or "<think>" in text) else ""
 
 
 def number_in(value: Any) -> Decimal | None:
-    """Return the last number in ``value``, a text or a number. None means that ``value`` has no number."""
-    numbers = _NUMBER.findall(str(value).replace("\u2212", "-"))  # \u2212 is the typographic minus sign.
+    numbers = _NUMBER.findall(str(value).replace("\u2212", "-"))
     return Decimal(re.sub(r"[,$]", "", numbers[-1])) if numbers else None
 
 
@@ -83,9 +74,8 @@ def _right_number(number: Decimal | None, answer: Any) -> float | None:
 def last_number(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float | None]:
     """Return for each completion 1.0 if its last number equals the last number in the column ``answer``, else 0.0.
 
-    Numbers are integers or decimals, with or without commas or an exponent: ``#### 42`` (GSM8K), ``-5``, ``$1,234.50``,
-    ``42.``, ``1e-05``. Numbers are compared exactly, as decimals, or to 12 digits if the column has floats. The reward
-    is None if ``answer`` has no number."""
+    Numbers are integers or decimals: ``#### 42`` (GSM8K), ``-5``, ``$1,234.50``, ``42.``, ``1e-05``. They are compared
+    exactly, or to 12 digits if the column has floats. None: ``answer`` has no number."""
     pairs = zip(completions, answer, strict=True)
     return [_right_number(number_in(text_of(completion)), expected) for completion, expected in pairs]
 
@@ -93,9 +83,8 @@ def last_number(completions: list[Any], answer: list[Any], **kwargs: Any) -> lis
 def gsm8k_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float | None]:
     """Return for each completion 1.0 if the last number behind a ``####`` equals the column ``answer``, else 0.0.
 
-    As in verl, only the last 300 characters are read, and neither ``#### $5`` nor ``#### 5.`` counts as 5. verl
-    compares texts, but this function compares numbers, so ``#### 5.00`` equals 5. ``answer`` is a number, or a text
-    that ends in a number, such as GSM8K's answers. The reward is None if ``answer`` has no number."""
+    As in verl, only the last 300 characters are read, and neither ``#### $5`` nor ``#### 5.`` counts as 5. Unlike verl,
+    ``#### 5.00`` equals 5. ``answer`` is a number, or a text that ends in one. None: ``answer`` has no number."""
     pairs = zip(completions, answer, strict=True)
     rewards = []
     for completion, expected in pairs:
@@ -106,22 +95,19 @@ def gsm8k_reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> li
 
 
 def behind_hashes(text: str) -> str | None:
-    """Return the last number behind ``#### `` in a text, as sign, digits and points without commas, or None."""
     numbers = _BEHIND_HASHES.findall(text)
     return numbers[-1].replace(",", "") if numbers else None
 
 
 def chance_of_pass(n: int, c: int, k: int) -> float:
-    """Estimate pass@k without bias: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, equation 1). It is the chance that at
-    least one of k completions is right, given that c of n sampled completions are right."""
+    """Return unbiased pass@k, 1 - C(n-c, k) / C(n, k), if c of n samples pass (arXiv 2107.03374, equation 1)."""
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def think_format_reward(completions: list[Any], prompt_texts: list[str] | None = None, **kwargs: Any) -> list[float]:
     """Return for each completion 1.0 if it starts with ``<think>``, has no second one, and ends the thought, else 0.0.
 
-    As in TRL. The ``<think>`` may be the end of the prompt, written by the chat template. A thought that the
-    tokenizer's parser has moved to a separate key of the message counts, too."""
+    As in TRL. The chat template may have written ``<think>``. A thought under a separate key of the message counts."""
     begun = thought_begun(prompt_texts, len(completions))
     return [
         float(has_thought_apart(completion) or _THINK.match("<think>" * within + text_of(completion)) is not None)
@@ -140,13 +126,8 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
     n counts only the tokens that the model wrote. TRL also counts tokens of tools, which the model can't shorten.
 
-    Args:
-        max_completion_len: L in tokens, usually the run's ``max_completion_length``.
-        soft_punish_cache: K, the length in tokens of the range below L where the reward falls from 0 to -1.
-
     Raises:
-        ValueError: ``soft_punish_cache`` isn't between 1 and ``max_completion_len``.
-    """
+        ValueError: ``soft_punish_cache`` isn't between 1 and ``max_completion_len``."""
     if not 1 <= soft_punish_cache <= max_completion_len:
         limits = f"from 1 to max_completion_len ({max_completion_len})"
         raise ValueError(f"soft_punish_cache is {soft_punish_cache}, but soft_punish_cache must be {limits}.")
@@ -163,12 +144,11 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
 @functools.cache
 def builtin_rewards() -> dict[str, Callable[..., Any]]:
-    """Return all named reward functions, name -> function: built-in ones and functions that extensions offer."""
     return {
         "last_number": last_number,
         "gsm8k_reward": gsm8k_reward,
         "think_format_reward": think_format_reward,
-        # Name and values are TRL's. For different values, a user's module calls `get_soft_overlong_punishment`.
+        # Name and values are TRL's.
         "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
         **{function.__name__: function for function in registry.hooks("rewards")},
     }

@@ -1,4 +1,4 @@
-"""Make the keyword arguments of one call of a reward function, and check the rewards that the call returned."""
+"""The keyword arguments of one call of a reward function, and checks of the rewards that it returns."""
 
 from __future__ import annotations
 
@@ -24,22 +24,16 @@ RESERVED = (
     "prompt", "prompts", "prompt_texts", "completions", "completion_ids", "completion_mask", "trainer_state",
     "log_extra", "log_metric",
 )  # fmt: skip
-Texts = Sequence[Sequence[str]]  # The decoded completions of each group.
+Texts = Sequence[Sequence[str]]
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def keywords_for(
     reward: RewardFunction, groups: Sequence[Group], texts: Texts, trainer_state: Any, log: CallLog | None = None
 ) -> dict[str, Any]:
-    """Return the keyword arguments of one call of ``reward``, as copies that the function may change.
+    """Return the keyword arguments of one call, as copies that the function may change.
 
-    Args:
-        groups: one group, or all groups of a rank. If ``group.example["prompt"]`` is a list of messages, the function
-            gets each completion as ``[{"role": "assistant", "content": text}]``, or as `Rollout.messages` if there are
-            some. Otherwise it gets texts. ``Rollout.columns`` override columns of ``group.example``.
-        trainer_state: transformers' `TrainerState`, for rewards that depend on the training's progress.
-        log: the log that ``log_extra`` and ``log_metric`` write to. None: a worker process will call the function.
-    """
+    ``log`` is None if a worker process makes the call. `Rollout.columns` override the dataset's columns."""
     columns = dict.fromkeys(name for group in groups for name in group.example if name not in RESERVED)
     own = dict.fromkeys(name for group in groups for rollout in group.rollouts for name in rollout.columns)
     shared = {"trainer_state": trainer_state, "log_extra": log and log.extra, "log_metric": log and log.metric}
@@ -54,10 +48,10 @@ def keywords_for(
             messages = [*rollout.messages] or [{"role": "assistant", "content": text}]
             completion = messages if isinstance(prompt, list) else text
             row = {**group.example, "prompts": prompt, "completions": completion, **rollout.columns}
-            # For a worker process, ids and mask are an array and bytes, 5 bytes per token. The worker makes lists.
+            # A worker gets an array and bytes (5 bytes per token) and makes lists.
             if "completion_ids" in names:
                 row["completion_ids"] = list(rollout.completion_ids) if log is not None else rollout.completion_ids
-            if "completion_mask" in names:  # The mask is 1 for a token that the model wrote, else 0.
+            if "completion_mask" in names:  # 1: the model wrote the token.
                 mask = rollout.sampled.to(torch.uint8)
                 row["completion_mask"] = mask.tolist() if log is not None else mask.numpy().tobytes()
             for name in names.keys() - shared:
@@ -74,7 +68,6 @@ def check_columns_for(rewards: Sequence[RewardFunction], columns: Sequence[str])
 
 
 def _lacking(reward: RewardFunction, given: Container[str], columns: Iterable[str]) -> str:
-    """Return an error text with the parameters of ``reward`` that ``given`` lacks, or "" if it lacks no parameter."""
     missing = [
         p.name
         for p in parameters_of(reward.function).values()
@@ -92,7 +85,7 @@ def _lacking(reward: RewardFunction, given: Container[str], columns: Iterable[st
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return a function's parameters. A callable without a readable signature counts as one with ``**kwargs``."""
+    """Return a function's parameters. Without a readable signature it counts as one with ``**kwargs``."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -108,27 +101,22 @@ def value_error(
 
 
 def checked_values(reward: RewardFunction, groups: Sequence[Group], values: Any) -> list[float]:
-    """Check the values that a reward function returned for ``groups``. Return a number per completion, NaN for None. A
-    wrong value raises `RewardError`."""
+    """Return a number per completion, NaN for None. A wrong value raises `RewardError`."""
     size = sum(len(group.rollouts) for group in groups)
     fail = functools.partial(value_error, reward, groups)
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu().float().numpy()
     if not isinstance(values, (list, tuple, np.ndarray)) or (isinstance(values, np.ndarray) and values.ndim == 0):
-        raise fail(
-            f"it returned {reprlib.repr(values)} ({type(values).__name__}), but a reward function must return a list "
-            f"of {size} numbers, one per completion."
-        )
+        rule = f"a reward function must return a list of {size} numbers, one per completion"
+        raise fail(f"it returned {reprlib.repr(values)} ({type(values).__name__}), but {rule}.")
     if len(values) != size:
-        raise fail(
-            f"it returned {len(values)} rewards for {size} completions. A reward function must return exactly one "
-            "number per completion, or None to abstain from that completion."
-        )
+        rule = "must return exactly one number per completion, or None to abstain"
+        raise fail(f"it returned {len(values)} rewards for {size} completions, but {rule}.")
     numbers_G = []
     for index, value in enumerate(values):
         number = value.item() if isinstance(value, np.generic | torch.Tensor) and value.ndim == 0 else value
         number = math.nan if value is None else number
-        # For NaN the comparison with FLOAT32_MAX is false, so NaN isn't a valid reward.
+        # False for NaN, which is no valid reward.
         if value is not None and not (isinstance(number, numbers.Real) and abs(number) <= FLOAT32_MAX):
             is_nan = isinstance(number, numbers.Real) and bool(number != number)
             problem = f"its reward is {reprlib.repr(value)} ({type(value).__name__}), but a reward must be a finite "

@@ -1,5 +1,4 @@
-"""Find reward functions by name, import path or callable, and give each of them a unique name and a weight. Errors of
-reward functions, checks of the values that they log, and sums of their rewards."""
+"""Reward functions by name, import path or callable, their errors, checks of logged values, and sums of rewards."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ from ..usercode.calls import Outcome, place_in, unwrapped
 from .answers import builtin_rewards
 
 TAKEN_FOR_TEXT = re.compile(r"AttributeError: '(list|dict)' object|TypeError: .*\blist\b")
-ROUNDING = 4 * torch.finfo(torch.float32).eps  # Relative difference of sums of rewards that count as equal.
-# Names of the trainer's metrics, and their prefixes before a slash. Reward functions may not log such metrics.
+ROUNDING = 4 * torch.finfo(torch.float32).eps  # Maximum relative difference of sums that count as equal.
+# Reward functions may not log these metrics, and no families (prefixes before a slash) of the second tuple.
 OWN_METRICS = (
     "loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "step_time", "entropy", "kl", "reward",
     "reward_std", "frac_reward_zero_std",
@@ -42,8 +41,6 @@ OWN_FAMILIES = (
 
 @dataclasses.dataclass(frozen=True)
 class RewardFunction:
-    """A reward function, with its name in metrics and its weight in the sum over all reward functions."""
-
     name: str
     function: Callable[..., Any]
     weight: float
@@ -55,7 +52,6 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def is_of_module(function: Callable[..., Any]) -> bool:
-    """Return whether a worker can import ``function``: a plain function that isn't nested or defined in a script."""
     module = sys.modules.get(getattr(function, "__module__", ""))
     return (
         inspect.isfunction(function)
@@ -65,27 +61,25 @@ def is_of_module(function: Callable[..., Any]) -> bool:
 
 
 class ModelReward:
-    """Base class of reward models. One call in the trainer's process scores the completions of all waiting groups:
-    ``model(prompts, completions)`` returns one reward per completion."""
+    """Base class of reward models. One call scores the completions of all waiting groups."""
 
     tokenizer: Any
     __call__: Callable[..., list[float]]
 
 
 class RewardError(RuntimeError):
-    """A reward function has raised an exception, crashed, taken too long, or returned or logged a wrong value.
+    """A reward function raised, crashed, took too long, or returned or logged a wrong value.
 
     Attributes:
         function: the reward function's name.
-        position: position of the (first) group's prompt in the stream of prompts.
-        completion: the completion's index in its group, 0 ... G-1. None means that the error concerns the whole call.
-        problem: the wrong value, the rule and the remedy. If the function raised, also the function's traceback.
-    """
+        position: the (first) group's position.
+        completion: index in the group, 0 ... G-1. None: the error concerns the whole call.
+        problem: the text of the error."""
 
-    says_all = True  # Printed without a traceback, because the message is complete (see `process.tell_briefly`).
+    says_all = True  # Printed without a traceback, see `process.tell_briefly`.
 
     def __init__(self, function: str, position: int, completion: int | None, problem: str) -> None:
-        # All arguments go into `Exception.args`, so that the error can be pickled and sent to other ranks.
+        # Pickling needs all arguments in `Exception.args`.
         super().__init__(function, position, completion, problem)
         self.function, self.position, self.completion, self.problem = function, position, completion, problem
 
@@ -104,25 +98,21 @@ def resolve_rewards(
     """Convert names, import paths and callables to `RewardFunction`s with unique names and weights.
 
     Args:
-        reward_funcs: one reward function or several. Each is a key of `builtin_rewards`, an import path
-            (``package.module:function`` or ``package.module.function``, also of a module in the current directory), or
-            a callable. Reward models must have been converted by `with_models`.
-        weights: one weight per function. None means 1 for each function.
+        reward_funcs: one or several keys of `builtin_rewards`, import paths (``package.module:function``, also of a
+            module in the current directory) or callables. `with_models` has converted reward models.
+        weights: one per function. None means 1 each.
 
     Raises:
-        ValueError: there is no function, a function can't be imported or called, or the number of weights is wrong.
-    """
+        ValueError: there is no function, a function can't be imported or called, or the number of weights is wrong."""
     given = as_list(reward_funcs)
     if not given:
-        raise ValueError(
-            "there is no reward function, but GRPO needs at least one: set reward_funcs to a built-in function "
-            f"({', '.join(builtin_rewards())}), to an import path (package.module:function) or to a callable."
-        )
+        known = ", ".join(builtin_rewards())
+        choices = f"a built-in one ({known}), an import path (package.module:function) or a callable"
+        raise ValueError(f"there is no reward function, but GRPO needs at least one: set reward_funcs to {choices}.")
     if weights is not None and len(weights) != len(given):
-        raise ValueError(
-            f"reward_weights has {len(weights)} weights {list(weights)} for {len(given)} reward functions. Give "
-            "exactly one weight per function, or leave reward_weights out to weigh each function by 1."
-        )
+        rule = "give one weight per function, or leave reward_weights out to weigh each by 1"
+        numbers = f"{len(weights)} weights {list(weights)} for {len(given)} reward functions"
+        raise ValueError(f"reward_weights has {numbers}: {rule}.")
     resolved: dict[str, RewardFunction] = {}
     for item, weight in zip(given, weights or [1.0] * len(given), strict=True):
         function = _found(item) if isinstance(item, str) else item
@@ -138,7 +128,7 @@ def resolve_rewards(
             )
         if problem:
             raise ValueError(f"reward function {shown!r} is {problem}.")
-        if check := getattr(function, "check_settings", None):  # The reward `judge` has `check_settings`.
+        if check := getattr(function, "check_settings", None):
             check()
         name = function_name(function)
         names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
@@ -163,16 +153,13 @@ def _found(spec: str) -> Any:
 
 
 def function_name(function: Any) -> str:
-    """Return the name of a reward function: of a partial the name of the wrapped function, of an object without
-    ``__name__`` the name of its class."""
+    """Return the name in metrics: of a partial its function's name, of an object without a name its class's."""
     function = unwrapped(function)
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def code_digest(function: Any) -> str:
-    """Return a digest of a function's source and of the statements of its module that define the names it uses.
-    Comments, formatting, imported code, and values at run time don't change the digest. A function without source has
-    the digest of an empty module."""
+    """Return a digest of a function's source and of its module's statements that define the names it uses."""
     function = unwrapped(function)
     function = function if inspect.isroutine(function) else type(function)
     found, defined = hashlib.blake2b(digest_size=8), dict[str, list[ast.stmt]]()
@@ -184,7 +171,7 @@ def code_digest(function: Any) -> str:
         for name in names:
             defined.setdefault(name, []).append(statement)
     todo: list[ast.AST] = [_parsed(function)]
-    for node in todo:  # The loop also visits nodes that its body appends.
+    for node in todo:
         found.update(ast.dump(node).encode())
         for name in sorted({each.id for each in ast.walk(node) if isinstance(each, ast.Name)}):
             todo += defined.pop(name, [])
@@ -206,9 +193,8 @@ def raised_error(reward: RewardFunction, group: Group, outcome: Outcome) -> Rewa
         'the text is `completion[0]["content"]`. '
     )
     problem = (
-        f"it raised {line}{where}, but must return one number per completion, and None where it has no opinion. "
-        f"{hint if of_messages else ''}Mend it, or set reward_on_error: abstain to go on without its opinion wherever "
-        f"it fails. Its traceback:\n{traceback}"
+        f"it raised {line}{where}, but must return one number per completion. {hint if of_messages else ''}"
+        f"Mend it, or set reward_on_error: abstain to go on wherever it fails. Its traceback:\n{traceback}"
     )
     return RewardError(reward.name, group.position, None, problem)
 
@@ -216,7 +202,6 @@ def raised_error(reward: RewardFunction, group: Group, outcome: Outcome) -> Rewa
 def check_log(
     reward: RewardFunction, position: int, rollouts: Sequence[Rollout], columns: dict[str, Any], metrics: dict[str, Any]
 ) -> None:
-    """Raise a `RewardError` if ``columns`` or ``metrics`` that a reward function logged for ``rollouts`` are wrong."""
     fail = functools.partial(RewardError, reward.name, position)
     for name, values in columns.items():
         if len(values) != len(rollouts):
@@ -226,7 +211,7 @@ def check_log(
     for name in metrics:
         if name in OWN_METRICS or name.partition("/")[0] in OWN_FAMILIES:
             raise fail(None, f"the function logged the metric {name!r}, a name of the trainer's metrics: rename it.")
-    if "token_weights" in columns:  # This column needs the extension `token_weights`.
+    if "token_weights" in columns:
         registry.require("token_weights", f"the column token_weights, which {reward.name} logs,", "log no such column")
     for kind in (kind for kind in registry.hooks("riders") if kind.COLUMN in columns):
         for index, (rollout, value) in enumerate(zip(rollouts, columns[kind.COLUMN], strict=True)):
@@ -237,24 +222,22 @@ def check_log(
 
 
 def with_logged_riders(group: Group, logged: Logged) -> Group:
-    """Return the group with riders (data of extensions, such as token weights) that reward functions have logged for
-    its completions by `log_extra`."""
+    """Add riders (data of extensions, such as token weights) that reward functions logged by `log_extra`."""
     for kind in (kind for kind in registry.hooks("riders") if kind.COLUMN in logged.columns):
         pairs = zip(group.rollouts, logged.columns[kind.COLUMN], strict=True)
-        riders = ((one, () if value is None else (kind.from_json(value, one),)) for one, value in pairs)
-        group = dataclasses.replace(group, rollouts=tuple(one.carrying(*own) for one, own in riders))
+        rollouts = (one if value is None else one.carrying(kind.from_json(value, one)) for one, value in pairs)
+        group = dataclasses.replace(group, rollouts=tuple(rollouts))
     return group
 
 
 def weighted_sum(rewards: torch.Tensor, weights: Sequence[float] | torch.Tensor) -> torch.Tensor:
-    """Sum a group's rewards [G, R], weighted by R weights, over the functions that didn't abstain (NaN).
+    """Sum rewards [G, R], weighted by R weights, over the functions that didn't abstain (NaN).
 
-    If the sums of several functions differ only by float32 rounding (0.6 + 0.1 and 0.7), all become equal. Otherwise
-    equal rewards would train on rounding errors, because a division by the standard deviation enlarges them.
+    Sums of several functions that differ only by float32 rounding (0.6 + 0.1 and 0.7) become equal, because advantages
+    that divide by the standard deviation would enlarge rounding errors.
 
     Returns:
-        Sums [G] float32, NaN for a completion where all functions abstained.
-    """
+        Sums [G] float32. NaN: all functions abstained."""
     weights_R = torch.as_tensor(weights, dtype=torch.float32, device=rewards.device)
     terms = rewards.double() * weights_R.double()
     total = terms.nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), math.nan)

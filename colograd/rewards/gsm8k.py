@@ -1,6 +1,4 @@
-"""The dataset GSM8K (arXiv 2110.14168) in the form that verl and SkyRL use: the question with an instruction, and
-the final number as the answer. A recipe uses `rows` as its dataset and `gsm8k_reward` as its reward.
-"""
+"""GSM8K (arXiv 2110.14168) in verl's form: the question with an instruction, and the final number as the answer."""
 
 from __future__ import annotations
 
@@ -18,11 +16,10 @@ def rows(split: str = "train", path: str = PATH) -> Any:
 
     Args:
         split: ``train`` with 7,473 problems, or ``test`` with 1,319 problems.
-        path: a folder or Hub id with the dataset's files, or one file of rows, which counts as the split ``train``.
+        path: a folder or Hub id, or one file of rows, which counts as the split ``train``.
 
     Returns:
-        A `datasets.Dataset`, or None if ``path`` has no such split.
-    """
+        A `datasets.Dataset`, or None if ``path`` has no such split."""
     from datasets import Dataset
 
     from ..data.loading import load_source

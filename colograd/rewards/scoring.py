@@ -4,9 +4,7 @@
     async functions    on one event loop in a thread, all groups concurrently
     reward models      in this process, all waiting groups together, when the first result is needed
 
-If a call takes longer than `reward_timeout`, the function abstains; reward models have no limit. But with
-`reward_on_error: raise` a late sync call in this process ends the run, because nothing interrupts the call reliably.
-"""
+`reward_timeout` limits each call, except of reward models."""
 
 from __future__ import annotations
 
@@ -40,29 +38,25 @@ from .calling import Texts, checked_values, keywords_for, parameters_of
 from .functions import ModelReward, RewardError, RewardFunction, check_log, is_async, is_of_module, raised_error
 
 T = TypeVar("T")
-MOST_WORKERS = 4  # Maximum of the default number of reward worker processes.
+MOST_WORKERS = 4
 
 
 @dataclass(eq=False)
 class Scoring:
-    """The pending rewards of some groups, like a future. It implements `PendingRewards` of rollout/stages.py."""
-
     scorer: Scorer
     groups: Sequence[Group]
-    calls: Sequence[Future[Outcome]]  # Calls, one per reward function, [R].
+    calls: Sequence[Future[Outcome]]  # [R]
 
     def done(self) -> bool:
         return all(call.done() for call in self.calls)
 
     def cancel(self) -> None:
-        """Cancel the calls. Queued calls never begin. The results of running calls are dropped, and their workers are
-        killed if other calls wait for a worker."""
+        """Cancel the calls. A running call may be killed with its worker."""
         for call in self.calls:
             call.cancel()
 
     def result(self) -> torch.Tensor:
-        """Wait for the rewards, and return them as [completions, R] float32, NaN where a function abstained. Afterwards
-        `Scorer.take_logged` returns the values that the functions logged."""
+        """Wait for rewards, [completions, R] float32. NaN: the function abstained."""
         scorer, log, position = self.scorer, CallLog(), self.groups[0].position
         scorer.score_with_models()
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
@@ -93,7 +87,7 @@ class Scoring:
             for name, values in metrics.items():
                 log.metrics.setdefault(name, []).extend(values)
         start, metrics_of = 0, {name: (sum(values), len(values)) for name, values in log.metrics.items()}
-        for group in self.groups:  # Metrics aren't logged per group. So the first group gets all metrics.
+        for group in self.groups:  # The first group gets the metrics of all groups.
             own = slice(start, start + len(group.rollouts))
             cut = {storable(name): tuple(map(storable, values[own])) for name, values in log.columns.items()}
             scorer.logged[group.position] = Logged(cut, metrics_of)
@@ -102,54 +96,47 @@ class Scoring:
 
 
 class Ready(Future[T]):
-    """A finished future. With rewards it implements `PendingRewards`."""
-
     def __init__(self, result: T) -> None:
         super().__init__()
         self.set_result(result)
 
 
 def usual_workers(on_gpu: bool) -> int:
-    """Return the default number of reward workers. If the policy runs on the CPU, it is 0, because the cores are busy
-    with sampling. On a GPU it is 1 to 4, depending on the rank's CPU cores."""
+    """Return the default number of reward workers. Without a GPU it is 0: sampling uses all cores."""
     return min(MOST_WORKERS, max(1, process.cpu_threads() - 1)) if on_gpu else 0
 
 
 @dataclass(eq=False)
 class Scorer:
-    """Calls reward functions on groups, and keeps logged values until a caller takes them."""
-
-    rewards: list[RewardFunction]  # Reward functions, [R].
-    # Number of worker processes for functions that can be pickled. 0 runs all functions in this process. None means
-    # `usual_workers` processes, only for functions that a worker can import.
+    rewards: list[RewardFunction]  # [R]
+    # Worker processes for functions that can be pickled. None: `usual_workers`, for functions that a worker can import.
     workers: int | None = 0
-    timeout: float | None = None  # Maximum seconds of a call, except of reward models. None means no limit.
-    on_error: str = "raise"  # `raise` ends the run with a function's error. `abstain` makes the function abstain.
-    on_gpu: bool = False  # Whether the policy trains and samples on a GPU.
+    timeout: float | None = None  # Seconds of a call, except of reward models.
+    on_error: str = "raise"
+    on_gpu: bool = False
 
     def __post_init__(self) -> None:
         self.reads_prompt_texts = any("prompt_texts" in parameters_of(reward.function) for reward in self.rewards)
-        self.counts: dict[str, float] = defaultdict(float)  # Metric -> sum since the last `take_counts`.
-        self.logged: dict[int, Logged] = {}  # Prompt position -> logged values, removed by `take_logged`.
-        self.check = checked_values  # An extension may convert other values to numbers here.
-        # `on_call` gets a function's name, the start and end of a call in seconds, and the number of completions.
+        self.counts: dict[str, float] = defaultdict(float)
+        self.logged: dict[int, Logged] = {}
+        self.check = checked_values  # An extension may replace it.
+        # Gets name, start and end (seconds), number of completions.
         self.on_call: Callable[[str, float, float, int], None] | None = None
         self._told_late: set[str] = set()
-        self._state: tuple[Any, Any] = ((), None)  # Key of the copied trainer state (step, epoch, ...), and the copy.
-        self._pickled: tuple[Any, bytes] = ((), b"")  # Key and pickle of the trainer state for workers.
+        self._state: tuple[Any, Any] = ((), None)  # Key (step, epoch, ...) and copy.
+        self._pickled: tuple[Any, bytes] = ((), b"")
         self._for_models: list[tuple[ModelReward, dict[str, Any], Future[Outcome]]] = []
         sync = [r for r in self.rewards if not (isinstance(r.function, ModelReward) or is_async(r.function))]
-        # Environments, which an extension passes to functions, are in this process.
+        # Environments live in this process.
         able = {r.name: r.function for r in sync if "environments" not in parameters_of(r.function)}
         if (workers := self.workers) is None:
             able = {name: function for name, function in able.items() if is_of_module(function)}
             workers = usual_workers(self.on_gpu)
         self._pool = WorkerPool("rewards", able, workers, self.timeout)
-        self.notes = self._pool.notes  # Lines to print for the user at the start.
+        self.notes = self._pool.notes
 
     def submit(self, groups: Sequence[Group], texts: Texts, trainer_state: Any = None) -> Scoring:
-        """Start one call of each reward function for all ``groups``; for the arguments see `keywords_for`. Return
-        a future. Sync functions that run in this process finish before `submit` returns."""
+        """Start one call of each reward function for all ``groups``. Sync functions in this process finish here."""
         calls: list[Future[Outcome]] = []
         scoring, completions = Scoring(self, groups, calls), sum(map(len, texts))
         try:
@@ -163,24 +150,19 @@ class Scorer:
         return scoring
 
     def outcome_of(self, name: str, call: Future[Outcome], position: int, completions: int) -> Outcome:
-        """Wait for the outcome of a reward function's call, and count the call's seconds. Warn of a function's first
-        late call. Raise `RewardError` if the worker process died, or if the function blocks the event loop."""
-        # An async call ends in time by its own timeout, unless the call blocks the event loop.
+        # An async call has its own timeout, unless it blocks the event loop.
         limit = None if isinstance(call, WorkerCall) or self.timeout is None else self.timeout + GRACE
         fail = functools.partial(RewardError, name, position, None)
         try:
             outcome = call.result(limit)
         except TimeoutError:
-            raise fail(
-                f"the function blocks the event loop for longer than reward_timeout ({self.timeout:g} s). Await slow "
-                "calls in an async reward function, or make the function a sync function and set reward_workers."
-            ) from None
+            remedy = "await slow calls, or make the function sync and set reward_workers"
+            limit_text = f"reward_timeout ({self.timeout:g} s)"
+            raise fail(f"the function blocks the event loop for longer than {limit_text}: {remedy}.") from None
         self.counts[f"rewards/{name}/seconds"] += outcome.seconds
         if outcome.kind == "died":
-            raise fail(
-                f"the function's worker process ended with status {outcome.value}: the function exits, crashes, or "
-                "runs out of memory. Set reward_on_error: abstain to go on without the rewards of a call that fails."
-            )
+            why = "it exited, crashed or had no memory. Set reward_on_error: abstain to go on without such rewards"
+            raise fail(f"the function's worker process ended with status {outcome.value}: {why}.")
         if outcome.kind == "late":
             self.counts[f"rewards/{name}/timeouts"] += 1
             if name not in self._told_late:
@@ -188,24 +170,19 @@ class Scorer:
                 warnings.warn(
                     f"reward function {name!r} gave no answer within reward_timeout ({self.timeout:g} s) on "
                     f"{completions} completions. It abstains from them: only the other functions' rewards count. "
-                    "Completions without any reward aren't trained on. "
                     f"rewards/{name}/timeouts counts such calls from now on.",
                     stacklevel=2,
                 )
         return outcome
 
     def take_counts(self) -> dict[str, float]:
-        """Return and reset the metrics ``rewards/<name>/seconds``, ``/timeouts`` and ``/errors``, summed over calls."""
         taken, self.counts = self.counts, defaultdict(float)
         return taken
 
     def take_logged(self, position: int) -> Logged:
-        """Return the values that reward functions logged for the group of the prompt at ``position``, and forget them.
-        Call this after `Scoring.result`."""
         return self.logged.pop(position, Logged({}, {}))
 
     def score_with_models(self) -> None:
-        """Run the reward models on all completions of the waiting calls, and complete these calls."""
         waiting, self._for_models = self._for_models, []
         for model in dict.fromkeys(model for model, _, _ in waiting):
             calls = [(k, call) for m, k, call in waiting if m is model and call.set_running_or_notify_cancel()]
@@ -231,15 +208,15 @@ class Scorer:
     ) -> Future[Outcome]:
         fields = vars(trainer_state) if hasattr(trainer_state, "__dict__") else {}
         key = (fields.get("global_step"), fields.get("epoch"), len(fields.get("log_history") or ()))
-        if key != self._state[0]:  # Functions get a copy, because a function may change it.
+        if key != self._state[0]:  # A function may change its copy.
             self._state = (key, copy.copy(trainer_state))
             for name, value in fields.items():
                 setattr(self._state[1], name, own_copy(value))
         state = self._state[1]
         if reward.name in self._pool:
             if key != self._pickled[0]:
-                # A dataclass such as transformers' `TrainerState` is pickled as a `SimpleNamespace`, because importing
-                # transformers in a worker would use up the first call's time limit.
+                # transformers' `TrainerState` becomes a `SimpleNamespace`, because a worker's import of transformers
+                # would use up the first call's time limit.
                 bare = SimpleNamespace(**vars(state)) if dataclasses.is_dataclass(state) else state
                 self._pickled = (key, pickle.dumps(bare))
             keywords = keywords_for(reward, groups, texts, None)
@@ -265,7 +242,7 @@ class Scorer:
             if self.on_error == "raise":
                 raise late from None
             return Ready(Outcome("late", None, self.timeout or 0.0))
-        except (Exception, SystemExit) as error:  # Uncaught, SystemExit would end this rank silently.
+        except (Exception, SystemExit) as error:  # SystemExit would end this rank silently.
             if self.on_error == "raise":
                 raise raised_error(reward, groups[0], raised_outcome(error)) from None
             return Ready(raised_outcome(error))
@@ -276,6 +253,5 @@ class Scorer:
 
 
 async def _logged_outcome(awaitable: Awaitable[Any], elapsed: float, timeout: float | None, log: CallLog) -> Outcome:
-    """Await the result of an async reward function. Its call took ``elapsed`` seconds to return the awaitable."""
     outcome = await awaited_outcome(awaitable, timeout)
     return dataclasses.replace(outcome, seconds=elapsed + outcome.seconds, logged=(log.columns, log.metrics))

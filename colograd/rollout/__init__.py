@@ -1,4 +1,2 @@
-"""Turn prompts into scored groups of completions: `Sampler`, and `RolloutSource`, the interface of generators.
-
-prompts -> a rollout source (vLLM, tools, an agent) generates groups -> reward functions score groups -> ScoredGroup
-"""
+"""Turn prompts into scored groups of completions: a rollout source generates groups, and reward functions score
+them."""

@@ -1,5 +1,4 @@
-"""Check the values that a trainer subclass's `generate`, `score` and `compute_advantages` return, and the groups of a
-rollout source other than the engine. A wrong value raises a ValueError."""
+"""Check the values that user code returns: groups, rewards and advantages. A wrong value raises ValueError."""
 
 from __future__ import annotations
 
@@ -12,21 +11,16 @@ from ..batch import Group, Prompt, Rollout
 
 
 def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int | None = None) -> Generator[Group]:
-    """Yield ``groups``, which a function or method ``generate`` made for ``prompts``. Raise a ValueError if a group is
-    wrong, or if the number of groups isn't ``wanted`` (None: one group per prompt)."""
     waiting = {prompt.position for prompt in prompts}
     left_out = 0 if wanted is None else len(waiting) - wanted
     try:
         for group in groups:
             if not isinstance(group, Group):
-                raise ValueError(
-                    f"generate yielded {shown(group)}. `generate` must yield a colograd.batch.Group for each prompt."
-                )
+                rule = "`generate` must yield a colograd.batch.Group for each prompt"
+                raise ValueError(f"generate yielded {shown(group)}. {rule}.")
             if group.position not in waiting:
-                raise ValueError(
-                    f"generate yielded a group at position {group.position}, but must yield exactly one group for each "
-                    "of its prompts. Copy the prompt's position, and merge the groups of one prompt."
-                )
+                rule = "must yield exactly one group for each of its prompts, with the prompt's position"
+                raise ValueError(f"generate yielded a group at position {group.position}, but {rule}.")
             waiting.remove(group.position)
             if problem := _problem_of(group.rollouts):
                 raise ValueError(f"generate, prompt {group.position}: {problem}")
@@ -35,10 +29,9 @@ def checked_groups(groups: Iterable[Any], prompts: Sequence[Prompt], wanted: int
         if hasattr(groups, "close"):
             groups.close()
     if len(waiting) != left_out:
-        raise ValueError(
-            f"generate yielded no group for {len(waiting) - left_out} of {len(prompts)} prompts (first position: "
-            f"{min(waiting)}). `generate` must yield one group, with at least one completion, for each prompt."
-        )
+        rule = "must yield one group, with at least one completion, for each prompt"
+        number = f"no group for {len(waiting) - left_out} of {len(prompts)} prompts"
+        raise ValueError(f"generate yielded {number} (first position: {min(waiting)}), but {rule}.")
 
 
 def _problem_of(rollouts: Sequence[Any]) -> str:
@@ -50,39 +43,30 @@ def _problem_of(rollouts: Sequence[Any]) -> str:
             return f"rollout {index} has an empty prompt or completion. Both need at least one token."
         for name, value in (("sampler_logprobs", rollout.sampler_logprobs), ("sampled", rollout.sampled)):
             if not isinstance(value, torch.Tensor) or value.shape != (length,):
-                rule = f"must be tensors with one entry per completion token: {length}."
-                return f"{name} of rollout {index} is {shown(value)}, but `sampler_logprobs` and `sampled` {rule}"
+                rule = f"must be a tensor with one entry per completion token: {length}."
+                return f"{name} of rollout {index} is {shown(value)}, but {rule}"
     return "" if rollouts else "the group has no rollouts. A group needs at least one rollout."
 
 
 def checked_rewards(rewards: Any, group: Group, functions: int) -> torch.Tensor:
-    """Check that the rewards of a user's ``score`` have the shape [completions, reward functions] and aren't infinite.
-    Return the rewards as float32."""
     wanted = (len(group.rollouts), functions)
     if not isinstance(rewards, torch.Tensor) or tuple(rewards.shape) != wanted:
-        raise ValueError(
-            f"score returned {shown(rewards)}. `score` must return a tensor of shape [completions, reward functions] = "
-            f"{list(wanted)}. NaN means that a reward function gives a completion no reward."
-        )
+        rule = f"a tensor of shape [completions, reward functions] = {list(wanted)}, with NaN for no reward"
+        raise ValueError(f"score returned {shown(rewards)}, but must return {rule}.")
     if rewards.float().isinf().any():
         raise ValueError("score returned an infinite reward. A reward must be finite, or NaN for no reward.")
     return rewards.float()
 
 
 def checked_advantages(advantages: Any, group: Group) -> torch.Tensor:
-    """Return advantages as float32. Raise a ValueError unless they are finite, with one per completion or per token."""
     completions = len(group.rollouts)
     tokens = sum(len(rollout.completion_ids) for rollout in group.rollouts)
     if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in ((completions,), (tokens,)):
-        raise ValueError(
-            f"compute_advantages returned {shown(advantages)}. `compute_advantages` must return a tensor with one "
-            f"entry per completion, or with one entry per completion token: [{completions}] or [{tokens}]."
-        )
+        rule = f"a tensor with one entry per completion or per completion token: [{completions}] or [{tokens}]"
+        raise ValueError(f"compute_advantages returned {shown(advantages)}, but must return {rule}.")
     if not advantages.float().isfinite().all():
-        raise ValueError(
-            "compute_advantages returned an advantage that isn't finite. Return 0 for a completion that must not be "
-            "trained on. A reward may be NaN, because a function may abstain; `combine` leaves NaN rewards out."
-        )
+        remedy = "Return 0 to leave a completion untrained. `combine` leaves NaN rewards out."
+        raise ValueError(f"compute_advantages returned an advantage that isn't finite. {remedy}")
     return advantages.float()
 
 

@@ -1,7 +1,4 @@
-"""Serialize a scored group to bytes for the rollout log, and read the group back.
-
-The bytes are an Arrow table of the completions, then Arrow tables of riders (data of extensions) that have one.
-"""
+"""Convert scored groups to bytes of the rollout log and back: an Arrow table of completions, then tables of riders."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from ..riders import riding
 from ..runtime.registry import hooks
 from .record_file import TABLE
 
-# Exceptions that reading damaged or untrusted bytes may raise.
+# Errors of reading damaged or untrusted bytes.
 NONSENSE = (
     AssertionError, AttributeError, IndexError, KeyError, MemoryError, OSError, OverflowError, RecursionError,
     TypeError, ValueError,
@@ -29,19 +26,17 @@ NONSENSE = (
 
 
 class JournalError(ValueError):
-    says_all = True  # An uncaught error with this attribute is printed without a traceback.
+    says_all = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RewardedGroup:
     group: Group
-    rewards: torch.Tensor  # rewards of the group, float32 [completions, reward functions]
+    rewards: torch.Tensor  # float32 [G, R]
     logged: Logged
 
 
 def digest_of_example(example: Mapping[str, Any]) -> str:
-    """Return a digest of a dataset row: JSON values, bytes of images and arrays, and the type names of other values."""
-
     def named(value: Any) -> str:
         name = type(value).__name__
         if hasattr(value, "tobytes") and hasattr(value, "size"):
@@ -53,16 +48,11 @@ def digest_of_example(example: Mapping[str, Any]) -> str:
 
 
 def group_bytes(recorded: RewardedGroup, example: str = "") -> bytes:
-    """Serialize a scored group to the bytes that the rollout log stores. `group_of` reads the bytes.
-
-    Args:
-        example: digest of the dataset row, taken before user code could change the row. Empty means: compute it now.
-    """
+    """Serialize a group. ``example`` is its dataset row's digest from before user code could change the row."""
     example = example or digest_of_example(recorded.group.example)
     rollouts, first, logged = recorded.group.rollouts, recorded.group.rollouts[0].input, recorded.logged
     riders = riding(rollouts)
     kinds = [kind for kind in hooks("riders") if kind in riders] if riders else []
-    # Values of the whole group, stored in the first row: logged values, riders as JSON.
     of_group: dict[str, Any] = {"columns": logged.columns, "metrics": logged.metrics}
     for kind in (kind for kind in kinds if kind.KEY):
         of_kind = (rollout.get(kind) for rollout in rollouts)
@@ -86,8 +76,8 @@ def group_bytes(recorded: RewardedGroup, example: str = "") -> bytes:
 
 
 def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGroup:
-    """Read the scored group of ``prompt`` from bytes of `group_bytes`. Raise JournalError if the bytes are damaged, or
-    if the group's dataset row isn't the prompt's. ``encoder`` reads recorded media, see `PromptRules.reader`."""
+    """Read the bytes of `group_bytes`. ``encoder`` is `PromptRules.reader`. Raise JournalError for other bytes or
+    prompts."""
     where = f"the journal's group at position {prompt.position}"
     try:
         reader = pa.BufferReader(content)
@@ -106,7 +96,7 @@ def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGro
             messages, own = tuple(json.loads(row["messages"])), json.loads(row["columns"])
             read = inputs.setdefault(prompt_ids, ModelInput(prompt_ids))
             rollouts.append(Rollout(read, ids, logprobs, sampled, end, version, messages, own))
-        while reader.tell() < reader.size():  # Tables of riders follow.
+        while reader.tell() < reader.size():
             riders = (kind for kind in hooks("riders") if kind.MARK and content.startswith(kind.MARK, reader.tell()))
             kind = next(riders, None)
             assert kind is not None, "unknown content"
@@ -123,22 +113,18 @@ def group_of(content: bytes, prompt: Prompt, encoder: Any = None) -> RewardedGro
     except (pa.ArrowException, *NONSENSE) as error:
         raise JournalError(f"{where} can't be read ({type(error).__name__}: {error}): move the journal away.") from None
     if example != digest_of_example(prompt.example):
-        raise JournalError(
-            f"{where} is of another prompt, because the dataset or its order has changed. Restore the dataset, or move "
-            "the journal (the folder of recorded groups) away to sample anew."
-        )
+        remedy = "restore the dataset, or move the journal (the recorded groups) away to sample anew"
+        raise JournalError(f"{where} is of another prompt, because the dataset or its order has changed: {remedy}.")
     return RewardedGroup(Group(prompt.example, tuple(rollouts), prompt.position), rewards, Logged(columns, metrics))
 
 
 def _lists(rows: list[np.ndarray]) -> pa.Array:
-    """Convert arrays of numbers to one Arrow list column, without a Python object per number."""
+    """Make an Arrow list column, without a Python object per number."""
     offsets = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows)))
 
 
 def _json(value: Any) -> str:
-    """Convert a value to JSON text. A value that JSON can't hold becomes ``str(value)``, an image its type and size."""
-
     def named(each: Any) -> str:
         is_picture = hasattr(each, "tobytes") and isinstance(getattr(each, "size", None), tuple)
         return f"{type(each).__name__} {each.size}" if is_picture else str(each)

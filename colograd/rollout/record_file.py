@@ -2,11 +2,7 @@
 
     magic | record | record | ...        a record: position, length, unpacked length, CRC-32 | bytes
 
-If a process is killed, the last record may be incomplete. Readers drop an incomplete record. In a damaged file, the
-records before the damage are readable. zstd compresses records that get smaller by it.
-
-`add_step` and `steps_in` write and read JSON lines files with a line per optimizer step, e.g. the step's exact loss.
-"""
+A killed process may leave an incomplete last record. Readers stop at the first incomplete or damaged record."""
 
 from __future__ import annotations
 
@@ -22,24 +18,24 @@ from typing import Any, BinaryIO, NamedTuple
 import pyarrow as pa
 
 MAGIC = b"colograd records 1\n"
-HEAD = struct.Struct("<qIII")  # A record's position, compressed size, uncompressed size, and CRC-32.
-LARGEST = 2**31 - 1  # Maximum size of a record in bytes, before compression.
-GROWTH = 4096  # Maximum compression ratio. Content that zstd would compress further is stored uncompressed.
-FIGURES = "steps.jsonl"  # Name of the file with the loss and gradient norm of each optimizer step.
+HEAD = struct.Struct("<qIII")  # position, compressed size, uncompressed size, CRC-32
+LARGEST = 2**31 - 1
+GROWTH = 4096  # Maximum compression ratio, so that a damaged size can't exhaust the memory.
+FIGURES = "steps.jsonl"
 
 TABLE = pa.schema(
     [
-        ("input", pa.list_(pa.int32())),  # Prompt ids of a completion. Null means: as in the table's first row.
+        ("input", pa.list_(pa.int32())),  # Prompt ids. Null: the ids of the first row.
         ("completion", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float32())),
-        ("sampled", pa.list_(pa.bool_())),  # For each completion token, whether the model sampled it. Null means: all.
+        ("sampled", pa.list_(pa.bool_())),  # Whether the model wrote the token. Null: all.
         ("finish_reason", pa.string()),
         ("policy_version", pa.int64()),
-        ("messages", pa.string()),  # Chat messages of a completion, as JSON.
-        ("columns", pa.string()),  # Arguments of reward functions for a completion, as JSON.
+        ("messages", pa.string()),  # JSON
+        ("columns", pa.string()),  # arguments of reward functions
         ("rewards", pa.list_(pa.float32())),
-        ("example", pa.string()),  # Digest of the prompt's dataset row.
-        ("logged", pa.string()),  # Values of the whole group as JSON, in the first row. Other rows have "".
+        ("example", pa.string()),  # digest of the dataset row
+        ("logged", pa.string()),  # for the whole group, in the first row only
     ]
 )
 
@@ -50,11 +46,10 @@ class Record(NamedTuple):
 
 
 class RecordFile:
-    """Appends records to a file, after cutting the file off before its first incomplete or damaged record. A file may
-    have only one writer."""
+    """A file of records, open to append by one writer. Opening cuts off all bytes after the last intact record."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.positions, end = path, set[int](), len(MAGIC)  # `positions` has the positions of all records.
+        self.path, self.positions, end = path, set[int](), len(MAGIC)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "r+b" if path.is_file() else "w+b")  # noqa: SIM115 (closed by `close`)
         for position, length, size, raw in heads(self._file):
@@ -63,7 +58,7 @@ class RecordFile:
             self.positions.add(position)
             end += HEAD.size + length
         self.is_new = not self.positions
-        self.digests: dict[int, str] = {}  # Prompt's position -> digest of its dataset row before user code ran.
+        self.digests: dict[int, str] = {}  # position -> digest of the dataset row before user code ran
         self._file.truncate(end)
         self._file.seek(0)
         self._file.write(MAGIC)
@@ -71,12 +66,12 @@ class RecordFile:
         self._packing = pa.Codec("zstd")
 
     def append(self, record: Record) -> None:
-        """Write a record, so that it survives a crash of this process."""
+        """Write a record, so that it survives a crash of this process (not of the machine)."""
         if (size := len(record.content)) > LARGEST:
             raise ValueError(f"A recorded group is too large: {size:,} bytes (maximum: {LARGEST:,}).")
         packed, start = bytes(self._packing.compress(record.content, asbytes=True)), self._file.tell()
         if size > GROWTH * len(packed) or len(packed) >= size:
-            packed = record.content  # readers detect an uncompressed record by its equal lengths
+            packed = record.content  # Equal lengths mark uncompressed content.
         try:
             self._file.write(_head(record.position, packed, size) + packed)
             self._file.flush()
@@ -88,7 +83,7 @@ class RecordFile:
         self.positions.add(record.position)
 
     def flush(self) -> None:
-        """Flush the written records to the disk, so that they survive a failure of the machine."""
+        """Let the written records survive a failure of the machine."""
         os.fdatasync(self._file.fileno())
 
     def close(self) -> None:
@@ -98,8 +93,7 @@ class RecordFile:
 def read_records(
     source: Path | BinaryIO, wanted: Callable[[int], bool] = lambda position: True, largest: int = LARGEST
 ) -> Iterator[Record]:
-    """Yield a file's records up to the first incomplete or damaged record. Skip a record if ``wanted(position)`` is
-    false, or if the record has more than ``largest`` uncompressed bytes."""
+    """Yield wanted records of at most ``largest`` bytes, up to the first damaged one."""
     packing = pa.Codec("zstd")
     with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as file:
         for position, length, size, raw in heads(file):
@@ -111,15 +105,13 @@ def read_records(
             try:
                 unpack = size != len(packed)
                 content = bytes(packing.decompress(packed, decompressed_size=size, asbytes=True)) if unpack else packed
-            except (pa.ArrowException, OSError, ValueError):  # content that no `RecordFile` has written
+            except (pa.ArrowException, OSError, ValueError):
                 return
             yield Record(position, content)
 
 
 def heads(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, int, int, bytes]]:
-    """Yield (position, compressed size, uncompressed size, raw header) of each record from the byte ``start`` on. The
-    file is positioned at the record's content then. The file's size and GROWTH bound the sizes, which may be
-    damaged."""
+    """Yield (position, compressed size, uncompressed size, raw header) of records, with ``file`` at the content."""
     end = file.seek(0, os.SEEK_END)
     file.seek(0)
     if file.read(len(MAGIC)) != MAGIC:
@@ -142,15 +134,14 @@ def _head(position: int, packed: bytes, size: int) -> bytes:
 
 
 def add_step(path: Path, step: int, entry: Mapping[str, Any]) -> None:
-    """Append the line of an optimizer step to a JSON lines file. Create the file if it doesn't exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
-        # Write the newline before the line, so that an incomplete line of a killed run doesn't damage the new line.
+        # The newline comes first, because a killed run may leave an incomplete line.
         file.write("\n" * (file.tell() > 0) + json.dumps({"step": step, **entry}))
 
 
 def steps_in(path: Path, largest: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (step, values) for each JSON line in the file's first ``largest`` characters. Skip all other lines."""
+    """Yield (step, values) of each intact line in the first ``largest`` characters."""
     if not path.is_file():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -165,12 +156,8 @@ def steps_in(path: Path, largest: int) -> Iterator[tuple[int, dict[str, Any]]]:
             yield step, entry
 
 
-# Optional tables follow a group's table of completions. Each optional table begins with marker bytes, which differ from
-# the first bytes of any Arrow message.
-
-
 def table_bytes(mark: bytes, rows: Sequence[Sequence[Any]], schema: Any) -> bytes:
-    """Serialize rows to the marker bytes ``mark`` and an Arrow message. Return b"" if there are no rows."""
+    """Serialize an optional table. The bytes ``mark`` differ from the first bytes of any Arrow message."""
     if not rows:
         return b""
     columns = [pa.array(column, field.type) for column, field in zip(zip(*rows, strict=True), schema, strict=True)]

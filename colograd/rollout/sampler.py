@@ -1,4 +1,4 @@
-"""`Sampler`: generate completions for prompts and score them, for training and for evaluation."""
+"""`Sampler`: generates completions for prompts and scores them, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -31,19 +31,15 @@ from .texts import has_parser, with_messages, with_prompt_text
 
 @dataclass(frozen=True, slots=True)
 class SampledRound:
-    """This rank's scored groups and their statistics, for each optimizer step that one phase of sampling serves."""
-
     steps: tuple[SampledStep, ...]
-    statistics: tuple[RolloutStatistics, ...]  # statistics of the groups, one entry per optimizer step
+    statistics: tuple[RolloutStatistics, ...]
 
 
 @dataclass(eq=False)
 class Sampler:
-    """Samples groups of completions, scores each group, and computes advantages.
+    """Samples groups, scores them and computes advantages. Only the first rank of each vLLM engine gets groups."""
 
-    All ranks must call `collect` together. Only the first rank of each vLLM engine gets groups."""
-
-    hooks: Any  # the `GRPOTrainer`: its state, and its methods that a subclass may override (`generate`, `score`, ...)
+    hooks: Any  # The `GRPOTrainer`, with the methods that a subclass overrides.
     config: GRPOConfig
     engine: Engine
     source: RolloutSource
@@ -53,15 +49,15 @@ class Sampler:
     events: Events
 
     def __post_init__(self) -> None:
-        self.evaluates = False  # Whether completions are sampled for an evaluation, with its settings.
-        self.round = PlainRound(self.events.times)  # A default. The trainer replaces it by `round_of(trainer)`.
+        self.evaluates = False
+        self.round = PlainRound(self.events.times)
         self._scales_steps = self.estimator.step_scores is not None
         self._changes = [change for offer in registry.hooks("stages") if (change := offer(self)) is not None]
-        if self.engine is not None:  # A replay of recorded groups has no engine.
+        if self.engine is not None:
             self.on_leader: Callable[[Callable[[], Any], Any], Any] = self.engine.on_engine_leader
 
     def collect(self, prompts: Steps) -> SampledRound:
-        """Sample and score this rank's prompts, one list per optimizer step. A collective call: all ranks take part."""
+        """Sample and score this rank's prompts. All ranks call it."""
         self.hooks.begin_records()
         times, began = self.events.times, time.perf_counter()
         waited = times.seconds["wait"]
@@ -91,11 +87,11 @@ class Sampler:
                     part.counts[name] += number / len(among)  # type: ignore[assignment]
             self.events.recorder.note(steps, statistics, combine)
         if any(math.isnan(total) for part in statistics for total in part.totals):
-            self.events.warn_once("unscored", unscored(steps))  # The warning is about rank 0's completions.
+            self.events.warn_once("unscored", unscored(steps))
         return SampledRound(tuple(steps), tuple(statistics))
 
     def collect_evaluation(self, prompts: list[Prompt], name: str) -> list[ScoredGroup]:
-        """Sample and score this rank's prompts of the evaluation ``name``. Advantages are zero. A collective call."""
+        """Sample and score an evaluation's prompts of this rank, with zero advantages. All ranks call it."""
         self.hooks.begin_records(name)
         round_ = PlainRound(self.events.times, self.config.reward_call == "all")
         self.evaluates = True
@@ -107,7 +103,6 @@ class Sampler:
             self.evaluates = False
 
     def take_counts(self) -> dict[str, float]:
-        """Return counts of reward functions, vLLM and the rollout source as metric -> number, and reset the counts."""
         parts: Any = self.scorer, self.engine, None if self.source is self.engine else self.source
         return {name: n for part in parts if hasattr(part, "take_counts") for name, n in part.take_counts().items()}
 
@@ -115,11 +110,10 @@ class Sampler:
         return self.device_turns.sampling(self.hooks.optimizer)
 
     def stages(self) -> Stages:
-        """Return the functions that generate and score groups, including overrides in a trainer's subclass. A function
-        at the hook ``stages`` takes the sampler and returns a function that changes the `Stages`, or None."""
+        """Return the functions that make groups, with a subclass's overrides. The hook ``stages`` may change them."""
         hooks, replaced = self.hooks, self.hooks.replaced
         compute_advantages = self._checked_advantages if "compute_advantages" in replaced else hooks.compute_advantages
-        if self.evaluates:  # `with_advantages` computes advantages later, for an evaluation's loss.
+        if self.evaluates:  # `with_advantages` computes them later.
             compute_advantages = lambda group, rewards: torch.zeros(len(group.rollouts))  # noqa: E731
         generate = hooks.generate if "generate" in replaced else self.generate
         begin_score = self._begin_replaced if "score" in replaced else self.begin_scoring
@@ -131,7 +125,7 @@ class Sampler:
         return stages
 
     def generate(self, prompts: Sequence[Prompt]) -> Iterator[Group]:
-        """Generate one group per prompt with the settings of training or evaluation. Yield each complete group."""
+        """Yield one group per prompt, sampled with the settings of training or evaluation."""
         config, step, evaluates = self.config, self.hooks.state.global_step, self.evaluates
         sampling = Sampling.for_evaluation(config) if evaluates else Sampling.for_training(config)
         bar = self.events.console.progress(len(prompts), "evaluate" if evaluates else "generate", "group")
@@ -148,9 +142,9 @@ class Sampler:
                 yield group
 
     def begin_scoring(self, groups: Sequence[Group]) -> Scoring:
-        """Begin one call of each reward function for all ``groups``. Don't wait for workers or async functions."""
+        """Begin one call of each reward function, without waiting for workers or async functions."""
         tokenizer = self.hooks.policy.tokenizer
-        read = [with_messages(group, tokenizer) for group in groups] if has_parser(tokenizer) else groups
+        read = groups if not has_parser(tokenizer) else [with_messages(group, tokenizer) for group in groups]
         if self.scorer.reads_prompt_texts:
             read = [with_prompt_text(group, tokenizer) for group in read]
         texts = [self.hooks.decode(group) for group in groups]
@@ -162,7 +156,7 @@ class Sampler:
         return Ready(torch.cat([checked_rewards(score(group), group, functions) for group in groups]))
 
     def with_advantages(self, groups: Sequence[ScoredGroup]) -> SampledStep:
-        """Compute the advantages of an evaluation's groups, and return the groups as one step. A collective call."""
+        """Compute the advantages of an evaluation's groups. All ranks call it."""
         with on_all_ranks("the advantages"):
             advantages = [self._checked_advantages(one.group, one.rewards.clone()) for one in groups]
         judged = [dataclasses.replace(one, advantages=own) for one, own in zip(groups, advantages, strict=True)]

@@ -1,4 +1,4 @@
-"""`Stages`: the functions that make scored groups from prompts: generate, score, compute advantages, record."""
+"""`Stages`: the functions that make scored groups from prompts. `RolloutSource`: the interface of generators."""
 
 from __future__ import annotations
 
@@ -40,35 +40,33 @@ class PendingRewards(Protocol):
     """Rewards that may still be being computed, like a `concurrent.futures.Future`."""
 
     def done(self) -> bool:
-        """Return whether the rewards are ready, so that `result` returns without waiting."""
+        """Return whether `result` would return without waiting."""
 
     def cancel(self) -> object:
-        """Cancel the calls of reward functions. Running calls may continue, but their results are dropped."""
+        """Cancel waiting calls, and drop the results of running ones."""
 
     def result(self) -> torch.Tensor:
-        """Wait for the rewards. Return float32 [completions, reward functions], NaN where a function abstained."""
+        """Wait for rewards, float32 [completions, reward functions]. NaN: the function abstained."""
 
 
-BeginScore = Callable[[Sequence[Group]], PendingRewards]  # Function that starts to score several groups in one call.
+BeginScore = Callable[[Sequence[Group]], PendingRewards]
 
 
 @dataclass(eq=False)
 class InScoring:
-    """The groups of a round or an evaluation while they are scored, with groups from the rollout log."""
-
     stages: Stages
-    prompts: Sequence[Prompt]  # All prompts of the round or evaluation.
+    prompts: Sequence[Prompt]
 
     def __post_init__(self) -> None:
         journal = self.stages.journal
-        # Groups that have rewards but no advantages yet, by position.
+        # By position, until `scored` computes the advantages.
         self.rewarded: dict[int, RewardedGroup] = {} if journal is None else journal.recall(self.prompts)
-        self._pending: dict[int, tuple[Group, PendingRewards]] = {}  # Groups that are being scored, by position.
-        self._scored: list[ScoredGroup] = []  # Groups with advantages, in the order of the prompts.
-        self._signals = 0  # Number of groups in `_scored` with an advantage other than 0.
+        self._pending: dict[int, tuple[Group, PendingRewards]] = {}
+        self._scored: list[ScoredGroup] = []
+        self._signals = 0
 
     def sample(self, prompts: Sequence[Prompt]) -> Generator[Group]:
-        """Yield groups to score, in any order. Recorded groups that are scored again (`rescore: true`) come first."""
+        """Yield groups to score. Recorded groups to score again (`rescore: true`) come first."""
         stages = self.stages
         recorded = stages.journal.recall_samples(prompts) if stages.journal is not None else []
         yield from recorded
@@ -79,14 +77,13 @@ class InScoring:
                 yield from groups
 
     def score_together(self, groups: Sequence[Group]) -> None:
-        """Score several groups in one call, wait for the rewards, and write the groups to the rollout log."""
         rewards = self.stages.begin_score(groups).result().split([len(group.rollouts) for group in groups])
         self._pending |= {group.position: (group, Ready(own)) for group, own in zip(groups, rewards, strict=True)}
         self.take()
 
     def take(self, group: Group | None = None, position: int | None = None) -> None:
-        """Start to score ``group``, if it isn't None. Then move all groups with ready rewards to ``rewarded`` and to
-        the rollout log. If ``position`` is set, wait for the rewards of the group at this position."""
+        """Start to score ``group``. Move groups with ready rewards to ``rewarded``; wait for the group at
+        ``position``."""
         stages = self.stages
         if group is not None:
             self._pending[group.position] = (group, stages.begin_score([group]))
@@ -105,15 +102,16 @@ class InScoring:
         return self._signals >= self.stages.enough
 
     def scored(self, wait: bool = True) -> list[ScoredGroup]:
-        """Compute advantages in the order of the prompts, until `Stages.enough` groups have an advantage other than 0.
-        If ``wait`` is false, end at the first prompt without rewards. Return all groups that have advantages."""
+        """Compute advantages in the order of the prompts, and return the groups that have them.
+
+        Without ``wait``, stop at the first prompt without rewards. Stop also when `has_enough` is true."""
         for position in [prompt.position for prompt in self.prompts[len(self._scored) :]]:
             if self.has_enough or not (wait or position in self.rewarded):
                 break
             if position not in self.rewarded:
                 self.take(position=position)
             recorded = self.rewarded.pop(position)
-            # Pass a copy of the rewards, because a trainer's subclass may change the tensor in place.
+            # A subclass may change the tensor in place.
             advantages = self.stages.compute_advantages(recorded.group, recorded.rewards.clone())
             self._scored.append(ScoredGroup(recorded.group, recorded.rewards, advantages, recorded.logged))
             self._signals += has_signal(self._scored[-1])
@@ -126,16 +124,13 @@ class InScoring:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """The functions that generate, score and record groups, in training or in an evaluation."""
-
-    generate: Callable[[Sequence[Prompt]], Iterable[Group]]  # Function that yields one group per prompt.
+    generate: Callable[[Sequence[Prompt]], Iterable[Group]]
     begin_score: BeginScore
-    compute_advantages: Callable[[Group, torch.Tensor], torch.Tensor]  # (group, rewards [G, R]) -> advantages.
-    # Function from a scored group's position to the values that reward functions logged for the group.
+    compute_advantages: Callable[[Group, torch.Tensor], torch.Tensor]
+    # Position of a scored group -> values that reward functions logged for it.
     take_logged: Callable[[int], Logged] = lambda position: Logged({}, {})
     journal: RolloutStore | None = None
-    checks: bool = True  # Whether to check the groups of ``generate``, because user code may have made them.
-    scoring: Callable[[Stages, Sequence[Prompt]], InScoring] = InScoring  # Class that scores groups.
-    # Number of groups with an advantage other than 0 after which the later prompts aren't needed. Groups are counted in
-    # the prompts' order, not in the order of finishing.
+    checks: bool = True  # Whether user code may have made the groups.
+    scoring: Callable[[Stages, Sequence[Prompt]], InScoring] = InScoring
+    # Later prompts aren't needed after this number of groups with an advantage other than 0, in the prompts' order.
     enough: float = math.inf

@@ -1,4 +1,4 @@
-"""Compute metrics of a step's or an evaluation's completions: count on each rank, then join all ranks' counts."""
+"""Metrics of a step's or an evaluation's completions, counted per rank and then joined."""
 
 from __future__ import annotations
 
@@ -14,34 +14,32 @@ from ..losses.advantages import group_std
 from ..policy.packing import loss_tokens
 from ..runtime.registry import hooks
 
-DIVIDED = ("tools/", "agent/", "carry_over/ages")  # Prefixes of counts that are divided among a round's steps.
+DIVIDED = ("tools/", "agent/", "carry_over/ages")  # Prefixes of counts to divide among a round's steps.
 
 Combine = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True)
 class RolloutStatistics:
-    """Counts and per-completion values of one rank's groups, or after `join` of all ranks' groups."""
-
-    lengths: list[int] = field(default_factory=list)  # Number of sampled tokens of each completion.
-    ended: list[bool] = field(default_factory=list)  # Per completion: whether the model ended it (finish reason STOP).
-    rewards: list[list[float]] = field(default_factory=list)  # Rewards, indexed [completion][reward function].
-    totals: list[float] = field(default_factory=list)  # Weighted sum of each completion's rewards. NaN: no rewards.
-    flat_groups: list[bool] = field(default_factory=list)  # Per group: whether its `totals` are equal.
+    lengths: list[int] = field(default_factory=list)
+    ended: list[bool] = field(default_factory=list)
+    rewards: list[list[float]] = field(default_factory=list)  # [completion][reward function]
+    totals: list[float] = field(default_factory=list)  # Weighted sums per completion. NaN: no rewards.
+    flat_groups: list[bool] = field(default_factory=list)
     prompt_tokens: int = 0
     loss_tokens: int = 0
-    counts: Counter[str] = field(default_factory=Counter)  # Metrics to sum over ranks, by name.
-    logged: dict[str, tuple[float, float]] = field(default_factory=dict)  # User's metric -> (sum, number of values).
-    maxima: dict[str, float] = field(default_factory=dict)  # Metrics to take the maximum of over ranks, by name.
-    distinct: int = 0  # Number of different completions, counted within each group.
-    notes: list[Any] = field(default_factory=list)  # Data of each rank for the HTML report.
+    counts: Counter[str] = field(default_factory=Counter)  # Metrics to sum over ranks.
+    logged: dict[str, tuple[float, float]] = field(default_factory=dict)  # metric -> (sum, number of values)
+    maxima: dict[str, float] = field(default_factory=dict)  # Metrics to maximise over ranks.
+    distinct: int = 0  # Different completions, counted within each group.
+    notes: list[Any] = field(default_factory=list)
 
     @classmethod
     def of(cls, groups: Iterable[ScoredGroup], combine: Combine, mask_truncated: bool) -> RolloutStatistics:
-        """Count a rank's scored groups. ``combine`` converts rewards [G, R] to total rewards [G]."""
+        """Count a rank's groups. ``combine`` converts rewards [G, R] to totals [G]."""
         found = cls()
         for group in groups:
-            totals = combine(group.rewards.clone())  # Copied, because a user's `combine` may change the tensor.
+            totals = combine(group.rewards.clone())  # `combine` may change the tensor.
             for rollout in group.group.rollouts:
                 found.lengths.append(int(rollout.sampled.sum()))
                 found.ended.append(rollout.finish_reason is FinishReason.STOP)
@@ -60,7 +58,6 @@ class RolloutStatistics:
 
     @classmethod
     def join(cls, parts: Iterable[RolloutStatistics]) -> RolloutStatistics:
-        """Join the statistics of all ranks into one object: sums, lists and maxima over the ranks."""
         whole = cls()
         for part in parts:
             for name in {each.name for each in fields(cls)} - {"counts", "maxima", "logged"}:
@@ -76,7 +73,6 @@ class RolloutStatistics:
             self.logged[name] = (before[0] + total, before[1] + number)
 
     def metrics(self, reward_names: Sequence[str]) -> dict[str, float]:
-        """Return TRL's metrics of completions and rewards, all counts, and means of logged metrics."""
         lengths = torch.tensor(self.lengths, dtype=torch.float32)
         ended = torch.tensor(self.ended, dtype=torch.bool)
         result = {name: total / number for name, (total, number) in self.logged.items()}
@@ -98,9 +94,9 @@ class RolloutStatistics:
             result["reward_std"] = float(group_std(totals))
         result |= {name: float(value) for name, value in self.counts.items()}
         seconds, idle = (result.pop(f"rollout/{name}", 0.0) for name in ("seconds", "idle_seconds"))
-        if seconds:  # Both numbers are sums over ranks.
+        if seconds:
             result["rollout/idle_share"] = idle / seconds
-        for derive in hooks("derived_metrics"):  # Each function adds metrics to `result`, e.g. shares.
+        for derive in hooks("derived_metrics"):
             derive(self, result)
         if self.flat_groups and reward_names:
             result["frac_reward_zero_std"] = sum(self.flat_groups) / len(self.flat_groups)

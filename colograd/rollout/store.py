@@ -1,19 +1,12 @@
-"""`RolloutStore`: the rollout log ("journal"). It writes each scored group to a file before the group is trained on.
-
-A thread flushes the file to the disk soon after. A group is trained on even if it can't be written.
-
-A killed run resumes from its last checkpoint and reads the groups sampled after the checkpoint from the rollout log.
-These groups aren't sampled again, and scored again only with `rescore: true`. A round is all groups sampled with one
-set of weights. The first rank of each vLLM engine appends to one file per round or evaluation:
+"""`RolloutStore`: the rollout log ("journal"), which gets each scored group before the group is trained on.
 
     RUN/_journal/step-00000012/rank-00000.records     an `About`, the groups
-    RUN/_journal/step-00000012/rank-00000.unscored    with `rescore: true`: groups that are scored again
+    RUN/_journal/step-00000012/rank-00000.unscored    with `rescore: true`: groups to score again
     RUN/_journal/step-00000012/steps.jsonl            loss and gradient norm of the optimizer steps
     RUN/_journal/recipe.yaml                          the run's recipe, for `colograd replay`
 
-Extensions write other files to a round's folder (`note_beside`, `open_beside`). Resume and replay read `.records`
-(`recall`).
-"""
+A round has one folder, and each engine's first rank one file. A resumed run reads the groups sampled after its
+checkpoint."""
 
 from __future__ import annotations
 
@@ -38,59 +31,57 @@ from ..checkpoint.folders import move_aside
 from .group_records import NONSENSE, JournalError, RewardedGroup, digest_of_example, group_bytes, group_of
 from .record_file import Record, RecordFile, read_records
 
-FOLDER = "_journal"  # Folder of the rollout log. Transformers pushes no name that begins with "_" to the Hub.
-UNSCORED = ".unscored"  # Suffix of a file with recorded groups that will be scored again.
+FOLDER = "_journal"  # transformers pushes no name that begins with "_" to the Hub.
+UNSCORED = ".unscored"  # files with groups to score again
 RECIPE = "recipe.yaml"
-# Names of two recorded settings: the reward functions' names, and digests of the reward functions' source code.
+# Recorded settings: names of the reward functions, digests of their source code.
 REWARD_FUNCS, REWARD_CODE = "reward_funcs", "reward_code"
 F = TypeVar("F")
-ABOUT = -1  # Position of a record file's first record, an `About` (weights and settings of the run).
-SAMPLED = 1024  # Least number of entries of a large parameter that a digest of the weights reads.
+ABOUT = -1
+SAMPLED = 1024  # Least number of entries of a large parameter that a digest reads.
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """The first record of a rollout log's file: the weights that sampled its groups, and the run's settings."""
-
-    step: int  # Optimizer step of the weights that sampled the groups.
-    weights: str  # Digest of these weights, or "" for a sharded policy.
+    step: int
+    weights: str  # Digest, or "" for a sharded policy.
     settings: Mapping[str, Any]
 
 
 @dataclass(eq=False)
 class RolloutStore:
-    """The rollout log of one rank: writes this rank's scored groups to the disk and reads the groups of all ranks."""
+    """The rollout log of one rank, which writes this rank's groups and reads the groups of all ranks."""
 
     run_dir: str | Path
     rank: int
-    settings: Mapping[str, Any]  # The run's settings, JSON-serializable.
-    reader: Any = None  # Reader of recorded prompts that aren't only text (`PromptRules.reader`), or None.
-    of_samples: Collection[str] = ()  # Settings that completions depend on. Others affect rewards or training.
+    settings: Mapping[str, Any]
+    reader: Any = None
+    of_samples: Collection[str] = ()  # Settings that completions depend on.
 
     def __post_init__(self) -> None:
         self.folder, self.file_name = Path(self.run_dir) / FOLDER, f"rank-{self.rank:05d}.records"
         self.settings = json.loads(json.dumps(self.settings, default=str))
-        self.problem = ""  # Error message: why the last groups couldn't be written.
-        self.warning = ""  # Warning about the recorded groups, e.g. that the weights differ.
-        self.seconds = 0.0  # Seconds spent on writing.
+        self.problem = ""
+        self.warning = ""
+        self.seconds = 0.0
         self._weights_are_read = True
-        self._found: dict[int, bytes] = {}  # Recorded groups of the current round or evaluation, by position.
-        self._unscored: dict[int, bytes] = {}  # Recorded groups to score again, by position.
-        self._round: Path | None = None  # Folder of the groups sampled with the current weights.
-        self.open_files: dict[str, RecordFile] = {}  # Open files by the evaluation's name; "" is the training's file.
-        self._newest = ""  # Name (key in `open_files`) of the file that `add` writes.
-        self._beside: dict[Any, Any] = {}  # Open files that extensions write, by class.
-        self._place: tuple[Path, int, dict[str, Any]] | None = None  # Folder, rank and `About` of the newest open file.
-        self._pruned = 0  # Optimizer step before which `prune` has deleted the groups.
-        self._flusher = ThreadPoolExecutor(1, "journal")  # Thread that flushes written records to the disk.
-        self._will_flush = False  # Whether a flush of the written records is waiting for the thread.
+        self._found: dict[int, bytes] = {}
+        self._unscored: dict[int, bytes] = {}
+        self._round: Path | None = None
+        self.open_files: dict[str, RecordFile] = {}  # Name of the evaluation, or "" for training -> file.
+        self._newest = ""  # Key in `open_files` of the file that `add` writes.
+        self._beside: dict[Any, Any] = {}
+        self._place: tuple[Path, int, dict[str, Any]] | None = None
+        self._pruned = 0
+        self._flusher = ThreadPoolExecutor(1, "journal")
+        self._will_flush = False
 
     def start(self, step: int, is_writer: bool, rescore: bool = False) -> list[str]:
-        """Prepare the rollout log for a run that resumes at ``step``. Return messages for the console.
+        """Prepare the log for a run that resumes at ``step``. Return messages for the console.
 
-        Rounds and evaluations from ``step`` on that other settings recorded are moved to another folder, because this
-        run's weights will differ. The round at ``step`` stays if its completions don't depend on the changed settings.
-        If reward functions have changed, raise JournalError unless ``rescore``."""
+        From ``step`` on, rounds of other settings move to another folder, because this run's weights will differ. The
+        round at ``step`` stays if its completions don't depend on these settings. Changed reward functions need
+        ``rescore``."""
         self._weights_are_read = True
         if not is_writer:
             return []
@@ -99,7 +90,7 @@ class RolloutStore:
             found: dict[str, tuple[Any, Any]] = {}
             for path, about, records in files_of(folder) if number >= step else ():
                 if (differences := self._differences(about)) and next(records, None) is None:
-                    path.unlink(missing_ok=True)  # The file has no groups, because a run failed at its start.
+                    path.unlink(missing_ok=True)
                 else:
                     found |= differences
             rewards_changed = bool(found.keys() & {REWARD_CODE, REWARD_FUNCS})
@@ -108,8 +99,7 @@ class RolloutStore:
                 names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
                 raise JournalError(
                     f"{folder} has rewards of functions that have changed since ({', '.join(names) or 'their names'}): "
-                    "set rescore: true to score the recorded completions again, set journal: off to sample anew, or "
-                    "restore the reward functions' old code."
+                    "set rescore: true to score again, set journal: off to sample anew, or restore the old code."
                 )
             changed |= found
             if folder == self.round_folder(step) and not found.keys() & set(self.of_samples):
@@ -136,17 +126,15 @@ class RolloutStore:
 
     def _differences(self, found: About) -> dict[str, tuple[Any, Any]]:
         names = sorted(found.settings.keys() | self.settings.keys())
-        if REWARD_CODE not in found.settings:  # An older version of Colograd recorded the groups.
+        if REWARD_CODE not in found.settings:  # An older version recorded the groups.
             names = [name for name in names if name != REWARD_CODE]
         pairs = {name: (found.settings.get(name), self.settings.get(name)) for name in names}
         return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
 
     def keep_recipe(self, recipe: str | None) -> str:
-        """Write the run's recipe (YAML text) to the rollout log, or delete the file if ``recipe`` is None. Return an
-        error message, or ""."""
         path, aside = self.folder / RECIPE, self.folder / f"{RECIPE}.partial"
         try:
-            path.unlink(missing_ok=True)  # the file may be from an earlier run
+            path.unlink(missing_ok=True)
             if recipe is not None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 aside.write_text(recipe, encoding="utf-8")
@@ -156,14 +144,13 @@ class RolloutStore:
         return ""
 
     def begin(self, step: int, weights: str, evaluation: str = "") -> str:
-        """Open the file for the groups of a round or an evaluation, sampled with the weights of ``step``, and read the
-        groups that any rank has recorded there. Raise JournalError if settings of sampling differ, or weights at the
-        first call after `start`. Return a message about weights that differ later, or about groups that weren't
-        written, or ""."""
+        """Open the file of a round or evaluation, and read the groups recorded there. Return a warning, or "".
+
+        Groups of other settings raise JournalError. So do groups of other weights at the first call after `start`."""
         self._end(self.open_files.keys() - ({""} if evaluation else set()))
         self._found, self._unscored = {}, {}
         problem, self.problem, self.warning = self.problem, "", ""
-        self.seconds = 0.0  # drop the seconds spent on writing an evaluation's groups
+        self.seconds = 0.0
         about, folder = About(step, weights, self.settings), self.round_folder(step, evaluation)
         self._round = self._round if evaluation else folder
         for path, found, records in files_of(folder):
@@ -189,9 +176,7 @@ class RolloutStore:
             self.problem = _problem(folder, error)
 
     def add(self, recorded: RewardedGroup, name: str | None = None) -> None:
-        """Append a scored group to the newest open file, or to the file ``name``, if there is one. A thread flushes the
-        file to the disk soon after. Serializing takes 0.1 microseconds per token. An error isn't raised, but sets
-        `problem`."""
+        """Append a group to the newest file or to the file ``name``. An error sets `problem`."""
         if (file := self.open_files.get(self._newest if name is None else name)) is None:
             return
         started, position = time.perf_counter(), recorded.group.position
@@ -200,7 +185,7 @@ class RolloutStore:
             if not self._will_flush:
                 self._will_flush = True
                 self._flusher.submit(self._flush)
-        except Exception as error:  # A group that can't be recorded is still trained on.
+        except Exception as error:  # A group that can't be recorded is trained on all the same.
             self.problem = _problem(file.path, error)
         self.seconds += time.perf_counter() - started
 
@@ -213,8 +198,7 @@ class RolloutStore:
                 self.problem = _problem(file.path, error)
 
     def note_beside(self, write: Callable[[Path], None]) -> None:
-        """Call ``write`` with the folder of the present round's training groups, if there is one. An error isn't
-        raised, but sets `problem`."""
+        """Call ``write`` with the folder of the present round, if there is one. An error sets `problem`."""
         if self._round is not None:
             try:
                 write(self._round)
@@ -222,19 +206,14 @@ class RolloutStore:
                 self.problem = _problem(self._round, error)
 
     def open_beside(self, kind: Callable[[Path, int, Mapping[str, Any]], F]) -> F | None:
-        """Return an extension's open file in the current folder of recorded groups, or None before the first `begin`.
-
-        Args:
-            kind: called with the folder, the rank and the `About` as a dict to open the file. Later calls return the
-                same file until the next round or evaluation begins, when the file is closed.
-        """
+        """Return the file of ``kind(folder, rank, about)``, opened once per round. None: before the first `begin`."""
         if kind not in self._beside and self._place is not None:
             self._beside[kind] = kind(*self._place)
         file: F | None = self._beside.get(kind)
         return file
 
     def lacks(self, problem: str) -> None:
-        """Do nothing about missing records, because a run samples anew. The class of a replay raises ``problem``."""
+        """Do nothing, because a run samples missing groups anew. A replay's class raises ``problem``."""
 
     def take_seconds(self) -> float:
         taken, self.seconds = self.seconds, 0.0
@@ -248,7 +227,7 @@ class RolloutStore:
         return problem
 
     def _end(self, names: Collection[str]) -> None:
-        self._flusher.submit(self._flush).result()  # Now no flush of the files is waiting or running.
+        self._flusher.submit(self._flush).result()  # No flush waits or runs now.
         for name in [*names]:
             self.open_files.pop(name).close()
         for beside in self._beside.values():
@@ -256,14 +235,13 @@ class RolloutStore:
         self._beside.clear()
 
     def recall(self, prompts: Sequence[Prompt]) -> dict[int, RewardedGroup]:
-        """Return the recorded groups of these prompts, by `Prompt.position`. Call this method before user code can
-        change the prompts' dataset rows, because it computes the rows' digests."""
+        """Return the recorded groups of prompts by position. User code may change the prompts' rows only afterwards."""
         if (file := self.open_files.get(self._newest)) is not None:
             file.digests |= {prompt.position: digest_of_example(prompt.example) for prompt in prompts}
         return self._recalled(prompts, self._found)
 
     def recall_samples(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """Return these prompts' recorded groups to score again, without riders that reward functions have logged."""
+        """Return the recorded groups to score again, without riders that reward functions logged."""
         groups = []
         for recorded in self._recalled(prompts, self._unscored).values():
             rollouts = (
@@ -281,17 +259,15 @@ class RolloutStore:
         return {record.position for _, _, records in files_of(self.round_folder(step)) for record in records}
 
     def rounds(self) -> dict[int, Path]:
-        """Return the folders of recorded training groups (not evaluations): step of the sampling weights -> folder."""
+        """Return step of the sampling weights -> folder, without evaluations."""
         pairs = ((step, folder) for step, folder in self._folders() if folder == self.round_folder(step))
         return {step: folder for step, folder in pairs if any(folder.glob("rank-*.records"))}
 
     def recorded_settings(self) -> Mapping[str, Any]:
-        """Return the settings in the file of the earliest recorded step, or an empty mapping without files."""
         files = (found for _, folder in self._folders() for _, found, _ in files_of(folder))
         return next((found.settings for found in files), {})
 
     def prune(self, before: int) -> None:
-        """Delete the groups sampled before step ``before``."""
         for step, folder in self._folders():
             if self._pruned <= step < before:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -302,7 +278,6 @@ class RolloutStore:
         return sorted((int(match[1]), path) for match, path in found if match)
 
     def round_folder(self, step: int, evaluation: str = "") -> Path:
-        """Return the folder for groups that the weights of ``step`` sampled, in training or in an evaluation."""
         suffix = f"-{re.sub(r'[^A-Za-z0-9_.]', '_', evaluation)}" if evaluation else ""
         return self.folder / f"step-{step:08d}{suffix}"
 
@@ -329,7 +304,7 @@ class RolloutStore:
 
 
 def digest_of(model: torch.nn.Module) -> str:
-    """Return a digest of the weights, from at most 2,047 entries of each parameter. Return "" if there is a DTensor."""
+    """Return a digest of some entries of each parameter, or "" if there is a DTensor."""
     found = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "to_local"):
@@ -349,10 +324,9 @@ def _problem(path: Path, error: Exception) -> str:
 
 
 def files_of(folder: Path, suffix: str = ".records") -> Iterator[tuple[Path, About, Iterator[Record]]]:
-    """Yield (path, `About`, other records) for each rank's file in a folder. Skip files without a complete `About`."""
     for path in sorted(folder.glob(f"rank-*{suffix}")):
         records, head = read_records(path, lambda position: position >= ABOUT), None
-        with contextlib.suppress(FileNotFoundError):  # Another rank has deleted the file.
+        with contextlib.suppress(FileNotFoundError):
             head = next(records, None)
         if head is None:
             continue

@@ -1,4 +1,4 @@
-"""Decode prompts to texts, and parse completions to chat messages with tool calls, for reward functions and logs."""
+"""Prompts as texts, and completions as chat messages with tool calls, for reward functions and logs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ class ToolCall:
 
 
 def with_prompt_text(group: Group, tokenizer: Any) -> Group:
-    """Add the column ``prompt_texts`` for reward functions to a group's rollouts: each rollout's prompt as the model
-    reads it, with special tokens and the chat template's beginning of the answer. Environments may give the rollouts of
-    a group different prompts."""
     prompts = {each.prompt_ids for each in group.rollouts}
     texts = {ids: {"prompt_texts": tokenizer.decode(list(ids), skip_special_tokens=False)} for ids in prompts}
     own = (dataclasses.replace(each, columns={**each.columns, **texts[each.prompt_ids]}) for each in group.rollouts)
@@ -28,9 +25,8 @@ def with_prompt_text(group: Group, tokenizer: Any) -> Group:
 
 
 def with_messages(group: Group, tokenizer: Any) -> Group:
-    """Parse a group's completions to chat messages, if the tokenizer can parse responses and the prompt is a list of
-    messages. As in TRL, reward functions then get parsed messages, e.g. with the reasoning apart from the answer.
-    Rollouts that have messages (of a conversation with tools), or that can't be parsed, stay unchanged."""
+    """Add parsed messages, e.g. with the reasoning apart, to the rollouts of a conversation. TRL's reward functions get
+    the same."""
     if not has_parser(tokenizer) or not isinstance(group.example.get("prompt"), list):
         return group
     rollouts = []
@@ -50,7 +46,7 @@ def has_parser(tokenizer: Any) -> bool:
 def parsed_turn(
     tokenizer: Any, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
 ) -> tuple[dict[str, Any], list[ToolCall]] | None:
-    """Parse a completion with the tokenizer's parser. Return (message, tool calls), or None for a malformed one."""
+    """Return (message, tool calls) of a completion, or None if it is malformed."""
     kwargs: dict[str, Any] = {}
     if getattr(tokenizer, "response_template", None) is not None:
         kwargs = {"prefix": list(prompt_ids), "tools": list(tools or ()) or None}
@@ -58,7 +54,7 @@ def parsed_turn(
         message = clean(tokenizer.parse_response(list(ids), **kwargs))
         found = message.get("tool_calls") or ()
         calls = as_calls(call.get("function", call) if isinstance(call, dict) else call for call in found)
-    except Exception:  # a parser may raise any error for a malformed tool call
+    except Exception:  # Malformed tool calls raise errors of any class.
         return None
     if calls is None:
         return None
@@ -68,7 +64,6 @@ def parsed_turn(
 
 
 def as_calls(found: Iterable[Any]) -> list[ToolCall] | None:
-    """Convert parsed JSON to tool calls. Return None if a call has no name, or if its arguments aren't a dict."""
     calls = []
     for call in found:
         arguments = call.get("arguments") or {} if isinstance(call, dict) else None

@@ -1,4 +1,1 @@
-"""Calls of the user's code (reward functions, tools and environments) in this process or in worker processes.
-
-`untrusted` parses texts and JSON from models, tools and programs.
-"""
+"""Calls of the user's code (reward functions, tools and environments) in this process or in worker processes."""

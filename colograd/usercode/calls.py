@@ -22,15 +22,15 @@ from .worker_process import COLOGRAD, line_and_traceback
 
 STDLIB = sysconfig.get_path("stdlib")
 LIBRARIES = (f"{os.sep}site-packages{os.sep}", os.path.join(STDLIB, ""), os.path.join(COLOGRAD, ""))
-GRACE = 10.0  # Seconds that a call may go on after its time limit, before the run ends.
+GRACE = 10.0  # Seconds after a call's time limit until the run ends.
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    kind: str  # Kind of outcome: value, raised, late, died (the process) or dropped (no longer needed).
-    value: Any  # Return value; or (line, traceback) of the exception; or exit status of the dead process.
-    seconds: float  # Seconds that the function ran, or 0 if unknown.
-    logged: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})  # Logged columns and metrics, see `CallLog`.
+    kind: str  # value, raised, late, died (the process) or dropped (no longer needed)
+    value: Any  # Return value, or (line, traceback) of the exception, or exit status.
+    seconds: float
+    logged: tuple[dict[str, list[Any]], dict[str, list[float]]] = ({}, {})
 
 
 def raised_outcome(error: BaseException) -> Outcome:
@@ -44,7 +44,7 @@ def unwrapped(function: Any) -> Any:
 
 
 def place_of(function: Any) -> str:
-    """Return file and line where a function begins, such as ``file.py:12``, or an empty text if unknown."""
+    """Return ``file.py:12``, where a function begins, or ""."""
     function = unwrapped(function)
     called = function if inspect.isroutine(function) else type(function).__call__
     code = getattr(called, "__code__", None)
@@ -52,7 +52,6 @@ def place_of(function: Any) -> str:
 
 
 def place_in(traceback: str) -> str:
-    """Return file and line of the last frame in a traceback's text that is the user's code, or an empty text."""
     frames = re.findall(r'^ +File "([^"<]+)", line (\d+), in ', traceback, re.MULTILINE)
     own = [frame for frame in frames if not any(folder in frame[0] for folder in LIBRARIES)]
     return _place(*own[-1]) if own else ""
@@ -64,8 +63,7 @@ def _place(file: str, line: int | str) -> str:
 
 
 def when_done(call: Future[Outcome], tell: Callable[..., None], *further: Any) -> None:
-    """Call ``tell(started, ended, *further)`` when ``call`` has ended or is cancelled. The times are of
-    `time.perf_counter`. If the function's start is unknown, ``started`` is the time of calling `when_done`."""
+    """Call ``tell(started, ended, *further)`` when ``call`` ends. Times are of `time.perf_counter`."""
     submitted = time.perf_counter()
 
     def done(call: Future[Outcome]) -> None:
@@ -77,8 +75,7 @@ def when_done(call: Future[Outcome], tell: Callable[..., None], *further: Any) -
 
 
 async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> Outcome:
-    """Await a user's awaitable and return its outcome, of kind ``late`` after ``timeout`` seconds (None: no limit).
-    SystemExit doesn't end the event loop. An awaitable that ignores its cancellation doesn't delay the outcome."""
+    """Await a user's awaitable and return its outcome. SystemExit doesn't end the loop, which others use."""
 
     async def guarded() -> Any:
         try:
@@ -91,7 +88,7 @@ async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> O
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout)
     finally:
-        task.cancel()  # This ends an awaitable that is late, or that the caller has cancelled.
+        task.cancel()
     if not done:
         return Outcome("late", None, timeout or 0.0)
     try:
@@ -102,20 +99,19 @@ async def awaited_outcome(awaitable: Awaitable[Any], timeout: float | None) -> O
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the process's event loop for async user code. Users' HTTP clients need the same loop in all calls."""
+    """Return the process's event loop for user code. HTTP clients need the same loop in all calls."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="colograd-async", daemon=True).start()
     return loop
 
 
 class Late(BaseException):
-    """Raised in a call that exceeds its time limit. It isn't an Exception, because user code may catch all of those."""
+    """A call exceeds its time limit. It isn't an Exception, because user code may catch all of those."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
-    """Raise `Late` in the body of this context manager after ``seconds`` (None: never). If the body doesn't end within
-    `GRACE` further seconds, print ``problem`` and end the process."""
+    """Raise `Late` in the body after ``seconds`` (None: never). A body that goes on for `GRACE` ends the process."""
     if seconds is None:
         yield
         return
@@ -129,7 +125,7 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
 
     def leave() -> None:
         print(problem, file=sys.stderr, flush=True)
-        os._exit(1)  # The launcher ends the other ranks when this process ends.
+        os._exit(1)
 
     timers = [threading.Timer(seconds, interrupt), threading.Timer(seconds + GRACE, leave)]
     for timer in timers:
@@ -138,7 +134,7 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with running:  # Now the timer can't interrupt the thread any more. A pending interrupt is cancelled.
+        with running:  # The timer can't interrupt any more, and a pending interrupt is cancelled.
             ended = True
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
         for timer in timers:

@@ -1,5 +1,5 @@
-"""Parse JSON and texts from models, tools and programs into values that UTF-8 can encode, or raise ValueError. Copy
-arguments for the user's code, because a function that changes its arguments would change trainer data."""
+"""Texts and JSON from models, tools and programs as values that UTF-8 can encode, and copies of arguments for user
+code."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import math
 import sys
 from typing import Any
 
-DEEPEST = 64  # Maximum nesting of JSON values. Templates, copies and pickles of deeper values exceed Python's stack.
+DEEPEST = 64  # Maximum nesting of JSON. Deeper values exceed Python's stack in templates, copies and pickles.
 TOO_DEEP = f"lists and objects are nested more than {DEEPEST} deep"
-# Maximum characters per token. A text with more characters than this number times the tokens left in the context isn't
-# tokenised, because tokenising takes 4 s per megabyte. Average tokens of all languages are shorter.
+# Maximum characters per token left in the context. Longer texts aren't tokenised, which takes 4 s per megabyte.
 CHARACTERS = 16
 UNCHANGING = frozenset((str, int, float, bool, bytes, type(None)))
-# `own_copy` copies objects of classes in these modules and in PIL. Others, such as environments, belong to the user.
+# `own_copy` copies objects of these modules' classes and of PIL. Others, such as environments, belong to the user.
 OF_DATA = frozenset(("builtins", "collections", "array", "numpy", "torch"))
 
 
 def parse_json(text: str | bytes, finite: bool = False) -> Any:
-    """Parse JSON. Lone surrogates, which UTF-8 can't encode, are replaced. ``finite`` refuses NaN and infinity."""
+    """Parse JSON without lone surrogates. ``finite`` refuses NaN and infinity. Errors are ValueErrors."""
     try:
         return clean(json.loads(text), finite)
     except RecursionError:
@@ -28,8 +27,7 @@ def parse_json(text: str | bytes, finite: bool = False) -> Any:
 
 
 def clean(value: Any, finite: bool = False, depth: int = DEEPEST) -> Any:
-    """Replace lone surrogates in a text, or in all texts of nested lists, tuples and dicts. Keep other objects. Raise a
-    ValueError for a nesting of more than ``depth``, and with ``finite`` for NaN and infinity."""
+    """Replace lone surrogates in all texts of a value. Raise ValueError if it is nested deeper than ``depth``."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, float) and finite and not math.isfinite(value):
@@ -44,7 +42,6 @@ def clean(value: Any, finite: bool = False, depth: int = DEEPEST) -> Any:
 
 
 def storable(value: Any) -> Any:
-    """Return ``value`` with lone surrogates replaced. If ``value`` is nested too deep, return a text with the error."""
     try:
         return clean(value)
     except ValueError as error:
@@ -52,14 +49,12 @@ def storable(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Replace characters that standard output can't encode, because an encoding error would end the run."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, errors="replace").decode(encoding)
 
 
 def own_copy(value: Any) -> Any:
-    """Deep-copy an argument for one call of the user's code. Immutable values, objects of the user's classes, and
-    objects that can't be copied are returned without a copy."""
+    """Deep-copy an argument for user code, which may change it. Objects that can't be copied are passed."""
     kind = type(value)
     if kind in UNCHANGING:
         return value
@@ -73,5 +68,5 @@ def own_copy(value: Any) -> Any:
         return value
     try:
         return copy.deepcopy(value)
-    except Exception:  # Some objects can't be copied, for example generators or tensors with a gradient.
+    except Exception:  # Generators, or tensors with a gradient, say.
         return value

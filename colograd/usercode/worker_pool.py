@@ -1,9 +1,7 @@
 """Worker processes that call reward functions and tools while vLLM decodes, and that can be killed.
 
-cloudpickle sends importable functions by name, and functions of a script or notebook by value. A call that exceeds its
-time limit is killed with its process and the programs in its process group. The next call starts a new process. Workers
-end with the trainer, but ignore Ctrl-C and schedulers' signals (`STOPS`), which all processes of a job get.
-"""
+cloudpickle sends importable functions by name, and functions of a script or notebook by value. Workers ignore Ctrl-C
+and schedulers' signals (`STOPS`), which all processes of a job get."""
 
 from __future__ import annotations
 
@@ -31,28 +29,22 @@ from .calls import Outcome, raised_outcome
 from .worker_process import STOPS
 
 WORKER = Path(__file__).with_name("worker_process.py")
-START_SECONDS = 600.0  # Maximum seconds for a worker to load its functions. A busy machine is slow.
-STOP_SECONDS = 5.0  # Maximum seconds to wait for the end of each thread of a pool.
-LOOK_SECONDS = 0.1  # Maximum seconds between two checks of whether a running call is still needed.
-DROP_SECONDS = 1.0  # Seconds that a cancelled call has to end, because a new process takes as long to start.
+START_SECONDS = 600.0
+STOP_SECONDS = 5.0
+LOOK_SECONDS = 0.1
+DROP_SECONDS = 1.0  # Seconds that a cancelled call may go on. A new process takes as long.
 
 
 class WorkerCall(Future[Outcome]):
-    """A call of a function that is queued for a worker process or runs in one.
-
-    Args:
-        index: index of the function in the worker's list.
-        state: for a reward function, (key, pickled trainer state). A worker with an equal key isn't sent the pickle.
-    """
+    """A queued or running call. ``state``: (key, pickled trainer state), which a worker gets once per key."""
 
     def __init__(self, index: int, keywords: dict[str, Any], state: tuple[Any, bytes] | None) -> None:
         super().__init__()
         self.index, self.keywords, self.state = index, keywords, state
-        self.unneeded_since = math.inf  # Time of the call of `cancel`, by `time.monotonic`.
+        self.unneeded_since = math.inf
 
     def cancel(self) -> bool:
-        """Cancel the call, and return whether it hadn't begun. If it runs for `DROP_SECONDS` more while another call is
-        queued, its worker is killed."""
+        """Cancel the call, and return whether it hadn't begun. See `DROP_SECONDS` for a running call."""
         cancelled = super().cancel()
         if not cancelled:
             self.unneeded_since = time.monotonic()
@@ -60,30 +52,27 @@ class WorkerCall(Future[Outcome]):
 
 
 class CannotTravel(ValueError):
-    """Error of functions that a worker process can't load. ``args[0]`` has a line or None per function."""
+    """A worker can't load functions. ``args[0]`` has a line or None per function."""
 
 
 class Worker:
-    """One worker process. A call of `run` starts the process if none is running."""
-
     def __init__(self, functions: Sequence[bytes]) -> None:
         self._functions = list(functions)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._state_key: Any = None  # Key of the trainer state that the worker process has now.
+        self._state_key: Any = None
 
     def start(self) -> None:
-        """Start the process and load the functions in it. Raises CannotTravel if they can't be loaded."""
         ours, theirs = socket.socketpair()
         with theirs:
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # The worker inherits the blocked signals.
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, str(WORKER), str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
-                    start_new_session=True,  # Signals to the trainer's process group don't reach users' programs.
+                    start_new_session=True,  # Signals of the trainer's group don't reach users' programs.
                 )
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -102,8 +91,7 @@ class Worker:
             raise CannotTravel(problems)
 
     def run(self, call: WorkerCall, timeout: float | None, is_idle: Callable[[], bool]) -> Outcome:
-        """Run a call and wait for its outcome: value, raised, late, died, or dropped. A call is dropped `DROP_SECONDS`
-        after it was cancelled, if ``is_idle()`` is false, because another call is queued."""
+        """Run a call and wait for its outcome. A cancelled call may be dropped, see `DROP_SECONDS`."""
         if self._connection is None:
             self.start()
         assert self._connection is not None and self._process is not None
@@ -127,8 +115,7 @@ class Worker:
         return outcome
 
     def stop(self, patience: float = 0.0) -> int | None:
-        """Wait up to ``patience`` seconds for the process to end, then kill it and the programs in its process group.
-        Return its exit status, or None if no process runs."""
+        """Wait up to ``patience`` seconds, then kill the process group. Return the exit status, or None."""
         process, connection = self._process, self._connection
         self._process = self._connection = None
         if connection is not None:
@@ -144,19 +131,19 @@ class Worker:
 
 @dataclass(eq=False)
 class WorkerPool:
-    """Worker processes with a common queue of calls. One daemon thread of this process serves each worker."""
+    """Worker processes with one queue of calls. A daemon thread serves each worker."""
 
-    what: str  # Kind of the functions for log lines, such as ``rewards``.
+    what: str
     functions: Mapping[str, Callable[..., Any]]
-    size: int  # Number of processes. With 0 no function runs in a worker.
-    timeout: float | None  # Maximum seconds of one call. None means no limit.
+    size: int  # 0: no function runs in a worker.
+    timeout: float | None
 
     def __post_init__(self) -> None:
         able, reasons = dict[str, bytes](), dict[str, str]()
         for name, function in self.functions.items() if self.size else ():
             try:
                 able[name] = cloudpickle.dumps(function)
-            except Exception as error:  # Pickling a function may raise any exception.
+            except Exception as error:
                 reasons[name] = f"{type(error).__name__}: {error}".splitlines()[0]
         trial = Worker(list(able.values()))
         try:
@@ -180,7 +167,7 @@ class WorkerPool:
         return name in self._indices
 
     def submit(self, name: str, keywords: dict[str, Any], state: tuple[Any, bytes] | None = None) -> WorkerCall:
-        """Queue a call. The outcome is ``raised`` if the worker can't start, or the arguments can't be sent to it."""
+        """Queue a call. Problems of starting the worker or sending arguments are outcomes ``raised``."""
         call = WorkerCall(self._indices[name], keywords, state)
         self._queue.put(call)
         return call
@@ -193,12 +180,11 @@ class WorkerPool:
                 outcome = worker.run(call, self.timeout, self._queue.empty)
             except BaseException as error:
                 outcome = raised_outcome(error)
-            call.keywords = {}  # Free the arguments, because completions are large.
+            call.keywords = {}
             call.set_result(outcome)
-        worker.stop()  # `close` may have run while this worker was starting.
+        worker.stop()  # `close` may have run during its start.
 
     def close(self) -> None:
-        """Cancel queued calls and kill the workers. Afterwards the pool contains no function."""
         self._indices = {}
         with contextlib.suppress(queue.Empty):
             while (call := self._queue.get_nowait()) is not None:
@@ -208,4 +194,4 @@ class WorkerPool:
         for worker in self._workers:
             worker.stop()
         for thread in self._threads:
-            thread.join(STOP_SECONDS)  # A worker that is just starting ends with its thread or this process.
+            thread.join(STOP_SECONDS)  # A worker that is starting ends with its thread or this process.

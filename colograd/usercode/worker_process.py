@@ -1,19 +1,10 @@
-"""Main program of a worker process. It runs user code on the main thread, so that signals and signal-based timeouts
-work.
+"""Main program of a worker process: ``python worker_process.py FD``. It imports nothing of Colograd or the user's
+script.
 
-    python worker_process.py FD
+User code runs on the main thread, as signals need. The messages on socket FD are pickles:
 
-The file is run directly, without importing the user's script, because scripts often lack a ``__main__`` guard. It
-imports nothing from Colograd. The messages on socket FD are pickles:
-
-    from the parent   first (sys.path, functions); then per call (index, state or None, keywords, is a reward), where
-                      state is a pickle to keep, for reward functions only
-    to the parent     first for each function None or a line with the loading error; then per call (kind, value,
-                      seconds, logged)
-
-``kind`` is ``value`` (the function's return value) or ``raised`` (exception as a line, and traceback). ``logged`` has
-the values of ``log_extra`` and ``log_metric``; it is empty if the call raised.
-"""
+    from the parent   (sys.path, functions); then per call (index, pickled new state or None, keywords, is_reward)
+    to the parent     a loading error or None per function; then per call the fields of `Outcome`"""
 
 from __future__ import annotations
 
@@ -31,40 +22,36 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-# Colograd's folder. Users' tracebacks begin after their last frame in a file of `PLUMBING`.
+# Colograd's folder. Users' tracebacks begin behind the files in `PLUMBING`.
 COLOGRAD = os.path.dirname(os.path.dirname(__file__))
-STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Signals of schedulers, see the setting `stop_signals`.
-PER_TOKEN = ("completion_ids", "completion_mask")  # Keywords of reward functions that a worker gets as arrays or bytes.
+STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # Signals of schedulers, see `stop_signals`.
+PER_TOKEN = ("completion_ids", "completion_mask")  # A worker gets them as arrays or bytes.
 PLUMBING = (os.path.join(COLOGRAD, "usercode", ""), os.path.join(COLOGRAD, "rewards", ""))
 
 
 class CallLog:
-    """Values that one reward function call logs: `extra` is the argument ``log_extra``, `metric` is ``log_metric``."""
+    """Values that one call of a reward function logs: `extra` is ``log_extra``, `metric` is ``log_metric``."""
 
     def __init__(self) -> None:
-        self.columns: dict[str, list[Any]] = {}  # Columns of the completions table: name -> values.
-        self.metrics: dict[str, list[float]] = {}  # Metrics: name -> logged numbers.
+        self.columns: dict[str, list[Any]] = {}
+        self.metrics: dict[str, list[float]] = {}
 
     def extra(self, column: str, values: Any) -> None:
-        """Append values to a column of the completions table. Per call a column needs one value per completion."""
+        """Append values to a column of the completions table, one per completion."""
         _check_name("log_extra", "column", column)
         values = _plain(values)
         if not isinstance(values, (list, tuple)):
-            raise TypeError(
-                f"log_extra({column!r}, ...) got {values!r:.60} ({type(values).__name__}), but takes a list with one "
-                "value per completion."
-            )
+            got = f"{values!r:.60} ({type(values).__name__})"
+            raise TypeError(f"log_extra({column!r}, ...) got {got}, but takes a list with one value per completion.")
         self.columns.setdefault(column, []).extend(map(_plain, values))
 
     def metric(self, name: str, value: Any) -> None:
-        """Append a number to a metric. The mean over all numbers is reported."""
+        """Append a number to a metric. Reports have the mean of all numbers."""
         _check_name("log_metric", "metric", name)
         value = _plain(value)
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise TypeError(
-                f"log_metric({name!r}, ...) got {value!r:.60} ({type(value).__name__}), but takes a finite number: "
-                "don't call log_metric without a number."
-            )
+            got = f"{value!r:.60} ({type(value).__name__})"
+            raise TypeError(f"log_metric({name!r}, ...) got {got}, but takes a finite number: skip the call.")
         self.metrics.setdefault(name, []).append(float(value))
 
 
@@ -80,10 +67,9 @@ def _plain(value: Any) -> Any:
 
 
 def main(descriptor: int) -> None:
-    """Load the functions, then serve calls until the parent closes the socket."""
-    set_parent_death_signal = 1  # The constant PR_SET_PDEATHSIG of sys/prctl.h.
-    with contextlib.suppress(OSError, AttributeError):  # The function prctl exists only on Linux.
-        # Linux kills this process when the thread that started it ends, even if user code is in an endless loop.
+    set_parent_death_signal = 1
+    with contextlib.suppress(OSError, AttributeError):
+        # Linux kills this process with the thread that started it, even in an endless loop.
         ctypes.CDLL("libc.so.6").prctl(set_parent_death_signal, signal.SIGKILL)
     _leave_signals_to_parent()
     connection = Connection(descriptor)
@@ -123,13 +109,13 @@ def _answer(function: Any, keywords: dict[str, Any], state: Any, is_reward: bool
     seconds = time.perf_counter() - started
     try:
         return pickle.dumps(("value", value, seconds, (log.columns, log.metrics)))
-    except Exception as error:  # Pickling a user's objects may raise any exception.
+    except Exception as error:
         line = f"{type(error).__name__}: {error} (in what it returned or logged)"
         return pickle.dumps(("raised", (line, line), seconds, ({}, {})))
 
 
 def line_and_traceback(error: BaseException) -> tuple[str, str]:
-    """Return an exception as "type: message", and its traceback without the leading frames of Colograd."""
+    """Return "type: message", and the traceback without the leading frames of Colograd."""
     frames = step = error.__traceback__
     while step is not None:
         if step.tb_frame.f_code.co_filename.startswith(PLUMBING):
@@ -140,12 +126,9 @@ def line_and_traceback(error: BaseException) -> tuple[str, str]:
 
 
 def _leave_signals_to_parent() -> None:
-    """Ignore Ctrl-C and a scheduler's signals, which reach all processes of a job. The trainer needs its workers until
-    the round (the prompts sampled with one set of weights) is complete.
+    """Ignore Ctrl-C and schedulers' signals, because the trainer needs its workers until the round is complete.
 
-    The signals in `STOPS` get an empty handler rather than SIG_IGN, because programs that user code starts would
-    inherit SIG_IGN and couldn't be terminated. These signals are blocked during a fork, because the child would lose a
-    signal that arrives before the child resets its handlers."""
+    Programs of user code would inherit SIG_IGN. A fork blocks signals, which the child would lose."""
 
     def ignore(number: int, frame: Any) -> None:
         pass
@@ -162,10 +145,10 @@ def _leave_signals_to_parent() -> None:
     for number in STOPS:
         signal.signal(number, ignore)
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=reset)
-    unblock()  # `Worker.start` blocked the signals in `STOPS` for this process.
+    unblock()
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))
     sys.stdout.flush()
-    os._exit(0)  # Exit without waiting for threads that user code started.
+    os._exit(0)

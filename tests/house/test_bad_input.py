@@ -253,7 +253,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda _: tokenize([{"question": "a", "answer": "b"}]),
         "it has 'question', 'answer'",
         "no column 'prompt'",
-        r"Rename .*dataset_prompt_column",
+        r"rename .*dataset_prompt_column",
     ),
     "an empty dataset": (
         lambda _: tokenize(Dataset.from_dict({"prompt": []})),
@@ -271,7 +271,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda _: tokenize([ROW], limit=3),
         "all 1 prompts",
         "over the limit of 3 tokens",
-        "Raise max_prompt_tokens",
+        "raise max_prompt_tokens",
     ),
     "a setting for overlong prompts that doesn't exist": (
         lambda _: config(overlong_prompts="cut"),
@@ -486,7 +486,7 @@ CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], object], str, str, str]] =
         lambda _: StepOrder.of(config(prompts_per_step=4), 3),
         "has 3 prompts",
         "one generation takes 4",
-        "Lower one",
+        "lower one",
     ),
     "truncation without a bound": (
         lambda _: config(vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=None),

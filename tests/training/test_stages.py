@@ -51,7 +51,7 @@ def test_whole_groups_go_through_in_the_order_in_which_they_come() -> None:
         ([dataclasses.replace(group(), rollouts=("a",))], "rollout 0 is a str. A rollout must be"),
         ([group(completion_ids=())], "rollout 1 has an empty prompt or completion"),
         ([group(sampler_logprobs=torch.zeros(2))], r"sampler_logprobs of rollout 1 is a tensor of shape \[2\]"),
-        ([group(sampled=[True] * 3)], "sampled of rollout 1 is a list, but `sampler_logprobs` and"),
+        ([group(sampled=[True] * 3)], "sampled of rollout 1 is a list, but must be a tensor"),
         ([group(input=())], "rollout 1 has an empty prompt or completion"),
     ],
 )

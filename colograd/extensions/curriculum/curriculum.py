@@ -1,9 +1,5 @@
-"""The curriculum: chooses the prompts of each round (one generation) by their pass rates in earlier rounds.
-
-The choice depends only on the dataset, the settings, the round's number and a record. The record holds three values per
-prompt: the number of draws, the round of the last draw, and the pass rate in the last judged draw. All ranks have the
-same record, because they exchange a round's pass rates (`pass_rates`). A checkpoint holds the record (`prompts.json`),
-so that a resumed run, a replay and any number of ranks draw the same prompts."""
+"""The curriculum: chooses the prompts of each round by a record of earlier rounds, which all ranks and checkpoints
+share."""
 
 from __future__ import annotations
 
@@ -26,24 +22,22 @@ from ...parallel.ranks import gather, on_all_ranks
 from ...rollout.rounds import Tally
 from .settings import LEVELS, Curriculum, read_curriculum
 
-HARD, EASY = 0.25, 0.75  # A prompt is hard up to the pass rate HARD, and easy from the pass rate EASY.
+HARD, EASY = 0.25, 0.75
 
 
 def add_curriculum(prompts: Any, config: GRPOConfig) -> None:
-    """Set ``prompts.choice`` to a curriculum if the setting `curriculum` is set and ``prompts`` isn't a stream."""
     if (curriculum := read_curriculum(config)) is not None and isinstance(prompts, PromptDataset):
         prompts.choice = CurriculumOrder.by(curriculum, prompts.dataset, config)
 
 
 class CurriculumOrder(StepOrder):
-    """A `StepOrder` (order of prompts) that chooses a round's rows just before the round's first step, and records the
-    rows' draws and pass rates."""
+    """A `StepOrder` that chooses a round's rows just before the round's first step."""
 
-    missing = "had no curriculum"  # Why a checkpoint has no record. End of an error text.
+    missing = "had no curriculum"  # Why a checkpoint has no record, for an error text.
     settings: Curriculum
-    round_steps: int  # Number of optimizer steps of a round.
-    pools: np.ndarray | None  # Each row's pool as an index into ``shares``, int [rows]. None: pools by pass rate.
-    difficulties: np.ndarray | None  # Each row's difficulty, float [rows], if the setting ``difficulty`` is set.
+    round_steps: int
+    pools: np.ndarray | None  # Index into ``shares``, int [rows]. None: pools by pass rate.
+    difficulties: np.ndarray | None
 
     @classmethod
     def by(cls, curriculum: Curriculum, dataset: Any, config: GRPOConfig) -> Self:
@@ -59,30 +53,28 @@ class CurriculumOrder(StepOrder):
         return self
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from the record in a checkpoint's ``state``. An empty ``state`` begins a new record."""
-        self.rounds = int(state.get("rounds", 0))  # Number of recorded rounds.
+        self.rounds = int(state.get("rounds", 0))
         if state and state.get("rows") != self.num_rows:
             raise ValueError(
                 f"The checkpoint's curriculum has {state.get('rows', 'an unknown number of')} prompts, but the "
                 f"dataset has {self.num_rows}: give the same dataset, or set ignore_data_skip: true for a new record."
             )
-        self.drawn = np.zeros(self.num_rows, dtype=np.int32)  # Number of draws, int32 [rows].
-        self.last = np.full(self.num_rows, -1, dtype=np.int32)  # Round of the last draw, int32 [rows].
-        self.rate = np.full(self.num_rows, np.nan, dtype=np.float32)  # Pass rate when last judged, float32 [rows].
+        self.drawn = np.zeros(self.num_rows, dtype=np.int32)
+        self.last = np.full(self.num_rows, -1, dtype=np.int32)
+        self.rate = np.full(self.num_rows, np.nan, dtype=np.float32)
         for name, array in (("drawn", self.drawn), ("last", self.last), ("rate", self.rate)) if state else ():
             array[:] = np.frombuffer(zlib.decompress(base64.b64decode(state[name])), dtype=array.dtype)
-        self.begun = self.rounds  # First round that isn't skipped after a resume.
-        self._present: list[int] = []  # Rows of the round that is being sampled.
+        self.begun = self.rounds  # The first round that a resumed run samples.
+        self._present: list[int] = []
 
     @property
     def saved(self) -> dict[str, Any]:
-        """The record as JSON for a checkpoint: the numbers of rounds and rows, and the three arrays in base64."""
         arrays = {"drawn": self.drawn, "last": self.last, "rate": self.rate}
         packed = {name: base64.b64encode(zlib.compress(a.tobytes(), 1)).decode() for name, a in arrays.items()}
         return {"rounds": self.rounds, "rows": self.num_rows, **packed}
 
     def record(self, passes: Iterable[tuple[int, float]]) -> None:
-        """Record the (position, pass rate) pairs of the sampled round. NaN (not judged) keeps a prompt's old rate."""
+        """Record (position, pass rate) pairs of the sampled round. NaN: not judged."""
         for position, rate in sorted(dict(passes).items()):
             row = self._present[position - self.rounds * self.round_size]
             self.drawn[row] += 1
@@ -92,24 +84,22 @@ class CurriculumOrder(StepOrder):
         self.rounds += 1
 
     def counts(self) -> dict[str, float]:
-        """Return metrics: the numbers of resting prompts (solved, and drawn lately) and of never drawn prompts."""
         return {
             "curriculum/resting": float(self._resting(self.rounds).sum()),
             "curriculum/never_drawn": float((self.drawn == 0).sum()),
         }
 
     def rows_of(self, number: int) -> list[int]:
-        """Return the chosen rows of a round, or no rows for a round before a resumed checkpoint."""
+        """Return the rows of a round, or none for a round before a resumed checkpoint."""
         return [] if number < self.begun else self.choose(number)
 
     def choose(self, number: int) -> list[int]:
-        """Return the rows of round ``number`` in training order, chosen by the record of the earlier rounds."""
         self.rounds = number
         step, count = number * self.round_steps, self.round_size
-        ties = np.arange(self.num_rows)  # Tie-breakers, int64 [rows]: row numbers, or a random permutation.
+        ties = np.arange(self.num_rows)
         if self.shuffle:
             ties = permutation(self.num_rows, f"{self.seed} curriculum {number}").numpy()
-        turn = np.lexsort((ties, self.drawn))  # All rows. The rows with the fewest draws come first.
+        turn = np.lexsort((ties, self.drawn))  # Rows with the fewest draws come first.
         until, shut = self.settings.difficulty_until, np.zeros(self.num_rows, dtype=bool)
         if self.difficulties is not None and until is not None:
             shut = self.difficulties > until.at(step)
@@ -124,9 +114,9 @@ class CurriculumOrder(StepOrder):
 
         for pool, wanted in self._quotas(able, step, count, number):
             take(turn[able[turn] & pool[turn]], wanted)
-        take(turn[able[turn]], count - len(chosen))  # Fill the round up if a pool had too few rows.
+        take(turn[able[turn]], count - len(chosen))
         by_rest = np.lexsort((ties, self.last))
-        take(by_rest[~shut[by_rest]], count - len(chosen))  # Fill up with the rows drawn longest ago.
+        take(by_rest[~shut[by_rest]], count - len(chosen))
         if self.difficulties is not None:
             take(np.lexsort((ties, self.difficulties)), count - len(chosen))
         if self.shuffle:
@@ -135,19 +125,18 @@ class CurriculumOrder(StepOrder):
         return chosen
 
     def _resting(self, number: int) -> np.ndarray:
-        """Return a mask of the resting rows, bool [rows]: solved rows that may not yet be drawn again."""
         if self.settings.solved_at is None:
             return np.zeros(self.num_rows, dtype=bool)
         due = self.last + self.settings.revisit_after * self.num_rounds
         return (self.rate >= np.float32(self.settings.solved_at)) & (number < due)
 
     def _quotas(self, able: np.ndarray, step: int, count: int, number: int) -> Iterator[tuple[np.ndarray, int]]:
-        """Yield (mask of rows, number of rows to draw) per pool. Numbers are rounded so that shares hold on average."""
+        """Yield (mask of rows, number of rows to draw) per pool. Rounding keeps the shares on average."""
         shares = self.settings.shares
         if shares is None:
             return
         names, labels = [*shares], self.pools
-        if labels is None:  # A row's pool is the level of its pass rate.
+        if labels is None:
             labels = np.select([np.isnan(self.rate), self.rate <= HARD, self.rate < EASY], [0, 1, 2], 3)
             names = [*LEVELS]
         pools = [labels == names.index(name) for name in shares]
@@ -166,7 +155,6 @@ class CurriculumOrder(StepOrder):
 
 
 def pass_rates(trainer: Any) -> Tally | None:
-    """Return a collective function that records all ranks' pass rates of a round, or None without a curriculum."""
     if trainer.args.curriculum is None:
         return None
 
@@ -186,7 +174,6 @@ def pass_rates(trainer: Any) -> Tally | None:
 
 
 def _pools(curriculum: Curriculum, dataset: Any) -> np.ndarray:
-    """Return each row's pool as an index into ``shares``, int [rows]. Raise if a row's value has no share."""
     values, names = [str(value) for value in _column(dataset, curriculum.column)], list(curriculum.shares or ())
     if other := sorted({*values} - {*names}):
         problem = f"the column {curriculum.column!r} has the value {other[0]!r}, which has no share"

@@ -1,4 +1,4 @@
-"""`Curriculum`: the parsed setting `GRPOConfig.curriculum`. `CONFLICTS`: settings that exclude a curriculum."""
+"""`Curriculum`: the parsed setting `curriculum`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from ...config import GRPOConfig
 from ...config.conflicts import ANY, SET, Conflict, equal
 
-# If `column` isn't set, each prompt is in one of these pools by its last pass rate ("new" without a pass rate).
+# Pools by the last pass rate, if `column` isn't set. "new" has none.
 LEVELS = ("new", "hard", "medium", "easy")
 EXAMPLE = "{solved_at: 1.0, revisit_after: 2}"
 CONFLICTS = (
@@ -29,9 +29,9 @@ CONFLICTS = (
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A number that depends on the optimizer step: linear between the given points, constant before and after them."""
+    """A number that is linear in the optimizer step between points, and constant before and after them."""
 
-    points: tuple[tuple[int, float], ...]  # Pairs (optimizer step, number), ascending by step.
+    points: tuple[tuple[int, float], ...]  # (optimizer step, number), ascending
 
     @classmethod
     def of(cls, value: Any, name: str) -> Schedule:
@@ -55,19 +55,16 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
-    """The settings of a curriculum, from the mapping in `GRPOConfig.curriculum`."""
-
-    pass_threshold: float = 1.0  # Lowest weighted reward of a completion that counts as passed.
-    solved_at: float | None = 1.0  # Lowest pass rate of a solved prompt. None means that no prompt counts as solved.
-    revisit_after: float = 1.0  # Number of epochs that a solved prompt rests after its last draw.
-    column: str | None = None  # Dataset column with each prompt's pool. None means pools by pass rate (`LEVELS`).
-    shares: Mapping[str, Schedule] | None = None  # Weight of each pool in a round's prompts.
-    difficulty: str | None = None  # Dataset column with each prompt's difficulty, a number.
-    difficulty_until: Schedule | None = None  # Highest difficulty to draw, by optimizer step, if enough rows are left.
+    pass_threshold: float = 1.0  # Lowest weighted reward of a pass.
+    solved_at: float | None = 1.0  # Lowest pass rate of a solved prompt. None: no prompt is solved.
+    revisit_after: float = 1.0  # Epochs that a solved prompt rests.
+    column: str | None = None  # Dataset column with pools. None: pools by pass rate (`LEVELS`).
+    shares: Mapping[str, Schedule] | None = None
+    difficulty: str | None = None
+    difficulty_until: Schedule | None = None  # Highest difficulty to draw while enough rows are left.
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Curriculum:
-        """Parse the mapping of the setting. Raise for unknown keys and wrong values."""
         known, found = [field.name for field in fields(cls)], dict(given)
         if unknown := [key for key in given if key not in known]:
             raise ValueError(f"curriculum has the key {unknown[0]!r}, but the keys are {', '.join(known)}: {EXAMPLE}.")

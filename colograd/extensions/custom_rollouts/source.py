@@ -28,8 +28,6 @@ NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 
 
 class UserFeature(SourceFeature):
-    """Lets a user's function or class generate the completions (setting ``rollout_func``)."""
-
     adds_columns = True
 
     def __init__(self, write: Any) -> None:
@@ -40,7 +38,6 @@ class UserFeature(SourceFeature):
 
     @classmethod
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
-        """Return the feature if ``rollout_func`` is set, else None. A text is imported as a path."""
         write, others = arguments.sources["rollout_func"], arguments.sources
         if write is None:
             return None
@@ -52,15 +49,11 @@ class UserFeature(SourceFeature):
         if hasattr(write, "generate"):
             return cls(write)
         if isinstance(write, type):
-            raise ValueError(
-                f"rollout_func is a class without a method `generate`, {write.__name__}, but a class must be a rollout "
-                "source: add `generate` (docs/architecture.md, Add a rollout source), or give a function."
-            )
+            remedy = "add `generate` (docs/architecture.md, Add a rollout source), or give a function"
+            raise ValueError(f"rollout_func is the class {write.__name__} without a method `generate`: {remedy}.")
         if config.router_replay:
-            raise ValueError(
-                "router_replay is true, but a rollout_func returns only tokens, without the experts that the engine "
-                "chose for them: set router_replay: false, or write a rollout source that yields engine groups."
-            )
+            why = "a rollout_func returns tokens without the experts that the engine chose"
+            raise ValueError(f"router_replay is true, but {why}: set it to false, or write a rollout source.")
         if config.replays_truncation:
             raise ValueError(f"{TRUNCATED} a rollout_func doesn't return the truncated distribution: {UNCORRECTED}")
         return cls(write)
@@ -74,24 +67,22 @@ class UserFeature(SourceFeature):
 
 @dataclass(eq=False)
 class CustomRollouts:
-    """A rollout source that calls a user's function in place of the engine. The function may use the engine.
+    """A rollout source that calls a user's function in place of the engine.
 
     The function is ``f(prompts) -> dict``. ``prompts`` repeats each prompt once per completion, one after the other.
-    The dict holds ``prompt_ids``, ``completion_ids`` and ``logprobs`` (of the sampled tokens, in nats), one list per
-    completion. ``env_mask`` is optional (1: the model wrote the token, 0: the environment did). All other entries are
-    passed to the reward functions. A sequence holds one value per completion. Any other value is passed for all
-    completions."""
+    The dict holds ``prompt_ids``, ``completion_ids`` and ``logprobs`` (in nats), one list per completion. ``env_mask``
+    is optional (1: the model wrote the token, 0: the environment did). Reward functions get all other entries: a
+    sequence has one value per completion, any other value counts for all."""
 
     engine: Engine
     function: Callable[[list[Any]], dict[str, Any]]
-    end_tokens: Collection[int | None]  # A completion counts as truncated unless its last token is one of these.
+    end_tokens: Collection[int | None]  # Other last tokens mean a truncated completion.
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Yield a group per prompt, see `RolloutSource.generate`. Only ``n`` of ``sampling`` is used."""
         self.engine.require(version)
-        if not prompts:  # In an evaluation a rank may have no prompts.
+        if not prompts:
             return
         if any(prompt.input.media is not None for prompt in prompts):
             why = "rollout_func is a function, which gets prompts without their images: give a class with `generate`"
@@ -125,10 +116,8 @@ class CustomRollouts:
                 raise ValueError(f"{where}: {found}: the three lengths must be equal, and at least 1.")
             prompt_ids, tokens = tuple(map(int, prompt)), [*map(int, ids)]
             if (highest := max((*prompt_ids, *tokens))) >= self.engine.vocab_size:
-                raise ValueError(
-                    f"{where}: the token id {highest} is too high, as the model's embedding has "
-                    f"{self.engine.vocab_size:,} rows, numbered from 0: use the tokenizer of the model."
-                )
+                rule = f"as the model's embedding has {self.engine.vocab_size:,} rows: use the tokenizer of the model"
+                raise ValueError(f"{where}: the token id {highest} is too high, {rule}.")
             first = [value[0] if isinstance(value, (list, tuple)) else value for value in logprobs]
             flat = torch.tensor([math.nan if value is None else float(value) for value in first], dtype=torch.float32)
             end = FinishReason.STOP if tokens[-1] in self.end_tokens else FinishReason.LENGTH

@@ -2,9 +2,6 @@
 
     TaskSpec -> HarnessBenchmark -> sitting.take (engine, Judge in workers) -> results.SuiteResult
 
-The harness provides tasks with their prompts, filters and metrics. This package samples all questions of a task at
-once, with a seed per question, and computes pass@k from several completions. Metrics are computed in worker processes
-with a time limit. For the metric `code_eval` the model's code runs in a further process.
-"""
+The harness has prompts, filters and metrics. This package samples all questions at once."""
 
 HOOKS = {"benchmark_names": "specs:names_of", "benchmark": "sitting:with_benchmarks"}

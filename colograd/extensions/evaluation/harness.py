@@ -23,21 +23,20 @@ from .judging import code_runs_apart
 from .specs import YAML, TaskSpec, check_harness
 
 GENERATE, SCORE = "generate_until", "loglikelihood"
-# Names that a task may use for the limit of a completion. The first name that is set counts.
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 NO_SAMPLING = ("until", "do_sample", "temperature", "num_beams", *LENGTHS)
-DEFAULT_TOKENS = 256  # The harness's maximum length of a completion if a task sets none.
-FEWSHOT_SEED = 1234  # The harness's default seed for choosing few-shot examples.
+DEFAULT_TOKENS = 256  # The harness's default.
+FEWSHOT_SEED = 1234  # The harness's default.
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request to the engine for a question: sample completions of a prompt, or score given continuations."""
+    """A request for a question: sample completions of a prompt, or score given continuations."""
 
-    instance: Any  # The harness's object with the kind and the arguments of the request.
-    prompt: tuple[int, ...] = ()  # Token ids to continue. Empty in a request to score.
-    sampling: Sampling | None = None  # Sampling settings. None in a request to score `parts`.
-    parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # (context, continuation) as token ids.
+    instance: Any
+    prompt: tuple[int, ...] = ()
+    sampling: Sampling | None = None  # None: score `parts`.
+    parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # (context, continuation) as token ids
 
     @property
     def tokens(self) -> int:
@@ -50,48 +49,39 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One document (question) of a task, with its requests to the engine."""
-
-    row: int  # number of the document in the task
-    target: str  # correct answer, for people
+    row: int
+    target: str
     requests: tuple[Request, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The settings that turn documents into requests."""
-
     tokenizer: Any
-    context: int  # Maximum tokens of a prompt with its completion.
-    max_tokens: int | None = None  # Maximum tokens of a completion, in place of the task's maximum.
-    limits: bool = False  # Whether the smaller one of `max_tokens` and the task's maximum counts.
-    temperature: float | None = None  # Temperature in place of the task's temperature.
+    context: int
+    max_tokens: int | None = None
+    limits: bool = False  # The smaller one of `max_tokens` and the task's maximum counts.
+    temperature: float | None = None
     top_p: float | None = None
-    spread: float = 1.0  # Temperature for several completions per question, if the task samples greedily.
-    template: bool | None = None  # Whether to use a chat template. None: only for sampled completions.
+    spread: float = 1.0  # For several completions per question of a task that samples greedily.
+    template: bool | None = None  # None: a chat template only for sampled completions.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    include: tuple[str, ...] = ()  # folders with YAML files of tasks
+    include: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedTask:
-    """A task with its questions."""
-
     name: str
-    task: Any  # task object of lm_eval
+    task: Any
     questions: tuple[Question, ...]
-    n: int | None  # Completions per question, each judged separately. None means that a question is judged once.
-    cut: int  # Number of questions whose text was cut off, because it exceeded the context.
+    n: int | None  # Completions per question, judged one by one. None: judged together.
+    cut: int
 
     @property
     def sampling(self) -> Sampling | None:
-        """Sampling settings of the first question. None if the task only scores continuations."""
         return next((each.sampling for each in self.questions[0].requests if each.sampling is not None), None)
 
 
 class HarnessBenchmark:
-    """A task, group or tag of lm-evaluation-harness, with its questions as token ids."""
-
     def __init__(self, text: str, rules: Rules) -> None:
         check_harness()
         self.text, self.rules, spec = text, rules, TaskSpec.parse(text)
@@ -102,10 +92,9 @@ class HarnessBenchmark:
         self.dropped = any(task.cut for task in self.tasks)
         self._questions = [question for task in self.tasks for question in task.questions]
         requests = [request for question in self._questions for request in question.requests]
-        self.longest = max(each.tokens for each in requests)  # Tokens of the longest prompt or scored text.
-        # Largest number of sequences that one question puts into the engine's queue.
+        self.longest = max(each.tokens for each in requests)
         self.generations = max(sum(each.sequences for each in question.requests) for question in self._questions)
-        # Number of tokens in the longest prompt with its longest completion, or in the longest scored text.
+        # Tokens of the longest prompt with its completion, or of the longest scored text.
         self.longest_sequence = max(e.tokens + (e.sampling.max_tokens if e.sampling else 0) for e in requests)
 
     def dropped_line(self) -> str:
@@ -119,7 +108,6 @@ class HarnessBenchmark:
         return len(self._questions)
 
     def metric_names(self) -> list[str]:
-        """Return names that metrics of an evaluation may have, except pass@k, without the evaluation's prefix."""
         names = ["accuracy", "accuracy_ci95", "completions", "runtime", "samples_per_second", "num_tokens"]
         if len(self.tasks) > 1:
             return [*names, *(f"{task.name}_accuracy" for task in self.tasks)]
@@ -128,7 +116,7 @@ class HarnessBenchmark:
 
 @contextlib.contextmanager
 def _as_the_harness() -> Iterator[None]:
-    """Context with the harness's default random seeds and without its progress lines, for loading tasks."""
+    """Context with the harness's default seeds and without its progress lines."""
     logger = logging.getLogger("lm_eval")
     with contextlib.ExitStack() as restored, torch.random.fork_rng(devices=[]), code_runs_apart():
         restored.callback(logger.setLevel, logger.level)
@@ -150,7 +138,7 @@ def _manager(folders: tuple[str, ...], builtin: bool) -> Any:
 
 
 def _load(name: str, include: tuple[str, ...]) -> Any:
-    """Load a task, group or tag by its name or YAML file. The index of all the harness's tasks is built last."""
+    """Load a task, group or tag by its name or YAML file. The slow index of all the harness's tasks comes last."""
     import lm_eval.tasks
     from lm_eval.tasks._index import Kind, TaskIndex
 
@@ -162,14 +150,14 @@ def _load(name: str, include: tuple[str, ...]) -> Any:
         if name in (own := _manager(include, False)).task_index:
             return own.load([name])
         for file in Path(lm_eval.tasks.__file__).parent.glob(f"**/{name}.yaml"):
-            entry = TaskIndex.entry_from_path(file)  # load only a single task, because a group needs the whole index
+            entry = TaskIndex.entry_from_path(file)  # A group needs the whole index.
             if entry is not None and entry.kind in (Kind.TASK, Kind.PY_TASK) and entry.name == name:
                 return own.load([str(file)])
         whole = _manager(include, True)
         if name in whole.task_index:
             return whole.load([name])
         near = difflib.get_close_matches(name, whole.all_tasks, n=3)
-    except Exception as error:  # code of the task, its packages, and its data may raise anything
+    except Exception as error:  # code and data of a task may raise anything
         why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise ValueError(
             f"The task {name!r} can't be loaded: {why}. It may need a package, a connection to the Hub or a filled "
@@ -201,7 +189,7 @@ def _questions(name: str, task: Any, spec: TaskSpec, rules: Rules) -> LoadedTask
         text = functools.partial(rules.tokenizer.apply_chat_template, tokenize=False, **ends, **rules.template_kwargs)
         try:
             return str(text(messages))
-        except jinja2.TemplateError:  # many templates refuse a system message, and the harness then leaves it out
+        except jinja2.TemplateError:  # Many templates refuse a system message. The harness then leaves it out.
             return str(text([message for message in messages if message["role"] != "system"]))
 
     options = {"apply_chat_template": template, "fewshot_as_multiturn": template}
@@ -228,7 +216,7 @@ def _encoder(tokenizer: Any) -> Any:
         prefix_token_id = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            if add_special_tokens is None:  # the text may begin with the BOS token already
+            if add_special_tokens is None:  # The text may begin with the BOS token.
                 add_special_tokens = not (tokenizer.bos_token and string.startswith(tokenizer.bos_token))
             ids: list[int] = tokenizer(string, add_special_tokens=add_special_tokens).input_ids
             return ids
@@ -236,21 +224,20 @@ def _encoder(tokenizer: Any) -> Any:
         def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> Any:
             return [(context, continuation) for _, context, continuation in requests]
 
-        loglikelihood_rolling = generate_until = None  # This class is used only to tokenise requests.
+        loglikelihood_rolling = generate_until = None
 
     return Encoder()
 
 
 def _request(name: str, instance: Any, n: int, rules: Rules, encoder: Any) -> tuple[Request, bool]:
-    """Return a task's request as token ids, and whether it was cut off. As in the harness's models, a text longer than
-    the context loses its beginning, or is split into windows if the whole text is scored."""
+    """Return a request as token ids, and whether it was cut off, as in the harness's models."""
     kind, arguments = instance.request_type, instance.args
     if kind == GENERATE:
         sampling = _sampling(name, arguments[1], n, rules)
         ids = encoder.tok_encode(arguments[0])
         room = max(rules.context - sampling.max_tokens, rules.context // 2)
         return Request(instance, tuple(ids[-room:]), sampling), len(ids) > room
-    room = rules.context - 1  # one token is left for the token that the engine has to sample
+    room = rules.context - 1  # The engine has to sample one token.
     if kind == SCORE:
         ((context, target),) = encoder.loglikelihood([instance], disable_tqdm=True)
         kept = max(room - len(target), 1)
@@ -270,15 +257,14 @@ def _sampling(name: str, kwargs: dict[str, Any], n: int, rules: Rules) -> Sampli
     own = next((int(kwargs[key]) for key in LENGTHS if kwargs.get(key) is not None), DEFAULT_TOKENS)
     tokens = own if rules.max_tokens is None else min(own, rules.max_tokens) if rules.limits else rules.max_tokens
     temperature = 0.0 if kwargs.get("do_sample") is False else float(kwargs.get("temperature") or 0.0)
-    if temperature == 0 and n > 1:  # at temperature 0 all completions of a question would be equal
+    if temperature == 0 and n > 1:
         temperature = rules.spread
     options = {key: kwargs[key] for key in SHAPING if key in kwargs}
     if rules.temperature is not None:
         temperature = rules.temperature
     if temperature == 0 and n > 1:
         raise ValueError(
-            f"{name}: {n} completions per question at temperature 0 would be equal: ask for 1, or raise the "
-            "temperature."
+            f"{name}: {n} completions per question at temperature 0 would be equal: raise it, or ask for 1."
         )
     if rules.top_p is not None:
         options["top_p"] = rules.top_p
@@ -288,12 +274,10 @@ def _sampling(name: str, kwargs: dict[str, Any], n: int, rules: Rules) -> Sampli
 
 
 def stops(kwargs: dict[str, Any]) -> list[str]:
-    """Return the stop strings in a task's generation settings."""
     until = kwargs.get("until") or []
     return [each for each in ([until] if isinstance(until, str) else until) if each]
 
 
 def thinks(tokenizer: Any) -> bool:
-    """Return whether the model reasons before it answers. Stop strings, which may occur in the reasoning, then don't
-    end the sampling, but cut the answer."""
+    """Return whether the model reasons first. Stop strings may occur in the reasoning, so they only cut the answer."""
     return "</think>" in str(getattr(tokenizer, "chat_template", None) or "")

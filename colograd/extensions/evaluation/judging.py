@@ -1,9 +1,6 @@
-"""`Judge`: calls the filters and metrics of a benchmark's task, in worker processes that can be killed.
+"""`Judge`: calls a task's filters and metrics in worker processes. `CodeEval` runs a model's programs.
 
-`CodeEval` runs programs of the metric `code_eval`, which a model wrote, in a new interpreter, a child of the worker.
-Hugging Face's own `code_eval` runs them in a copy of the calling process, with its environment variables. The new
-interpreter's limits contain bugs, but don't protect against an attacker: programs have the user's rights and network.
-"""
+Limits of the programs contain bugs, but no attacker: programs have the user's rights and network."""
 
 from __future__ import annotations
 
@@ -26,17 +23,15 @@ import cloudpickle
 
 from ...rewards.answers import chance_of_pass
 
-CODE_SECONDS = 20.0  # Maximum seconds of one program with its tests.
-MEMORY = 4 * 2**30  # maximum bytes of a program's address space
+CODE_SECONDS = 20.0
+MEMORY = 4 * 2**30
 FILE_BYTES = 16 * 2**20
-ENDED_BY_SCHEDULER = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGUSR2)  # Exit statuses by a scheduler's signals.
-# Attributes of the harness's tasks that hold documents. A judge lacks them, because each call brings its document.
+ENDED_BY_SCHEDULER = (-signal.SIGTERM, -signal.SIGUSR1, -signal.SIGUSR2)
+# Attributes with documents. A judge needs none, because each call brings its document.
 DOCUMENTS = ("dataset", "task_docs", "_training_docs", "_fewshot_docs", "_instances", "sampler", "fewshot_rnd")
 
 
 class Judge:
-    """Computes the metrics of one document (question) from the model's responses."""
-
     def __init__(self, task: Any) -> None:
         self.task = copy.copy(task)
         for name in DOCUMENTS:
@@ -46,13 +41,12 @@ class Judge:
 
     def __reduce__(self) -> Any:
         for name, module in [*sys.modules.items()]:
-            if name.startswith("/"):  # a module next to a task's YAML file, as named by the harness
+            if name.startswith("/"):  # the harness's name of a module next to a task's YAML file
                 cloudpickle.register_pickle_by_value(module)
         return _restored, (cloudpickle.dumps(self.task),)
 
     def __call__(self, instances: Sequence[Any], responses: Sequence[list[Any]]) -> dict[tuple[str, str], Any]:
-        """Return the metrics by (metric, filter). ``instances`` are the harness's requests of one document.
-        ``responses`` has a list per request, with a text or (log-probability, is greedy) per repeat."""
+        """Return metrics by (metric, filter). ``responses``: per request texts or (log-probability, is greedy)."""
         doc, self.task._instances = instances[0].doc, list(instances)
         for instance, of_one in zip(instances, responses, strict=True):
             instance.resps = list(of_one)
@@ -70,12 +64,10 @@ def _restored(pickled: bytes) -> Judge:
 
 
 class CodeEval:
-    """The metric `code_eval`: pass@k of programs with their tests. Each program runs in a new interpreter."""
-
     def compute(
         self, *, references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int] = (1,), **_: Any
     ) -> tuple[dict[str, float], dict[int, list[Any]]]:
-        """Return pass@k by name, and by the index of each reference (index, passed) of the predictions."""
+        """Return pass@k by name, and index of a reference -> (index, passed) of its predictions."""
         passes = [
             [run_python(f"{code}\n{tests}\n", CODE_SECONDS) for code in candidates]
             for tests, candidates in zip(references, predictions, strict=True)
@@ -90,7 +82,7 @@ class CodeEval:
 
 @contextlib.contextmanager
 def code_runs_apart() -> Iterator[None]:
-    """Context in which `evaluate.load("code_eval")` returns `CodeEval`, without a connection to the Hub."""
+    """Let `evaluate.load("code_eval")` return `CodeEval` in this context, without the Hub."""
     try:
         import evaluate
     except ImportError:
@@ -105,10 +97,7 @@ def code_runs_apart() -> Iterator[None]:
 
 
 def run_python(program: str, seconds: float) -> bool:
-    """Run a Python program that a model wrote. Return whether it reached its last line; an earlier exit is a failure.
-
-    The program gets none of the trainer's environment variables, a temporary folder to write into, and limits of time,
-    memory and file size. When it ends, or after ``seconds``, all processes of its group are killed."""
+    """Run a model's Python program, apart from the trainer's environment. Return whether it reached its last line."""
 
     def limit() -> None:
         for kind, most in (
@@ -120,8 +109,8 @@ def run_python(program: str, seconds: float) -> bool:
             _, hard = resource.getrlimit(kind)
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(kind, (most, most))
-        with contextlib.suppress(OSError, AttributeError):  # The call exists only on Linux.
-            ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the program dies with the worker.
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it dies with the worker.
 
     token = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="colograd-code-", ignore_cleanup_errors=True) as folder:
@@ -148,6 +137,6 @@ def run_python(program: str, seconds: float) -> bool:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            if status not in ENDED_BY_SCHEDULER:  # A program that a scheduler's signal ended runs once more.
+            if status not in ENDED_BY_SCHEDULER:  # A scheduler's signal ended it, so it runs once more.
                 break
         return end.is_file() and end.read_text(errors="replace") == token

@@ -1,9 +1,7 @@
 """Results of benchmarks: the harness's metrics, 95 % intervals over questions, pass@k and lengths, as table and JSON.
 
-Intervals are the normal approximation over questions (arXiv 2411.00640, section 2.1 and 2.2): mean ± 1.96 s / sqrt(n)
-with n questions and the standard deviation s of the questions' values. A question's value is the mean over its
-completions. So the completions of a question count once, because they are not independent.
-"""
+Intervals are the normal approximation mean ± 1.96 s / sqrt(n) over n questions (arXiv 2411.00640, sections 2.1 and
+2.2). A question's value is the mean over its completions, which aren't independent."""
 
 from __future__ import annotations
 
@@ -21,19 +19,16 @@ from ...usercode.worker_pool import WorkerCall
 from .harness import HarnessBenchmark, LoadedTask, Question
 
 NORMAL_95 = 1.959964
-Key = tuple[str, str]  # (metric, filter), the key of a value
+Key = tuple[str, str]  # (metric, filter)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over questions, and half the width of its 95 % interval (NaN for a single question)."""
-
     mean: float
     half: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """Compute mean and interval from one value per question."""
         half = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
         return cls(statistics.fmean(values), NORMAL_95 * half)
 
@@ -43,28 +38,26 @@ class Estimate:
 
 @dataclass(slots=True)
 class Answer:
-    """An answered question. Ranks exchange the data up to ``failed``. Only the rank that answered has the others."""
+    """An answered question. Ranks exchange the fields up to ``failed``."""
 
     task: str
     row: int
-    verdicts: list[dict[Key, Any]] = field(default_factory=list)  # One per separately judged completion, or one.
-    tokens: int = 0  # Tokens of all completions.
-    cut_off: int = 0  # Number of completions that ended at their token limit.
-    failed: list[tuple[str, str]] = field(default_factory=list)  # Failed checks, with empty verdicts: (kind, error).
+    verdicts: list[dict[Key, Any]] = field(default_factory=list)  # one per separately judged completion, or one
+    tokens: int = 0
+    cut_off: int = 0
+    failed: list[tuple[str, str]] = field(default_factory=list)
     question: Question | None = None
-    groups: list[Group] = field(default_factory=list)  # One group per sampled request.
-    texts: list[list[str]] = field(default_factory=list)  # Judged texts of each request.
-    calls: list[WorkerCall] = field(default_factory=list)  # Calls that judge the texts.
+    groups: list[Group] = field(default_factory=list)
+    texts: list[list[str]] = field(default_factory=list)
+    calls: list[WorkerCall] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class TaskResult:
-    """The result of a task over the questions of all ranks, in the order of the task's rows."""
-
     loaded: LoadedTask
     answered: list[Answer]
-    seconds: float = 0.0  # Seconds of the whole benchmark.
-    aggregates: dict[Key, float] = field(default_factory=dict)  # Values aggregated by the harness.
+    seconds: float = 0.0
+    aggregates: dict[Key, float] = field(default_factory=dict)
 
     @property
     def completions(self) -> int:
@@ -72,8 +65,6 @@ class TaskResult:
         return 0 if sampling is None else len(self.answered) * sampling.n
 
     def values(self) -> dict[Key, list[list[Any]]]:
-        """Return each metric's values: a list per question, with a value per verdict. A failed check has the value 0,
-        or none if lower values are better or values aren't numbers."""
         found: dict[Key, list[list[Any]]] = {}
         better = self.loaded.task.higher_is_better()
         for key in dict.fromkeys(key for each in self.answered for verdict in each.verdicts for key in verdict):
@@ -85,12 +76,10 @@ class TaskResult:
 
     @property
     def primary(self) -> Key | None:
-        """The first metric and filter of the task. None if the task has no numeric metric."""
         return next(iter(self.aggregates), None)
 
     def estimates(self) -> dict[str, Estimate]:
-        """Return ``accuracy`` (the primary metric), and ``pass@k`` for k = 2, 4, 8 ... up to n. Empty if the primary
-        metric isn't a mean of values from 0 to 1, and without pass@k if a value isn't 0 or 1."""
+        """Return ``accuracy`` (the primary metric) and ``pass@k`` for k = 2, 4, 8 ... up to n, where defined."""
         key, n = self.primary, self.loaded.n or 1
         values = [] if key is None else self.values().get(key, [])
         if not values or not _are_numbers(values) or not all(0 <= each <= 1 for v in values for each in v):
@@ -103,7 +92,6 @@ class TaskResult:
         return {"accuracy": accuracy, **of_ks}
 
     def metrics(self) -> dict[str, float]:
-        """Return the task's metrics for the log of a run. Accuracies are fractions, not percent."""
         estimates = self.estimates()
         found = {name: estimate.mean for name, estimate in estimates.items()}
         if "accuracy" in estimates and not math.isnan(half := estimates["accuracy"].half):
@@ -117,7 +105,6 @@ class TaskResult:
         return found | {f"checks/{kind}": float(count) for kind, count in sorted(kinds.items())}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the task's result, with its settings, as JSON values. ``right`` has the sum of values by row."""
         sampling, task = self.loaded.sampling, self.loaded.task
         found = {
             "task": self.loaded.name,
@@ -139,19 +126,16 @@ class TaskResult:
 
 @dataclass(slots=True)
 class SuiteResult:
-    """The results of all tasks and groups of a benchmark."""
-
     tasks: list[TaskResult]
     groups: dict[str, dict[Key, float]]
 
     @classmethod
     def of(cls, benchmark: HarnessBenchmark, tasks: Sequence[TaskResult]) -> SuiteResult:
-        """Return the results of tasks and groups. The harness aggregates the verdicts."""
         from lm_eval.evaluator_utils import _process_results
 
         gathered = {}
         for each in tasks:
-            raw = {  # the values of each metric, with numbers averaged per question
+            raw = {
                 key: [sum(v) / len(v) for v in values] if _are_numbers(values) else [*itertools.chain(*values)]
                 for key, values in each.values().items()
             }
@@ -162,11 +146,10 @@ class SuiteResult:
         return cls(list(tasks), {name: dict(_numbers(whole[name])) for name in benchmark.groups})
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics for the log. With several tasks or a group, a task's metrics have the task's name in front."""
         if len(self.tasks) == 1 and not self.groups:
             return self.tasks[0].metrics()
         found: dict[str, float] = {}
-        if values := next(iter(self.groups.values()), {}):  # the first group contains all others
+        if values := next(iter(self.groups.values()), {}):
             found["accuracy"] = next(iter(values.values()))
             found |= {_name(key): value for key, value in values.items()}
         for each in self.tasks:
@@ -175,7 +158,6 @@ class SuiteResult:
 
 
 def table(results: Sequence[SuiteResult]) -> list[str]:
-    """Return the lines of a table with a row per metric of each task and group, and lines about failed checks."""
     rows, lines = [("task", "questions", "metric", "value")], []
     for result in (each for suite in results for each in suite.tasks):
         shown = {name: f"{value:.4g}" for name, value in result.metrics().items() if name != "accuracy_ci95"}
@@ -198,7 +180,6 @@ def _name(key: Key) -> str:
 
 
 def _numbers(metrics: dict[str, Any]) -> Iterable[tuple[Key, float]]:
-    """Yield ((metric, filter), value) of the harness's numbers, without standard errors."""
     for joined, value in metrics.items():
         metric, comma, name = joined.partition(",")
         if comma and not metric.endswith("_stderr") and _is_number(value):

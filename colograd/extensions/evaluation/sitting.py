@@ -26,24 +26,21 @@ from .judging import Judge
 from .results import Answer, SuiteResult, TaskResult
 from .specs import names_of
 
-SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # Settings of a scoring request: vLLM needs one sampled token.
-MOST_WORKERS = 8  # Maximum number of worker processes per rank.
-CHECK_SECONDS = 120.0  # Maximum seconds of one call that judges a question with all filters and metrics.
+SCORED = Sampling(1, 1, 0.0, {"prompt_logprobs": 0})  # vLLM has to sample one token.
+MOST_WORKERS = 8
+CHECK_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The engine for a benchmark, with the configuration, tokenizer and console of its run or command."""
-
     config: Any
     engine: Any
     tokenizer: Any
     console: Any
-    version: int  # optimizer step of the engine's weights
+    version: int
 
 
 def checkers(benchmarks: Iterable[HarnessBenchmark]) -> WorkerPool:
-    """Start the worker processes that judge the questions of all tasks in ``benchmarks``."""
     judges = {f"{each.text}: {task.name}": Judge(task.task) for each in benchmarks for task in each.tasks}
     pool = WorkerPool("benchmarks", judges, min(MOST_WORKERS, process.cpu_threads()), CHECK_SECONDS)
     if lost := [name for name in judges if name not in pool]:
@@ -54,7 +51,7 @@ def checkers(benchmarks: Iterable[HarnessBenchmark]) -> WorkerPool:
 def take(
     benchmark: HarnessBenchmark, host: Host, pool: WorkerPool, turn: AbstractContextManager[Any]
 ) -> tuple[SuiteResult, list[Answer]]:
-    """Answer and judge all questions. All ranks must call. Return all ranks' result, and this rank's answers."""
+    """Answer and judge all questions. All ranks call it. Return all ranks' result, and this rank's answers."""
     started, mine = time.perf_counter(), host.config.layout
     with turn, on_all_ranks("the benchmark"):
         answers: list[Answer] = host.engine.on_engine_leader(
@@ -85,7 +82,7 @@ def take(
 
 
 def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: WorkerPool, text: str) -> list[Answer]:
-    """Answer questions of a task on this engine: score first, then sample. Workers judge meanwhile."""
+    """Answer a task's questions on this engine: score first, then sample. Workers judge meanwhile."""
     answers = {
         each.row: Answer(task.name, each.row, question=each, texts=[[] for _ in each.requests]) for each in questions
     }
@@ -99,14 +96,14 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
             return
         of_requests = responses.pop(row)
         instances = [each.instance for each in question.requests]
-        # One call of `Judge` per question, or one per completion if each completion is judged separately.
+        # One call of `Judge` per question, or per completion that is judged alone.
         alone = [[[each] for each in of_one] for of_one in zip(*of_requests, strict=True)] if task.n else [of_requests]
         answers[row].calls = [pool.submit(judge, {"instances": instances, "responses": of_call}) for of_call in alone]
 
     requests = [(each, index, request) for each in questions for index, request in enumerate(each.requests)]
     scores = iter(score(host.engine, [part for _, _, request in requests for part in request.parts]))
-    wanted: dict[int, tuple[Question, int, Request]] = {}  # Requests to sample, by position.
-    by_sampling: dict[str, list[Prompt]] = {}  # prompts by sampling settings, mostly one entry
+    wanted: dict[int, tuple[Question, int, Request]] = {}
+    by_sampling: dict[str, list[Prompt]] = {}
     for question, index, request in requests:
         if request.parts:
             of_parts = [next(scores) for _ in request.parts]
@@ -134,8 +131,7 @@ def _sit(task: LoadedTask, questions: Sequence[Question], host: Host, pool: Work
 
 
 def score(engine: Engine, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
-    """Score (context, continuation) pairs of token ids on the engine's first rank. Return for each pair the sum of the
-    continuation's log-probabilities, and whether greedy decoding would write the continuation."""
+    """Return (sum of log-probabilities, is greedy) per (context, continuation) of token ids."""
     names = [engine.submit([*context, *target], SCORED, seed=0) for context, target in parts]
     ended: dict[str, list[Sampled]] = {}
     while len(ended) < len(names):
@@ -148,7 +144,6 @@ def score(engine: Engine, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) 
 
 
 def _texts(group: Group, request: Request, tokenizer: Any) -> list[str]:
-    """Return the completions' texts, without reasoning, and cut at the task's stop strings."""
     ids = [list(rollout.completion_ids) for rollout in group.rollouts]
     texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
     if thinks(tokenizer):
@@ -160,12 +155,11 @@ def _texts(group: Group, request: Request, tokenizer: Any) -> list[str]:
 
 
 class RunBenchmark(HarnessBenchmark):
-    """A benchmark of lm-evaluation-harness in a run's evaluations, in the place of a `PromptDataset`."""
+    """A benchmark in a run's evaluations, in the place of a `PromptDataset`."""
 
-    pool: WorkerPool | None = None  # worker processes, started by the first evaluation
+    pool: WorkerPool | None = None
 
     def evaluate(self, trainer: Any, name: str) -> dict[str, float]:
-        """Run the benchmark with the policy's present weights. Log the completions with verdicts. Return metrics."""
         started, sampler = time.perf_counter(), trainer.sampler
         host = Host(trainer.args, trainer.engine, trainer.policy.tokenizer, trainer.console, trainer.state.global_step)
         with on_all_ranks("the benchmark's checkers"):
@@ -174,7 +168,7 @@ class RunBenchmark(HarnessBenchmark):
                 weakref.finalize(self, self.pool.close)
         result, answers = take(self, host, self.pool, sampler.device_turns.sampling(trainer.optimizer))
         if trainer.completion_log is not None:
-            groups = []  # sampled groups, with the primary metric as their reward
+            groups = []
             primary: dict[str, Any] = {each.loaded.name: each.primary for each in result.tasks}
             for each in answers:
                 values = [float(verdict.get(primary[each.task], 0.0)) for verdict in each.verdicts]
@@ -189,8 +183,7 @@ class RunBenchmark(HarnessBenchmark):
 
 
 def with_benchmarks(dataset: Any, policy: Any, args: Any, context: int | None) -> Any:
-    """Replace names of benchmarks in a run's ``eval_dataset`` by `RunBenchmark`s: one name, a list of names, or values
-    of a dict. Their completions are at most as long as other evaluations' completions."""
+    """Replace names of benchmarks in ``eval_dataset``: one name, a list of names, or values of a dict."""
     if isinstance(dataset, str) or (isinstance(dataset, list | tuple) and all(isinstance(n, str) for n in dataset)):
         dataset = names_of([dataset] if isinstance(dataset, str) else dataset)
     if not isinstance(dataset, Mapping) or not (texts := [one for one in dataset.values() if isinstance(one, str)]):

@@ -1,4 +1,4 @@
-"""`TaskSpec`: the parsed name of a task of lm-evaluation-harness, from a command line or a recipe."""
+"""`TaskSpec`: the parsed name of a task of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 _FORM = re.compile(r"(?P<name>[^\[\]@=]+)(\[:(?P<limit>\d+)\])?(@(?P<n>\d+))?")
 YAML = (".yaml", ".yml")
-# Names of benchmarks in earlier versions, with the harness's names of these tasks.
 FORMER = {"math500": "minerva_math500", "gpqa": "gpqa_diamond_cot_zeroshot"}
 INSTALL = "pip install --no-deps lm_eval==0.4.13 sacrebleu portalocker colorama lxml evaluate"
 
@@ -19,9 +18,9 @@ INSTALL = "pip install --no-deps lm_eval==0.4.13 sacrebleu portalocker colorama 
 class TaskSpec:
     """A task, group or tag of the harness, written ``NAME[:ROWS]@N``. Only the name is required."""
 
-    name: str  # Name in the harness, or path of a YAML file.
-    limit: int | None = None  # Number of first rows to use. None means all rows.
-    n: int | None = None  # Completions per question, each judged separately. None means the task's number.
+    name: str
+    limit: int | None = None
+    n: int | None = None  # Completions per question, judged one by one.
 
     @classmethod
     def parse(cls, text: str) -> TaskSpec:
@@ -42,12 +41,12 @@ class TaskSpec:
 
 
 def names_of(texts: Sequence[str]) -> Mapping[str, str]:
-    """Return each task's text by the task's name in the log. Raise if two tasks have one name."""
+    """Return name in the log -> text. Raise if two tasks have one name."""
     check_harness()
     names: dict[str, str] = {}
     for text in texts:
         TaskSpec.parse(text)
-        name = re.split(r"[\[@]", text)[0]  # metrics keep a name of earlier versions: `eval_math500_accuracy`
+        name = re.split(r"[\[@]", text)[0]  # Metrics keep a former name: `eval_math500_accuracy`.
         name = Path(name).stem if name.endswith(YAML) else name
         if name in names:
             raise ValueError(f"The task {name!r} is named twice: name each task once.")
@@ -56,9 +55,6 @@ def names_of(texts: Sequence[str]) -> Mapping[str, str]:
 
 
 def check_harness() -> None:
-    """Raise a ValueError with the remedy if lm-evaluation-harness isn't installed."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError(
-            f"Benchmarks are tasks of lm-evaluation-harness, but the package lm_eval is missing: {INSTALL}, or pip "
-            "install 'colograd[eval]'."
-        )
+        remedy = f"{INSTALL}, or pip install 'colograd[eval]'"
+        raise ValueError(f"Benchmarks are tasks of lm-evaluation-harness, but lm_eval is missing: {remedy}.")

@@ -1,8 +1,4 @@
-"""`Judge`: a reward function that asks a language model behind an OpenAI-compatible address for a score.
-
-Questions are sent while the engine samples, several at a time. Replies are cached on disk. The judge abstains (returns
-None) if all tries fail, if the reply's last number isn't in the scale, or if the budget is spent.
-"""
+"""`Judge`: a reward function that asks a language model behind an OpenAI-compatible address for a score."""
 
 from __future__ import annotations
 
@@ -28,8 +24,8 @@ QUESTION = (
     "<question>\n{prompt}\n</question>\n\n<answer>\n{completion}\n</answer>\n\n"
     "Reply with one integer from {low:g} (useless) to {high:g} (perfect), and nothing else."
 )
-PASSING = (408, 409, 429)  # HTTP statuses, in addition to 5xx, after which a request is repeated.
-LONGEST_WAIT = 60.0  # Maximum seconds between two tries of a request.
+PASSING = (408, 409, 429)  # Statuses below 500 after which a request is repeated.
+LONGEST_WAIT = 60.0
 CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "colograd", "judge")
 
 
@@ -37,8 +33,7 @@ CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.
 class Judge:
     """Scores completions from 0 to 1: the last number in the judge's reply, scaled from `scale`.
 
-    Each process counts its requests and tokens since its start. Each of N ranks may spend 1/N of the maxima.
-    """
+    It abstains without a valid reply. Each of N ranks may spend 1/N of the maxima."""
 
     address: str = ""  # URL such as http://localhost:8000/v1. Default: the environment variable COLOGRAD_JUDGE_ADDRESS.
     model: str = ""  # Model's name in requests. Default: the environment variable COLOGRAD_JUDGE_MODEL.
@@ -56,7 +51,7 @@ class Judge:
     __name__ = "judge"  # Name of this reward function in metrics.
 
     def __post_init__(self) -> None:
-        self.calls = self.tokens = 0  # Numbers of requests and tokens that this process has spent.
+        self.calls = self.tokens = 0
         self._free = asyncio.Semaphore(self.parallel)
 
     def check_settings(self) -> None:
@@ -75,7 +70,7 @@ class Judge:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Return a score from 0 to 1 for each completion, or None for a completion where the judge abstains."""
+        """Return a score from 0 to 1 per completion, or None where the judge abstains."""
         self.check_settings()
         rows = [name for name, values in columns.items() if isinstance(values, list) and len(values) == len(prompts)]
         (low, high), asked, counts = self.scale, list[str](), Counter[str]()
@@ -100,7 +95,6 @@ class Judge:
         ]
 
     async def _reply(self, client: Any, question: str, counts: Counter[str]) -> str | None:
-        """Return the judge's reply, from the cache or the address, or None if all tries fail or the budget is spent."""
         address, messages = self.address or os.environ[ADDRESS], [{"role": "user", "content": question}]
         request = {"model": self.model or os.environ[MODEL], "messages": messages, **self.settings}
         digest = hashlib.sha256(json.dumps([address, request], sort_keys=True).encode()).hexdigest()
@@ -121,9 +115,9 @@ class Judge:
                 counts["calls"] += 1
                 found, wait = await self._request(client, address, request)
             if found is not None and file is not None:
-                with contextlib.suppress(OSError):  # A reply that a full disk doesn't take isn't cached.
+                with contextlib.suppress(OSError):
                     file.parent.mkdir(parents=True, exist_ok=True)
-                    part = file.with_name(f"{file.name}.{os.getpid()}")  # The file is written atomically.
+                    part = file.with_name(f"{file.name}.{os.getpid()}")  # Other processes read whole files only.
                     part.write_text(json.dumps({"reply": found}))
                     os.replace(part, file)
             if found is not None:
@@ -136,7 +130,7 @@ class Judge:
         return None
 
     async def _request(self, client: Any, address: str, request: dict[str, Any]) -> tuple[str | None, float | None]:
-        """Send one request. Return (reply, None), (None, seconds until the next try), or (None, None) to give up."""
+        """Return (reply, None), (None, seconds until the next try), or (None, None) to give up."""
         key = next((os.environ[name] for name in KEYS if os.environ.get(name)), None)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
@@ -150,7 +144,7 @@ class Judge:
             found = answer.json()
             self.tokens += int((found.get("usage") or {}).get("total_tokens") or 0)
             return str(found["choices"][0]["message"]["content"]), None
-        except (ValueError, LookupError, TypeError, AttributeError):  # an error page, or an answer without a completion
+        except (ValueError, LookupError, TypeError, AttributeError):
             return None, None
 
 

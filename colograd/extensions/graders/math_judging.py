@@ -1,7 +1,4 @@
-"""`judge`: compares mathematical answers with math-verify, in a separate process (see `mathematics`).
-
-math-verify's time limits use SIGALRM, so they work only in the main thread of that process.
-"""
+"""`judge`: compares mathematical answers with math-verify. Its time limits (SIGALRM) need a process's main thread."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 from ...rewards.answers import Verdict
 
-SECONDS = 5  # Seconds for math-verify to parse one expression, or to compare two expressions.
-# TRL's rule: a completion's answer is its last \boxed{}, or else LaTeX behind words such as "the answer is".
+SECONDS = 5
+# TRL's rule: the last \boxed{}, or else LaTeX behind words such as "the answer is".
 LATEX = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),)
-# lighteval's rule for MATH-500 and AIME: the answer is the last \boxed{}, or else other LaTeX, or else a bare number.
+# lighteval's rule for MATH-500 and AIME: the last \boxed{}, or else other LaTeX, or else a bare number.
 LATEX_OR_NUMBER = (ExprExtractionConfig(), LatexExtractionConfig(boxed_match_priority=0))
-ROUNDING = {LATEX: 6, LATEX_OR_NUMBER: 5}  # Number of decimals to compare, as in math-verify and lighteval.
+ROUNDING = {LATEX: 6, LATEX_OR_NUMBER: 5}  # Decimals to compare, as in math-verify and lighteval.
 GOLD = (LatexExtractionConfig(), ExprExtractionConfig())
-MOST_DIGITS = 30  # Maximum digits of a number with an exponent that is written out.
+MOST_DIGITS = 30  # Digits of numbers with an exponent to write out.
 
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\{|\}")
 _JOINT = re.compile(r"(?:\s|\$|\\[()\[\]]|\\quad\b|,|;|and\b|or\b|\\text\s*\{\s*(?:and|or)\s*\})+")
@@ -29,17 +26,11 @@ _EXPONENT = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]{1,4})(
 _ANCHOR = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
 _WORD = re.compile(r"\b(?!(?:and|or)\b)[A-Za-z]{2,}")
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # Hides a message at each time limit.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def judge(text: str, gold: str, bare_numbers: bool) -> Verdict:
-    """Compare the answer in ``text`` with the correct answer. Return the verdict and the texts of both answers.
-
-    Args:
-        gold: the correct answer: a number, LaTeX with or without ``$``, or a text with a box or a final answer.
-        bare_numbers: whether a number outside LaTeX counts as an answer.
-    """
-    # A correct answer without ``$`` is first read as LaTeX, or if it has words ("the answer is 42") as it is.
+    # Without ``$`` read it as LaTeX first, or if it has words ("the answer is 42") as it is.
     final = _answer_in(gold.rpartition("####")[2].strip())
     ways = [final]
     if not _ANCHOR.search(final):
@@ -50,7 +41,7 @@ def judge(text: str, gold: str, bare_numbers: bool) -> Verdict:
     extraction = LATEX_OR_NUMBER if bare_numbers else LATEX
     answer = _read(_answer_in(text), extraction, first=not bare_numbers)
     shown, rounding = _shown(expected), ROUNDING[extraction]
-    if re.fullmatch(r"-?[0-9]*\.?[0-9]+", shown):  # Small numbers need more decimals: 0.0001 needs 3 more.
+    if re.fullmatch(r"-?[0-9]*\.?[0-9]+", shown):  # 0.0001 needs 3 more decimals.
         number = Decimal(shown)
         rounding += max(0, -number.adjusted() - 1) if number else MOST_DIGITS
     right = verify(expected, answer, float_rounding=rounding, timeout_seconds=SECONDS)
@@ -64,24 +55,22 @@ def _read(text: str, extraction: tuple[Any, ...], first: bool = False) -> list[A
 
 
 def _shown(parsed: list[Any]) -> str:
-    """Return the source text of a parsed answer. Printing the expression would evaluate powers and might never end."""
+    """Return the source text. Printing the expression would evaluate powers and might never end."""
     return next((part for part in parsed if isinstance(part, str)), "[unparseable]")
 
 
 def _answer_in(text: str) -> str:
-    """Return the last ``\\boxed{}`` of a text, or the whole text if it has none, in a form that math-verify reads.
+    r"""Return the last ``\boxed{}`` of a text, or the whole text, in a form that math-verify reads.
 
-    math-verify joins neighbouring boxes, even if the later box corrects the earlier box. Here several boxes form one
-    answer only if nothing but commas, "and" or "or" stands between them.
-    """
-    boxes: list[tuple[int, int, str]] = []  # Start, end and content of closed boxes that aren't inside a closed box.
-    opened: list[re.Match[str]] = []  # Braces and boxes that aren't closed yet.
+    math-verify would also join boxes where the later one corrects the other."""
+    boxes: list[tuple[int, int, str]] = []
+    opened: list[re.Match[str]] = []
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
             opened.append(brace)
         elif opened and (start := opened.pop())[0] != "{":
             while boxes and boxes[-1][0] > start.start():
-                boxes.pop()  # Drop a box inside the new box.
+                boxes.pop()
             boxes.append((start.start(), brace.end(), text[start.end() : brace.start()]))
     if not boxes:
         return _readable(text)
@@ -95,7 +84,7 @@ def _answer_in(text: str) -> str:
 
 
 def _readable(text: str) -> str:
-    """Return a text without a final full stop. Rewrite numbers such as 1e-05 and the empty set for math-verify."""
+    r"""Return a text without a final full stop. math-verify can't read 1e-05 or \varnothing."""
     text = re.sub(r"(?<!\\)[.\s]+\Z", "", text).replace(r"\varnothing", r"\emptyset")
 
     def without_exponent(number: re.Match[str]) -> str:

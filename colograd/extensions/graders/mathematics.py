@@ -1,8 +1,4 @@
-"""Rewards for mathematical answers. math-verify compares answers in a separate process, which can be killed.
-
-The evaluation of a model's answer may never end, and math-verify's time limits work only on a main thread. So all
-threads send their answers to the separate process, which is killed if one answer takes longer than `LIMIT` seconds.
-"""
+"""Rewards for mathematical answers. math-verify may never end, so it runs in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -20,8 +16,8 @@ import cloudpickle
 from ...rewards.answers import Verdict, after_thinking, has_thought_apart, text_of, thought_begun
 from ...usercode.worker_pool import Worker, WorkerCall
 
-LIMIT = 25.0  # Maximum seconds for one answer. math-verify's own limits of 5 s almost always end it earlier.
-LOOK_SECONDS = 0.1  # Seconds of one wait, so that the caller can be interrupted.
+LIMIT = 25.0  # Seconds for one answer. math-verify's own limits of 5 s almost always end it earlier.
+LOOK_SECONDS = 0.1  # Seconds between chances to interrupt the caller.
 
 
 def accuracy_reward(
@@ -32,10 +28,8 @@ def accuracy_reward(
 ) -> list[float | None]:
     """Return for each completion 1.0 if math-verify finds its LaTeX answer equal to the ``solution``, else 0.0.
 
-    The rule is TRL's. A completion's answer is its last box, or else LaTeX behind words such as "the answer is". Text
-    outside LaTeX isn't an answer. The reward is None if the solution can't be parsed. The completions table gets the
-    solution, and the parsed texts of the solution (``gold_parsed``) and of the answer (``answer_parsed``).
-    """
+    The rule is TRL's: the answer is the last box, or else LaTeX behind words such as "the answer is". None: the
+    solution can't be parsed. The completions table gets ``solution``, ``gold_parsed`` and ``answer_parsed``."""
     texts = [None if completion is None else text_of(completion) for completion in completions]
     verdicts = [*map(functools.partial(compare, bare_numbers=False), texts, solution)]
     if log_extra is not None:
@@ -55,10 +49,8 @@ def reasoning_accuracy_reward(
     """Return `accuracy_reward` of the text behind the reasoning, or 0.0 if the reasoning doesn't end (TRL's rule).
 
     Args:
-        reasoning_delimiters: texts that end the reasoning, ``</think>`` by default. The first text in this list that
-            the completion contains is used, and its last occurrence ends the reasoning.
-    """
-    answers: list[str | None] = []  # None: the reasoning doesn't end.
+        reasoning_delimiters: the first of these texts in the completion ends the reasoning. Default: ``</think>``."""
+    answers: list[str | None] = []
     for text in map(text_of, completions):
         end = next((each for each in reasoning_delimiters or ["</think>"] if each in text), None)
         answers.append(None if end is None else text.rpartition(end)[2])
@@ -83,10 +75,7 @@ def math_answer_reward(
 
 
 def compare(text: str | None, gold: Any, bare_numbers: bool) -> Verdict:
-    """Judge the answer in ``text`` (None: the reasoning doesn't end) in the separate process, as `math_judging.judge`.
-
-    An answer is wrong if it exceeds the time limit or crashes the process. The verdict of ``gold`` None or NaN is None.
-    """
+    """Judge the answer in ``text`` (None: the reasoning doesn't end). A late answer is wrong, a crash too."""
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("rewards for mathematical answers need math-verify: pip install math-verify")
     if text is None:
@@ -96,7 +85,7 @@ def compare(text: str | None, gold: Any, bare_numbers: bool) -> Verdict:
     call = WorkerCall(0, {"text": text, "gold": str(gold), "bare_numbers": bare_numbers}, None)
     worker, thread = _process_of(os.getpid())
     pending = thread.submit(worker.run, call, LIMIT, lambda: True)
-    while not pending.done():  # An interrupt is raised between two waits.
+    while not pending.done():
         with contextlib.suppress(TimeoutError):
             pending.result(LOOK_SECONDS)
     outcome = pending.result()
@@ -107,10 +96,7 @@ def compare(text: str | None, gold: Any, bare_numbers: bool) -> Verdict:
 
 @functools.cache
 def _process_of(pid: int) -> tuple[Worker, ThreadPoolExecutor]:
-    """Return the judging process and the thread that drives the process. A forked process gets its own pair.
-
-    Linux kills a child process when the thread that started the child ends. So this separate thread starts the child.
-    """
+    """Return the judging process and the thread that starts it. Linux kills a child with its thread."""
     from .math_judging import judge
 
     return Worker([cloudpickle.dumps(judge)]), ThreadPoolExecutor(1, "colograd-mathematics")

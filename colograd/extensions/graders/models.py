@@ -1,9 +1,6 @@
-"""Reward models: sequence classifiers with one output. They score prompt and completion in the trainer's process.
+"""Reward models: sequence classifiers with one output, in the trainer's process.
 
-A reward model runs on the device that the engine samples on (on a CPU, on the same cores). So running it during the
-generation would save no time, but large batches of similar lengths do. `Scorer.score_with_models` scores all
-completions at once, after the generation.
-"""
+The engine uses the same device, so scoring meanwhile would save no time, but large batches do."""
 
 from __future__ import annotations
 
@@ -22,27 +19,25 @@ from ...rewards.answers import builtin_rewards
 from ...rewards.functions import ModelReward, as_list
 from ...runtime.hub import check_model_name
 
-BATCH_TOKENS = {"cpu": 512, "cuda": 16384}  # Maximum tokens in one forward of a reward model, including padding.
-# Entries of `model_init_kwargs` that apply to the policy only. All other entries apply also to reward models.
+BATCH_TOKENS = {"cpu": 512, "cuda": 16384}
+# Entries of `model_init_kwargs` for the policy only. The others apply to reward models, too.
 POLICY_KWARGS = ("revision", "device_map")
 
 
 def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) -> list[Any]:
-    """Return the reward functions as a list. Each model in it is replaced by a `RewardModel`.
+    """Return the reward functions as a list, with a `RewardModel` in the place of each model.
 
     Args:
-        reward_funcs: one item or several items: items for `resolve_rewards`, or modules, folders and Hub ids of models.
-        processing_classes: TRL's ``reward_processing_classes``: a tokenizer for the single reward function, or a list
-            with one entry per function. None means the model's tokenizer. Entries for functions are ignored.
-    """
+        reward_funcs: items for `resolve_rewards`, or modules, folders and Hub ids of models.
+        processing_classes: TRL's ``reward_processing_classes``: a tokenizer, or one per function (None: the
+            model's)."""
     given = as_list(reward_funcs)
     classes = [None] * len(given) if processing_classes is None else processing_classes
     classes = classes if isinstance(classes, (list, tuple)) else [classes]
     if len(classes) != len(given):
-        raise ValueError(
-            f"reward_processing_classes has {len(classes)} entries for {len(given)} reward functions: give one entry "
-            "for each, None for a function or for a model with its own tokenizer."
-        )
+        rule = "give one each, None for a function or for a model with its own tokenizer"
+        numbers = f"{len(classes)} entries for {len(given)} reward functions"
+        raise ValueError(f"reward_processing_classes has {numbers}: {rule}.")
     items: list[Any] = []
     for item, tokenizer in zip(given, classes, strict=True):
         is_model = isinstance(item, torch.nn.Module)
@@ -55,19 +50,13 @@ def with_models(reward_funcs: Any, processing_classes: Any, config: GRPOConfig) 
 class RewardModel(ModelReward):
     """A reward function that runs a model. The reward is the model's logit for prompt and completion.
 
-    Models of transformers give the logit at the last token. If the checkpoint names a padding token, they give the
-    logit at the last token that isn't padding, as in training. So a text that ends in the padding token has an earlier
-    logit.
-
-    The tokenizer's chat template writes conversations, with the run's ``chat_template_kwargs``. Prompts and completions
-    that are plain texts are concatenated. As in TRL 1.16, no special tokens are added. Rows are padded on the right.
+    Models of transformers give the logit at the last token that isn't their padding token, as in training. The chat
+    template writes conversations; plain texts are concatenated. As in TRL 1.16, no special tokens are added.
 
     Args:
         model: a module with an output ``logits`` [rows, 1], a folder, or a Hub id.
         tokenizer: the tokenizer. None means the model's tokenizer.
-        config: the run's configuration. The entries of its ``model_init_kwargs``, except `POLICY_KWARGS`, apply to a
-            model that is loaded from a folder or the Hub.
-    """
+        config: the run's. Its ``model_init_kwargs`` apply, except `POLICY_KWARGS`."""
 
     def __init__(self, model: str | torch.nn.Module, tokenizer: Any, config: GRPOConfig) -> None:
         shown = model if isinstance(model, str) else type(model).__name__
@@ -87,8 +76,6 @@ class RewardModel(ModelReward):
         self._template: dict[str, Any] = dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        """Return one reward per completion. Completions of similar lengths share a forward."""
-
         def write(messages: list[dict[str, Any]]) -> str:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template))
 
@@ -110,13 +97,9 @@ class RewardModel(ModelReward):
         return rewards.tolist()
 
     def _padded(self, rows: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
-        """Return rows of tokens as tensors [rows, longest row], padded on the right with the model's padding token.
-
-        transformers' classifiers read the last token that isn't padding. If a model names no padding token, rows are
-        padded with a token that no row contains. The end token isn't used, because a text may end with it.
-        """
+        """Return tensors [rows, longest row], padded on the right."""
         padding = self._padding
-        if padding is None:
+        if padding is None:  # transformers' classifiers read the last token that isn't padding.
             used = {token for ids in rows["input_ids"] for token in ids}
             padding = next(token for token in itertools.count() if token not in used)
         if self._settings is not None:
@@ -130,7 +113,7 @@ class RewardModel(ModelReward):
 
 
 def batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Yield lists of row indices, longest rows first. A list has at most ``tokens`` padded tokens, or a single row."""
+    """Yield lists of row indices, longest rows first, of at most ``tokens`` padded tokens or a single row."""
     batch: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if batch and lengths[batch[0]] * (len(batch) + 1) > tokens:
