@@ -27,8 +27,8 @@ from ...riders import Rider, RowRider, Segment
 class Branch:
     """Consecutive tokens of a completion. A parent lies before its children in `Rollout.completion_ids`:
 
-        completion_ids   a a | t b | s c
-        branches         Branch(2, prompt=3), Branch(2, after=0), Branch(2, prompt=2)
+    completion_ids   a a | t b | s c
+    branches         Branch(2, prompt=3), Branch(2, after=0), Branch(2, prompt=2)
     """
 
     length: int
