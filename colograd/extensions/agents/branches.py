@@ -78,7 +78,7 @@ class End(NamedTuple):
 
     path: tuple[int, ...]  # Indices of the segments from the prompt's first segment up to this segment.
     tokens: int  # Number of tokens in the segments of `path`.
-    place: int  # Index in the row of this segment's last token.
+    place: int  # Index in the row of the segment's last token.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,13 +170,13 @@ class TokenTree:
         return children
 
     def rollout(self, version: int, reason: FinishReason, **further: Any) -> Rollout | None:
-        """Return the session as a rollout, and set `places`. Return None if the tree has only the prompt's tokens."""
+        """Return the session as a rollout, or None if the tree has only the prompt's tokens. Sets `places`."""
         prompt, ids, logprobs = self._prompt, array("i"), array("f")
         sampled: list[bool] = []
         branches: list[Branch] = []
 
-        # No recursion, because contexts may be thousands of turns deep. Each entry: a node, the index of the branch
-        # before the node, and the number of prompt tokens before the node (-1 behind a branch).
+        # No recursion, because contexts may be thousands of turns deep. Each entry is a node, the index of the branch
+        # before it, and the number of prompt tokens before it (-1 behind a branch).
         todo: list[tuple[Node, int | None, int]] = [(node, None, 0) for node in reversed(self._roots)]
         while todo:
             node, after, start = todo.pop()
@@ -203,7 +203,7 @@ class TokenTree:
 
 
 def _shared(node: Node, ids: array[int], at: int) -> int:
-    """Return how many first tokens of a node equal the tokens of ``ids`` from index ``at`` on."""
+    """Count the first tokens of a node that equal the tokens of ``ids`` from index ``at`` on."""
     count = min(len(node.ids), len(ids) - at)
     if node.ids[:count] == ids[at : at + count]:  # Faster than the loop below.
         return count

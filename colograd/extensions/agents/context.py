@@ -16,7 +16,7 @@ from typing import Any
 from ...usercode.untrusted import parse_json
 from .engine.chat_api import BadRequest
 
-PROBE = "colograd-probe-7f3a"  # Content of a test message.
+PROBE = "colograd-probe-7f3a"
 REASONING = ("reasoning", "reasoning_content", "thinking")  # Templates read a message's reasoning under these names.
 
 
@@ -30,8 +30,8 @@ class Context:
 
     ids: list[int]
     text: str
-    messages: list[dict[str, Any]]  # Messages in the chat template's format.
-    arguments: dict[str, Any]  # Arguments of the chat template, such as enable_thinking.
+    messages: list[dict[str, Any]]  # In the chat template's format.
+    arguments: dict[str, Any]  # Of the chat template.
     after: int | None  # Index of the turn that the ids continue.
 
 
@@ -41,17 +41,12 @@ class Turn:
 
     texts: tuple[str, ...]  # The conversation as sampled, and as the template writes it. A request may repeat either.
     ids: list[int]  # The conversation's ids, as read and sampled.
-    key: str  # See `_key`.
+    key: str
     place: int  # Index of the reply among the conversation's messages.
 
 
 class ChatFormat:
-    """Writes and tokenises messages with a tokenizer's chat template.
-
-    Args:
-        arguments: arguments of the chat template, such as ``enable_thinking``. A request's arguments override them.
-        ends: tokens that end a message of the model.
-    """
+    """Writes and tokenises messages with a chat template. ``ends`` are the tokens that end a message of the model."""
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any], ends: Sequence[int]) -> None:
         self.tokenizer, self.arguments, self.ends = tokenizer, dict(arguments), frozenset(ends)
@@ -66,7 +61,7 @@ class ChatFormat:
         if PROBE not in text:
             whose = tokenizer.name_or_path
             raise ValueError(f"{whose}'s chat template writes no messages of an assistant: set chat_template_path.")
-        self.end = text[text.index(PROBE) + len(PROBE) :]  # Text that the template writes behind a content.
+        self.end = text[text.index(PROBE) + len(PROBE) :]  # Text behind a message's content.
         self.end_texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in self.ends}
 
     def write(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any], begins: bool = True) -> str:
@@ -75,7 +70,7 @@ class ChatFormat:
         try:
             apply = functools.partial(self.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=begins)
             return str(apply([*messages], **merged))
-        except Exception as error:  # a template may raise anything for messages that it wasn't made for
+        except Exception as error:  # A template may raise anything for messages that it wasn't made for.
             whose, problem = self.tokenizer.name_or_path, f"{type(error).__name__}: {error}"
             raise BadRequest(f"the chat template of {whose} can't write these messages: {problem}") from None
 
@@ -108,7 +103,7 @@ class SessionContexts:
             for number, turn in enumerate(self.turns)
             if turn is not None
             and turn.place < len(keys)
-            and keys[turn.place] == turn.key  # excludes a reply that only begins like the request's message
+            and keys[turn.place] == turn.key  # Excludes a reply that only begins like the request's message.
             for begun in turn.texts
             if text.startswith(begun)
         ]
@@ -148,7 +143,6 @@ class SessionContexts:
 
 
 def as_written(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message of the API in the format of chat templates."""
     written = {name: value for name, value in message.items() if value is not None}
     content = written.setdefault("content", "")
     if isinstance(content, list):

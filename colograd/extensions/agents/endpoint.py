@@ -30,18 +30,13 @@ KEEP_ALIVE_SECONDS = 600  # Long, because a program's tool may run for minutes b
 
 
 class Endpoint:
-    """Answers the HTTP requests of one generation's sessions.
-
-    Args:
-        seeds: the run's seed, and the purpose (`train` or `eval`).
-        context: maximum number of tokens in a sequence.
-    """
+    """Answers the HTTP requests of one generation's sessions. ``context`` is the maximum tokens of a sequence."""
 
     def __init__(
-        self, api: ChatAPI, queue: WorkQueue, sampling: Sampling, seeds: tuple[int, str], context: int
+        self, api: ChatAPI, queue: WorkQueue, sampling: Sampling, seed: int, purpose: str, context: int
     ) -> None:
         self.api, self.queue, self.sampling, self.context = api, queue, sampling, context
-        self._seed, self._purpose = seeds
+        self._seed, self._purpose = seed, purpose
         self.sessions: dict[str, Session] = {}  # By API key, including ended sessions.
         routes = [Route(path, partial(self._respond, api_name), methods=["POST"]) for path, api_name in APIS.items()]
         routes.append(Route("/v1/models", partial(self._respond, "models"), methods=["GET"]))
@@ -143,7 +138,6 @@ class Endpoint:
             self.queue.wake()
 
     def _contexts(self, session: Session, call: Call) -> list[tuple[list[int], Context | None]]:
-        """Return (token ids, context) per prompt of a request. The context is None for a request without messages."""
         tokenizer, most = session.form.tokenizer, CHARACTERS * self.context
         pairs: list[tuple[list[int], Context | None]] = []
         try:
@@ -177,7 +171,7 @@ class Endpoint:
         return pairs
 
     def close(self, session: Session, why: str) -> None:
-        """End a session and fail its open requests. Any thread may call this method."""
+        """End a session and fail its open requests. Any thread may call this."""
         session.close(why)
         for work in session.working.copy():  # The endpoint's thread may change the set.
             work.finish(session.over())

@@ -42,17 +42,17 @@ class FunctionProgram:
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         self.future: Future[Outcome] = Future()
-        self._function, self._arguments = function, dict(arguments)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
-        threading.Thread(target=self._run, name="colograd-agent", daemon=True).start()
+        thread = threading.Thread(target=self._run, args=(function, arguments), name="colograd-agent", daemon=True)
+        thread.start()
 
     def stop(self) -> None:
         if self._loop is not None and self._task is not None:
-            with contextlib.suppress(RuntimeError):  # Raised if the function's event loop is already closed.
+            with contextlib.suppress(RuntimeError):  # The function's event loop is closed.
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
-    def _run(self) -> None:
+    def _run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         started = time.perf_counter()
 
         async def awaited(value: Any) -> Any:
@@ -60,7 +60,7 @@ class FunctionProgram:
             return await value
 
         try:
-            value = self._function(**self._arguments)
+            value = function(**arguments)
             if inspect.isawaitable(value):
                 value = asyncio.run(awaited(value))
             outcome = Outcome("value", value, time.perf_counter() - started)
@@ -99,7 +99,7 @@ class CommandProgram:
         process.stdout.close()
         seconds, printed = time.perf_counter() - started, output.decode(errors="replace")
         value = None
-        with contextlib.suppress(ValueError, IndexError):  # The last line isn't JSON, or there is no output.
+        with contextlib.suppress(ValueError, IndexError):
             value = parse_json(printed.strip().splitlines()[-1])
         died = Outcome("died", (status, printed[-SHOWN:]), seconds)
         self.future.set_result(died if status else Outcome("value", value, seconds))

@@ -85,27 +85,24 @@ class WorkQueue:
         self._running.clear()
 
 
-@dataclass(eq=False)
 class Session:
     """One run of an agent's program. The HTTP endpoint's and the engine's threads call its methods."""
 
-    prompt: Prompt
-    index: int  # Index of the completion in its group.
-    form: ChatFormat
-    config: GRPOConfig
-    is_repeated: bool = False  # Whether a signal ended the session's first run.
-    key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(32)}")
-    turns: list[dict[str, Any]] = field(default_factory=list)  # One dict per answer of the model.
-    why_closed: str = ""  # Why the session is over. Empty: the session isn't over.
+    program: CommandProgram | FunctionProgram
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, prompt: Prompt, index: int, form: ChatFormat, config: GRPOConfig, is_repeated: bool = False
+    ) -> None:
+        self.prompt, self.index, self.form, self.config = prompt, index, form, config
+        self.is_repeated = is_repeated  # Whether a signal ended the session's first run.
+        self.key = f"sk-{secrets.token_urlsafe(32)}"
+        self.turns: list[dict[str, Any]] = []  # One dict per answer of the model.
+        self.why_closed = ""  # Why the session is over. Empty: the session isn't over.
         self.began = time.perf_counter()
-        self.program: CommandProgram | FunctionProgram
-        self.contexts = SessionContexts(self.form)
+        self.contexts = SessionContexts(form)
         self.working: set[Work] = set()
         self._lock = threading.Lock()
-        self._requests = 0
-        self._open_requests = 0
+        self._requests = self._open_requests = 0
         self._samples: list[tuple[list[int], Sampled, bool]] = []  # (context's ids, answer, whether it is trained)
         self._requests_of: Counter[str] = Counter()  # Number of requests by digest of their context.
 

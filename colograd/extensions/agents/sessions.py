@@ -44,7 +44,7 @@ REWARD = "agent_reward"  # Column of a rollout with the reward that the program 
 TERMINATED = {  # Exit statuses after signals of schedulers: of a command (negative), and of a shell (128 and above).
     status for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2) for status in (-number, 128 + number)
 }
-ARGUMENTS = ("base_url", "api_key", "model", "row")  # Arguments of an agent function.
+ARGUMENTS = ("base_url", "api_key", "model", "row")
 LARGEST_SCRIPT = 2**20  # Maximum bytes of an executable that counts as a script. A larger one is an interpreter.
 SUFFIX = ".sessions"
 HEAD = -1  # Position number of a log file's first record, which holds the conditions of the sessions.
@@ -149,7 +149,7 @@ class AgentSessions:
         self.engine, self.agent, self.api, self.form, self.config = engine, agent, api, form, config
         self.log = log
         self.may_fail = True  # Read by `turn_rewards.agent_stages`.
-        self.counts: dict[str, float] = defaultdict(float)  # Sums of the metrics ``agent/...`` until `take_counts`.
+        self.counts: dict[str, float] = defaultdict(float)  # Metrics ``agent/...``.
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
@@ -157,7 +157,7 @@ class AgentSessions:
         from .endpoint import Endpoint, served  # Imported here, because its web server takes time to import.
 
         self.engine.require(version)
-        if not prompts:  # In an evaluation a rank may have no prompts.
+        if not prompts:
             return
         log, size, running = self.log(), sampling.n, list[Session]()
         # Rollouts of ended sessions, by prompt position and index in the group.
@@ -165,7 +165,7 @@ class AgentSessions:
         pairs = [(prompt, index) for prompt in prompts for index in range(size) if index not in over[prompt.position]]
         waiting = [Session(prompt, index, self.form, self.config) for prompt, index in pairs]
         queue = WorkQueue(self.engine)
-        endpoint = Endpoint(self.api, queue, sampling, (seed, purpose), self.engine.context)
+        endpoint = Endpoint(self.api, queue, sampling, seed, purpose, self.engine.context)
 
         def stop(sessions: Sequence[Session], why: str) -> None:
             for session in sessions:
@@ -267,5 +267,4 @@ def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
 
 
 def agent_reward(agent_reward: Sequence[Any] = (), **kwargs: Any) -> list[Any]:
-    """Return each program's reward, or None where other reward functions decide."""
     return list(agent_reward)

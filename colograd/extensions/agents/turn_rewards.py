@@ -1,7 +1,4 @@
-"""Rewards and advantages of single answers (turns) in an agent's session.
-
-Columns of a session's rollout carry the turns' rewards from the program and reward functions to the advantages.
-"""
+"""Rewards and advantages of single answers (turns) in an agent's session."""
 
 from __future__ import annotations
 
@@ -126,7 +123,7 @@ def has_failed(group: Group) -> bool:
 
 
 class Judging:
-    """`PendingRewards` of agents' groups. All ``functions`` abstain (NaN) from groups with a failed session."""
+    """`PendingRewards` that don't call reward functions for groups with a failed session. Their rewards are NaN."""
 
     def __init__(self, begin: BeginScore, functions: int, groups: Sequence[Group]) -> None:
         self._columns: list[Any] = [rollout.columns for group in groups for rollout in group.rollouts]

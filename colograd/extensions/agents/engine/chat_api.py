@@ -41,8 +41,6 @@ REASONING_PARSERS = (("<|channel|>", "openai_gptoss"), ("enable_thinking", "qwen
 
 
 class BadRequest(ValueError):
-    """A rejected request, with the HTTP status and the API's error code."""
-
     def __init__(self, message: str, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(message)
         self.status, self.code = status, code
@@ -50,8 +48,6 @@ class BadRequest(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A parsed and checked request."""
-
     api: str  # "chat", "completions" or "messages".
     request: Any  # vLLM's request object. For "messages" it is the equivalent chat request.
     sampling: Sampling
@@ -59,14 +55,14 @@ class Call:
     stops: list[str]
     messages: list[dict[str, Any]] | None = None
     prompts: list[str | list[int]] = dataclasses.field(default_factory=list)
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # Arguments of the chat template.
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # Of the chat template.
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer to a request, parsed from sampled tokens."""
+    """One answer to a request."""
 
-    message: dict[str, Any]  # Assistant message in the form of OpenAI's chat API. `completions`: only the content.
+    message: dict[str, Any]  # In the form of OpenAI's chat API. `completions`: only the content.
     finish_reason: str  # "stop", "length" or "tool_calls".
     stop: str | None  # Stop string that ended the answer.
     ids: Sequence[int]
@@ -77,7 +73,7 @@ class ChatAPI:
     """Reads requests and writes responses for one model.
 
     Args:
-        model: name of the model in requests and responses.
+        model: name of the model in responses.
         template: the model's chat template, used to choose parsers.
         tool_parser, reasoning_parser: names of vLLM's parsers. None means a choice by the template, "" no parser.
     """
@@ -94,7 +90,7 @@ class ChatAPI:
         if reasoning_parser is None:
             reasoning_parser = next((name for part, name in REASONING_PARSERS if part in template), "")
         self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
-        # Malformed tool calls are the model's, which should unlearn them. Hide vLLM's tracebacks for them.
+        # Hide vLLM's tracebacks for malformed tool calls, because they aren't errors of the run.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         try:
             self._parser: Any = ParserManager.get_parser(
@@ -199,15 +195,14 @@ class ChatAPI:
         if api != "completions" and not isinstance(body.get("messages"), list):
             raise BadRequest("messages is missing, or isn't a list.")
         try:
-            if api == "completions":
-                return CompletionRequest.model_validate(body)
-            if api == "chat":
-                return ChatCompletionRequest.model_validate(body)
-            from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-            from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+            if api == "messages":
+                from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+                from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
-            request = AnthropicMessagesRequest.model_validate(body)
-            return AnthropicServingMessages.to_chat_completion_request(request)
+                request = AnthropicMessagesRequest.model_validate(body)
+                return AnthropicServingMessages.to_chat_completion_request(request)
+            kind: Any = CompletionRequest if api == "completions" else ChatCompletionRequest
+            return kind.model_validate(body)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"][:4])
@@ -259,7 +254,6 @@ class ChatAPI:
         return dict(clean(message))  # Replace lone surrogates, e.g. from JSON escapes in calls.
 
     def response(self, call: Call, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
-        """Return the body of a response. ``prompt_tokens`` counts the tokens of all prompts."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
         from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 
