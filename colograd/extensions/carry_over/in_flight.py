@@ -25,7 +25,7 @@ from ...rollout.group_records import NONSENSE, JournalError, RewardedGroup, grou
 from ...rollout.record_file import Record, RecordFile, read_records
 from ...rollout.statistics import RolloutStatistics
 
-FILE = "in_flight_{rank}.records"  # Name of a rank's file of groups in flight in a checkpoint.
+FILE = "in_flight_{rank}.records"
 HEAD = 0  # Position number of a file's first record, which holds the number of groups and no group.
 
 
@@ -38,7 +38,7 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Versions(Rider):
-    """The versions of the weights that sampled a completion's tokens. Without this rider it is `policy_version`.
+    """The versions of the weights that sampled a completion's tokens, unless all are `Rollout.policy_version`.
 
     The round at step 7 sampled two tokens of this completion, and the round at step 8 two further tokens:
 
@@ -97,7 +97,7 @@ def versions_of(rollout: Rollout) -> torch.Tensor:
 
 
 def extended(rollout: Rollout, part: Sampled, version: int) -> Rollout:
-    """Return an unfinished completion followed by tokens that weights of ``version`` sampled."""
+    """Return an unfinished completion followed by tokens that the weights of ``version`` sampled."""
     versions, others = rollout.get(Versions), [r for r in rollout.riders if not isinstance(r, Versions)]
     spans = () if versions is None else versions.spans
     spans = (*spans, VersionSpan(len(part.ids), version)) if part.ids else spans
@@ -141,15 +141,15 @@ class InFlight:
     groups: tuple[Group, ...] = ()  # The oldest first.
 
     def begin(self, prompts: Sequence[Prompt], version: int) -> list[Group]:
-        """Return each prompt's carried group, or a new group without tokens."""
-        nothing = array("i"), torch.empty(0), torch.empty(0, dtype=torch.bool), FinishReason.ABORT, version
-        groups = {
-            p.position: Group(p.example, (Rollout(p.input, *nothing),) * self.completions, p.position) for p in prompts
+        """Return a group per prompt: carried or new. A carried group without tokens begins anew."""
+        begun = {
+            group.position: group
+            for group in self.groups
+            if any(each.completion_ids or each.finish_reason is not FinishReason.ABORT for each in group.rollouts)
         }
-        for group in (group for group in self.groups if group.position in groups):
-            if any(each.completion_ids or each.finish_reason is not FinishReason.ABORT for each in group.rollouts):
-                groups[group.position] = group
-        return [*groups.values()]
+        nothing = array("i"), torch.empty(0), torch.empty(0, dtype=torch.bool), FinishReason.ABORT, version
+        new = (Group(p.example, (Rollout(p.input, *nothing),) * self.completions, p.position) for p in prompts)
+        return [begun.get(group.position, group) for group in new]
 
     def due(self, groups: Sequence[Group], version: int) -> set[int]:
         """Return the positions of the groups that the round at step ``version`` must finish because of their age."""
@@ -180,7 +180,7 @@ class InFlight:
                     f"{self.completions}: set num_generations back, or set ignore_data_skip: true to drop these groups."
                 )
             parts = [*group.rollouts]
-            for index, each in enumerate(parts):  # A completion with this run's maximum number of tokens is finished.
+            for index, each in enumerate(parts):  # This run's maximum length may finish a completion.
                 if each.finish_reason is FinishReason.ABORT and len(each.completion_ids) >= self.longest:
                     parts[index] = dataclasses.replace(each, finish_reason=FinishReason.LENGTH)
             groups.append(dataclasses.replace(group, rollouts=tuple(parts)))

@@ -1,8 +1,8 @@
-"""A round of sampling with `carry_over`: of all groups in flight, the groups that finish first are scored and trained.
+"""A round of sampling with `carry_over`. When the round has enough finished groups, all other completions stop.
 
-When the round has enough finished groups, all other completions stop. The next round continues them, and keeps their
-tokens with the log-probabilities of the weights that sampled them. A round that was killed is sampled again from its
-beginning, because the place where a completion stops depends on everything that was decoded in the round.
+The next round continues them, and keeps their tokens with the log-probabilities of the weights that sampled them. A
+round that was killed is sampled again from its beginning, because the place where a completion stops depends on
+everything that was decoded in the round.
 """
 
 from __future__ import annotations
@@ -52,8 +52,6 @@ class CarryOverFeature(SourceFeature):
 
 
 class CarryOver:
-    """Rollout source that leaves unfinished groups in ``in_flight``, for the next round."""
-
     def __init__(self, engine: Engine, in_flight: InFlight) -> None:
         self.engine, self.in_flight = engine, in_flight
 
@@ -67,7 +65,7 @@ class CarryOver:
         self.engine.require(version)
         in_flight = self.in_flight
         groups = {group.position: group for group in in_flight.begin(prompts, version)}  # Not yielded yet.
-        whole = [position for position, group in groups.items() if is_whole(group)]  # Positions of finished groups.
+        whole = [position for position, group in groups.items() if is_whole(group)]
         due, lacks = in_flight.due([*groups.values()], version), in_flight.takes
         requests = self._submit(groups, sampling, seed, purpose)
 
@@ -151,9 +149,7 @@ class CarriedRound(PlainRound):
                     "(carry_over): replay the run on as many ranks as it had."
                 )
         scored = None if end is None else self._recorded(pool, end, stages)
-        if scored is not None and end is not None:
-            self.in_flight.groups = end.carried
-        else:
+        if scored is None:
             scored = self._sampled(pool, stages)
             if journal is not None:
                 written = RoundEnd(tuple(each.group.position for each in scored), self.in_flight.groups)
@@ -169,7 +165,7 @@ class CarriedRound(PlainRound):
 
     def load(self, checkpoint: str | Path) -> None:
         trainer, layout = self.trainer, self.trainer.args.layout
-        if trainer.args.ignore_data_skip:  # Prompts get new positions, so the saved groups don't fit.
+        if trainer.args.ignore_data_skip:  # Prompts get new positions.
             return
         with on_all_ranks("the groups in flight"):
             at = functools.partial(prompt_at, trainer.train_prompts, trainer.args)
@@ -177,13 +173,14 @@ class CarriedRound(PlainRound):
                 LOGGER.warning(line)
 
     def _recorded(self, pool: Sequence[Prompt], end: RoundEnd, stages: Stages) -> list[ScoredGroup] | None:
-        """Return the scored groups of a recorded round, or None if the rollout log lacks a group."""
+        """Repeat a recorded round. Return its scored groups, or None if the rollout log lacks a group."""
         done = [prompt for prompt in pool if prompt.position in end.done]
         scoring = stages.scoring(stages, done)
         assert stages.journal is not None
         samples = stages.journal.recall_samples([p for p in done if p.position not in scoring.rewarded])
         if len(scoring.rewarded) + len(samples) < self.in_flight.takes:
             return None
+        self.in_flight.groups = end.carried
         return self._score(samples, scoring, done)
 
     def _sampled(self, pool: Sequence[Prompt], stages: Stages) -> list[ScoredGroup]:

@@ -52,11 +52,7 @@ class FinishedGroups:
         self._store: dist.Store = _store()  # During a round: the store with a key prefix for the round.
 
     def begin(self, positions: Iterable[int]) -> None:
-        """Begin a round of sampling. Between two rounds all ranks must meet in a collective.
-
-        Args:
-            positions: positions of this rank's groups in the next optimizer step.
-        """
+        """Begin a round of sampling. Between two rounds all ranks must meet in a collective."""
         if self._round:  # Delete this rank's keys of the last round. First ranks also delete keys that ranks share.
             rank, first_of_engine = self.layout.rank, not self.layout.engine_place
             keys = [f"{kind}/{rank}/{index}" for index in range(self._offered) for kind in ("group", "taken")]
@@ -110,7 +106,6 @@ class FinishedGroups:
         self._tell_sizes()
 
     def finish(self) -> None:
-        """Count this rank among the ranks that have stopped sampling."""
         if not self._is_sampled:
             self._is_sampled = True
             self._store.add("sampled", 1)

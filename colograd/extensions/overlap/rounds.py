@@ -61,7 +61,7 @@ class EarlyRows:
     groups: list[ScoredGroup] = field(default_factory=list)  # Groups of the rows, sampled by any rank.
     batches: list[tuple[int, ...]] = field(default_factory=list)  # Positions of groups that were packed together.
     rows: list[PackedRow] = field(default_factory=list)  # In the order of training.
-    metrics: Metrics = field(default_factory=Metrics)  # Metrics of the rows' losses.
+    metrics: Metrics = field(default_factory=Metrics)
     trained: bool = False  # Whether the rows' gradients are already computed.
 
     def add(self, groups: Sequence[ScoredGroup], rules: PackingRules) -> Sequence[PackedRow]:
@@ -74,7 +74,7 @@ class EarlyRows:
 class FirstRows(NamedTuple):
     """A step's groups on this rank, divided into first rows and groups that must still be packed."""
 
-    rest: list[ScoredGroup]  # Groups that must still be packed.
+    rest: list[ScoredGroup]
     early: EarlyRows = EarlyRows()
     moved: int = 0  # Number of groups of this rank's first rows that another engine sampled.
     partition: Partition = ()  # Groups of the first rows of all ranks.
@@ -225,13 +225,12 @@ class OverlappedRound(PlainRound):
             if not groups:
                 with self.times.phase("wait"):
                     watchdog.progress("waiting for ranks that sample")
-                    # All ranks use one store.
-                    time.sleep(EVERY * max(1.0, finished.layout.world_size / 8))
+                    time.sleep(EVERY * max(1.0, finished.layout.world_size / 8))  # All ranks poll one store.
                 continue
             with contextlib.suppress(torch.OutOfMemoryError), finished.training():
                 early.rows += self.train_rows(early.add(groups, rules), early.metrics)
                 continue
-            # Only now, because the exception held activations.
+            # Not in an `except` block, because the exception holds activations.
             self.learner.free_gradients()
             return EarlyRows()
         return early

@@ -30,14 +30,12 @@ from .tool_format import ToolFormat
 from .toolbox import RunningCall, Toolbox, shown_content
 
 POLL = 0.02  # Maximum seconds of one wait while the engine is idle.
-# A conversation that yields the name of an engine request gets that request's completion by `send`.
+# Yields the name of an engine request (and is sent the request's completion), or running calls.
 Talk = Generator["str | list[RunningCall]", Any, "Conversation"]
 
 
 @dataclass(slots=True)
 class Conversation:
-    """One completion: assistant messages (turns) with tools' answers between them."""
-
     prompt: Prompt
     index: int  # Index of the completion in its group.
     environment: Environment | None
@@ -50,7 +48,7 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: FinishReason | None = None  # Finish reason of the last turn. None before the first turn ends.
     riders: list[tuple[tuple[Rider, ...], int]] = field(default_factory=list)  # Per part: (riders, number of tokens).
-    media: list[Media] = field(default_factory=list)  # Media in tools' answers, with positions in `ids`.
+    media: list[Media] = field(default_factory=list)  # With positions in `ids`.
 
     def add(self, part: ModelInput, turn: Sampled | None = None) -> None:
         """Append the tokens of a sampled ``turn``, or tokens that weren't sampled (None)."""
@@ -75,18 +73,12 @@ class Conversation:
 
 
 class Conversations:
-    """A rollout source of conversations with tools.
-
-    Args:
-        rules: tokenise a prompt that an environment's `reset` has changed.
-        max_iterations: maximum number of turns of a conversation whose tool calls run. None means no limit.
-    """
-
     def __init__(
         self, engine: Engine, tools: Toolbox, form: ToolFormat, rules: PromptRules, max_iterations: int | None
     ) -> None:
         self.engine, self.tools, self.form = engine, tools, form
-        self.rules, self.max_iterations, self.take_counts = rules, max_iterations, tools.take_counts
+        self.rules = rules  # Tokenise a prompt that an environment's `reset` has changed.
+        self.max_iterations, self.take_counts = max_iterations, tools.take_counts
         self.shows_images = form.reader is not None
 
     def generate(

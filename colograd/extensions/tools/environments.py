@@ -27,7 +27,7 @@ CONTROL = ("reset", "get_reward")  # Public methods of an environment that the m
 
 
 def on_this_device(work: Callable[[], None]) -> Callable[[], None]:
-    """Wrap ``work`` for another thread, which gets this thread's CUDA device."""
+    """Wrap ``work`` for another thread, which then uses this thread's CUDA device."""
     used = torch.cuda.is_available() and torch.cuda.is_initialized()
     device = torch.cuda.current_device() if used else None
 
@@ -108,7 +108,7 @@ class Environments:
         self._lent: list[Environment] = []
         self._returning = threading.Lock()  # Guards `_lent`, because async reward functions end in other threads.
         self.in_scoring: set[int] = set()  # Positions of groups that reward functions are scoring.
-        self._begins = True  # Whether the next environment that is lent is the first of a generation.
+        self._begins = True  # Whether no environment has been lent in this generation.
         self.latest: list[Any] | None = None  # Instances lent in the last generation.
         self.first = {key: self._make(key) for key in factories}  # One environment per key, to describe its tools.
         self._free = {key: [environment] for key, environment in self.first.items()}
@@ -135,14 +135,13 @@ class Environments:
             self.in_scoring -= {group.position for group in groups}
 
     def take_back(self) -> None:
-        """Make all lent environments free again at the start of a generation."""
+        """Make all lent environments free again, for a new generation."""
         with self._returning:
             for environment in self._lent:
                 self._take_back(environment)
             self._lent, self.in_scoring, self._begins = [], set(), True
 
     def _take_back(self, environment: Environment) -> None:
-        """Make an environment free again, or drop it if it is stuck."""
         if not environment.stuck:
             self._free[environment.factory].append(environment)
             return
@@ -151,7 +150,6 @@ class Environments:
             environment.thread.close()
 
     def rewards(self, instances: Sequence[Any]) -> list[Any]:
-        """Return ``get_reward()`` of each environment, None for None."""
         environments = [self._known.get(id(instance)) for instance in instances]
         futures: list[Future[Any] | None] = [
             None if known is None or known.thread is None else known.thread.ask(known.instance.get_reward)

@@ -35,7 +35,7 @@ from .environments import Environment, Environments, factory_names, on_this_devi
 
 COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
 PARTS = ("text", "image", "image_url", "audio", "video")  # Types of content parts in chat templates.
-# Texts of Python's errors outside the main thread.
+# Texts of Python's errors in other threads.
 NEEDS_MAIN = ("signal only works in main thread", "SQLite objects created in a thread can only be used in that same")
 
 
@@ -59,8 +59,6 @@ def run_call(future: Future[Outcome], function: Callable[..., Any], arguments: d
 
 @dataclass(slots=True)
 class RunningCall:
-    """A started tool call."""
-
     name: str
     future: Future[Outcome]
     deadline: float = math.inf  # Latest time to wait for the call, in `time.monotonic` seconds.
@@ -96,7 +94,7 @@ class Toolbox:
         timeout: float | None = None, main_thread: Sequence[str] | None = None, most_environments: int | None = None,
     ) -> None:  # fmt: skip
         self.timeout = timeout
-        self.counts: dict[str, float] = defaultdict(float)  # Sums of the metrics ``tools/...`` until `take_counts`.
+        self.counts: dict[str, float] = defaultdict(float)  # Metrics ``tools/...``.
         # Called with an ended call's tool, start and end in `time.perf_counter` seconds.
         self.on_call: Callable[[str, float, float], None] | None = None
         self._tools: dict[str, Callable[..., Any]] = {}
@@ -184,7 +182,6 @@ class Toolbox:
         return running
 
     def outcome(self, call: RunningCall) -> Outcome:
-        """Return a call's outcome. A call of the main thread runs now."""
         if call.run is not None:
             call.run()
         if not call.future.done():
@@ -244,7 +241,6 @@ class Toolbox:
         )
 
     def told(self, calls: Sequence[RunningCall], images: bool = False) -> list[dict[str, Any]]:
-        """Return one message of role `tool` per call."""
         messages = []
         for call in calls:
             outcome = self.outcome(call)

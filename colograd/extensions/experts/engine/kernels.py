@@ -113,7 +113,7 @@ def live_experts() -> contextlib.AbstractContextManager[None]:
 
 
 def merged_beside_experts(policy: Policy, args: GRPOConfig, samples: bool = True) -> Policy:
-    """Set the adapter's `why_merged` if vLLM can't serve it beside experts. ``samples``: the run has an engine."""
+    """Set the adapter's `why_merged` if vLLM can't serve the adapter. ``samples``: whether the run has an engine."""
     adapter = policy.adapter
     if not samples or adapter is None or adapter.why_merged or not num_experts(policy.model.config):
         return policy
