@@ -170,7 +170,7 @@ class TokenTree:
         return children
 
     def rollout(self, version: int, reason: FinishReason, **further: Any) -> Rollout | None:
-        """Return the session as a rollout, or None if the tree has only the prompt's tokens. Sets `places`."""
+        """Return the session as a rollout, or None if the tree has only the prompt's tokens. Set `places`."""
         prompt, ids, logprobs = self._prompt, array("i"), array("f")
         sampled: list[bool] = []
         branches: list[Branch] = []

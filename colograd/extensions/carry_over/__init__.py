@@ -1,4 +1,4 @@
-"""Setting `carry_over`: a round of sampling ends before all of its groups are finished. The next round continues them."""
+"""Setting `carry_over`: a round of sampling ends before all groups are finished. The next round continues them."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "advice": "conflicts:advice",

@@ -189,7 +189,7 @@ class InFlight:
 
 
 def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
-    """Write a round's end to a file. ``ranks`` is the number of ranks that divide the round's prompts."""
+    """Write a file. ``ranks`` is the number of ranks that divide the round's prompts."""
     path.unlink(missing_ok=True)
     head = {"done": end.done, "ranks": ranks, "groups": len(end.carried)}
     with contextlib.closing(RecordFile(path)) as file:
@@ -201,8 +201,7 @@ def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
 
 
 def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks: int) -> RoundEnd | None:
-    """Read the file of `write_round_end`. Return None if it isn't whole, or has other positions or numbers of ranks.
-    Raise JournalError if a record can't be read, or if a group was sampled from another prompt."""
+    """Read the file of `write_round_end`. Return None if it isn't whole, or has other positions or numbers of ranks."""
     records = list(read_records(path)) if path.is_file() else []
     if not records:
         return None

@@ -96,7 +96,7 @@ class CarryOver:
     def _submit(
         self, groups: Mapping[int, Group], sampling: Sampling, seed: int, purpose: str
     ) -> dict[str, tuple[int, int]]:
-        """Submit the unfinished completions. Return (group's position, completion's index) by request."""
+        """Submit unfinished completions. Return (group's position, completion's index) by request."""
         requests = {}
         # A resumed run may have more groups, if `carry_over` or the number of ranks has changed.
         for position, group in itertools.islice(groups.items(), self.in_flight.size):

@@ -35,12 +35,8 @@ def _store() -> Any:
 
 
 class FinishedGroups:
-    """Finished groups (sampled and scored) of the next optimizer step.
-
-    Args:
-        between_engines: whether a rank may take groups that another engine sampled (`balance_ranks`).
-        accepts: function that returns whether a group may be trained before all groups are sampled.
-    """
+    """Sampled and scored groups of the next optimizer step. ``between_engines`` shares them with ranks of other engines
+    (`balance_ranks`). ``accepts`` decides which groups may be trained before all groups are sampled."""
 
     def __init__(self, layout: RankLayout, between_engines: bool, accepts: Callable[[ScoredGroup], bool]) -> None:
         self.layout, self.between_engines, self.accepts = layout, between_engines, accepts
@@ -69,7 +65,7 @@ class FinishedGroups:
         self._offered = 0  # Number of groups offered in the store. These are the first groups of `_own`.
         self._sizes: list[int] = []  # Tokens of each offered group. 0 means that other ranks can't take the group.
         self._gone: set[tuple[int, int]] = set()  # (owner, index) of each group that this rank knows to be taken.
-        self._is_sampled = self._is_hungry = False
+        self._is_hungry = False
         self._looked = 0.0
 
     def add(self, scored: ScoredGroup) -> None:
@@ -106,9 +102,7 @@ class FinishedGroups:
         self._tell_sizes()
 
     def finish(self) -> None:
-        if not self._is_sampled:
-            self._is_sampled = True
-            self._store.add("sampled", 1)
+        self._store.add("sampled", 1)
 
     def all_sampled(self) -> bool:
         return bool(self._store.add("sampled", 0) >= self.layout.world_size)
@@ -148,13 +142,8 @@ class FinishedGroups:
         return taken
 
     def _take(self, free: dict[int, dict[int, int]], budget: int, shares: int) -> list[ScoredGroup]:
-        """Take some groups, each owner's largest first. The first group may exceed the limits.
-
-        Args:
-            free: owner's rank -> group's index -> tokens.
-            budget: tokens of a row.
-            shares: at most 1 / ``shares`` of the largest owner's tokens are taken. 0 means no such limit.
-        """
+        """Take groups of ``free`` (owner's rank -> group's index -> tokens), each owner's largest first. The first may
+        exceed the limits: a row's ``budget`` of tokens, and 1 / ``shares`` of the largest owner's tokens."""
         most = max((sum(sizes.values()) for sizes in free.values()), default=0)
         room = min(budget, most // shares) if shares else budget
         taken: list[ScoredGroup] = []

@@ -87,7 +87,7 @@ def first_rows(
 
     Args:
         groups: groups to train that this rank sampled.
-        early: rows that this rank has trained before all groups were sampled.
+        early: rows that this rank has already trained.
         recorded: groups of the first rows of all ranks in an earlier training of the step.
     """
     if rules.ranks_per_row > 1 or rules.equal_counts:
@@ -216,8 +216,7 @@ class OverlappedRound(PlainRound):
         return self._sampled
 
     def _train_early(self, finished: FinishedGroups) -> EarlyRows:
-        """Train finished groups until no rank samples or trains. If memory runs out, drop this rank's gradients: its
-        groups are then trained after sampling. Not a collective."""
+        """Train finished groups until no rank samples or trains. If memory runs out, drop this rank's gradients."""
         rules, early = self.learner.rules, EarlyRows(trained=True)
         self.learner.model.train()
         while not finished.is_over():

@@ -91,16 +91,13 @@ class Conversations:
         writing: dict[str, Talk] = {}  # Conversations that the engine decodes, by request.
         waiting: list[tuple[list[RunningCall], Talk]] = []
         over: dict[int, list[Conversation]] = {}  # Finished conversations, by prompt position.
-        is_limited, whole = True, list[list[Conversation]]()
+        is_limited = True
 
         def resume(talk: Talk, turn: Sampled | None = None) -> None:
             try:
                 awaited = talk.send(turn)
             except StopIteration as end:
-                group = over.setdefault(end.value.prompt.position, [])
-                group.append(end.value)
-                if len(group) == sampling.n:
-                    whole.append(group)
+                over.setdefault(end.value.prompt.position, []).append(end.value)
                 return
             if isinstance(awaited, str):
                 writing[awaited] = talk
@@ -125,10 +122,10 @@ class Conversations:
                 for pair in [pair for pair in waiting if all(call.done() for call in pair[0])]:
                     waiting.remove(pair)
                     resume(pair[1])
-                while whole:
-                    group = sorted(whole.pop(0), key=lambda each: each.index)
+                for position in [position for position, group in over.items() if len(group) == sampling.n]:
+                    group = sorted(over.pop(position), key=lambda each: each.index)
                     rollouts = with_shared_riders(tuple(each.rollout(version) for each in group))
-                    yield Group(group[0].prompt.example, rollouts, group[0].prompt.position)
+                    yield Group(group[0].prompt.example, rollouts, position)
         finally:
             self.engine.abort(writing)
             for call in (call for calls, _ in waiting for call in calls):

@@ -21,12 +21,7 @@ QUESTION = {"role": "user", "content": "question"}
 
 
 class ToolFormat:
-    """The format of tool calls and tools' answers in a tokenizer's chat template.
-
-    Args:
-        template_kwargs: further arguments of the chat template.
-        reader: the `ImageReader` of a vision-language model.
-    """
+    """Tool calls and tools' answers in a chat template. ``reader`` is the `ImageReader` of a vision-language model."""
 
     def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any], reader: Any = None) -> None:
         self._tokenizer, self._kwargs, self.reader = tokenizer, template_kwargs, reader
@@ -86,12 +81,11 @@ class ToolFormat:
     def answer(
         self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, last: int | None = None
     ) -> ModelInput:
-        """Return the tokens that follow an assistant message's tokens up to the start of the next message.
+        """Return the tokens that continue a completion with tools' answers ``messages`` up to the next message's start.
 
         Args:
-            messages: the tools' answers.
             own: further arguments of the chat template from the dataset row.
-            last: the last sampled token. None means that the assistant message already has its end token.
+            last: the completion's last token. None: the token that ends a message.
         """
         call, arguments = _assistant_message("", [ToolCall(messages[0]["name"], {})]), without_nones(own or {})
         before = self._read([QUESTION, call], **arguments).ids

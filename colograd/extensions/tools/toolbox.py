@@ -79,11 +79,10 @@ class Toolbox:
     """The tools and environments of a run.
 
     Args:
-        tools: functions or import paths, sync or async, with type hints and a Google-style docstring.
-        environment_factory: makes an environment, or a dict of factories by the value of a row's column
-            ``environment``. An environment's ``reset`` begins an episode. Its other public methods are tools.
+        tools: functions or import paths.
+        environment_factory: makes environments. Or a dict of factories by the value of a row's column ``environment``.
         workers: number of processes for the sync tools. 0 means that sync tools run in threads.
-        timeout: maximum seconds of a call. None means no limit. Calls in the main thread have no limit.
+        timeout: maximum seconds of a call outside the main thread. None means no limit.
         main_thread: names of tools and environments that work only in the main thread.
         most_environments: maximum number of environments in use at once, but at least a group's. None: no limit.
     """
@@ -199,7 +198,7 @@ class Toolbox:
         self, name: str, function: Callable[..., Any], arguments: dict[str, Any],
         environment: Environment | None = None, earlier: int = 0,
     ) -> RunningCall:  # fmt: skip
-        """Start a call of a tool, or of a method of ``environment``, whose thread runs ``earlier`` calls before it."""
+        """Start a call. An environment's thread runs ``earlier`` calls before it."""
         arguments, is_async = own_copy(arguments), inspect.iscoroutinefunction(function)
         deadline = math.inf if self.timeout is None else time.monotonic() + (1 + earlier) * self.timeout
         if environment is None and name in self._pool:  # No deadline, because worker processes limit the call's time.
@@ -264,7 +263,7 @@ class Toolbox:
         return shown
 
     def _failed(self, name: str, error: Exception, outcome: Outcome | None = None, remedy: str = "") -> str:
-        """Count a failed call, and return its message's content. Warn once, because only the model sees the error."""
+        """Return a failed call's content. Warn about it once, because only the model reads the content."""
         self.counts["tools/failures"] += 1
         problem = f"what tool {name!r} returned can't be shown ({error})"
         if outcome is not None and outcome.kind != "value":

@@ -101,29 +101,27 @@ class RouterLog(EngineFeature):
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
         outputs = sorted(output.outputs, key=lambda completion: int(completion.index))
-        parts, first = [], None
+        parts, shared, start = [], None, len(prompt.ids)
         for completion, one in zip(outputs, sampled, strict=True):
-            experts = self._take(request, completion, len(prompt.ids), len(one.ids))
-            first = first or experts
-            rider = RoutedExperts(first.prompt, experts.completion)
+            rows = filled(self._take(request, completion), start + len(one.ids))
+            # Copies, because all completions share the prompt's tensor, and ranks may send tensors separately.
+            shared = rows[:start].clone() if shared is None else shared
+            rider = RoutedExperts(shared, rows[start:].clone())
             parts.append(dataclasses.replace(one, riders=(*one.riders, rider)))
         return parts
 
-    def _take(self, request: str, completion: Any, prompt: int, length: int) -> RoutedExperts:
+    def _take(self, request: str, completion: Any) -> torch.Tensor:
         if self.itself:
-            told = getattr(completion, "routed_experts", None)  # Chosen experts, (tokens - 1, all layers, K).
-            if told is None:
+            experts = getattr(completion, "routed_experts", None)  # (tokens - 1, all layers, K)
+            if experts is None:
                 raise _problem("returned no experts for a completion, but router_replay needs them")
             layers = [int(layer.layer_id) for layer in self._layers]
-            rows = torch.from_numpy(told[: prompt + length, layers].astype("int16")).to(self.dtype)
-        elif (seen := self._seen.get(request, {}).pop(completion.index, None)) is not None:
-            rows = seen
-        else:
+            return torch.from_numpy(experts[:, layers].astype("int16")).to(self.dtype)
+        rows = self._seen.get(request, {}).pop(completion.index, None)
+        if rows is None:
             why = "so that router_replay doesn't know its experts"
             raise _problem(f"ran the request {request!r} under another name, {why}")
-        whole = filled(rows, prompt + length)
-        # Copies, because all completions share the prompt's tensor, and ranks may send tensors separately.
-        return RoutedExperts(whole[:prompt].clone(), whole[prompt:].clone())
+        return rows
 
     def drop(self, request: str) -> None:
         self._seen.pop(request, None)
