@@ -74,8 +74,6 @@ def branches_of(rollout: Rollout) -> tuple[Branch, ...]:
 
 
 class End(NamedTuple):
-    """The end of a segment of a row."""
-
     path: tuple[int, ...]  # Indices of the segments from the prompt's first segment up to this segment.
     tokens: int  # Number of tokens in the segments of `path`.
     place: int  # Index in the row of the segment's last token.
@@ -170,7 +168,7 @@ class TokenTree:
         return children
 
     def rollout(self, version: int, reason: FinishReason, **further: Any) -> Rollout | None:
-        """Return the session as a rollout, or None if the tree has only the prompt's tokens. Set `places`."""
+        """Return None if the tree has only the prompt's tokens."""
         prompt, ids, logprobs = self._prompt, array("i"), array("f")
         sampled: list[bool] = []
         branches: list[Branch] = []
@@ -203,7 +201,6 @@ class TokenTree:
 
 
 def _shared(node: Node, ids: array[int], at: int) -> int:
-    """Count the first tokens of a node that equal the tokens of ``ids`` from index ``at`` on."""
     count = min(len(node.ids), len(ids) - at)
     if node.ids[:count] == ids[at : at + count]:  # Faster than the loop below.
         return count

@@ -21,13 +21,11 @@ REASONING = ("reasoning", "reasoning_content", "thinking")  # Templates read a m
 
 
 class TooLong(ValueError):
-    """A prompt is longer than the model's context. The error's text is the length with its unit."""
+    """The prompt is longer than the model's context. The text is the length with its unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The model's input for one request."""
-
     ids: list[int]
     text: str
     messages: list[dict[str, Any]]  # In the chat template's format.
@@ -92,7 +90,7 @@ class SessionContexts:
     def context(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], most: int | None = None
     ) -> Context:
-        """Return the context for a request's messages. Raise TooLong for a text of more than ``most`` characters."""
+        """Raise TooLong if the messages have more than ``most`` characters."""
         written = [as_written(message) for message in messages]
         text = self.form.write(written, arguments)
         if most is not None and len(text) > most:
@@ -162,7 +160,7 @@ def as_written(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _key(message: Mapping[str, Any]) -> str:
-    """Return a text that is equal for a reply and for the program's copy of the reply."""
+    """Return the same text for a reply and for the program's copy of the reply."""
     written = as_written(message)
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in written.get("tool_calls", ())]
     return json.dumps([str(written["content"]).strip(), calls], sort_keys=True, default=str)

@@ -33,8 +33,8 @@ try:
 except OSError as error:
     sys.exit(f"{sys.argv[1]}: {error.strerror}")
 """
-MOST_OUTPUT = 2**20  # Maximum bytes of a command's output in memory.
-SHOWN = 2000  # Maximum characters of a command's output in an error.
+MOST_OUTPUT = 2**20  # Bytes of a command's output in memory.
+SHOWN = 2000  # Characters of a command's output in an error.
 
 
 class FunctionProgram:

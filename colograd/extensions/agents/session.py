@@ -61,7 +61,7 @@ class WorkQueue:
         self._changed.set()
 
     def step(self, idle_seconds: float) -> None:
-        """Submit new requests and run one engine step, or wait up to ``idle_seconds`` for new requests."""
+        """Run one engine step, or wait up to ``idle_seconds`` for a request."""
         self._changed.clear()
         if dropped := [name for name, work in self._running.items() if work.future.done()]:
             self.engine.abort(dropped)
@@ -107,7 +107,6 @@ class Session:
         self._requests_of: Counter[str] = Counter()  # Number of requests by digest of their context.
 
     def begin(self, n: int) -> None:
-        """Count a request for ``n`` completions as open. Raise BadRequest if a limit forbids it."""
         with self._lock:
             if self.why_closed:
                 raise self.over()
@@ -157,7 +156,7 @@ class Session:
                 self.turns.append({**turn, "trained": not call.shaping, **seconds})
 
     def _path(self, number: int | None) -> list[dict[str, Any]]:
-        """Return the turns of the conversation that ends with turn ``number``, oldest first."""
+        """Return the conversation that ends with turn ``number``."""
         path = []
         while number is not None:
             path.append(self.turns[number])
@@ -172,7 +171,6 @@ class Session:
             self.why_closed = self.why_closed or why
 
     def rollout(self, version: int, columns: dict[str, Any]) -> Rollout:
-        """Return the session as a rollout, whose prompt is the shortest context."""
         messages: list[dict[str, Any]] = []
         for place, turn in enumerate(self._path(len(self.turns) - 1 if self.turns else None)):
             messages += [*(turn["messages"] if place else ()), turn["reply"]]

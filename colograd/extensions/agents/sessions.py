@@ -116,7 +116,6 @@ class Agent:
         return cls(getattr(program, "__name__", type(program).__name__), program)
 
     def digest(self) -> str:
-        """Return a digest of the program's code: a function's source, or a command's words and the files they name."""
         if self.function is not None:
             return code_digest(self.function)
         digest = hashlib.blake2b("\0".join(self.command).encode(), digest_size=8)

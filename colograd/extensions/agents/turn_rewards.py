@@ -28,7 +28,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def _rule_broken(values: Any, answers: int) -> str:
-    """Return the end of an error, or "" if ``values`` are finite float32 numbers, one per answer."""
+    """Return the end of an error, or ""."""
     fine = isinstance(values, Sequence) and len(values) == answers
     if fine and all(isinstance(each, numbers.Real) and abs(each) <= LARGEST for each in values):
         return ""

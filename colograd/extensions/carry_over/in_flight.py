@@ -114,7 +114,6 @@ def is_whole(group: Group) -> bool:
 
 
 def of_round(group: Group, version: int) -> Group:
-    """Return a finished group as a group of the round at step ``version``, which trains it."""
     rollouts = []
     for rollout in group.rollouts:
         is_new = bool((versions_of(rollout) == version).all())
@@ -189,7 +188,6 @@ class InFlight:
 
 
 def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
-    """Write a file. ``ranks`` is the number of ranks that divide the round's prompts."""
     path.unlink(missing_ok=True)
     head = {"done": end.done, "ranks": ranks, "groups": len(end.carried)}
     with contextlib.closing(RecordFile(path)) as file:

@@ -96,7 +96,7 @@ class CarryOver:
     def _submit(
         self, groups: Mapping[int, Group], sampling: Sampling, seed: int, purpose: str
     ) -> dict[str, tuple[int, int]]:
-        """Submit unfinished completions. Return (group's position, completion's index) by request."""
+        """Return (group's position, completion's index) by request."""
         requests = {}
         # A resumed run may have more groups, if `carry_over` or the number of ranks has changed.
         for position, group in itertools.islice(groups.items(), self.in_flight.size):
@@ -173,7 +173,7 @@ class CarriedRound(PlainRound):
                 LOGGER.warning(line)
 
     def _recorded(self, pool: Sequence[Prompt], end: RoundEnd, stages: Stages) -> list[ScoredGroup] | None:
-        """Repeat a recorded round. Return its scored groups, or None if the rollout log lacks a group."""
+        """Repeat a recorded round, or return None if the rollout log lacks a group."""
         done = [prompt for prompt in pool if prompt.position in end.done]
         scoring = stages.scoring(stages, done)
         assert stages.journal is not None
@@ -205,7 +205,6 @@ class CarriedRound(PlainRound):
             scoring.cancel()
 
     def _score(self, samples: Sequence[Group], scoring: InScoring, prompts: Sequence[Prompt]) -> list[ScoredGroup]:
-        """Score ``samples`` in one call. Return the scored groups of ``prompts``, in the order of the prompts."""
         with self.times.phase("reward"):
             if samples:
                 scoring.score_together(samples)

@@ -159,7 +159,6 @@ def set_up(model: Any, config: GRPOConfig) -> None:
 
 
 def make_replaying(model: Any) -> None:
-    """Let the model's layers take chosen experts as keyword argument `ROUTED`."""
     if "__call__" not in vars(GradientCheckpointingLayer):
         raise ValueError(
             "router_replay is true, but with transformers 5.23 or later a checkpointed layer is computed again without "

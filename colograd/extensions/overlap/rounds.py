@@ -46,7 +46,6 @@ Partition = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def read_partition(folder: Path, step: int) -> Partition | None:
-    """Read the groups of a step's first rows from a round's folder."""
     for noted, entry in steps_in(folder / FILE, LARGEST):
         with contextlib.suppress(ValueError, TypeError, KeyError):
             if noted == step:
@@ -65,15 +64,13 @@ class EarlyRows:
     trained: bool = False  # Whether the rows' gradients are already computed.
 
     def add(self, groups: Sequence[ScoredGroup], rules: PackingRules) -> Sequence[PackedRow]:
-        """Add a batch of groups. Return its packed rows, which the caller must add to `rows`."""
+        """Pack a batch of groups. The caller adds the rows to `rows`, because it may change them."""
         self.groups += groups
         self.batches.append(tuple(scored.group.position for scored in groups))
         return plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
 
 
 class FirstRows(NamedTuple):
-    """A step's groups on this rank, divided into first rows and groups that must still be packed."""
-
     rest: list[ScoredGroup]
     early: EarlyRows = EarlyRows()
     moved: int = 0  # Number of groups of this rank's first rows that another engine sampled.
@@ -114,7 +111,7 @@ def first_rows(
 
 
 def why_not(trainer: Any) -> str:
-    """Return why no group of a step can be trained before all groups are sampled, or ""."""
+    """Return why no group can be trained before all groups are sampled, or ""."""
     config: GRPOConfig = trainer.args
     objective, replaced = trainer.learner.objective, trainer.replaced
     reasons: list[tuple[Any, str]] = [
@@ -166,8 +163,6 @@ def overlapped_round(trainer: Any) -> OverlappedRound | None:
 
 
 class OverlappedRound(PlainRound):
-    """A round whose first optimizer step is partly trained during sampling, or begins with recorded first rows."""
-
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer.times, trainer.args.reward_call == "all")
         self.trainer, self.learner = trainer, trainer.learner
@@ -216,7 +211,6 @@ class OverlappedRound(PlainRound):
         return self._sampled
 
     def _train_early(self, finished: FinishedGroups) -> EarlyRows:
-        """Train finished groups until no rank samples or trains. If memory runs out, drop this rank's gradients."""
         rules, early = self.learner.rules, EarlyRows(trained=True)
         self.learner.model.train()
         while not finished.is_over():
@@ -278,8 +272,6 @@ class OverlappedRound(PlainRound):
 
 
 class _SharedScoring(InScoring):
-    """Scoring that passes each scored group to `FinishedGroups` while the engine samples."""
-
     def __init__(self, engine: Any, finished: FinishedGroups, stages: Stages, prompts: Sequence[Prompt]) -> None:
         super().__init__(stages, prompts)
         self._engine, self._finished = engine, finished

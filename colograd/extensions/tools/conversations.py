@@ -184,7 +184,7 @@ class Conversations:
         return len(answer) < room
 
     def _begin(self, conversation: Conversation, environment: Environment, outcome: Outcome) -> None:
-        """Append the value that the environment's `reset` returned to the prompt."""
+        """Append what `reset` returned to the prompt."""
         prompt = conversation.prompt
         where = f"environment {type(environment.instance).__name__}, prompt {prompt.position}"
         if outcome.kind != "value":
@@ -203,7 +203,6 @@ class Conversations:
             conversation.input = conversation.read = asked
 
     def _with_observation(self, conversation: Conversation, shown: Any, where: str) -> list[dict[str, Any]]:
-        """Return the prompt's messages with the text or parts ``shown`` appended to the last message's content."""
         *earlier, last = conversation.asked
         messages, has_images = None, False
         if self.shows_images:

@@ -90,7 +90,6 @@ class Environment:
 
 
 def factory_names(key: str | None, factory: Callable[[], Any]) -> list[str]:
-    """Return an environment's names in main_thread_tools."""
     name = function_name(factory)
     return [name] if key is None else [key, name]
 

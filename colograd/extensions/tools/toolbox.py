@@ -40,7 +40,7 @@ NEEDS_MAIN = ("signal only works in main thread", "SQLite objects created in a t
 
 
 def run_call(future: Future[Outcome], function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Run a call in this thread, unless it has run or was cancelled. Set ``future`` to its outcome."""
+    """Run a call in this thread, and set ``future`` to its outcome."""
     if future.done() or not future.set_running_or_notify_cancel():
         return
     started = time.perf_counter()
@@ -151,7 +151,7 @@ class Toolbox:
         return {"tools": self.schemas(row) or None}
 
     def open(self, row: dict[str, Any]) -> tuple[Environment | None, list[RunningCall]]:
-        """Lend an environment to a row's conversation. Return it with the running call of its ``reset``."""
+        """Begin a row's conversation. Return its environment and the running call of ``reset``."""
         if not self.factories:
             return None, []
         environment = self.environments.lend(self._factory_of(row))
@@ -223,7 +223,6 @@ class Toolbox:
         return RunningCall(name, future, deadline, environment=environment, declarable=declarable)
 
     def _advise_main_thread(self, name: str, outcome: Outcome) -> None:
-        """Warn once if a call of a tool or environment failed because it needs the main thread."""
         needs_main = outcome.kind == "raised" and any(part in outcome.value[1] for part in NEEDS_MAIN)
         if not needs_main or ("main thread", name) in self._warned:
             return
@@ -253,7 +252,7 @@ class Toolbox:
         return messages
 
     def refused(self, messages: Sequence[dict[str, Any]], error: Exception) -> list[dict[str, Any]]:
-        """Return tools' messages with ``error`` as the content of messages that have images."""
+        """Put ``error`` in place of the messages' images."""
         shown = []
         for message in messages:
             if isinstance(shown_content(message["content"], images=True), list):
@@ -299,8 +298,6 @@ class Toolbox:
 
 
 def environment_reward(of: Any, tools: Toolbox) -> Callable[..., Any]:
-    """Return a reward function that calls ``get_reward`` of the environments of class ``of``."""
-
     def rewards(environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
         return tools.environments.rewards([e if type(e) is of else None for e in environments])
 

@@ -60,8 +60,6 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer to a request."""
-
     message: dict[str, Any]  # In the form of OpenAI's chat API. `completions`: only the content.
     finish_reason: str  # "stop", "length" or "tool_calls".
     stop: str | None  # Stop string that ended the answer.
@@ -316,7 +314,7 @@ def _anthropic(response: Any) -> dict[str, Any]:
 
 
 def events(call: Call, body: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the server-sent events of a streamed request from its response's body."""
+    """Yield server-sent events from a response's body."""
     if call.api == "messages":
         yield from _message_events(body)
         return

@@ -70,7 +70,7 @@ class MixtureBuild(EngineFeature):
     def while_built(self) -> Iterator[None]:
         from vllm.distributed import parallel_state as vllm_groups
 
-        # vLLM creates its groups once per process, and a dense model's groups lack the one for experts.
+        # vLLM creates its groups once per process, for a dense model without the experts' group.
         if vllm_groups._WORLD is not None and vllm_groups._EP is None:
             world, ranks = vllm_groups._WORLD, torch.arange(torch.distributed.get_world_size())
             engines = ranks.view(-1, self.config.vllm_tensor_parallel_size).tolist()
@@ -82,7 +82,6 @@ class MixtureBuild(EngineFeature):
 
 
 def mixture_build(config: GRPOConfig, use: EngineUse) -> MixtureBuild | None:
-    """Return None for a model that is known to have no experts."""
     model_config = use.model_config if use.policy is None else use.policy.model.config
     experts = None if model_config is None else num_experts(model_config)
     check_experts(experts or 0, config.on_cpu)
@@ -124,7 +123,6 @@ def merged_beside_experts(policy: Policy, args: GRPOConfig, samples: bool = True
 
 
 def why_no_slots(on_cpu: bool) -> str:
-    """Return why vLLM can't serve a mixture's adapter, or ""."""
     if on_cpu:
         return "on a CPU vLLM has no experts beside a LoRA"
     try:

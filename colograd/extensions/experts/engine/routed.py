@@ -79,7 +79,6 @@ class RouterLog(EngineFeature):
         self._step[place] = chosen.to(self.dtype)  # (T, K) of an engine step's tokens.
 
     def _watched(self, runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a step of vLLM's model runner, then record the experts of its tokens."""
         result = self._execute(scheduled, *args, **kwargs)
         counts = scheduled.num_scheduled_tokens
         if not counts:
