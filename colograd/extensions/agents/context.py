@@ -126,7 +126,7 @@ class SessionContexts:
         message, key = as_written(reply), _key(reply)
         try:
             text = self.form.write([*context.messages, message], context.arguments, begins=False)
-        except BadRequest:  # E.g. the template requires tools' answers behind calls.
+        except BadRequest:  # The template may require tools' answers behind calls.
             return
         decode = functools.partial(self.form.tokenizer.decode, skip_special_tokens=False)
         texts = [context.text + str(decode([*wrote], clean_up_tokenization_spaces=False))]

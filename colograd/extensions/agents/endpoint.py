@@ -23,9 +23,9 @@ from .engine.chat_api import BadRequest, Call, ChatAPI, Choice, events
 from .session import Session, Work, WorkQueue
 
 APIS = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/messages": "messages"}
-LARGEST = 32 * 2**20  # Maximum bytes of a request's body.
+LARGEST = 32 * 2**20  # Bytes of a request's body.
 GRACE_SECONDS = 1
-STOP_SECONDS = 10.0  # Maximum seconds to wait for the server's thread to end.
+STOP_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 600  # Long, because a program's tool may run for minutes between two requests.
 
 

@@ -17,7 +17,7 @@ from .engine.chat_api import ChatAPI
 from .sessions import Agent, AgentSessions, SessionLog, agent_reward
 from .turn_rewards import with_turn_rewards
 
-MESSAGES = 4096  # Tokens of context, in addition to the longest prompt, for an agent's messages and tool descriptions.
+MESSAGES = 4096  # Tokens of context for an agent's messages and tool descriptions.
 
 
 class AgentFeature(SourceFeature):

@@ -64,7 +64,7 @@ class FunctionProgram:
             if inspect.isawaitable(value):
                 value = asyncio.run(awaited(value))
             outcome = Outcome("value", value, time.perf_counter() - started)
-        except BaseException as error:  # SystemExit would end only this thread, and the session would wait.
+        except BaseException as error:  # SystemExit would end only this thread.
             outcome = raised_outcome(error)
         self.future.set_result(outcome)
 

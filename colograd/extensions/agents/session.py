@@ -104,7 +104,7 @@ class Session:
         self._lock = threading.Lock()
         self._requests = self._open_requests = 0
         self._samples: list[tuple[list[int], Sampled, bool]] = []  # (context's ids, answer, whether it is trained)
-        self._requests_of: Counter[str] = Counter()  # Number of requests by digest of their context.
+        self._requests_of: Counter[str] = Counter()  # By digest of the context.
 
     def begin(self, n: int) -> None:
         with self._lock:

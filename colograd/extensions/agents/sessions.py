@@ -39,15 +39,15 @@ from .programs import CommandProgram, FunctionProgram
 from .session import Session, WorkQueue
 from .turn_rewards import FAILURE, JUDGED, SESSION, problem_with
 
-POLL = 0.05  # Maximum seconds of one wait for the programs while the engine has no requests.
+POLL = 0.05  # Seconds of one wait for the programs while the engine has no requests.
 REWARD = "agent_reward"  # Column of a rollout with the reward that the program returned.
 TERMINATED = {  # Exit statuses after signals of schedulers: of a command (negative), and of a shell (128 and above).
     status for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2) for status in (-number, 128 + number)
 }
 ARGUMENTS = ("base_url", "api_key", "model", "row")
-LARGEST_SCRIPT = 2**20  # Maximum bytes of an executable that counts as a script. A larger one is an interpreter.
+LARGEST_SCRIPT = 2**20  # Bytes of an executable. A larger one is an interpreter, not the user's code.
 SUFFIX = ".sessions"
-HEAD = -1  # Position number of a log file's first record, which holds the conditions of the sessions.
+HEAD = -1  # Position number of the record that holds the conditions.
 PLACE = 4  # Bytes at a record's beginning with the session's index in its group.
 
 
@@ -148,7 +148,7 @@ class AgentSessions:
         self.engine, self.agent, self.api, self.form, self.config = engine, agent, api, form, config
         self.log = log
         self.may_fail = True  # Read by `turn_rewards.agent_stages`.
-        self.counts: dict[str, float] = defaultdict(float)  # Metrics ``agent/...``.
+        self.counts: dict[str, float] = defaultdict(float)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
@@ -196,7 +196,7 @@ class AgentSessions:
                     running.remove(session)
                     prompt, index = session.prompt, session.index
                     if outcome.kind == "died" and outcome.value[0] in TERMINATED and not session.is_repeated:
-                        # A scheduler probably sent the signal to all the job's processes.
+                        # A scheduler probably signalled all the job's processes.
                         stop([session], "its program was terminated")
                         waiting.insert(0, Session(prompt, index, self.form, self.config, is_repeated=True))
                         continue

@@ -19,10 +19,10 @@ from ...rewards.calling import checked_values, value_error
 from ...rewards.functions import RewardFunction
 from ...rollout.stages import BeginScore, Stages
 
-FAILURE = "agent_failure"  # Column of a rollout with the reason why its session failed, or an empty text.
-SESSION = "session"  # Column of a rollout with the model's answers in its session, a dict per answer.
+FAILURE = "agent_failure"  # Column of a rollout: why its session failed, or "".
+SESSION = "session"  # Column of a rollout: a dict per answer of the model.
 JUDGED = "judged_turns"  # Column of a rollout: {name of a reward function: rewards of the single answers}.
-TURN_REWARDS = "turn_rewards"  # Column of a rollout with the program's reward for each answer.
+TURN_REWARDS = "turn_rewards"  # Column of a rollout: the program's reward for each answer.
 WITHIN_GROUPS = ("group", "mean")  # Values of `scale_rewards` that divide advantages by a number of the group.
 LARGEST = torch.finfo(torch.float32).max
 
@@ -89,7 +89,7 @@ def with_turn_rewards(
     Returns:
         [sum C], one advantage per completion token. If no answer has a reward or a session failed: ``advantages``.
     """
-    of_sessions: list[list[float]] = []  # For each session one reward per answer, or an empty list.
+    of_sessions: list[list[float]] = []  # One reward per answer, or an empty list.
     for rollout in group.rollouts:
         parts = [(1.0, rollout.columns.get(TURN_REWARDS) or ())]
         parts += [(weights.get(name, 1.0), turns) for name, turns in rollout.columns.get(JUDGED, {}).items()]

@@ -26,14 +26,14 @@ from ...rollout.record_file import Record, RecordFile, read_records
 from ...rollout.statistics import RolloutStatistics
 
 FILE = "in_flight_{rank}.records"
-HEAD = 0  # Position number of a file's first record, which holds the number of groups and no group.
+HEAD = 0  # Position number of a file's first record, which holds no group.
 
 
 class VersionSpan(NamedTuple):
     """Consecutive tokens of a completion that were sampled with the same weights."""
 
     length: int
-    version: int  # Optimizer step of the weights.
+    version: int
 
 
 @dataclass(frozen=True, slots=True)

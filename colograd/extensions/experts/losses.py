@@ -103,7 +103,7 @@ def token_weights(micro_batch: MicroBatch) -> torch.Tensor:
 class BalanceTerm(LossTerm):
     """The load-balancing loss of a mixture: each row's ``routing/balance_loss``, averaged over the step's tokens."""
 
-    coefficient: float  # Factor of the loss in the objective. With 0 the term only computes metrics.
+    coefficient: float  # With 0 the term only computes metrics.
 
     @property
     def every_group(self) -> bool:

@@ -29,7 +29,7 @@ from ...riders import Rider, RowRider
 from ...rollout.record_file import read_table, table_bytes
 
 UNKNOWN = -1  # In place of an expert's index: the trainer's router chooses.
-ROUTED = "routed_experts"  # Name of a layer's keyword argument with the experts of its tokens.
+ROUTED = "routed_experts"  # A layer's keyword argument with the experts of its tokens.
 APART = "experts/apart"  # Key of two counts (2,): the engine's choices that the policy's routers didn't make, and all.
 # Columns of a group's table, with one row per rollout. A null `prompt` means the last row's `prompt`.
 ROWS = pa.schema([("prompt", pa.binary()), ("completion", pa.binary()), ("shape", pa.list_(pa.int32()))])

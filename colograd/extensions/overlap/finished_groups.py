@@ -62,7 +62,7 @@ class FinishedGroups:
         self._positions = set(positions)
         self._own: list[ScoredGroup] = []  # This rank's accepted groups, in the order of finishing.
         self._known: set[int] = set()  # Positions of finished groups, whether accepted or not.
-        self._offered = 0  # Number of groups offered in the store. These are the first groups of `_own`.
+        self._offered = 0  # Number of groups offered in the store, the first of `_own`.
         self._sizes: list[int] = []  # Tokens of each offered group. 0 means that other ranks can't take the group.
         self._gone: set[tuple[int, int]] = set()  # (owner, index) of each group that this rank knows to be taken.
         self._is_hungry = False

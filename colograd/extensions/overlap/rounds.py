@@ -39,7 +39,7 @@ from .finished_groups import FinishedGroups
 
 EVERY = 0.01  # Seconds between two polls for finished groups, on up to 8 ranks.
 FILE = "partition.jsonl"
-LARGEST = 2**26  # Maximum bytes that are read from a round's `FILE`.
+LARGEST = 2**26  # Bytes that are read from a round's `FILE`.
 
 # For each rank the batches of groups that it packed together. A batch is the positions of its groups.
 Partition = tuple[tuple[tuple[int, ...], ...], ...]
@@ -57,7 +57,7 @@ def read_partition(folder: Path, step: int) -> Partition | None:
 class EarlyRows:
     """This rank's first rows of the next optimizer step: trained early, or recorded when an earlier process did."""
 
-    groups: list[ScoredGroup] = field(default_factory=list)  # Groups of the rows, sampled by any rank.
+    groups: list[ScoredGroup] = field(default_factory=list)
     batches: list[tuple[int, ...]] = field(default_factory=list)  # Positions of groups that were packed together.
     rows: list[PackedRow] = field(default_factory=list)  # In the order of training.
     metrics: Metrics = field(default_factory=Metrics)
@@ -167,8 +167,8 @@ class OverlappedRound(PlainRound):
         super().__init__(trainer.times, trainer.args.reward_call == "all")
         self.trainer, self.learner = trainer, trainer.learner
         self.finished: FinishedGroups | None = None  # None: no training during sampling.
-        self.early: EarlyRows | None = None  # Rows of the next step that were trained during sampling.
-        self.recorded: Partition | None = None  # Recorded first rows of the next step.
+        self.early: EarlyRows | None = None  # Rows that were trained during sampling.
+        self.recorded: Partition | None = None
         self._shared: FinishedGroups | None = None  # `finished`, or None in a round with recorded first rows.
         self._is_first = False  # Whether the round's first step isn't packed yet.
         self._sampled: list[SampledStep] = []  # Sampled steps of this round, on the first rank of an engine.

@@ -46,7 +46,7 @@ class Conversation:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     sampled: list[bool] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: FinishReason | None = None  # Finish reason of the last turn. None before the first turn ends.
+    finish_reason: FinishReason | None = None  # Of the last turn.
     riders: list[tuple[tuple[Rider, ...], int]] = field(default_factory=list)  # Per part: (riders, number of tokens).
     media: list[Media] = field(default_factory=list)  # With positions in `ids`.
 
@@ -90,7 +90,7 @@ class Conversations:
         unopened = deque((prompt, index) for prompt in prompts for index in range(sampling.n))
         writing: dict[str, Talk] = {}  # Conversations that the engine decodes, by request.
         waiting: list[tuple[list[RunningCall], Talk]] = []
-        over: dict[int, list[Conversation]] = {}  # Finished conversations, by prompt position.
+        over: dict[int, list[Conversation]] = {}  # By prompt position.
         is_limited = True
 
         def resume(talk: Talk, turn: Sampled | None = None) -> None:

@@ -23,7 +23,7 @@ from ...usercode.worker_pool import WorkerCall
 
 Advise = Callable[[str, Outcome], None]  # Warns if the named environment needs the main thread.
 PIECE = 0.2  # Maximum seconds of one wait for a reward: `reward_timeout` interrupts only between two waits.
-CONTROL = ("reset", "get_reward")  # Public methods of an environment that the model can't call.
+CONTROL = ("reset", "get_reward")  # Public methods that the model can't call.
 
 
 def on_this_device(work: Callable[[], None]) -> Callable[[], None]:
@@ -72,7 +72,7 @@ class EnvironmentThread:
 class Environment:
     instance: Any
     name: str  # Name of the environment in main_thread_tools.
-    factory: str | None  # Key of the factory that made the environment.
+    factory: str | None
     thread: EnvironmentThread | None  # None means the main thread.
     stuck: bool = False  # Whether a call was abandoned before it returned. The environment's state is then unknown.
 
@@ -103,10 +103,10 @@ class Environments:
         limit: int | None,
     ) -> None:  # fmt: skip
         self._factories, self._main_thread, self._advise, self._limit = factories, main_thread, advise, limit
-        self._known: dict[int, Environment] = {}  # All environments by `id(instance)`.
+        self._known: dict[int, Environment] = {}  # By `id(instance)`.
         self._lent: list[Environment] = []
         self._returning = threading.Lock()  # Guards `_lent`, because async reward functions end in other threads.
-        self.in_scoring: set[int] = set()  # Positions of groups that reward functions are scoring.
+        self.in_scoring: set[int] = set()  # Positions of groups.
         self._begins = True  # Whether no environment has been lent in this generation.
         self.latest: list[Any] | None = None  # Instances lent in the last generation.
         self.first = {key: self._make(key) for key in factories}  # One environment per key, to describe its tools.

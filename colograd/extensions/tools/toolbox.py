@@ -63,7 +63,7 @@ class RunningCall:
     future: Future[Outcome]
     deadline: float = math.inf  # Latest time to wait for the call, in `time.monotonic` seconds.
     run: Callable[[], None] | None = None  # Runs the call in the main thread (main_thread_tools).
-    environment: Environment | None = None  # Environment of a method. None for a tool.
+    environment: Environment | None = None
     declarable: str | None = None  # Name for main_thread_tools, if that may mend the call.
 
     def done(self) -> bool:
@@ -93,7 +93,7 @@ class Toolbox:
         timeout: float | None = None, main_thread: Sequence[str] | None = None, most_environments: int | None = None,
     ) -> None:  # fmt: skip
         self.timeout = timeout
-        self.counts: dict[str, float] = defaultdict(float)  # Metrics ``tools/...``.
+        self.counts: dict[str, float] = defaultdict(float)
         # Called with an ended call's tool, start and end in `time.perf_counter` seconds.
         self.on_call: Callable[[str, float, float], None] | None = None
         self._tools: dict[str, Callable[..., Any]] = {}
@@ -312,7 +312,7 @@ def environment_reward(of: Any, tools: Toolbox) -> Callable[..., Any]:
 def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_json_schema(function)
-    except Exception as error:  # transformers raises several types of errors.
+    except Exception as error:
         raise ValueError(
             f"tool {name!r} can't be described to the model ({error}): give the tool type hints and a Google-style "
             "docstring with every argument under `Args:`."
@@ -331,7 +331,7 @@ def answer_content(outcome: Outcome, images: bool = False) -> Any:
     if not isinstance(outcome.value, list):  # A list stays a list, because reward functions get a list in TRL.
         return shown
     try:
-        return clean(copy.deepcopy(outcome.value))  # A copy, so that the tool can't change the message later.
+        return clean(copy.deepcopy(outcome.value))  # The tool can't change the copy later.
     except Exception:  # The value can't be copied, e.g. an object with a lock.
         return shown
 

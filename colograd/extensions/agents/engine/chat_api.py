@@ -23,7 +23,7 @@ SHAPING: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0.0,), "logit_bias": ({},), "min_tokens": (0,), "bad_words": ([],), "allowed_token_ids": ([],),
     "ignore_eos": (False,), "thinking_token_budget": (), "repetition_detection": (),
 }  # fmt: skip
-# Request parameters that aren't supported, each with the values besides None that are accepted nevertheless.
+# Unsupported request parameters, each with its accepted values besides None.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,), "echo": (False,), "suffix": ("",), "prompt_logprobs": (0,), "top_logprobs": (0,),
     "logprob_token_ids": ([],), "continue_final_message": (False,), "add_generation_prompt": (True,),
@@ -88,7 +88,7 @@ class ChatAPI:
         if reasoning_parser is None:
             reasoning_parser = next((name for part, name in REASONING_PARSERS if part in template), "")
         self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
-        # Hide vLLM's tracebacks for malformed tool calls, because they aren't errors of the run.
+        # Malformed tool calls aren't errors of the run: hide vLLM's tracebacks.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         try:
             self._parser: Any = ParserManager.get_parser(
@@ -106,7 +106,7 @@ class ChatAPI:
             return self._read(api, body, sampling)
         except BadRequest:
             raise
-        except Exception as error:  # vLLM's request classes raise many types of errors for a bad request.
+        except Exception as error:  # vLLM raises many types of errors for a bad request.
             raise BadRequest(f"{type(error).__name__}: {error}") from None
 
     def _read(self, api: str, body: Any, sampling: Sampling) -> Call:
