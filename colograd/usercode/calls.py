@@ -131,11 +131,12 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
         print(problem, file=sys.stderr, flush=True)
         os._exit(1)  # The launcher ends the other ranks when this process ends.
 
-    timers = [threading.Timer(seconds, interrupt), threading.Timer(seconds + GRACE, leave)]
-    for timer in timers:
-        timer.daemon = True
-        timer.start()
+    # The interrupt starts last: Python 3.11 would raise it in a thread that this thread is starting.
+    timers = [threading.Timer(seconds + GRACE, leave), threading.Timer(seconds, interrupt)]
     try:
+        for timer in timers:
+            timer.daemon = True
+            timer.start()
         yield
     finally:
         with running:  # Now the timer can't interrupt the thread any more. A pending interrupt is cancelled.
