@@ -29,7 +29,7 @@ class Context:
     ids: list[int]
     text: str
     messages: list[dict[str, Any]]  # In the chat template's format.
-    arguments: dict[str, Any]  # Of the chat template.
+    arguments: dict[str, Any]  # Arguments of the chat template.
     after: int | None  # Index of the turn that the ids continue.
 
 

@@ -59,7 +59,7 @@ class Experts(ModelFeature):
             )
 
     def on_read(self, model: Any) -> None:
-        """Freeze again what the model's class freezes, e.g. a router's correction biases. Loading has unfrozen it."""
+        """Freeze a router's correction biases, for example. transformers makes them trainable when it loads weights."""
         if not num_experts(model.config) or getattr(model.config, "quantization_config", None) is not None:
             return
         with torch.device("meta"):

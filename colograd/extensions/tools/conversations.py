@@ -39,14 +39,14 @@ class Conversation:
     prompt: Prompt
     index: int  # Index of the completion in its group.
     environment: Environment | None
-    input: ModelInput  # The prompt, with the text that the environment's `reset` returned.
-    asked: Any  # The prompt as in the dataset, with the content that `reset` returned.
-    read: ModelInput  # What the engine reads for the next turn: the input and all later tokens.
+    input: ModelInput  # The prompt's tokens. An environment's `reset` may add some.
+    asked: Any  # The prompt as in the dataset. An environment's `reset` may add content.
+    read: ModelInput  # The engine reads this for the next turn: the input and all later tokens.
     ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     sampled: list[bool] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: FinishReason | None = None  # Of the last turn.
+    finish_reason: FinishReason | None = None  # The last turn's.
     riders: list[tuple[tuple[Rider, ...], int]] = field(default_factory=list)  # Per part: (riders, number of tokens).
     media: list[Media] = field(default_factory=list)  # With positions in `ids`.
 

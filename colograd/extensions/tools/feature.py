@@ -19,7 +19,7 @@ from .conversations import Conversations
 from .tool_format import ToolFormat
 from .toolbox import Toolbox, environment_reward
 
-OBSERVATION = 1024  # Tokens of context for what an environment's `reset` returns.
+OBSERVATION = 1024  # Tokens of context for the return value of an environment's `reset`.
 
 
 class ToolFeature(SourceFeature):

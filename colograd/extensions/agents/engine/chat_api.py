@@ -55,7 +55,7 @@ class Call:
     stops: list[str]
     messages: list[dict[str, Any]] | None = None
     prompts: list[str | list[int]] = dataclasses.field(default_factory=list)
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # Of the chat template.
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # Arguments of the chat template.
 
 
 @dataclass(frozen=True, slots=True)

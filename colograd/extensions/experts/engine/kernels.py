@@ -89,7 +89,7 @@ def mixture_build(config: GRPOConfig, use: EngineUse) -> MixtureBuild | None:
 
 
 def check_experts(experts: int, on_cpu: bool) -> None:
-    """Raise a RuntimeError for a vLLM whose experts `live_experts` can't replace."""
+    """Raise a RuntimeError if `live_experts` can't replace this vLLM's experts."""
     if not experts or not on_cpu:
         return
     try:
