@@ -127,11 +127,12 @@ def time_limit(seconds: float | None, problem: str) -> Iterator[None]:
         print(problem, file=sys.stderr, flush=True)
         os._exit(1)
 
-    timers = [threading.Timer(seconds, interrupt), threading.Timer(seconds + GRACE, leave)]
-    for timer in timers:
-        timer.daemon = True
-        timer.start()
+    # The interrupt starts last: Python 3.11 would raise it in a thread that this thread is starting.
+    timers = [threading.Timer(seconds + GRACE, leave), threading.Timer(seconds, interrupt)]
     try:
+        for timer in timers:
+            timer.daemon = True
+            timer.start()
         yield
     finally:
         with running:  # The timer can't interrupt any more, and a pending interrupt is cancelled.

@@ -1,14 +1,10 @@
-"""The tokens of a completion that is a tree, such as an agent's session with several contexts, and its branches.
-
-`TokenTree` builds the tree from a session's requests: their contexts and the model's answers.
+"""Completions that are trees, such as an agent's session with several contexts. Each branch is a segment of a row.
 
     request 1 reads    p p p          and the model writes    a a
     request 2 reads    p p p a a t    and the model writes    b
     request 3 reads    p p s          and the model writes    c         (its context was compacted)
 
 form the prompt p p p with the branches [a a], [t b] after [a a], and [s c] after the prompt's first two tokens.
-
-In a packed row each branch is a segment. It attends to the branches that it continues and to a prefix of the prompt.
 """
 
 from __future__ import annotations
@@ -29,25 +25,19 @@ from ...riders import Rider, RowRider, Segment
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Consecutive tokens of a completion that is a tree, such as an agent's session with several contexts.
+    """Consecutive tokens of a completion. A parent lies before its children in `Rollout.completion_ids`:
 
-    The branches lie one after the other in `Rollout.completion_ids`; a parent lies before its children. In this
-    example the agent called the model with the whole prompt 11 12 13 (branch 0) and continued that context (branch 1).
-    Then the agent called the model with only the prompt's first two tokens (branch 2):
-
-        completion_ids   21 22 | 31 32 | 41 42
-        branches         Branch(2, prompt=3), Branch(2, after=0), Branch(2, prompt=2)
+    completion_ids   a a | t b | s c
+    branches         Branch(2, prompt=3), Branch(2, after=0), Branch(2, prompt=2)
     """
 
-    length: int  # Number of tokens in the branch.
+    length: int
     after: int | None = None  # Index of the parent branch. None means that the prompt is the parent.
-    prompt: int = 0  # Number of prompt tokens that the branch attends to, if the prompt is its parent.
+    prompt: int = 0  # Number of prompt tokens that the branch attends to. 0 if `after` is set.
 
 
 @dataclass(frozen=True, slots=True)
 class Branches(Rider):
-    """Rider (data that travels with a rollout): the branches of its completion. Other completions aren't trees."""
-
     branches: tuple[Branch, ...]
 
     KEY = "branches"
@@ -84,25 +74,20 @@ def branches_of(rollout: Rollout) -> tuple[Branch, ...]:
 
 
 class End(NamedTuple):
-    """End of a segment (a prompt or branch) of a row, where a following segment can continue."""
-
     path: tuple[int, ...]  # Indices of the segments from the prompt's first segment up to this segment.
     tokens: int  # Number of tokens in the segments of `path`.
-    place: int  # Index in the row of this segment's last token.
+    place: int  # Index in the row of the segment's last token.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowBranches(RowRider):
-    """The layout of a row with trees. `applied` divides its prompts and completions into the branches' segments."""
-
     parts: list[tuple[int, list[tuple[Branch, ...]]]]  # Per prompt: number of tokens, branches of each completion.
 
     def applied(self, row: MicroBatch) -> MicroBatch:
-        """Return the row with a segment per branch. The first token of a branch is predicted at the last token that the
-        branch continues (of a branch or the prompt). The order of the tokens doesn't change."""
+        """Return the row with a segment per branch. The order of its tokens doesn't change."""
         position_ids, logit_positions = list[torch.Tensor](), list[torch.Tensor]()
         lengths, attends_to = list[int](), list[tuple[int, ...]]()
-        at = 0  # Number of the row's tokens laid out so far.
+        at = 0
 
         def add(count: int, before: End) -> End:
             nonlocal at
@@ -115,7 +100,7 @@ class RowBranches(RowRider):
         for prompt, completions in self.parts:
             # Split the prompt into segments wherever a branch continues only the prompt's first tokens.
             cuts = {branch.prompt for branches in completions for branch in branches if branch.after is None}
-            ends = {0: End((), 0, at)}  # `ends`: number of prompt tokens -> `End` after this prefix of the prompt.
+            ends = {0: End((), 0, at)}  # By number of prompt tokens.
             for first, last in itertools.pairwise((0, *sorted(cuts - {0, prompt}), prompt)):
                 ends[last] = add(last - first, ends[first])
             for branches in completions:
@@ -137,13 +122,13 @@ class RowBranches(RowRider):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A node of the tree: consecutive tokens, either all sampled or all read, and the nodes that follow."""
+    """Consecutive tokens, either all sampled or all read, and the nodes that follow."""
 
     ids: array[int]
     logprobs: array[float] | None  # None means that the model read the tokens.
-    trained: bool  # Whether the tokens were sampled with the run's settings. Read tokens aren't trained.
+    trained: bool
     children: list[Node] = field(default_factory=list)
-    number: int | None = None  # If an answer begins with this node: the answer's index in the session.
+    number: int | None = None  # Index in the session of the answer that begins with this node.
 
 
 class TokenTree:
@@ -159,22 +144,21 @@ class TokenTree:
         self, read: Sequence[int], wrote: Sequence[int], logprobs: Sequence[float], trained: bool = True,
         number: int | None = None,
     ) -> None:  # fmt: skip
-        """Add a request's context ``read`` and answer ``wrote``. The requests that it continues must be in the tree.
-        Tokens of a context that are already in the tree are shared. Answers are never shared: two equal samples remain
-        two answers. ``number`` is the answer's index in the session."""
+        """Add a request's context ``read`` and answer ``wrote``, after the requests that it continues. Contexts share
+        tokens, but two equal answers remain two. ``number`` is the answer's index in the session."""
         children = self._read(array("i", read))
         if len(wrote):
             children.append(Node(array("i", wrote), array("f", logprobs), trained, number=number))
 
     def _read(self, ids: array[int]) -> list[Node]:
-        """Follow a context's tokens from the root, and add missing tokens. Return the children of the last node."""
+        """Add a context's missing tokens. Return the children of the context's last node."""
         children, at = self._roots, 0
         while at < len(ids):
             lengths = [_shared(node, ids, at) for node in children]
             if shared := max(lengths, default=0):
                 node = children[lengths.index(shared)]
-                if shared < len(node.ids):
-                    logprobs = node.logprobs  # Split the node: its unshared tokens become its only child.
+                if shared < len(node.ids):  # Split the node: its unshared tokens become its only child.
+                    logprobs = node.logprobs
                     rest = Node(node.ids[shared:], logprobs and logprobs[shared:], node.trained, node.children)
                     node.ids, node.logprobs, node.children = node.ids[:shared], logprobs and logprobs[:shared], [rest]
             else:
@@ -184,24 +168,23 @@ class TokenTree:
         return children
 
     def rollout(self, version: int, reason: FinishReason, **further: Any) -> Rollout | None:
-        """Return the session as a rollout, and set `places`. Return None if the tree has no tokens but the prompt's."""
-        asked, ids, logprobs = self._prompt, array("i"), array("f")
+        """Return None if the tree has only the prompt's tokens."""
+        prompt, ids, logprobs = self._prompt, array("i"), array("f")
         sampled: list[bool] = []
         branches: list[Branch] = []
 
-        # A loop in place of recursion, because contexts may be thousands of turns deep. An entry holds a node, the
-        # index of the branch before the node, and the number of prompt tokens before the node (-1 behind a branch).
+        # No recursion, because contexts may be thousands of turns deep. Each entry is a node, the index of the branch
+        # before it, and the number of prompt tokens before it (-1 behind a branch).
         todo: list[tuple[Node, int | None, int]] = [(node, None, 0) for node in reversed(self._roots)]
         while todo:
-            node, after, seen = todo.pop()
-            if seen >= 0 and node.logprobs is None and asked[seen : seen + len(node.ids)] == node.ids:
-                seen += len(node.ids)  # The node's tokens are tokens of the prompt.
-                todo += [(child, None, seen) for child in reversed(node.children)]
+            node, after, start = todo.pop()
+            if start >= 0 and node.logprobs is None and prompt[start : start + len(node.ids)] == node.ids:
+                todo += [(child, None, start + len(node.ids)) for child in reversed(node.children)]
                 continue
             run = [node]
             while len(run[-1].children) == 1:
                 run += run[-1].children
-            branches.append(Branch(sum(len(each.ids) for each in run), after, max(seen, 0) if after is None else 0))
+            branches.append(Branch(sum(len(each.ids) for each in run), after, max(start, 0)))
             for each in run:
                 if each.number is not None:
                     self.places[each.number] = len(ids)
@@ -211,15 +194,14 @@ class TokenTree:
             todo += [(child, len(branches) - 1, -1) for child in reversed(run[-1].children)]
         if not ids:
             return None
-        if branches != [Branch(len(ids), None, len(asked))]:
+        if branches != [Branch(len(ids), None, len(prompt))]:
             further["riders"] = (Branches(tuple(branches)),)
         values = torch.frombuffer(logprobs, dtype=torch.float32), torch.tensor(sampled, dtype=torch.bool)
-        return Rollout(ModelInput(tuple(asked)), ids, *values, reason, version, **further)
+        return Rollout(ModelInput(tuple(prompt)), ids, *values, reason, version, **further)
 
 
 def _shared(node: Node, ids: array[int], at: int) -> int:
-    """Return how many first tokens of a node equal the tokens of ``ids`` from index ``at`` on."""
-    own, count = node.ids, min(len(node.ids), len(ids) - at)
-    if own[:count] == ids[at : at + count]:
+    count = min(len(node.ids), len(ids) - at)
+    if node.ids[:count] == ids[at : at + count]:  # Faster than the loop below.
         return count
-    return next(index for index in range(count) if own[index] != ids[at + index])
+    return next(index for index in range(count) if node.ids[index] != ids[at + index])

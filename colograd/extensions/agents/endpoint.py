@@ -1,8 +1,4 @@
-"""The HTTP endpoint that agents' programs call: OpenAI's chat completions, completions, models; Anthropic's messages.
-
-`served` runs the endpoint on loopback, in a thread, during a generation. A request's API key identifies its session.
-A streamed request gets all of its events when its answers are complete.
-"""
+"""The HTTP endpoint that agents call: OpenAI's chat completions, completions and models, Anthropic's messages."""
 
 from __future__ import annotations
 
@@ -27,26 +23,21 @@ from .engine.chat_api import BadRequest, Call, ChatAPI, Choice, events
 from .session import Session, Work, WorkQueue
 
 APIS = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/messages": "messages"}
-LARGEST = 32 * 2**20  # Maximum bytes of a request's body.
-GRACE_SECONDS = 1  # Seconds for the server to finish sending answers when it ends.
-STOP_SECONDS = 10.0  # Maximum seconds to wait for the server's thread to end.
-KEEP_ALIVE_SECONDS = 600  # Seconds to keep an idle connection, because a tool may run for long between two requests.
+LARGEST = 32 * 2**20  # Bytes of a request's body.
+GRACE_SECONDS = 1
+STOP_SECONDS = 10.0
+KEEP_ALIVE_SECONDS = 600  # Long, because a program's tool may run for minutes between two requests.
 
 
 class Endpoint:
-    """Answers the HTTP requests of all agent sessions of one generation.
-
-    Args:
-        seeds: the run's seed, and the purpose (`train` or `eval`).
-        context: maximum number of tokens in a sequence.
-    """
+    """Answers the HTTP requests of one generation's sessions. ``context`` is the maximum tokens of a sequence."""
 
     def __init__(
-        self, api: ChatAPI, queue: WorkQueue, sampling: Sampling, seeds: tuple[int, str], context: int
+        self, api: ChatAPI, queue: WorkQueue, sampling: Sampling, seed: int, purpose: str, context: int
     ) -> None:
         self.api, self.queue, self.sampling, self.context = api, queue, sampling, context
-        self._seed, self._purpose = seeds
-        self.sessions: dict[str, Session] = {}  # Sessions by API key, including ended sessions.
+        self._seed, self._purpose = seed, purpose
+        self.sessions: dict[str, Session] = {}  # By API key, including ended sessions.
         routes = [Route(path, partial(self._respond, api_name), methods=["POST"]) for path, api_name in APIS.items()]
         routes.append(Route("/v1/models", partial(self._respond, "models"), methods=["GET"]))
         handlers: Mapping[Any, Callable[..., Any]] = {404: self._no_such_path, 405: self._no_such_path}
@@ -63,15 +54,14 @@ class Endpoint:
             has_bearer = bearer.lower().startswith("bearer ")
             key = bearer[7:].strip() if has_bearer else request.headers.get("x-api-key", "")
             if (session := self.sessions.get(key)) is None:
-                told = "no session has this API key: use the api_key that the program was given."
-                raise BadRequest(told, 401, "no_key")
+                raise BadRequest("no session has this API key: use the program's argument api_key.", 401, "no_key")
             if api != "models":
                 return await self._answer(api, session, request)
             card = {"id": self.api.model, "object": "model", "created": 0, "owned_by": "colograd"}
             return JSONResponse({"object": "list", "data": [card | {"max_model_len": self.context}]})
         except BadRequest as error:
             return self._failed(api, error)
-        except Exception as error:  # An error of the endpoint must not end the session.
+        except Exception as error:
             return self._failed(api, BadRequest(f"{type(error).__name__}: {error}", 500, "internal_error"))
 
     def _failed(self, api: str, error: BadRequest) -> Response:
@@ -95,13 +85,13 @@ class Endpoint:
         call = self.api.read(api, content, self.sampling)
         if call.shaping and session.config.agent_sampling == "refuse":
             name, value = next(iter(call.shaping.items()))
-            own = self.sampling.temperature if name == "temperature" else self.sampling.options.get(name, "not set")
-            told = (
-                f"{name} is {value!r}, but this run samples with {own!r}: tokens sampled with other settings would "
+            of_run = self.sampling.temperature if name == "temperature" else self.sampling.options.get(name, "not set")
+            raise BadRequest(
+                f"{name} is {value!r}, but this run samples with {of_run!r}: tokens sampled with other settings would "
                 "bias the update. Leave it out, or set agent_sampling: untrained in the run, which answers such "
-                "requests without training on them."
+                "requests without training on them.",
+                code="sampling_settings",
             )
-            raise BadRequest(told, 400, "sampling_settings")
         return call
 
     async def _answer(self, api: str, session: Session, request: Request) -> Response:
@@ -117,7 +107,7 @@ class Endpoint:
             session.working.update(works)
             for work in works:
                 self.queue.put(work)
-            if session.why_closed:  # The engine's thread closed it, perhaps before these works.
+            if session.why_closed:  # The engine's thread may have closed the session before it had these works.
                 self.close(session, session.why_closed)
             done = asyncio.gather(*(asyncio.wrap_future(work.future) for work in works))
 
@@ -133,9 +123,9 @@ class Endpoint:
             leaving.cancel()
             choices: list[Choice] = []
             for (ids, context), samples in zip(contexts, await done, strict=True):
-                own = [self.api.choice(call, sample, session.form.ends) for sample in samples]
-                session.record(call, context, ids, samples, own, began)
-                choices += own
+                answers = [self.api.choice(call, sample, session.form.ends) for sample in samples]
+                session.record(call, context, ids, samples, answers, began)
+                choices += answers
             answer = self.api.response(call, choices, sum(len(ids) for ids, _ in contexts))
             if call.request.stream:
                 return Response("".join(events(call, answer)), media_type="text/event-stream")
@@ -143,12 +133,11 @@ class Endpoint:
         finally:
             session.end(count)
             session.working.difference_update(works)
-            for work in works:  # Unfinished works are dropped, e.g. because the program has disconnected.
+            for work in works:
                 work.future.cancel()
             self.queue.wake()
 
     def _contexts(self, session: Session, call: Call) -> list[tuple[list[int], Context | None]]:
-        """Return (token ids, context) per prompt of a request. The context is None for a request without messages."""
         tokenizer, most = session.form.tokenizer, CHARACTERS * self.context
         pairs: list[tuple[list[int], Context | None]] = []
         try:
@@ -156,41 +145,42 @@ class Endpoint:
                 context = session.contexts.context(call.messages, call.arguments, most)
                 pairs = [(context.ids, context)]
             for prompt in call.prompts:
-                if not isinstance(prompt, str):
-                    if strange := [token for token in prompt if not 0 <= token < len(tokenizer)]:
-                        there = f"but the tokenizer has {len(tokenizer)} tokens."
-                        raise BadRequest(f"the prompt has the token {strange[0]}, {there}")
-                elif len(prompt) > most:
-                    raise TooLong(f"{len(prompt)} characters")
-                pairs.append((tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, None))
+                if isinstance(prompt, str):
+                    if len(prompt) > most:
+                        raise TooLong(f"{len(prompt)} characters")
+                    prompt = tokenizer.encode(prompt)
+                elif strange := [token for token in prompt if not 0 <= token < len(tokenizer)]:
+                    size = len(tokenizer)
+                    raise BadRequest(f"the prompt has the token {strange[0]}, but the tokenizer has {size} tokens.")
+                pairs.append((prompt, None))
             for ids, _ in pairs:
                 if not ids:
                     raise BadRequest("the prompt has no tokens.")
                 if len(ids) >= self.context:
                     raise TooLong(f"{len(ids)} tokens")
         except TooLong as error:
-            told = (
+            raise BadRequest(
                 f"the prompt has {error}, but the context of {self.context} tokens also needs room for one new token: "
-                "shorten the prompt (or raise vllm_max_model_length)."
-            )
-            raise BadRequest(told, 400, "context_length_exceeded") from None
+                "shorten the prompt (or raise vllm_max_model_length).",
+                code="context_length_exceeded",
+            ) from None
         except BadRequest:
             raise
-        except Exception as error:  # malformed messages may cause any type of error
+        except Exception as error:  # Malformed messages may cause any type of error.
             raise BadRequest(f"the messages can't be read: {type(error).__name__}: {error}") from None
         return pairs
 
     def close(self, session: Session, why: str) -> None:
-        """End a session and fail its open requests. Any thread may call this method."""
+        """End a session and fail its open requests. Any thread may call this."""
         session.close(why)
-        for work in session.working.copy():  # A copy, because the endpoint's thread may change the set.
+        for work in session.working.copy():  # The endpoint's thread may change the set.
             work.finish(session.over())
         self.queue.wake()
 
 
 @contextlib.contextmanager
 def served(app: Any) -> Iterator[str]:
-    """Serve an ASGI application on loopback, in a thread. Yield its address, such as ``http://127.0.0.1:41234``."""
+    """Serve an ASGI application in a thread. Yield its address, such as ``http://127.0.0.1:41234``."""
     config = uvicorn.Config(
         app, port=0, log_level="critical", access_log=False, lifespan="off", ws="none", date_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=GRACE_SECONDS,

@@ -1,4 +1,4 @@
-"""`AgentFeature`: adds an agent to a run. Each completion is then a run of the agent's program (a session)."""
+"""`AgentFeature`: adds an agent to a run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from .engine.chat_api import ChatAPI
 from .sessions import Agent, AgentSessions, SessionLog, agent_reward
 from .turn_rewards import with_turn_rewards
 
-MESSAGES = 4096  # Tokens of context, in addition to the longest prompt, for an agent's messages and tool descriptions.
+MESSAGES = 4096  # Tokens of context for an agent's messages and tool descriptions.
 
 
 class AgentFeature(SourceFeature):
-    """The agent (a user's program) of a run: its checks, its reward and its rollout source."""
-
     reserved_tokens = MESSAGES
     writes_prompts = adds_columns = True
     add_advantages = staticmethod(with_turn_rewards)
@@ -55,7 +53,6 @@ class AgentFeature(SourceFeature):
             raise ValueError(f"agent is set, but {policy.path} reads images: agents need a model that reads only text.")
 
     def source(self, engine: Engine, policy: Policy, config: GRPOConfig, trainer: Any) -> AgentSessions:
-        """Return the rollout source of agent sessions. A run with a rollout log also records ended sessions."""
         tokenizer, arguments = policy.tokenizer, dict(config.chat_template_kwargs or {})  # type: ignore[arg-type]
         form = ChatFormat(tokenizer, arguments, [token for token in policy.end_tokens if token is not None])
         api = ChatAPI(

@@ -21,8 +21,7 @@ from typing import Any
 from ...usercode.calls import Outcome, raised_outcome
 from ...usercode.untrusted import parse_json
 
-# Code of a new Python process, which becomes the agent's command and on Linux dies with the trainer. It isn't run as a
-# `preexec_fn` (between fork and exec), because Python code there could deadlock in a process with threads.
+# Runs in a new Python process that becomes the command. A `preexec_fn` could deadlock in a process with threads.
 STARTER = """
 import contextlib, ctypes, os, signal, sys
 with contextlib.suppress(OSError, AttributeError):  # not on Linux
@@ -34,28 +33,26 @@ try:
 except OSError as error:
     sys.exit(f"{sys.argv[1]}: {error.strerror}")
 """
-MOST_OUTPUT = 2**20  # Maximum bytes of the end of a command's output, which is kept in memory.
-SHOWN = 2000  # Maximum characters of a command's output in an error.
+MOST_OUTPUT = 2**20  # Bytes of a command's output in memory.
+SHOWN = 2000  # Characters of a command's output in an error.
 
 
 class FunctionProgram:
-    """Runs a sync or async agent function in its own thread, so that a blocking function delays no other session. An
-    async function has its own event loop, and `stop` cancels the function. A sync function can't be stopped."""
+    """A thread per session, so that a blocking function delays no other session."""
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-        self.future: Future[Outcome] = Future()  # Completed by the function's end, not by `stop`.
-        self._function, self._arguments = function, dict(arguments)
+        self.future: Future[Outcome] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
-        threading.Thread(target=self._run, name="colograd-agent", daemon=True).start()
+        thread = threading.Thread(target=self._run, args=(function, arguments), name="colograd-agent", daemon=True)
+        thread.start()
 
     def stop(self) -> None:
-        """Cancel an async function, without waiting for its end. A sync function goes on."""
         if self._loop is not None and self._task is not None:
-            with contextlib.suppress(RuntimeError):  # Raised if the function's event loop is already closed.
+            with contextlib.suppress(RuntimeError):  # The function's event loop is closed.
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
-    def _run(self) -> None:
+    def _run(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         started = time.perf_counter()
 
         async def awaited(value: Any) -> Any:
@@ -63,29 +60,27 @@ class FunctionProgram:
             return await value
 
         try:
-            value = self._function(**self._arguments)
+            value = function(**arguments)
             if inspect.isawaitable(value):
                 value = asyncio.run(awaited(value))
             outcome = Outcome("value", value, time.perf_counter() - started)
-        except BaseException as error:  # SystemExit would end only this thread, and the session would wait.
+        except BaseException as error:  # SystemExit would end only this thread.
             outcome = raised_outcome(error)
         self.future.set_result(outcome)
 
 
 class CommandProgram:
-    """Runs an agent command in a new process, which on Linux dies with the trainer. `stop` kills its process group. The
-    command reads ``given`` (JSON) from its standard input. Its value is its last line of output if that is JSON, or
-    None. A command that ends with another status than 0 has failed."""
+    """A command that reads a dataset row as JSON. Its value is the last line that it prints, or None if not JSON."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], given: Any) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], row: Any) -> None:
         if shutil.which(command[0]) is None:
             raise FileNotFoundError(f"the command {command[0]!r} isn't found on PATH: install it, or correct agent.")
         self.future: Future[Outcome] = Future()
-        with tempfile.TemporaryFile() as row:  # A file, because a pipe blocks if the command doesn't read it.
-            row.write(json.dumps(given, default=str).encode())
-            row.seek(0)
+        with tempfile.TemporaryFile() as file:  # A file, because a pipe blocks if the command doesn't read it.
+            file.write(json.dumps(row, default=str).encode())
+            file.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", STARTER, *command], stdin=row, stdout=subprocess.PIPE,
+                [sys.executable, "-I", "-S", "-c", STARTER, *command], stdin=file, stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT, env={**os.environ, **environment}, start_new_session=True,
             )  # fmt: skip
         threading.Thread(target=self._run, name="colograd-agent", daemon=True).start()
@@ -98,19 +93,19 @@ class CommandProgram:
     def _run(self) -> None:
         started, process, output = time.perf_counter(), self._process, b""
         assert process.stdout is not None
-        while part := os.read(process.stdout.fileno(), 2**16):  # Keep only the end, because output may be endless.
+        while part := os.read(process.stdout.fileno(), 2**16):
             output = (output + part)[-MOST_OUTPUT:]
         status = process.wait()
         process.stdout.close()
         seconds, printed = time.perf_counter() - started, output.decode(errors="replace")
         value = None
-        with contextlib.suppress(ValueError, IndexError):  # The last line isn't JSON, or there is no output.
+        with contextlib.suppress(ValueError, IndexError):
             value = parse_json(printed.strip().splitlines()[-1])
         died = Outcome("died", (status, printed[-SHOWN:]), seconds)
         self.future.set_result(died if status else Outcome("value", value, seconds))
 
     def _reap(self) -> None:
-        """Wait for the command's end, then kill its process group: processes left in it may keep the output open."""
+        """Kill the rest of the command's process group at the command's end: it may hold the output open."""
         with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # WNOWAIT keeps its id reserved.
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # WNOWAIT reserves the process id.
             self.stop()

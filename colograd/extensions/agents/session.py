@@ -1,7 +1,4 @@
-"""`Session`: one run of an agent's program for one completion: API key, limits, requests and answers.
-
-A `WorkQueue` passes requests from the HTTP endpoint's thread to the engine's thread, which submits them to the engine.
-"""
+"""`Session`: one run of an agent's program. `WorkQueue`: the way of its requests to the engine's thread."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ from .programs import CommandProgram, FunctionProgram
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """A session's request to the engine. A cancelled or failed ``future`` drops the request."""
+    """A request to the engine. A cancelled or failed ``future`` drops the request."""
 
     prompt: Sequence[int]
     sampling: Sampling
@@ -40,8 +37,7 @@ class Work:
     future: Future[list[Sampled]] = field(default_factory=Future)
 
     def finish(self, result: list[Sampled] | Exception) -> None:
-        """Set the future's result or exception. Do nothing if another thread has finished or cancelled the future."""
-        with contextlib.suppress(InvalidStateError):
+        with contextlib.suppress(InvalidStateError):  # Another thread has finished or cancelled the future.
             if isinstance(result, Exception):
                 self.future.set_exception(result)
             else:
@@ -49,7 +45,7 @@ class Work:
 
 
 class WorkQueue:
-    """Requests to an engine. Any thread may add requests. The engine's thread runs the requests in `step`."""
+    """Requests to an engine. Any thread may call `put` and `wake`. Only the engine's thread may call `step`."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -62,12 +58,10 @@ class WorkQueue:
         self.wake()
 
     def wake(self) -> None:
-        """End the wait of an idle `step`."""
         self._changed.set()
 
     def step(self, idle_seconds: float) -> None:
-        """Submit new requests, run one engine step, and answer finished requests. Without requests, wait briefly for
-        new ones."""
+        """Run one engine step, or wait up to ``idle_seconds`` for a request."""
         self._changed.clear()
         if dropped := [name for name, work in self._running.items() if work.future.done()]:
             self.engine.abort(dropped)
@@ -77,7 +71,7 @@ class WorkQueue:
                 continue
             try:
                 self._running[self.engine.submit(work.prompt, work.sampling, work.seed)] = work
-            except Exception as error:  # Not every version of vLLM raises ValueError for an invalid request.
+            except Exception as error:  # vLLM raises several types of errors for an invalid request.
                 work.finish(BadRequest(f"the engine refuses the request: {error}"))
         if not self._running:
             self._changed.wait(idle_seconds)
@@ -91,32 +85,28 @@ class WorkQueue:
         self._running.clear()
 
 
-@dataclass(eq=False)
 class Session:
-    """The state of one run of an agent's program. The HTTP endpoint's and the engine's threads call the methods."""
+    """One run of an agent's program. The HTTP endpoint's and the engine's threads call its methods."""
 
-    prompt: Prompt
-    index: int  # Index of the completion in its group.
-    form: ChatFormat
-    config: GRPOConfig
-    is_repeated: bool = False  # Whether this is the second run, because a signal ended the first.
-    key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(32)}")
-    turns: list[dict[str, Any]] = field(default_factory=list)  # One dict per answer of the model.
-    why_closed: str = ""  # The reason why the session is over. Empty: it isn't over.
+    program: CommandProgram | FunctionProgram
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, prompt: Prompt, index: int, form: ChatFormat, config: GRPOConfig, is_repeated: bool = False
+    ) -> None:
+        self.prompt, self.index, self.form, self.config = prompt, index, form, config
+        self.is_repeated = is_repeated  # Whether a signal ended the session's first run.
+        self.key = f"sk-{secrets.token_urlsafe(32)}"
+        self.turns: list[dict[str, Any]] = []  # One dict per answer of the model.
+        self.why_closed = ""  # Why the session is over. Empty: the session isn't over.
         self.began = time.perf_counter()
-        self.program: CommandProgram | FunctionProgram
-        self.contexts = SessionContexts(self.form)
+        self.contexts = SessionContexts(form)
         self.working: set[Work] = set()
         self._lock = threading.Lock()
-        self._requests = 0
-        self._open_requests = 0
-        self._samples: list[tuple[list[int], Sampled, bool]] = []  # (Context's ids, answer, whether it is trained).
-        self._asked: Counter[str] = Counter()  # Number of requests by digest of their context.
+        self._requests = self._open_requests = 0
+        self._samples: list[tuple[list[int], Sampled, bool]] = []  # (context's ids, answer, whether it is trained)
+        self._requests_of: Counter[str] = Counter()  # By digest of the context.
 
     def begin(self, n: int) -> None:
-        """Count a request for ``n`` completions as open. Raise BadRequest if the session is over or reached a limit."""
         with self._lock:
             if self.why_closed:
                 raise self.over()
@@ -130,7 +120,7 @@ class Session:
             self._requests, self._open_requests = self._requests + 1, total
 
     def outcome(self) -> Outcome | None:
-        """Return the outcome of the program if it has ended or exceeded the timeout, else None."""
+        """Return None while the program runs and has time left."""
         if self.program.future.done():
             return self.program.future.result()
         limit = self.config.agent_timeout
@@ -142,18 +132,16 @@ class Session:
             self._open_requests -= n
 
     def seed_text(self, ids: Sequence[int]) -> str:
-        """Return a text for a request's seed: the session's index, a digest of the context, and the number of the
-        session's requests with this context so far."""
+        """Return a text for a request's seed. The order of requests with other contexts doesn't change it."""
         digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).hexdigest()
         with self._lock:
-            self._asked[digest] += 1
-            return f"{self.index}/{digest}/{self._asked[digest]}"
+            self._requests_of[digest] += 1
+            return f"{self.index}/{digest}/{self._requests_of[digest]}"
 
     def record(
         self, call: Call, context: Context | None, ids: list[int], samples: Sequence[Sampled],
         choices: Sequence[Choice], began: float,
     ) -> None:  # fmt: skip
-        """Record the answers to a request. Raise BadRequest if the session is over."""
         with self._lock:
             if self.why_closed:
                 raise self.over()
@@ -168,7 +156,7 @@ class Session:
                 self.turns.append({**turn, "trained": not call.shaping, **seconds})
 
     def _path(self, number: int | None) -> list[dict[str, Any]]:
-        """Return the answers (turns) of the conversation that ends with answer ``number`` (an index), oldest first."""
+        """Return the conversation that ends with turn ``number``."""
         path = []
         while number is not None:
             path.append(self.turns[number])
@@ -179,19 +167,15 @@ class Session:
         return BadRequest(f"this session is over: {self.why_closed}.", 410, "session_over")
 
     def close(self, why: str) -> None:
-        """End the session for the reason ``why``, unless it has ended. Later answers aren't recorded."""
         with self._lock:
             self.why_closed = self.why_closed or why
 
     def rollout(self, version: int, columns: dict[str, Any]) -> Rollout:
-        """Return the session's contexts and answers as a rollout. Its prompt is the shortest context. A session without
-        answers becomes one untrained token. `Rollout.messages` are those of the last answer's conversation, from that
-        conversation's first answer on."""
         messages: list[dict[str, Any]] = []
         for place, turn in enumerate(self._path(len(self.turns) - 1 if self.turns else None)):
             messages += [*(turn["messages"] if place else ()), turn["reply"]]
         further: dict[str, Any] = {"messages": tuple(messages), "columns": columns}
-        # Sort by length of the contexts, so that a context comes before its continuations, and timing has no influence.
+        # A context comes before its continuations, and the requests' timing has no influence.
         numbered = sorted(enumerate(self._samples), key=lambda s: (len(s[1][0]), s[1][0], list(s[1][1].ids)))
         tree = TokenTree(numbered[0][1][0] if numbered else [])
         for number, (read, wrote, trained) in numbered:
@@ -200,6 +184,6 @@ class Session:
         rollout = tree.rollout(version, FinishReason.LENGTH if truncated else FinishReason.STOP, **further)
         for number, turn in enumerate(self.turns):
             turn["at"] = tree.places.get(number, 0)  # Index of its first token. 0 for an answer without tokens.
-        ids = array("i", [min(self.form.ends, default=0)])
+        ids = array("i", [min(self.form.ends, default=0)])  # One untrained token, because no completion may be empty.
         nothing = torch.zeros(1), torch.zeros(1, dtype=torch.bool)
         return rollout or Rollout(self.prompt.input, ids, *nothing, FinishReason.ABORT, version, **further)

@@ -1,8 +1,4 @@
-"""`AgentSessions`: a rollout source that runs the user's program, which calls the model over HTTP.
-
-Each completion of a group is a session: one run of the program with its own API key. Sessions that run at the same time
-decode in one batch, because their requests go into the queue of one engine.
-"""
+"""`AgentSessions`: a rollout source that runs the user's program once per completion, and the log of ended sessions."""
 
 from __future__ import annotations
 
@@ -43,33 +39,26 @@ from .programs import CommandProgram, FunctionProgram
 from .session import Session, WorkQueue
 from .turn_rewards import FAILURE, JUDGED, SESSION, problem_with
 
-POLL = 0.05  # Maximum seconds of one wait for the programs while the engine has no requests.
+POLL = 0.05  # Seconds of one wait for the programs while the engine has no requests.
 REWARD = "agent_reward"  # Column of a rollout with the reward that the program returned.
-TERMINATED = {  # Exit statuses of commands (or shells) that were ended by a signal that schedulers send.
+TERMINATED = {  # Exit statuses after signals of schedulers: of a command (negative), and of a shell (128 and above).
     status for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2) for status in (-number, 128 + number)
 }
-GIVEN = ("base_url", "api_key", "model", "row")  # Arguments that an agent function can get.
-LARGEST_SCRIPT = 2**20  # Maximum bytes of an executable that counts as a script. A larger one is an interpreter.
+ARGUMENTS = ("base_url", "api_key", "model", "row")
+LARGEST_SCRIPT = 2**20  # Bytes of an executable. A larger one is an interpreter, not the user's code.
 SUFFIX = ".sessions"
-HEAD = -1  # Position number of a log file's first record, which holds the conditions of the sessions.
-PLACE = 4  # Number of bytes at a record's beginning that hold the session's index in its group.
+HEAD = -1  # Position number of the record that holds the conditions.
+PLACE = 4  # Bytes at a record's beginning with the session's index in its group.
 
 
 class SessionLog:
-    """A log of finished agent sessions. A resumed run reads it, and repeats only the sessions that aren't in the log.
-
-        RUN/_journal/step-00000012/rank-00000.sessions     conditions, then a record per session, like a group of one
-
-    Failed reads and writes raise no errors, because a missing record only makes a resumed run repeat the session.
-
-    Args:
-        conditions: weights and settings of the sessions, as JSON values. A file with other conditions is deleted.
-    """
+    """Finished agent sessions on disk, so that a resumed run doesn't repeat them. A file of other ``conditions``
+    (weights and settings) is deleted. Disk errors are ignored: a session without a record is repeated."""
 
     def __init__(self, folder: Path, rank: int, conditions: Mapping[str, Any]) -> None:
         self._path, self._head = folder / f"rank-{rank:05d}{SUFFIX}", json.dumps(dict(conditions)).encode()
-        self._file: RecordFile | None = None  # Log file of this rank, opened when the first session ends.
-        self._found: dict[tuple[int, int], bytes] = {}  # Records by prompt position and index in the group.
+        self._file: RecordFile | None = None
+        self._records: dict[tuple[int, int], bytes] = {}  # By prompt position and index in the group.
         for path in sorted(folder.glob(f"rank-*{SUFFIX}")):
             with contextlib.suppress(OSError):  # E.g. another rank has deleted the file.
                 records = read_records(path)
@@ -77,10 +66,9 @@ class SessionLog:
                     path.unlink()
                     continue
                 for position, content in records:
-                    self._found[position, int.from_bytes(content[:PLACE], "big")] = content[PLACE:]
+                    self._records[position, int.from_bytes(content[:PLACE], "big")] = content[PLACE:]
 
     def add(self, prompt: Prompt, index: int, rollout: Rollout) -> None:
-        """Write a finished session, so that its record survives the end of this process. A failed write is ignored."""
         group = Group(prompt.example, (rollout,), prompt.position)
         recorded = RewardedGroup(group, torch.zeros(1, 1), Logged({}, {}))
         with contextlib.suppress(OSError, pa.ArrowException, *NONSENSE):
@@ -91,11 +79,10 @@ class SessionLog:
             self._file.append(Record(prompt.position, index.to_bytes(PLACE, "big") + group_bytes(recorded)))
 
     def recall(self, prompt: Prompt, size: int) -> dict[int, Rollout]:
-        """Return a prompt's sessions in the log as rollouts, by their index in the group of ``size`` sessions."""
         rollouts = {}
         for index in range(size):
             with contextlib.suppress(KeyError, JournalError):  # No record, a damaged one, or one of another prompt.
-                rollouts[index] = group_of(self._found[prompt.position, index], prompt).group.rollouts[0]
+                rollouts[index] = group_of(self._records[prompt.position, index], prompt).group.rollouts[0]
         return rollouts
 
     def close(self) -> None:
@@ -105,94 +92,79 @@ class SessionLog:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """The user's agent program: a function, or a command. A function gets base_url, api_key, model and row (the
-    dataset's row, a dict), if it has parameters of these names or takes ``**kwargs``. A command has OPENAI_BASE_URL,
-    OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and COLOGRAD_MODEL in its environment, and gets the row as
-    JSON on its standard input."""
-
     name: str
     function: Callable[..., Any] | None
     command: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, given: Any) -> Agent:
-        """Make an agent from a function or a command line. Raise ValueError if a function needs other arguments."""
-        if isinstance(given, str):
-            command = tuple(shlex.split(given))
+    def of(cls, program: Any) -> Agent:
+        if isinstance(program, str):
+            command = tuple(shlex.split(program))
             if not command:
                 raise ValueError("agent is empty, but must be a function's import path or a command line.")
             return cls(os.path.basename(command[-1]), None, command)
-        if not callable(given):
-            raise ValueError(f"agent is {given!r}, but must be a function, its import path, or a command line.")
-        parameters = [p for p in inspect.signature(given).parameters.values() if p.default is p.empty]
-        needed = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        if unknown := [name for name in needed if name not in GIVEN]:
+        if not callable(program):
+            raise ValueError(f"agent is {program!r}, but must be a function, its import path, or a command line.")
+        parameters = [p for p in inspect.signature(program).parameters.values() if p.default is p.empty]
+        required = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        if unknown := [name for name in required if name not in ARGUMENTS]:
+            name, names = getattr(program, "__name__", program), ", ".join(ARGUMENTS)
             raise ValueError(
-                f"agent {getattr(given, '__name__', given)!r} needs {unknown[0]!r}, but gets only {', '.join(GIVEN)}: "
-                "rename the parameter, or give it a default (the dataset's columns are in `row`)."
+                f"agent {name!r} needs {unknown[0]!r}, but gets only {names}: rename the parameter, or give it a "
+                "default (the dataset's columns are in `row`)."
             )
-        return cls(getattr(given, "__name__", type(given).__name__), given)
+        return cls(getattr(program, "__name__", type(program).__name__), program)
 
     def digest(self) -> str:
-        """Return a digest of a function's source, or of a command's words and the files that the words name. The
-        command's executable is included only if it is small enough for a script: an interpreter isn't user code."""
         if self.function is not None:
             return code_digest(self.function)
-        found = hashlib.blake2b("\0".join(self.command).encode(), digest_size=8)
+        digest = hashlib.blake2b("\0".join(self.command).encode(), digest_size=8)
         program = shutil.which(self.command[0])
         is_script = program is not None and os.path.getsize(program) <= LARGEST_SCRIPT
         for word in (program if is_script else "", *self.command[1:]):
             if word and os.path.isfile(word):
-                found.update(Path(word).read_bytes())
-        return found.hexdigest()
+                digest.update(Path(word).read_bytes())
+        return digest.hexdigest()
 
     def start(self, address: str, key: str, model: str, row: Mapping[str, Any]) -> CommandProgram | FunctionProgram:
-        """Start the program for one session, and return the running program."""
         if self.function is None:
             environment = {
                 "OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": address,
                 "ANTHROPIC_API_KEY": key, "COLOGRAD_MODEL": model,
             }  # fmt: skip
             return CommandProgram(self.command, environment, dict(row))
-        given = {"base_url": f"{address}/v1", "api_key": key, "model": model, "row": own_copy(dict(row))}
+        arguments = {"base_url": f"{address}/v1", "api_key": key, "model": model, "row": own_copy(dict(row))}
         parameters = inspect.signature(self.function).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            given = {name: given[name] for name in parameters if name in given}
-        return FunctionProgram(self.function, given)
+            arguments = {name: arguments[name] for name in parameters if name in arguments}
+        return FunctionProgram(self.function, arguments)
 
 
 class AgentSessions:
-    """A rollout source that samples groups of agent sessions.
-
-    Args:
-        log: function that returns the log of finished sessions, or None. Sessions in the log aren't run again.
-    """
-
     def __init__(
         self, engine: Engine, agent: Agent, api: ChatAPI, form: ChatFormat, config: GRPOConfig,
         log: Callable[[], SessionLog | None] = lambda: None,
     ) -> None:  # fmt: skip
         self.engine, self.agent, self.api, self.form, self.config = engine, agent, api, form, config
         self.log = log
-        self.may_fail = True  # A group with a failed session gets no rewards, see `turn_rewards`.
-        self.counts: dict[str, float] = defaultdict(float)  # Sums of the metrics ``agent/...`` until `take_counts`.
+        self.may_fail = True  # Read by `turn_rewards.agent_stages`.
+        self.counts: dict[str, float] = defaultdict(float)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """See `RolloutSource.generate`. A request's seed doesn't depend on time, see `Session.seed_text`."""
         from .endpoint import Endpoint, served  # Imported here, because its web server takes time to import.
 
         self.engine.require(version)
-        if not prompts:  # In an evaluation a rank may have no prompts.
+        if not prompts:
             return
         log, size, running = self.log(), sampling.n, list[Session]()
-        # Rollouts of ended sessions, by prompt position and index in the group. At first they come from the log.
+        # Rollouts of ended sessions, by prompt position and index in the group.
         over = {prompt.position: {} if log is None else log.recall(prompt, size) for prompt in prompts}
         pairs = [(prompt, index) for prompt in prompts for index in range(size) if index not in over[prompt.position]]
         waiting = [Session(prompt, index, self.form, self.config) for prompt, index in pairs]
         queue = WorkQueue(self.engine)
-        endpoint = Endpoint(self.api, queue, sampling, (seed, purpose), self.engine.context)
+        endpoint = Endpoint(self.api, queue, sampling, seed, purpose, self.engine.context)
 
         def stop(sessions: Sequence[Session], why: str) -> None:
             for session in sessions:
@@ -224,7 +196,7 @@ class AgentSessions:
                     running.remove(session)
                     prompt, index = session.prompt, session.index
                     if outcome.kind == "died" and outcome.value[0] in TERMINATED and not session.is_repeated:
-                        # Run the session once more: a scheduler probably sent the signal to all the job's processes.
+                        # A scheduler probably signalled all the job's processes.
                         stop([session], "its program was terminated")
                         waiting.insert(0, Session(prompt, index, self.form, self.config, is_repeated=True))
                         continue
@@ -235,7 +207,6 @@ class AgentSessions:
                         log.add(prompt, index, rollout)
 
     def _end(self, session: Session, outcome: Outcome, version: int) -> Rollout:
-        """Count an ended session, and return its rollout. If it failed, `agent_on_error: raise` raises RuntimeError."""
         if outcome.kind == "late":
             self.counts["agent/timeouts"] += 1
         columns, failure = returned(outcome)
@@ -259,7 +230,7 @@ class AgentSessions:
 
 
 def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
-    """Convert a program's outcome to columns for reward functions, and to the reason of its failure or ""."""
+    """Return (columns for reward functions, reason of the program's failure or "")."""
     none: dict[str, Any] = {REWARD: None}
     if outcome.kind == "late":
         return none, f"it took longer than agent_timeout ({outcome.seconds:g} s)."
@@ -295,5 +266,4 @@ def returned(outcome: Outcome) -> tuple[dict[str, Any], str]:
 
 
 def agent_reward(agent_reward: Sequence[Any] = (), **kwargs: Any) -> list[Any]:
-    """Return the reward that each session's program returned, or None where other reward functions decide."""
     return list(agent_reward)

@@ -1,10 +1,4 @@
-"""Rewards and advantages of single answers (turns) in an agent's session.
-
-The program returns `turn_rewards`, or a reward function returns a list in place of one number for a session. Columns of
-the session's rollout carry these rewards into the rollout log and to the advantages.
-
-A group with a failed session gets no rewards: every reward function abstains, and the group isn't trained.
-"""
+"""Rewards and advantages of single answers (turns) in an agent's session."""
 
 from __future__ import annotations
 
@@ -25,16 +19,16 @@ from ...rewards.calling import checked_values, value_error
 from ...rewards.functions import RewardFunction
 from ...rollout.stages import BeginScore, Stages
 
-FAILURE = "agent_failure"  # Column of a rollout with the reason why its session failed, or an empty text.
-SESSION = "session"  # Column of a rollout with the model's answers in its session, a dict per answer.
+FAILURE = "agent_failure"  # Column of a rollout: why its session failed, or "".
+SESSION = "session"  # Column of a rollout: a dict per answer of the model.
 JUDGED = "judged_turns"  # Column of a rollout: {name of a reward function: rewards of the single answers}.
-TURN_REWARDS = "turn_rewards"  # Column of a rollout with the program's reward for each answer.
+TURN_REWARDS = "turn_rewards"  # Column of a rollout: the program's reward for each answer.
 WITHIN_GROUPS = ("group", "mean")  # Values of `scale_rewards` that divide advantages by a number of the group.
 LARGEST = torch.finfo(torch.float32).max
 
 
 def _rule_broken(values: Any, answers: int) -> str:
-    """Return "" if ``values`` are finite float32 numbers, one per answer. Otherwise return the end of an error."""
+    """Return the end of an error, or ""."""
     fine = isinstance(values, Sequence) and len(values) == answers
     if fine and all(isinstance(each, numbers.Real) and abs(each) <= LARGEST for each in values):
         return ""
@@ -45,15 +39,13 @@ def _rule_broken(values: Any, answers: int) -> str:
 
 
 def problem_with(columns: Mapping[str, Any], answers: int) -> str:
-    """Return the problem with a session's ``turn_rewards``, or "" if they are valid or missing."""
     values = columns.get(TURN_REWARDS)
     broken = "" if values is None else _rule_broken(values, answers)
     return broken and f"its turn_rewards are {broken}"
 
 
 def checked_turns(reward: RewardFunction, groups: Sequence[Group], values: Any) -> list[float]:
-    """Check a function's values as `checked_values` does. A session's list counts as its mean, and is written into the
-    session's column `JUDGED`."""
+    """Check values like `checked_values`. A session's list goes into its column `JUDGED`, and counts as its mean."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     values = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values
     is_list = isinstance(values, (list, tuple)) or (isinstance(values, np.ndarray) and values.ndim > 0)
@@ -74,12 +66,12 @@ def checked_turns(reward: RewardFunction, groups: Sequence[Group], values: Any) 
             raise value_error(reward, groups, problem, index)
         if broken := _rule_broken(value, len(answers)):
             raise value_error(reward, groups, f"its turn rewards are {broken}", index)
-        turns[index] = own = [float(each) for each in value]
-        whole[index] = sum(own) / len(own) if own else None
-    numbers_G = checked_values(reward, groups, whole)
-    for index, own in turns.items():
-        rollouts[index].columns[JUDGED][reward.name] = own
-    return numbers_G
+        turns[index] = [float(each) for each in value]
+        whole[index] = sum(turns[index]) / len(value) if len(value) else None
+    checked = checked_values(reward, groups, whole)
+    for index, of_turns in turns.items():
+        rollouts[index].columns[JUDGED][reward.name] = of_turns
+    return checked
 
 
 def with_turn_rewards(
@@ -97,7 +89,7 @@ def with_turn_rewards(
     Returns:
         [sum C], one advantage per completion token. If no answer has a reward or a session failed: ``advantages``.
     """
-    of_sessions: list[list[float]] = []  # For each session one reward per answer, or an empty list.
+    of_sessions: list[list[float]] = []  # One reward per answer, or an empty list.
     for rollout in group.rollouts:
         parts = [(1.0, rollout.columns.get(TURN_REWARDS) or ())]
         parts += [(weights.get(name, 1.0), turns) for name, turns in rollout.columns.get(JUDGED, {}).items()]
@@ -107,19 +99,17 @@ def with_turn_rewards(
         return advantages
     scale = estimator.scale if estimator.scale in WITHIN_GROUPS else "none"
     rewards = torch.tensor([each for of_session in of_sessions for each in of_session])
-    own = iter(group_advantages(rewards, scale, estimator.baseline).tolist())
+    of_turns = iter(group_advantages(rewards, scale, estimator.baseline).tolist())
     per_token = []
     for rollout, of_session, advantage in zip(group.rollouts, of_sessions, advantages, strict=True):
         tokens = advantage.repeat(len(rollout.completion_ids))
         for turn in rollout.columns[SESSION] if of_session else ():
-            tokens[turn["at"] : turn["at"] + turn["tokens"]] += next(own)
+            tokens[turn["at"] : turn["at"] + turn["tokens"]] += next(of_turns)
         per_token.append(tokens)
     return torch.cat(per_token)
 
 
 def agent_stages(sampler: Any) -> Callable[[Stages], Stages] | None:
-    """Return a function that changes the stages of a run with agents: a group with a failed session gets no rewards,
-    and reward functions may return lists for sessions. Return None for a run without agents."""
     if not getattr(sampler.source, "may_fail", False):
         return None
     functions, sampler.scorer.check = len(sampler.scorer.rewards), checked_turns
@@ -133,12 +123,7 @@ def has_failed(group: Group) -> bool:
 
 
 class Judging:
-    """`PendingRewards` of agents' groups. Groups with a failed session get NaN without a call of reward functions.
-
-    Args:
-        begin: starts to score the groups without a failed session.
-        functions: R, the number of reward functions.
-    """
+    """`PendingRewards` that don't call reward functions for groups with a failed session. Their rewards are NaN."""
 
     def __init__(self, begin: BeginScore, functions: int, groups: Sequence[Group]) -> None:
         self._columns: list[Any] = [rollout.columns for group in groups for rollout in group.rollouts]

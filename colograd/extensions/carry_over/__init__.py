@@ -1,5 +1,4 @@
-"""Setting `carry_over`: a round of sampling ends with the groups that finish first. The next round continues all
-others."""
+"""Setting `carry_over`: a round of sampling ends before all groups are finished. The next round continues them."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "advice": "conflicts:advice",

@@ -1,4 +1,4 @@
-"""Settings that can't be combined with `carry_over`, where completions go on in the next round of sampling."""
+"""Settings that can't be combined with `carry_over`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from ...config import GRPOConfig
 from ...config.conflicts import ANY, SET, Conflict, When, equal, other_than
 
-# Sampling parameters that work for a completion in several requests. `stop`, `min_tokens` and others need the whole
-# completion in one request.
+# Sampling parameters that work for a completion in several requests, unlike `stop` or `min_tokens`.
 OF_A_TOKEN = ("top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos")
 ALLOWED = ", ".join(OF_A_TOKEN)
 LEAVE = "leave one of the two out"

@@ -1,10 +1,7 @@
-"""Groups in flight: groups that a round of sampling with `carry_over` leaves unfinished. The next round continues them.
+"""Groups in flight: groups that a round of sampling with `carry_over` leaves for the next round.
 
-    round at step 7    draws 10 prompts, trains the 8 groups that finish first, carries 2 groups over
-    round at step 8    continues these 2 groups, draws 8 new prompts, ...
-
-A group is trained as a whole, in one step. Its earlier tokens aren't sampled again. Groups in flight are saved in each
-checkpoint, and after each round in the rollout log if the run has one.
+round at step 7    draws 10 prompts, trains the 8 groups that finish first, carries 2 groups over
+round at step 8    continues these 2 groups, draws 8 new prompts, ...
 """
 
 from __future__ import annotations
@@ -28,23 +25,22 @@ from ...rollout.group_records import NONSENSE, JournalError, RewardedGroup, grou
 from ...rollout.record_file import Record, RecordFile, read_records
 from ...rollout.statistics import RolloutStatistics
 
-FILE = "in_flight_{rank}.records"  # Name of a rank's file of groups in flight in a checkpoint.
-HEAD = 0  # Position number of a file's first record, which holds the number of groups and no group.
+FILE = "in_flight_{rank}.records"
+HEAD = 0  # Position number of a file's first record, which holds no group.
 
 
 class VersionSpan(NamedTuple):
     """Consecutive tokens of a completion that were sampled with the same weights."""
 
-    length: int  # Number of consecutive tokens.
-    version: int  # Optimizer step of the weights that sampled the tokens.
+    length: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Versions(Rider):
-    """Rider (per-token data of a rollout) with the versions of the weights that sampled a completion's tokens. All
-    tokens of a completion without this rider have the version `Rollout.policy_version`.
+    """The versions of the weights that sampled a completion's tokens, unless all are `Rollout.policy_version`.
 
-    Example: the round at step 7 sampled two tokens of a completion, and the round at step 8 two further tokens:
+    The round at step 7 sampled two tokens of this completion, and the round at step 8 two further tokens:
 
         completion_ids   22 23 | 24  2
         spans            VersionSpan(2, version=7), VersionSpan(2, version=8)
@@ -77,10 +73,7 @@ class Versions(Rider):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenAges(RowRider):
-    """Ages of a packed row's labels (target tokens): the step of a label's round minus the step of its sampler's
-    weights."""
-
-    ages: torch.Tensor  # Age of each label in optimizer steps, (N,) float32.
+    ages: torch.Tensor  # Optimizer steps between the sampling and the round of each label (target token), (N,) float32.
 
     def metrics(self, difference: torch.Tensor, scored: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         old = scored * (self.ages > 0)
@@ -88,7 +81,6 @@ class TokenAges(RowRider):
 
 
 def age_metrics(statistics: RolloutStatistics, metrics: dict[str, float]) -> None:
-    """With `carry_over`, replace sums over the tokens' ages by the share of old tokens and the mean and largest age."""
     if "carry_over/groups" in statistics.counts or "carry_over/ages" in statistics.counts:
         old, ages = (metrics.pop(f"carry_over/{name}", 0.0) for name in ("old_tokens", "ages"))
         tokens = max(sum(statistics.lengths), 1)
@@ -97,7 +89,7 @@ def age_metrics(statistics: RolloutStatistics, metrics: dict[str, float]) -> Non
 
 
 def versions_of(rollout: Rollout) -> torch.Tensor:
-    """Return for each token of a completion the optimizer step of the weights that sampled it, [C] int64."""
+    """Return the version of the weights that sampled each token of a completion, [C] int64."""
     versions = rollout.get(Versions)
     if versions is None:
         return torch.full((len(rollout.completion_ids),), rollout.policy_version)
@@ -105,8 +97,7 @@ def versions_of(rollout: Rollout) -> torch.Tensor:
 
 
 def extended(rollout: Rollout, part: Sampled, version: int) -> Rollout:
-    """Return an unfinished completion followed by the tokens that the round at step ``version`` sampled. The result is
-    unfinished if its finish reason is ABORT."""
+    """Return an unfinished completion followed by tokens that the weights of ``version`` sampled."""
     versions, others = rollout.get(Versions), [r for r in rollout.riders if not isinstance(r, Versions)]
     spans = () if versions is None else versions.spans
     spans = (*spans, VersionSpan(len(part.ids), version)) if part.ids else spans
@@ -123,8 +114,6 @@ def is_whole(group: Group) -> bool:
 
 
 def of_round(group: Group, version: int) -> Group:
-    """Return a finished group as a group of the round at optimizer step ``version``, because this round trains it. A
-    completion that only this round sampled loses its `Versions`."""
     rollouts = []
     for rollout in group.rollouts:
         is_new = bool((versions_of(rollout) == version).all())
@@ -140,31 +129,29 @@ class RoundEnd(NamedTuple):
 
 @dataclass(slots=True)
 class InFlight:
-    """Groups in flight that a rank carries from one round of sampling to the next. An unfinished completion has the
-    finish reason ABORT. The `policy_version` of a group's rollouts is the step of the round that began the group."""
+    """A rank's groups in flight. An unfinished completion has the finish reason ABORT. The `policy_version` of a
+    group's rollouts is the step of the round that began the group."""
 
     takes: int  # Number of groups that a round trains.
     size: int  # Number of groups that are sampled at the same time.
     max_age: int  # Maximum number of optimizer steps between the beginning of a group and its last round.
     completions: int  # Number of completions in a group.
     longest: int  # Maximum number of tokens in a completion.
-    groups: tuple[Group, ...] = ()  # Groups in flight, the oldest first.
+    groups: tuple[Group, ...] = ()  # The oldest first.
 
     def begin(self, prompts: Sequence[Prompt], version: int) -> list[Group]:
-        """Return a group for each prompt of the round at step ``version``: a carried group, or a new one without
-        tokens."""
-        nothing = array("i"), torch.empty(0), torch.empty(0, dtype=torch.bool), FinishReason.ABORT, version
-        groups = {
-            p.position: Group(p.example, (Rollout(p.input, *nothing),) * self.completions, p.position) for p in prompts
+        """Return a group per prompt: carried or new. A carried group without tokens begins anew."""
+        begun = {
+            group.position: group
+            for group in self.groups
+            if any(each.completion_ids or each.finish_reason is not FinishReason.ABORT for each in group.rollouts)
         }
-        for group in (group for group in self.groups if group.position in groups):
-            if any(each.completion_ids or each.finish_reason is not FinishReason.ABORT for each in group.rollouts):
-                groups[group.position] = group
-        return [*groups.values()]
+        nothing = array("i"), torch.empty(0), torch.empty(0, dtype=torch.bool), FinishReason.ABORT, version
+        new = (Group(p.example, (Rollout(p.input, *nothing),) * self.completions, p.position) for p in prompts)
+        return [begun.get(group.position, group) for group in new]
 
     def due(self, groups: Sequence[Group], version: int) -> set[int]:
-        """Return the positions of the oldest groups of maximum age, at most `takes`. The round at step ``version`` must
-        finish these groups."""
+        """Return the positions of the groups that the round at step ``version`` must finish because of their age."""
         old = [group.position for group in groups if version - group.rollouts[0].policy_version >= self.max_age]
         return set(old[: self.takes])
 
@@ -172,27 +159,27 @@ class InFlight:
         write_round_end(Path(folder, FILE.format(rank=rank)), RoundEnd((), self.groups), ranks)
 
     def load(self, folder: str | Path, rank: int, ranks: int, prompt_at: Callable[[int], Prompt]) -> str:
-        """Load this rank's groups in flight from a checkpoint, or a part of all ranks' groups if this rank's
-        file is missing or was written by another number of ranks. Return a warning about missing groups, or ""."""
-        own = read_round_end(Path(folder, FILE.format(rank=rank)), prompt_at, ranks)
-        if own is None:
+        """Load this rank's groups from a checkpoint. Return a warning about missing groups, or ""."""
+        end = read_round_end(Path(folder, FILE.format(rank=rank)), prompt_at, ranks)
+        carried = () if end is None else end.carried
+        if end is None:  # Divide the groups that another number of ranks saved.
             files = [*Path(folder).glob(FILE.format(rank="*"))]
             ends = [read_round_end(path, prompt_at, ranks=len(files)) for path in files]
             if None in ends:
                 self.groups = ()
                 return f"carry_over: {folder} lacks the groups in flight of some of its ranks: all are dropped."
-            carried = [group for end in ends if end is not None for group in end.carried]
-            carried.sort(key=lambda group: (group.rollouts[0].policy_version, group.position))
-            own = RoundEnd((), tuple(carried[rank::ranks]))
+            of_all = [group for end in ends if end is not None for group in end.carried]
+            of_all.sort(key=lambda group: (group.rollouts[0].policy_version, group.position))
+            carried = tuple(of_all[rank::ranks])
         groups = []
-        for group in own.carried:
+        for group in carried:
             if len(group.rollouts) != self.completions:
                 raise JournalError(
                     f"{folder} has unfinished groups of {len(group.rollouts)} completions, but num_generations is "
                     f"{self.completions}: set num_generations back, or set ignore_data_skip: true to drop these groups."
                 )
             parts = [*group.rollouts]
-            for index, each in enumerate(parts):  # A completion with this run's maximum number of tokens is finished.
+            for index, each in enumerate(parts):  # This run's maximum length may finish a completion.
                 if each.finish_reason is FinishReason.ABORT and len(each.completion_ids) >= self.longest:
                     parts[index] = dataclasses.replace(each, finish_reason=FinishReason.LENGTH)
             groups.append(dataclasses.replace(group, rollouts=tuple(parts)))
@@ -201,8 +188,6 @@ class InFlight:
 
 
 def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
-    """Write a round's trained positions and carried groups to a file, in place of an older file. ``ranks``: number of
-    ranks that divide the round's prompts."""
     path.unlink(missing_ok=True)
     head = {"done": end.done, "ranks": ranks, "groups": len(end.carried)}
     with contextlib.closing(RecordFile(path)) as file:
@@ -214,9 +199,7 @@ def write_round_end(path: Path, end: RoundEnd, ranks: int) -> None:
 
 
 def read_round_end(path: Path, prompt_at: Callable[[int], Prompt | None], ranks: int) -> RoundEnd | None:
-    """Read the file that `write_round_end` wrote at a round's end. Return None if the file is missing or incomplete, if
-    another number of ranks wrote it, or if ``prompt_at`` returns None for a group's position. Raise JournalError if a
-    record can't be read, or if a group was sampled from another prompt."""
+    """Read the file of `write_round_end`. Return None if it isn't whole, or has other positions or numbers of ranks."""
     records = list(read_records(path)) if path.is_file() else []
     if not records:
         return None

@@ -1,12 +1,8 @@
-"""A round of sampling with `carry_over`: of all groups in flight, the groups that finish first are scored and trained.
+"""A round of sampling with `carry_over`. When the round has enough finished groups, all other completions stop.
 
-More groups are in flight than a round trains. When the round has enough finished groups, all other completions stop.
-The next round continues these completions, and keeps their tokens with the log-probabilities of the weights that
-sampled them. A round waits for groups that are `carry_over_max_age` rounds old, to limit the age of tokens.
-
-A recorded round is read from the rollout log, together with the groups that the round left in flight. A round that was
-killed before its end is sampled again from its beginning, because the place where an unfinished completion stops
-depends on everything that was decoded in the round. Rewards that are already recorded are reused.
+The next round continues them, and keeps their tokens with the log-probabilities of the weights that sampled them. A
+round that was killed is sampled again from its beginning, because the place where a completion stops depends on
+everything that was decoded in the round.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ from ...rollout.rounds import PlainRound, Steps
 from ...rollout.stages import InScoring, Stages
 from .in_flight import InFlight, RoundEnd, extended, is_whole, of_round, read_round_end, write_round_end
 
-FILE = "rank-{rank:05d}.carried"  # Name of a rank's file of groups in flight in a round's folder.
+FILE = "rank-{rank:05d}.carried"
 
 
 class CarryOverFeature(SourceFeature):
@@ -56,25 +52,20 @@ class CarryOverFeature(SourceFeature):
 
 
 class CarryOver:
-    """Rollout source that stores the groups that a round doesn't train in ``in_flight``, for the next round."""
-
     def __init__(self, engine: Engine, in_flight: InFlight) -> None:
         self.engine, self.in_flight = engine, in_flight
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """Yield `InFlight.takes` groups of a training round: those that it must finish because of their age, and those
-        that finish first. Yield all groups of an evaluation. For the arguments see `RolloutSource.generate`."""
+        """Yield `InFlight.takes` groups in training, and all groups in an evaluation."""
         if purpose != "train":
             yield from self.engine.generate(prompts, sampling, version=version, seed=seed, purpose=purpose)
             return
         self.engine.require(version)
         in_flight = self.in_flight
-        groups = {
-            group.position: group for group in in_flight.begin(prompts, version)
-        }  # Groups that aren't yielded yet.
-        whole = [position for position, group in groups.items() if is_whole(group)]  # Positions of finished groups.
+        groups = {group.position: group for group in in_flight.begin(prompts, version)}  # Not yielded yet.
+        whole = [position for position, group in groups.items() if is_whole(group)]
         due, lacks = in_flight.due([*groups.values()], version), in_flight.takes
         requests = self._submit(groups, sampling, seed, purpose)
 
@@ -90,7 +81,7 @@ class CarryOver:
         try:
             while lacks:
                 for position in [*whole]:
-                    if position in due or lacks > len(due):  # The round needs room for the groups that are due.
+                    if position in due or lacks > len(due):  # Leaves room for the groups that are due.
                         due.discard(position)
                         whole.remove(position)
                         lacks -= 1
@@ -105,19 +96,18 @@ class CarryOver:
     def _submit(
         self, groups: Mapping[int, Group], sampling: Sampling, seed: int, purpose: str
     ) -> dict[str, tuple[int, int]]:
-        """Submit a request to the engine for each unfinished completion of the `InFlight.size` oldest groups. Return
-        (position of the group, index of the completion) by request. (A resumed run may have more groups, if
-        `carry_over` or the number of ranks has changed.)"""
+        """Return (group's position, completion's index) by request."""
         requests = {}
+        # A resumed run may have more groups, if `carry_over` or the number of ranks has changed.
         for position, group in itertools.islice(groups.items(), self.in_flight.size):
             for index, each in enumerate(group.rollouts):
                 if each.finish_reason is not FinishReason.ABORT:
                     continue
-                own = request_seed(seed, position, purpose) + index  # Same seed as in one request for n completions.
+                own_seed = request_seed(seed, position, purpose) + index  # As in one request for n completions.
                 ids = each.completion_ids
                 if ids:  # A continued completion needs new random numbers, independent of its earlier tokens.
-                    own = request_seed(seed, position, f"{purpose}/{index}/{len(ids)}")
-                request = self.engine.submit(each.input.followed_by(ids), sampling, own, n=1, spent=len(ids))
+                    own_seed = request_seed(seed, position, f"{purpose}/{index}/{len(ids)}")
+                request = self.engine.submit(each.input.followed_by(ids), sampling, own_seed, n=1, spent=len(ids))
                 requests[request] = position, index
         return requests
 
@@ -127,8 +117,6 @@ def carried_round(trainer: Any) -> CarriedRound | None:
 
 
 class CarriedRound(PlainRound):
-    """A round of sampling that leaves groups in flight. The first step trains the groups begun first."""
-
     longest_first = False  # The engine gets the oldest prompts first.
 
     def __init__(self, trainer: Any) -> None:
@@ -141,17 +129,17 @@ class CarriedRound(PlainRound):
         self.tallies.append(self.counts)
 
     def counts(self, steps: Sequence[SampledStep]) -> dict[str, float]:
-        """Return metrics of the round that ended: the number of groups in flight, and 0.0 to add to the sum of ages."""
+        # `Versions.statistics` adds to the sum of ages.
         return {"carry_over/groups": float(len(self.in_flight.groups)), "carry_over/ages": 0.0}
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
         new = [prompt for step in steps for prompt in step]
         lacking = self.in_flight.size - len(self.in_flight.groups) - len(new)
-        trainer, step = self.trainer, self.trainer.state.global_step
-        more = extra_prompts(trainer.train_prompts, trainer.args, step, 0, lacking) if lacking > 0 else []
+        trainer, version = self.trainer, self.trainer.state.global_step
+        more = extra_prompts(trainer.train_prompts, trainer.args, version, 0, lacking) if lacking > 0 else []
         begun = [Prompt(group.example, group.rollouts[0].input, group.position) for group in self.in_flight.groups]
         pool = [*begun, *new, *more]
-        journal, version, end = stages.journal, self.trainer.state.global_step, None
+        journal, end = stages.journal, None
         if journal is not None:
             name, prompts = FILE.format(rank=journal.rank), {prompt.position: prompt for prompt in pool}
             end = read_round_end(journal.round_folder(version) / name, prompts.get, self.ranks)
@@ -161,9 +149,7 @@ class CarriedRound(PlainRound):
                     "(carry_over): replay the run on as many ranks as it had."
                 )
         scored = None if end is None else self._recorded(pool, end, stages)
-        if scored is not None and end is not None:
-            self.in_flight.groups = end.carried
-        else:
+        if scored is None:
             scored = self._sampled(pool, stages)
             if journal is not None:
                 written = RoundEnd(tuple(each.group.position for each in scored), self.in_flight.groups)
@@ -179,7 +165,7 @@ class CarriedRound(PlainRound):
 
     def load(self, checkpoint: str | Path) -> None:
         trainer, layout = self.trainer, self.trainer.args.layout
-        if trainer.args.ignore_data_skip:  # Prompts get new positions, so the saved groups don't fit.
+        if trainer.args.ignore_data_skip:  # Prompts get new positions.
             return
         with on_all_ranks("the groups in flight"):
             at = functools.partial(prompt_at, trainer.train_prompts, trainer.args)
@@ -187,13 +173,14 @@ class CarriedRound(PlainRound):
                 LOGGER.warning(line)
 
     def _recorded(self, pool: Sequence[Prompt], end: RoundEnd, stages: Stages) -> list[ScoredGroup] | None:
-        """Return the scored groups of a recorded round, or None if the rollout log lacks a group."""
+        """Repeat a recorded round, or return None if the rollout log lacks a group."""
         done = [prompt for prompt in pool if prompt.position in end.done]
         scoring = stages.scoring(stages, done)
         assert stages.journal is not None
         samples = stages.journal.recall_samples([p for p in done if p.position not in scoring.rewarded])
         if len(scoring.rewarded) + len(samples) < self.in_flight.takes:
             return None
+        self.in_flight.groups = end.carried
         return self._score(samples, scoring, done)
 
     def _sampled(self, pool: Sequence[Prompt], stages: Stages) -> list[ScoredGroup]:
@@ -218,7 +205,6 @@ class CarriedRound(PlainRound):
             scoring.cancel()
 
     def _score(self, samples: Sequence[Group], scoring: InScoring, prompts: Sequence[Prompt]) -> list[ScoredGroup]:
-        """Score the groups ``samples`` in one call. Return the scored groups of ``prompts``, in that order."""
         with self.times.phase("reward"):
             if samples:
                 scoring.score_together(samples)

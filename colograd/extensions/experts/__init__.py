@@ -1,4 +1,4 @@
-"""Mixtures of experts: routing metrics, load-balancing loss, and router replay (training with the engine's experts)."""
+"""Mixtures of experts: routing metrics, load-balancing loss, and router replay."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "conflicts:CONFLICTS",

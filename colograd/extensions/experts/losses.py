@@ -1,7 +1,6 @@
 """Terms of the objective for a mixture of experts: the load-balancing loss, and the metrics of router replay.
 
-The routing statistics of a packed row describe how the row's tokens are spread over the experts. A packed row contains
-a prompt once for several completions. The prompt's tokens count once per completion, as in separate rows.
+A packed row contains a prompt once for several completions. The prompt's tokens count once per completion here.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ LOGITS = "router_logits"  # Key of the routers' logits in the output of the mode
 
 
 class RoutingStep(ForwardStep):
-    """Forward step that adds the routing statistics (`routing_of`) to the values of a row."""
-
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
         row.of_layers[LOGITS], row.inputs["output_router_logits"] = [], True
         outputs = inner(row)
@@ -41,9 +38,13 @@ class RoutingStep(ForwardStep):
 def routing_of(
     router_logits: Sequence[torch.Tensor], chosen: int, micro_batch: MicroBatch, part: RowPart | None = None
 ) -> dict[str, torch.Tensor]:
-    """Compute a packed row's routing statistics from each layer's ``router_logits`` (T, E), in the row's token order.
-    ``chosen`` is the number of experts per token. ``part`` is this rank's part of the row, if the logits are of this
-    rank's tokens only (sequence parallelism)."""
+    """Compute a packed row's routing `statistics`.
+
+    Args:
+        router_logits: each layer's (T, E), in the row's token order.
+        chosen: number of experts per token.
+        part: this rank's part of the row, if the logits are only of this rank's tokens (sequence parallelism).
+    """
     weights = token_weights(micro_batch)
     weights = weights if part is None else part.own_weights(weights)
     loads, probabilities, entropy = [], [], []
@@ -62,11 +63,11 @@ def routing_of(
 def statistics(
     tokens: torch.Tensor, loads: torch.Tensor, probabilities: torch.Tensor, entropy: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return the routing statistics of a packed row, each (), from sums over its tokens. L layers have E experts each.
+    """Return the routing statistics of a packed row, each (), from sums over its tokens in L layers of E experts.
 
-    ``routing/balance_loss`` is E times the sum over experts of (fraction of tokens) times (mean probability). All
-    layers are pooled. An even spread with K experts per token gives K. From Switch Transformer, arXiv 2101.03961,
-    equations 4 to 6, as in transformers' `load_balancing_loss_func`. Only the probabilities have a gradient.
+    ``routing/balance_loss`` is E times the sum over experts of (fraction of tokens) times (mean probability), from
+    Switch Transformer, arXiv 2101.03961, equations 4 to 6. All layers are pooled, as in transformers'
+    `load_balancing_loss_func`. An even spread gives the number of experts per token.
     ``routing/largest_load`` is the largest load of an expert in a layer divided by the mean load, averaged over layers.
     ``routing/entropy`` is the mean entropy of a router's distribution over the experts of a layer, per token, in nats.
 
@@ -86,11 +87,11 @@ def statistics(
 
 
 def token_weights(micro_batch: MicroBatch) -> torch.Tensor:
-    """Return for each token of a row the number of sequences that contain the token, (T,) float32. 0 in a dummy row."""
+    """Return the number of sequences that contain each token of a row, (T,) float32. 0 in a dummy row."""
     layout = micro_batch.layout
     counts = [0] * len(layout.lengths)
     within = {segment for seen in layout.attends_to for segment in seen}
-    if any(identity.position != NOBODY for identity in micro_batch.rollouts):  # A dummy row has no real rollout.
+    if any(identity.position != NOBODY for identity in micro_batch.rollouts):
         for end in set(range(len(counts))) - within:
             for segment in (*layout.attends_to[end], end):
                 counts[segment] += 1
@@ -102,7 +103,7 @@ def token_weights(micro_batch: MicroBatch) -> torch.Tensor:
 class BalanceTerm(LossTerm):
     """The load-balancing loss of a mixture: each row's ``routing/balance_loss``, averaged over the step's tokens."""
 
-    coefficient: float  # Factor of the loss in the objective. With 0 the term only computes metrics.
+    coefficient: float  # With 0 the term only computes metrics.
 
     @property
     def every_group(self) -> bool:
@@ -133,7 +134,6 @@ class BalanceTerm(LossTerm):
 
     @torch.no_grad()
     def observe(self, old: torch.Tensor, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> Means:
-        """Compute the routing metrics of a micro-batch, weighted by its number of tokens."""
         count = values["routing/tokens"]
         names = {"aux_loss": "balance_loss", "router/load_max": "largest_load", "router/entropy": "entropy"}
         return {metric: (values[f"routing/{name}"] * count, count) for metric, name in names.items()}
@@ -157,7 +157,6 @@ class ReplayTerm(LossTerm):
 
 
 def balance_term(config: GRPOConfig, policy: Any) -> LossTerm | None:
-    """Return the load-balancing term if the policy's forward can return its routers' logits, otherwise None."""
     coefficient = 0.0 if policy is None else policy.router_coef(config)
     return BalanceTerm(coefficient) if policy is not None and policy.tells_routing else None
 

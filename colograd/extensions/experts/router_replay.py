@@ -1,10 +1,7 @@
-"""Router replay: in the trainer's forward a token goes to the experts that the engine's router chose for the token.
+"""Router replay (R3, arXiv 2510.11370): the trainer sends a token to the experts that the engine's router chose.
 
-Trainer and engine round differently. So for nearly equal scores the trainer's router could choose other experts than
-the engine's router (rollout routing replay, R3, arXiv 2510.11370). Only the choice is replayed. The experts' weights
-come from the trainer's router logits, so that the router gets its gradient. If the engine's choice for a token is
-unknown, the policy's router chooses the experts. Riders (data that travels with a rollout or a packed row) carry the
-engine's choices.
+Trainer and engine round differently, so that their routers could choose different experts for nearly equal scores. Only
+the choice is replayed. The experts' weights come from the trainer's router logits, so that the router gets a gradient.
 """
 
 from __future__ import annotations
@@ -31,8 +28,8 @@ from ...policy.sending import to_device_async
 from ...riders import Rider, RowRider
 from ...rollout.record_file import read_table, table_bytes
 
-UNKNOWN = -1  # Value in place of an expert's index, if the engine didn't record the expert.
-ROUTED = "routed_experts"  # Name of a layer's keyword argument with the experts of its tokens.
+UNKNOWN = -1  # In place of an expert's index: the trainer's router chooses.
+ROUTED = "routed_experts"  # A layer's keyword argument with the experts of its tokens.
 APART = "experts/apart"  # Key of two counts (2,): the engine's choices that the policy's routers didn't make, and all.
 # Columns of a group's table, with one row per rollout. A null `prompt` means the last row's `prompt`.
 ROWS = pa.schema([("prompt", pa.binary()), ("completion", pa.binary()), ("shape", pa.list_(pa.int32()))])
@@ -40,9 +37,8 @@ ROWS = pa.schema([("prompt", pa.binary()), ("completion", pa.binary()), ("shape"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedExperts(Rider):
-    """Rider (per-token data of a rollout): the experts that the engine's routers chose, K per token in each of L
-    layers. The experts of the last token are unknown, because the engine never read that token. The tensors are int8
-    (int16 above 128 experts): a token takes L * K or 2 * L * K bytes. A group's rollouts share the tensor `prompt`."""
+    """The experts that the engine's routers chose: K per token in each of L layers, int8 (int16 above 128 experts).
+    The experts of the last token are unknown, because the engine never read that token."""
 
     prompt: torch.Tensor  # Experts of the prompt's tokens, [P, L, K].
     completion: torch.Tensor  # Experts of the completion's tokens, [C, L, K].
@@ -51,17 +47,16 @@ class RoutedExperts(Rider):
 
     @classmethod
     def of_turns(cls, parts: Sequence[tuple[Self | None, int]], prompt: int) -> Self | None:
-        """Return the experts of a completion that several requests wrote. The experts of the last request cover all
-        earlier tokens, because the last request's prompt contains them."""
         last = next((part for part, _ in reversed(parts) if part is not None), None)
         if last is None:
             return None
+        # The last request's prompt contains all earlier tokens.
         whole = filled(torch.cat([last.prompt, last.completion]), prompt + sum(length for _, length in parts))
         return cls(whole[:prompt].clone(), whole[prompt:].clone())
 
     @classmethod
     def shared(cls, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-        """Give a group's rollouts with equal prompts one tensor of the prompt's experts, to save memory."""
+        """Let rollouts with equal prompts share the tensor `prompt`, to save memory."""
         first = rollouts[0].get(cls)
         if first is None:
             return rollouts
@@ -99,7 +94,7 @@ class RoutedExperts(Rider):
 
     @classmethod
     def with_table(cls, reader: Any, rollouts: Sequence[Rollout], encoder: Any) -> Sequence[Rollout]:
-        found: list[Rollout] = []
+        carriers: list[Rollout] = []
         prompt: torch.Tensor | None = None
         for rollout, row in zip(rollouts, read_table(reader, b"", ROWS).to_pylist(), strict=True):
             if row["shape"] is not None:
@@ -108,13 +103,13 @@ class RoutedExperts(Rider):
                 assert prompt is not None and len(prompt) == len(rollout.input), "the prompt's experts are missing"
                 own = cls(prompt, _numbers(row["completion"], len(rollout.completion_ids), *row["shape"]))
                 rollout = rollout.carrying(own)
-            found.append(rollout)
-        return found
+            carriers.append(rollout)
+        return carriers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowExperts(RowRider):
-    experts: torch.Tensor  # Experts of a packed row's tokens, (T, L, K). `UNKNOWN` for tokens without recorded experts.
+    experts: torch.Tensor  # (T, L, K)
 
     OF_POLICY = True
 
@@ -126,7 +121,7 @@ class RowExperts(RowRider):
 
 
 def filled(rows: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Copy the first ``tokens`` rows of experts into a new tensor [tokens, L, K], filled up with UNKNOWN."""
+    """Cut or extend ``rows`` to [tokens, L, K], with UNKNOWN in further rows. Returns a copy."""
     rows = rows[:tokens]
     return torch.cat([rows, rows.new_full((tokens - len(rows), *rows.shape[1:]), UNKNOWN)])
 
@@ -137,22 +132,19 @@ def _numbers(content: bytes, tokens: int, layers: int, chosen: int, width: int) 
 
 
 def softmax_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return the weights of the chosen experts: softmax over all experts. Their sum is normalised to 1
-    unless the router's `norm_topk_prob` is false."""
     shares = logits.softmax(-1, dtype=torch.float).gather(1, chosen)
     return shares / shares.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else shares
 
 
 def sigmoid_shares(router: Any, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return the weights of the chosen experts: the sigmoid of each logit, without the router's correction bias. With
-    `norm_topk_prob` their sum is normalised to 1. Then all weights are multiplied by `routed_scaling_factor`."""
+    """The router's correction bias influences only the choice of the experts, not their weights."""
     shares = logits.sigmoid().gather(1, chosen)
     if router.norm_topk_prob:
         shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
     return shares * router.routed_scaling_factor
 
 
-# Per model type: a function of router, logits (T, E) and chosen experts (T, K). It returns the experts' weights (T, K).
+# Per model type: a function of router, logits (T, E) and chosen experts (T, K). Returns their weights (T, K).
 SHARES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), sigmoid_shares),
     "gpt_oss": lambda router, logits, chosen: logits.gather(1, chosen).softmax(1, dtype=logits.dtype),
@@ -167,9 +159,6 @@ def set_up(model: Any, config: GRPOConfig) -> None:
 
 
 def make_replaying(model: Any) -> None:
-    """Let the model's layers take chosen experts as keyword argument `ROUTED`. Without it the routers choose experts.
-    Raise a ValueError if a router computes the experts' weights in an unknown way, or transformers recomputes layers
-    without keyword arguments."""
     if "__call__" not in vars(GradientCheckpointingLayer):
         raise ValueError(
             "router_replay is true, but with transformers 5.23 or later a checkpointed layer is computed again without "
@@ -203,33 +192,28 @@ def routers_of(module: torch.nn.Module) -> list[Any]:
 
 
 class ReplayStep(ForwardStep):
-    """Forward step that replays the engine's experts for rows with a `RowExperts` rider."""
-
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
-        found, routed = inner(row), experts_of(row.batch)
-        if routed is not None:
+        outputs = inner(row)
+        if experts_of(row.batch) is not None:
             with torch.no_grad():
                 row.values[APART] = torch.stack([router.apart for router in routers_of(row.model)]).sum(0)
-        return found
+        return outputs
 
     def states(self, inner: Callable[[Pass], torch.Tensor], row: Pass) -> torch.Tensor:
         if (routed := experts_of(row.batch)) is not None:
-            packed = row.model.config._attn_implementation == attention.NAME
-            if not packed:
+            if row.model.config._attn_implementation != attention.NAME:  # The model reads padded rows.
                 routed = rows_of(row.batch.layout, routed.device).of_tokens(routed, UNKNOWN).flatten(0, 1)
             row.inputs[ROUTED] = routed
         return inner(row)
 
 
 def experts_of(micro_batch: MicroBatch) -> torch.Tensor | None:
-    """Return the experts that a forward replays, (T, L, K). None means that the model's routers choose the experts."""
     rider = micro_batch.get(RowExperts)
     return None if rider is None else rider.experts
 
 
 def _hand_out(routers: list[Any], place: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Pre-forward hook of a layer: pass the layer's experts, taken from all layers' (T, L, K), to the layer's router.
-    The hook also runs when gradient checkpointing recomputes the layer."""
+    """Pass a layer's experts to its router. This pre-forward hook also runs when checkpointing recomputes the layer."""
     routed = kwargs.pop(ROUTED, None)
     for router in routers:
         router.replayed = None if routed is None else routed[:, place]
@@ -238,7 +222,6 @@ def _hand_out(routers: list[Any], place: int, layer: Any, args: Any, kwargs: dic
 
 
 def _replay(share: Callable[..., torch.Tensor], router: Any, args: Any, output: Any) -> Any:
-    """Forward hook of a router: replace the chosen experts by the engine's experts, where these are known."""
     if router.replayed is None:
         return None
     logits, shares, own = output

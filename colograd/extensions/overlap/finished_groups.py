@@ -1,8 +1,7 @@
-"""Sharing of finished groups between ranks: which groups are sampled and scored, and which rank trains each group.
+"""Sharing of finished groups between ranks while some ranks still sample.
 
-A rank that decodes can't take part in a collective. So ranks write small values and the bytes of groups to torch's
-rendezvous store, and a counter in the store decides which rank takes a group. No group is written until a rank has
-trained all groups that it sampled, and looks for further groups.
+A rank that decodes can't take part in a collective. So ranks write groups to torch's rendezvous store, and a counter in
+the store decides which rank takes a group. No group is written before a rank wants groups of other ranks.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ from ...batch import ScoredGroup
 from ...parallel.layout import RankLayout
 from ...riders import Media
 
-_numbers = itertools.count(1)  # Numbers of `FinishedGroups` objects. All ranks make equally many, so numbers agree.
+_numbers = itertools.count(1)  # Numbers of `FinishedGroups` objects. All ranks make equally many.
 EVERY = 0.1  # Minimum seconds between two checks whether another rank wants groups.
 LARGEST = 4 * 2**20  # Maximum bytes of an offered group, because torch's store closes a connection that sends 8 MiB.
 
 
 def tokens_of(scored: ScoredGroup) -> int:
-    """Count the tokens of a group in a packed row: the prompt once, and all completions."""
     rollouts = scored.group.rollouts
     return len(rollouts[0].input) + sum(len(rollout.completion_ids) for rollout in rollouts)
 
@@ -37,13 +35,8 @@ def _store() -> Any:
 
 
 class FinishedGroups:
-    """Finished groups (sampled and scored) of the next optimizer step, shared between ranks while ranks still sample.
-
-    Args:
-        layout: this rank's position among all ranks.
-        between_engines: whether a rank may take groups that another engine sampled (`balance_ranks`).
-        accepts: function that returns whether a group may be trained before all groups are sampled.
-    """
+    """Sampled and scored groups of the next optimizer step. ``between_engines`` shares them with ranks of other engines
+    (`balance_ranks`). ``accepts`` decides which groups may be trained before all groups are sampled."""
 
     def __init__(self, layout: RankLayout, between_engines: bool, accepts: Callable[[ScoredGroup], bool]) -> None:
         self.layout, self.between_engines, self.accepts = layout, between_engines, accepts
@@ -55,25 +48,24 @@ class FinishedGroups:
         self._store: dist.Store = _store()  # During a round: the store with a key prefix for the round.
 
     def begin(self, positions: Iterable[int]) -> None:
-        """Begin a round (the prompts sampled with one set of weights). Between two rounds all ranks must meet in a
-        collective. ``positions`` are those of this rank's groups in the next optimizer step."""
-        if self._round:  # Delete this rank's values of the last round. First ranks also delete values that ranks share.
+        """Begin a round of sampling. Between two rounds all ranks must meet in a collective."""
+        if self._round:  # Delete this rank's keys of the last round. First ranks also delete keys that ranks share.
             rank, first_of_engine = self.layout.rank, not self.layout.engine_place
-            notes = [f"{kind}/{rank}/{index}" for index in range(self._offered) for kind in ("group", "taken")]
-            notes += [f"sizes/{rank}"] if self._offered else []
-            notes += ["sampled", "training"] if rank == 0 else []
-            notes += [self._wanted] if rank == 0 or (first_of_engine and not self.between_engines) else []
-            for note in notes:
-                self._store.delete_key(note)
+            keys = [f"{kind}/{rank}/{index}" for index in range(self._offered) for kind in ("group", "taken")]
+            keys += [f"sizes/{rank}"] if self._offered else []
+            keys += ["sampled", "training"] if rank == 0 else []
+            keys += [self._wanted] if rank == 0 or (first_of_engine and not self.between_engines) else []
+            for key in keys:
+                self._store.delete_key(key)
         self._round += 1
         self._store = dist.PrefixStore(f"colograd/finished/{self._number}/{self._round}", _store())
         self._positions = set(positions)
         self._own: list[ScoredGroup] = []  # This rank's accepted groups, in the order of finishing.
         self._known: set[int] = set()  # Positions of finished groups, whether accepted or not.
-        self._offered = 0  # Number of groups offered in the store. These are the first groups of `_own`.
+        self._offered = 0  # Number of groups offered in the store, the first of `_own`.
         self._sizes: list[int] = []  # Tokens of each offered group. 0 means that other ranks can't take the group.
         self._gone: set[tuple[int, int]] = set()  # (owner, index) of each group that this rank knows to be taken.
-        self._is_sampled = self._is_hungry = False
+        self._is_hungry = False
         self._looked = 0.0
 
     def add(self, scored: ScoredGroup) -> None:
@@ -83,11 +75,10 @@ class FinishedGroups:
                 self._own.append(scored)
 
     def wants(self, position: int) -> bool:
-        """Return whether this rank's group at a position belongs to the next optimizer step and isn't added yet."""
         return position in self._positions and position not in self._known
 
     def serve(self) -> None:
-        """Write finished groups to the store if another rank wants groups. Called after each step of the engine."""
+        """Write finished groups to the store if another rank wants groups."""
         now = time.monotonic()
         if now - self._looked < EVERY or self._offered == len(self._own):
             return
@@ -100,7 +91,7 @@ class FinishedGroups:
             return
         for index, scored in enumerate(self._own[self._offered :], start=self._offered):
             rollouts = scored.group.rollouts
-            content = b""  # Stays empty for a group that is taken or has images. Such a group isn't offered.
+            content = b""  # Stays empty for a group that isn't offered.
             is_left = (self.layout.rank, index) not in self._gone
             if is_left and not any(r.all(Media) or r.input.media is not None for r in rollouts):
                 content = pickle.dumps(scored.for_training())
@@ -111,16 +102,12 @@ class FinishedGroups:
         self._tell_sizes()
 
     def finish(self) -> None:
-        """Count this rank among the ranks that have stopped sampling. Called even if sampling failed."""
-        if not self._is_sampled:
-            self._is_sampled = True
-            self._store.add("sampled", 1)
+        self._store.add("sampled", 1)
 
     def all_sampled(self) -> bool:
         return bool(self._store.add("sampled", 0) >= self.layout.world_size)
 
     def is_over(self) -> bool:
-        """Return whether all ranks have stopped sampling, and no rank trains groups that it has taken."""
         return self.all_sampled() and self._store.add("training", 0) <= 0
 
     @contextlib.contextmanager
@@ -132,18 +119,16 @@ class FinishedGroups:
             self._store.add("training", -1)
 
     def take(self, budget: int) -> list[ScoredGroup]:
-        """Take finished groups for a row of ``budget`` tokens, and return them. Empty: there is no group to take. This
-        rank's groups come first, then other ranks', each time the largest first. A group above the budget is taken
-        without further groups. When all ranks have sampled, take only a fraction of one rank's remaining groups, so
-        that all ranks end at about the same time."""
+        """Take this rank's finished groups for a row of ``budget`` tokens, or else other ranks'."""
         hungry = self._store.add(self._wanted, 0)
         if hungry:
             self._offer()
+        # When all ranks have sampled, take a fraction of one rank's groups: all ranks then end at about the same time.
         shares = 1 + max(hungry, 1) if self.all_sampled() else 0
         left = {i: tokens_of(own) for i, own in enumerate(self._own) if (self.layout.rank, i) not in self._gone}
         taken = self._take({self.layout.rank: left}, budget, shares)
         if self._offered and taken:
-            self._tell_sizes()  # Other ranks see which groups are left.
+            self._tell_sizes()
         if not taken:
             if not self._is_hungry and self._others:
                 self._is_hungry = True
@@ -157,8 +142,8 @@ class FinishedGroups:
         return taken
 
     def _take(self, free: dict[int, dict[int, int]], budget: int, shares: int) -> list[ScoredGroup]:
-        """Take some of the groups in ``free`` (owner's rank -> group's index -> tokens) for a row of ``budget`` tokens.
-        ``shares``: take at most 1 / ``shares`` of the largest owner's tokens. 0 means no such limit."""
+        """Take groups of ``free`` (owner's rank -> group's index -> tokens), each owner's largest first. The first may
+        exceed the limits: a row's ``budget`` of tokens, and 1 / ``shares`` of the largest owner's tokens."""
         most = max((sum(sizes.values()) for sizes in free.values()), default=0)
         room = min(budget, most // shares) if shares else budget
         taken: list[ScoredGroup] = []
@@ -168,7 +153,7 @@ class FinishedGroups:
                     continue
                 self._gone.add((owner, index))
                 is_own, key = owner == self.layout.rank, f"group/{owner}/{index}"
-                if is_own and index >= self._offered:  # Not offered, so no other rank can take the group.
+                if is_own and index >= self._offered:  # No other rank can take the group.
                     taken.append(self._own[index])
                 elif self._store.add(f"taken/{owner}/{index}", 1) == 1:
                     taken.append(self._own[index] if is_own else pickle.loads(self._store.get(key)))

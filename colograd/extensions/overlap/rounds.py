@@ -1,14 +1,8 @@
 """`OverlappedRound`: a step's finished groups are trained before the step's last group is sampled.
 
-A rank that has sampled trains its groups while other ranks still decode. Then it takes finished groups of ranks that
-decode: ranks of all engines with `balance_ranks`, else the first rank of its own engine.
-
-No weight changes before the optimizer's step, so groups are on-policy whenever they are trained. Gradients add up
-without normalisation, and ranks exchange no gradients meanwhile. When all ranks have sampled, they take smaller and
-smaller micro-batches, until no rank trains. Groups that are left are balanced, packed and trained as usual.
-
-The rows that are trained early are the step's first rows. The folder of the round (the prompts sampled with one set of
-weights) records their groups, so that a resumed or replayed step on as many ranks packs and trains the same rows.
+No weight changes before the optimizer's step, so groups are on-policy whenever they are trained. The rows that are
+trained early are the step's first rows. The round's folder records their groups, so that a resumed or replayed step on
+as many ranks trains the same rows.
 """
 
 from __future__ import annotations
@@ -45,14 +39,13 @@ from .finished_groups import FinishedGroups
 
 EVERY = 0.01  # Seconds between two polls for finished groups, on up to 8 ranks.
 FILE = "partition.jsonl"
-LARGEST = 2**26  # Maximum number of bytes that are read from a round's `FILE`.
+LARGEST = 2**26  # Bytes that are read from a round's `FILE`.
 
 # For each rank the batches of groups that it packed together. A batch is the positions of its groups.
 Partition = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def read_partition(folder: Path, step: int) -> Partition | None:
-    """Return each rank's first rows (trained before sampling ended) of a step from a round's folder, or None."""
     for noted, entry in steps_in(folder / FILE, LARGEST):
         with contextlib.suppress(ValueError, TypeError, KeyError):
             if noted == step:
@@ -62,27 +55,24 @@ def read_partition(folder: Path, step: int) -> Partition | None:
 
 @dataclass
 class EarlyRows:
-    """This rank's first rows of the next optimizer step. They were trained before all groups were sampled, in this
-    training of the step or in a recorded one."""
+    """This rank's first rows of the next optimizer step: trained early, or recorded when an earlier process did."""
 
-    groups: list[ScoredGroup] = field(default_factory=list)  # Groups of the rows, sampled by any rank.
+    groups: list[ScoredGroup] = field(default_factory=list)
     batches: list[tuple[int, ...]] = field(default_factory=list)  # Positions of groups that were packed together.
-    rows: list[PackedRow] = field(default_factory=list)  # Packed rows, in the order of training.
-    metrics: Metrics = field(default_factory=Metrics)  # Metrics of the rows' losses.
-    trained: bool = False  # Whether the rows' gradients are already computed. False: rows of a record.
+    rows: list[PackedRow] = field(default_factory=list)  # In the order of training.
+    metrics: Metrics = field(default_factory=Metrics)
+    trained: bool = False  # Whether the rows' gradients are already computed.
 
     def add(self, groups: Sequence[ScoredGroup], rules: PackingRules) -> Sequence[PackedRow]:
-        """Add a batch of groups. Return its packed rows, which the caller must add to `rows`."""
+        """Pack a batch of groups. The caller adds the rows to `rows`, because it may change them."""
         self.groups += groups
         self.batches.append(tuple(scored.group.position for scored in groups))
         return plan_rows(groups, rules.max_tokens, rules.mask_truncated, rules.device, rules.share_prompts)
 
 
 class FirstRows(NamedTuple):
-    """A step's groups on this rank: groups of first rows (trained before sampling ended), and groups to be packed."""
-
-    rest: list[ScoredGroup]  # Groups that must still be packed.
-    early: EarlyRows = EarlyRows()  # First rows of this rank, and their groups.
+    rest: list[ScoredGroup]
+    early: EarlyRows = EarlyRows()
     moved: int = 0  # Number of groups of this rank's first rows that another engine sampled.
     partition: Partition = ()  # Groups of the first rows of all ranks.
 
@@ -90,21 +80,19 @@ class FirstRows(NamedTuple):
 def first_rows(
     groups: Sequence[ScoredGroup], early: EarlyRows | None, recorded: Partition | None, rules: PackingRules
 ) -> FirstRows:
-    """Divide a step's groups into groups of first rows (trained early) and groups that must be packed. A collective,
-    unless ``early`` is None and ``recorded`` is None or ignored.
+    """Divide a step's groups into first rows and groups that must be packed. All ranks call it together.
 
     Args:
         groups: groups to train that this rank sampled.
-        early: rows that this rank has trained before all groups were sampled.
-        recorded: groups of the first rows of all ranks in an earlier training of the step. Their rows come first again,
-            untrained. The record is ignored if ranks train rows together or must have equal numbers of rows.
+        early: rows that this rank has already trained.
+        recorded: groups of the first rows of all ranks in an earlier training of the step.
     """
     if rules.ranks_per_row > 1 or rules.equal_counts:
         recorded = None
     if early is None and recorded is None:
         return FirstRows([*groups])
-    own = [scored.group.position for scored in groups]
-    held, trained = zip(*gather((own, early.batches if early else ())), strict=True)
+    positions = [scored.group.position for scored in groups]
+    held, trained = zip(*gather((positions, early.batches if early else ())), strict=True)
     partition: Partition = trained if recorded is None else recorded
     places = {position: (owner, index) for owner, of in enumerate(held) for index, position in enumerate(of)}
     of_ranks = [[*itertools.chain(*batches)] for batches in partition]
@@ -123,7 +111,7 @@ def first_rows(
 
 
 def why_not(trainer: Any) -> str:
-    """Return why no group of a step can be trained before all groups are sampled. Empty: groups can be."""
+    """Return why no group can be trained before all groups are sampled, or ""."""
     config: GRPOConfig = trainer.args
     objective, replaced = trainer.learner.objective, trainer.replaced
     reasons: list[tuple[Any, str]] = [
@@ -156,8 +144,7 @@ def note(trainer: Any) -> str:
 
 
 def overlapped_round(trainer: Any) -> OverlappedRound | None:
-    """Return an `OverlappedRound` for a run that trains groups early or repeats such a run, or else None. A
-    collective."""
+    """Return an `OverlappedRound` if this run trains groups early, or repeats a run that did. A collective."""
     args, journal = trainer.args, trainer.journal
     if args.dynamic_sampling:
         return None
@@ -176,16 +163,12 @@ def overlapped_round(trainer: Any) -> OverlappedRound | None:
 
 
 class OverlappedRound(PlainRound):
-    """A round (the prompts sampled with one set of weights) whose first optimizer step is partly trained during
-    sampling. If the rollout log records first rows for the step, nothing is trained during sampling, and these rows
-    are trained first."""
-
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer.times, trainer.args.reward_call == "all")
         self.trainer, self.learner = trainer, trainer.learner
-        self.finished: FinishedGroups | None = None  # Sharing of finished groups. None: no training during sampling.
-        self.early: EarlyRows | None = None  # Rows of the next step that were trained during sampling.
-        self.recorded: Partition | None = None  # Recorded first rows of the next step, if it was trained before.
+        self.finished: FinishedGroups | None = None  # None: no training during sampling.
+        self.early: EarlyRows | None = None  # Rows that were trained during sampling.
+        self.recorded: Partition | None = None
         self._shared: FinishedGroups | None = None  # `finished`, or None in a round with recorded first rows.
         self._is_first = False  # Whether the round's first step isn't packed yet.
         self._sampled: list[SampledStep] = []  # Sampled steps of this round, on the first rank of an engine.
@@ -195,7 +178,6 @@ class OverlappedRound(PlainRound):
         self.early = None
 
     def accepts(self, scored: ScoredGroup) -> bool:
-        """Return whether a group is to be trained, and was sampled with the present weights."""
         step = self.trainer.state.global_step
         return self._is_trained(scored) and all(rollout.policy_version == step for rollout in scored.group.rollouts)
 
@@ -204,8 +186,6 @@ class OverlappedRound(PlainRound):
 
     @contextlib.contextmanager
     def _train_meanwhile(self, steps: Steps) -> Iterator[None]:
-        """Context around a round's sampling. After this rank has sampled, it trains finished groups until no rank
-        samples or trains. It trains nothing if `finished` is None, or if first rows of the step are recorded."""
         self.early, self.recorded, self._is_first, self._sampled = None, None, True, []
         args, journal, step = self.trainer.args, self.trainer.journal, self.trainer.state.global_step
         if args.keeps_journal:
@@ -231,8 +211,6 @@ class OverlappedRound(PlainRound):
         return self._sampled
 
     def _train_early(self, finished: FinishedGroups) -> EarlyRows:
-        """Train finished groups, micro-batch by micro-batch, until no rank samples or trains. Not a collective. If
-        memory runs out, this rank drops all gradients, and its groups are trained after sampling."""
         rules, early = self.learner.rules, EarlyRows(trained=True)
         self.learner.model.train()
         while not finished.is_over():
@@ -240,20 +218,18 @@ class OverlappedRound(PlainRound):
             if not groups:
                 with self.times.phase("wait"):
                     watchdog.progress("waiting for ranks that sample")
-                    # With more than 8 ranks poll less often, because all ranks use one store.
-                    time.sleep(EVERY * max(1.0, finished.layout.world_size / 8))
+                    time.sleep(EVERY * max(1.0, finished.layout.world_size / 8))  # All ranks poll one store.
                 continue
             with contextlib.suppress(torch.OutOfMemoryError), finished.training():
                 early.rows += self.train_rows(early.add(groups, rules), early.metrics)
                 continue
-            # Freed after the exception is dropped, because it holds activations. The groups' samplers pack them later.
+            # Not in an `except` block, because the exception holds activations.
             self.learner.free_gradients()
             return EarlyRows()
         return early
 
     def train_rows(self, rows: Sequence[PackedRow], metrics: Metrics) -> Sequence[PackedRow]:
-        """Run forward and backward of packed rows, and add up gradients. Return the rows with the log-probabilities of
-        reference and teacher, if the run has these models."""
+        """Run forward and backward of packed rows. Return the rows with the second models' log-probabilities."""
         trainer, learner = self.trainer, self.learner
         autocast = trainer.compute_loss_context_manager
         if learner.second_models:
@@ -268,7 +244,6 @@ class OverlappedRound(PlainRound):
         self, step: SampledStep, statistics: RolloutStatistics, rules: PackingRules, reward_names: Sequence[str],
         times: PhaseTimes, tell: Callable[[RolloutStatistics], None],
     ) -> StepBatch:  # fmt: skip
-        """Pack a sampled step into a `StepBatch`. A round's first step begins with trained or recorded rows."""
         if not self._is_first:
             return step_batch(step, statistics, rules, reward_names, times, tell)
         early, self.early, self._is_first = self.early, None, False
@@ -282,8 +257,8 @@ class OverlappedRound(PlainRound):
         if not first.partition:
             return batch
         tokens = sum(row.num_tokens for row in first.early.rows)
-        own = (tokens, len(first.early.rows), first.moved, tokens if first.early.trained else 0)
-        sums = [float(sum(column)) for column in zip(*gather(own if batch.counted else (0,) * 4), strict=True)]
+        counts = (tokens, len(first.early.rows), first.moved, tokens if first.early.trained else 0)
+        sums = [float(sum(column)) for column in zip(*gather(counts if batch.counted else (0,) * 4), strict=True)]
         names = ("train/packed_tokens", "train/micro_batches", "train/moved_groups", "train/early_tokens")
         more = {name: batch.metrics.get(name, 0.0) + number for name, number in zip(names, sums, strict=True)}
         return dataclasses.replace(
@@ -297,8 +272,6 @@ class OverlappedRound(PlainRound):
 
 
 class _SharedScoring(InScoring):
-    """Scoring of a round's groups that passes each scored group to `FinishedGroups` while the engine samples."""
-
     def __init__(self, engine: Any, finished: FinishedGroups, stages: Stages, prompts: Sequence[Prompt]) -> None:
         super().__init__(stages, prompts)
         self._engine, self._finished = engine, finished
@@ -317,7 +290,6 @@ class _SharedScoring(InScoring):
         self._share()
 
     def _share(self) -> None:
-        """Compute the advantages of new groups that have rewards, and add the groups to the finished groups."""
         for recorded in self.rewarded.values():
             if self._finished.wants(recorded.group.position):
                 advantages = self.stages.compute_advantages(recorded.group, recorded.rewards.clone())

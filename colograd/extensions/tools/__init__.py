@@ -1,4 +1,4 @@
-"""Python functions (tools) and environments that the model calls while it writes a completion."""
+"""Python functions (tools) and environments that the model calls during a completion."""
 
 HOOKS: dict[str, str | tuple[str, ...]] = {
     "conflicts": "conflicts:CONFLICTS",

@@ -1,8 +1,7 @@
-"""`Conversations`: a rollout source for completions with tool calls, sampled by the engine in one common queue.
+"""`Conversations`: a rollout source for completions with tool calls.
 
-When the model ends an assistant message (a turn) with tool calls, the calls run while the engine decodes other
-conversations (except calls in the main thread). The tokens of the tools' answers are appended and masked from the loss,
-and the model continues. Sampled tokens are never tokenised again.
+A conversation's tools run while the engine decodes other conversations. The tokens of tools' answers are masked from
+the loss. Sampled tokens are never tokenised again.
 """
 
 from __future__ import annotations
@@ -30,32 +29,29 @@ from .environments import Environment
 from .tool_format import ToolFormat
 from .toolbox import RunningCall, Toolbox, shown_content
 
-POLL = 0.02  # Maximum seconds of one wait for tools, or for a free environment, while the engine is idle.
-# Generator of a conversation. If it yields the name of an engine request, send it the request's completion. If it
-# yields running calls, resume it when all calls are done. It returns the finished conversation.
+POLL = 0.02  # Maximum seconds of one wait while the engine is idle.
+# Yields the name of an engine request (and is sent the request's completion), or running calls.
 Talk = Generator["str | list[RunningCall]", Any, "Conversation"]
 
 
 @dataclass(slots=True)
 class Conversation:
-    """One completion, finished or not: assistant messages (turns) with tools' answers between them."""
-
     prompt: Prompt
     index: int  # Index of the completion in its group.
     environment: Environment | None
-    input: ModelInput  # Tokens of the prompt, with the text that the environment's `reset` returned.
-    asked: Any  # The prompt as in the dataset, with the content that `reset` returned.
-    read: ModelInput  # Tokens that the engine reads for the next turn: the input and all later tokens.
+    input: ModelInput  # The prompt's tokens. An environment's `reset` may add some.
+    asked: Any  # The prompt as in the dataset. An environment's `reset` may add content.
+    read: ModelInput  # The engine reads this for the next turn: the input and all later tokens.
     ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     sampled: list[bool] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: FinishReason | None = None  # Finish reason of the last turn. None before the first turn ends.
+    finish_reason: FinishReason | None = None  # The last turn's.
     riders: list[tuple[tuple[Rider, ...], int]] = field(default_factory=list)  # Per part: (riders, number of tokens).
-    media: list[Media] = field(default_factory=list)  # Media in tools' answers, with positions in `ids`.
+    media: list[Media] = field(default_factory=list)  # With positions in `ids`.
 
     def add(self, part: ModelInput, turn: Sampled | None = None) -> None:
-        """Append the tokens of a sampled ``turn``, or of tools' answers if ``turn`` is None."""
+        """Append the tokens of a sampled ``turn``, or tokens that weren't sampled (None)."""
         self.read = self.read.followed_by(part.ids, part.media)
         if part.media is not None:
             self.media.append(part.media.shifted(len(self.ids)))
@@ -77,41 +73,31 @@ class Conversation:
 
 
 class Conversations:
-    """A rollout source that samples groups of conversations with tools.
-
-    Args:
-        rules: tokenise a prompt that an environment's `reset` has changed.
-        max_iterations: maximum number of turns of a conversation whose tool calls run. None means no limit.
-    """
-
     def __init__(
         self, engine: Engine, tools: Toolbox, form: ToolFormat, rules: PromptRules, max_iterations: int | None
     ) -> None:
         self.engine, self.tools, self.form = engine, tools, form
-        self.rules, self.max_iterations, self.take_counts = rules, max_iterations, tools.take_counts
-        self.shows_images = form.reader is not None  # Whether tools' answers may have images.
+        self.rules = rules  # Tokenise a prompt that an environment's `reset` has changed.
+        self.max_iterations, self.take_counts = max_iterations, tools.take_counts
+        self.shows_images = form.reader is not None
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, version: int, seed: int, purpose: str = "train"
     ) -> Iterator[Group]:
-        """See `RolloutSource.generate`. Seeds depend on the conversation and its turn, not on the tools' timing."""
         self.engine.require(version)
         environments = self.tools.environments
         environments.take_back()
         unopened = deque((prompt, index) for prompt in prompts for index in range(sampling.n))
         writing: dict[str, Talk] = {}  # Conversations that the engine decodes, by request.
-        waiting: list[tuple[list[RunningCall], Talk]] = []  # Conversations that wait for tools.
-        over: dict[int, list[Conversation]] = {}  # Finished conversations of incomplete groups, by prompt position.
-        is_limited, whole = True, list[list[Conversation]]()
+        waiting: list[tuple[list[RunningCall], Talk]] = []
+        over: dict[int, list[Conversation]] = {}  # By prompt position.
+        is_limited = True
 
         def resume(talk: Talk, turn: Sampled | None = None) -> None:
             try:
                 awaited = talk.send(turn)
             except StopIteration as end:
-                group = over.setdefault(end.value.prompt.position, [])
-                group.append(end.value)
-                if len(group) == sampling.n:
-                    whole.append(group)
+                over.setdefault(end.value.prompt.position, []).append(end.value)
                 return
             if isinstance(awaited, str):
                 writing[awaited] = talk
@@ -123,9 +109,9 @@ class Conversations:
                 while unopened and (not is_limited or environments.has_room(sampling.n)):
                     resume(self._talk(*unopened.popleft(), sampling, seed, purpose))
                 if unopened and not (writing or waiting):
-                    if environments.in_scoring:  # Wait for async reward functions. Their end makes environments free.
+                    if environments.in_scoring:  # The end of async reward functions makes environments free.
                         time.sleep(POLL)
-                    else:  # No environment will become free, e.g. in a subclass that scores after all sampling.
+                    else:  # A subclass that scores after all sampling makes none free.
                         is_limited = False
                 elif writing:
                     for request, (turn,) in self.engine.advance():
@@ -136,10 +122,10 @@ class Conversations:
                 for pair in [pair for pair in waiting if all(call.done() for call in pair[0])]:
                     waiting.remove(pair)
                     resume(pair[1])
-                while whole:
-                    group = sorted(whole.pop(0), key=lambda each: each.index)
+                for position in [position for position, group in over.items() if len(group) == sampling.n]:
+                    group = sorted(over.pop(position), key=lambda each: each.index)
                     rollouts = with_shared_riders(tuple(each.rollout(version) for each in group))
-                    yield Group(group[0].prompt.example, rollouts, group[0].prompt.position)
+                    yield Group(group[0].prompt.example, rollouts, position)
         finally:
             self.engine.abort(writing)
             for call in (call for calls, _ in waiting for call in calls):
@@ -153,11 +139,12 @@ class Conversations:
             yield beginning
             self._begin(conversation, environment, self.tools.outcome(beginning[0]))
         for number in itertools.count():
-            own = request_seed(seed, prompt.position, purpose) + index  # Same seed as in one request for n completions.
+            # The first turn's seed is the same as in one request for n completions.
+            of_turn = request_seed(seed, prompt.position, purpose) + index
             if number:
-                own = request_seed(seed, prompt.position, f"{purpose}/{index}/{number}")
+                of_turn = request_seed(seed, prompt.position, f"{purpose}/{index}/{number}")
             spent = len(conversation.ids)
-            turn: Sampled = yield self.engine.submit(conversation.read, sampling, own, n=1, spent=spent)
+            turn: Sampled = yield self.engine.submit(conversation.read, sampling, of_turn, n=1, spent=spent)
             shown = (*conversation.input.ids, *conversation.ids)
             message, calls = self.form.read(turn.ids, shown, self.tools.schemas(prompt.example))
             conversation.add(ModelInput(tuple(turn.ids)), turn)
@@ -174,7 +161,7 @@ class Conversations:
         return conversation
 
     def _add_answers(self, conversation: Conversation, messages: list[dict[str, Any]], max_tokens: int) -> bool:
-        """Append the tools' answers, unless they leave no room for a further token: then return False."""
+        """Append the tools' answers. Return False if they leave no room for a further token."""
         own, images = conversation.prompt.example.get("chat_template_kwargs"), self.shows_images
         room = min(max_tokens, self.engine.context - len(conversation.input)) - len(conversation.ids)
 
@@ -186,7 +173,7 @@ class Conversations:
             return False
         try:
             answer = self.form.answer(answers, own, conversation.ids[-1])
-        except FAILURES as error:  # E.g. the processor doesn't accept a picture.
+        except FAILURES as error:
             if not images:
                 raise
             messages = self.tools.refused(messages, error)
@@ -197,8 +184,7 @@ class Conversations:
         return len(answer) < room
 
     def _begin(self, conversation: Conversation, environment: Environment, outcome: Outcome) -> None:
-        """Append the value that the environment's `reset` returned to the prompt. Raise a RuntimeError if ``reset``
-        raised or timed out, a ValueError if the prompt with the returned value is too long."""
+        """Append what `reset` returned to the prompt."""
         prompt = conversation.prompt
         where = f"environment {type(environment.instance).__name__}, prompt {prompt.position}"
         if outcome.kind != "value":
@@ -217,14 +203,13 @@ class Conversations:
             conversation.input = conversation.read = asked
 
     def _with_observation(self, conversation: Conversation, shown: Any, where: str) -> list[dict[str, Any]]:
-        """Return the prompt's messages with the text or parts ``shown`` appended to the last message's content."""
         *earlier, last = conversation.asked
-        own, has_images = None, False
+        messages, has_images = None, False
         if self.shows_images:
-            own, has_images = self.form.reader.own_messages(conversation.prompt.example, where)
+            messages, has_images = self.form.reader.own_messages(conversation.prompt.example, where)
         texts = isinstance(last["content"], str) and isinstance(shown, str)
-        if own is None or (texts and not has_images):
+        if messages is None or (texts and not has_images):
             return [*earlier, {**last, "content": shown_content(last["content"] or "") + shown}]
-        *earlier, last = own
+        *earlier, last = messages
         parts = shown if isinstance(shown, list) else [{"type": "text", "text": shown}]
         return [*earlier, {**last, "content": [*last["content"], *parts]}]

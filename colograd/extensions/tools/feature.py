@@ -19,12 +19,10 @@ from .conversations import Conversations
 from .tool_format import ToolFormat
 from .toolbox import Toolbox, environment_reward
 
-OBSERVATION = 1024  # Tokens of context, in addition to the longest prompt, for what an environment's `reset` returns.
+OBSERVATION = 1024  # Tokens of context for the return value of an environment's `reset`.
 
 
 class ToolFeature(SourceFeature):
-    """The tools and environments of a run: their rewards, dataset columns, empty prompts and rollout source."""
-
     form: ToolFormat
     may_add_images = True
 
@@ -47,8 +45,7 @@ class ToolFeature(SourceFeature):
     def of(cls, arguments: TrainerArguments, config: GRPOConfig) -> Self | None:
         tools, factory = arguments.sources["tools"], arguments.sources["environment_factory"]
         if tools or factory is not None:
-            # With `reward_call: all` the number of environments has no limit, because none becomes free before all
-            # groups are sampled and scored.
+            # With `reward_call: all` no environment becomes free before all groups are sampled.
             most = config.environments_at_once if config.reward_call == "group" else None
             workers, timeout = config.tool_workers, config.tool_timeout
             return cls(Toolbox(tools, factory, workers, timeout, config.main_thread_tools, most))
@@ -61,7 +58,7 @@ class ToolFeature(SourceFeature):
         self.form = ToolFormat(policy.tokenizer, kwargs, reader_of(policy))
 
     def empty_prompts(self, config: GRPOConfig) -> Dataset:
-        """Return a dataset of empty prompts, enough for a generation. An environment's `reset` writes their texts."""
+        """Return empty prompts for one generation. An environment's `reset` writes their texts."""
         if not self.toolbox.factories:
             return super().empty_prompts(config)
         if self.toolbox.by_name:
@@ -86,7 +83,6 @@ class ToolFeature(SourceFeature):
 
 
 def call_metrics(statistics: RolloutStatistics, metrics: dict[str, float]) -> None:
-    """In a run with tools, add the number of tool calls per completion and the share of failed calls to the metrics."""
     if (calls := statistics.counts.get("tools/calls")) is not None:
         metrics["tools/call_frequency"] = calls / max(len(statistics.lengths), 1)
         metrics["tools/failure_frequency"] = statistics.counts["tools/failures"] / calls if calls else 0.0

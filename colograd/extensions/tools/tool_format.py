@@ -15,22 +15,13 @@ from ...data.messages import without_nones
 from ...rollout.texts import ToolCall, as_calls, has_parser, parsed_turn
 from ...usercode.untrusted import parse_json
 
-# Tool calls as Hermes, Qwen 2.5 and 3, SmolLM and others write them: JSON with a name and arguments.
+# The format of Hermes, Qwen 2.5 and 3, SmolLM and others: JSON with a name and arguments.
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-ASKED = {"role": "user", "content": "asked"}
+QUESTION = {"role": "user", "content": "question"}
 
 
 class ToolFormat:
-    """The format of tool calls and tools' answers in a tokenizer's chat template.
-
-    Tool calls are read by the tokenizer's ``parse_response`` if the tokenizer has a ``response_template`` or a
-    ``response_schema``. Otherwise calls are JSON between ``<tool_call>`` and ``</tool_call>``.
-
-    Args:
-        template_kwargs: further arguments of the chat template.
-        reader: the `ImageReader` of a vision-language model. The template of the model's processor gets every
-            message's content as a list of parts.
-    """
+    """Tool calls and tools' answers in a chat template. ``reader`` is the `ImageReader` of a vision-language model."""
 
     def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any], reader: Any = None) -> None:
         self._tokenizer, self._kwargs, self.reader = tokenizer, template_kwargs, reader
@@ -42,9 +33,9 @@ class ToolFormat:
         answer = {"role": "tool", "name": "the_name", "content": "the answer"}
         try:
             if reader is None:
-                shown = tokenizer.apply_chat_template([ASKED, call, answer], tokenize=False, **template_kwargs)
+                shown = tokenizer.apply_chat_template([QUESTION, call, answer], tokenize=False, **template_kwargs)
             else:
-                shown = reader.tokens(reader.split([ASKED, call, answer], "")[0], template_kwargs)[0]
+                shown = reader.tokens(reader.split([QUESTION, call, answer], "")[0], template_kwargs)[0]
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             shown = f"({type(error).__name__}: {error})"
         if "{'type': 'text'" in shown:
@@ -64,9 +55,8 @@ class ToolFormat:
                 f"no parser is known for the tool calls that {tokenizer.name_or_path} writes: set the tokenizer's "
                 "response_template (see response parsing in transformers' documentation)."
             )
-        # `_end` is the special token that ends an assistant message in the template, e.g. ``<|im_end|>`` in ChatML. If
-        # the template writes EOS there, or no special token at all, `_end` is the tokenizer's EOS token.
-        begun, before = self._read([ASKED], add_generation_prompt=True).ids, self._read([ASKED, call]).ids
+        # `_end` is the special token that ends an assistant message in the template, e.g. ``<|im_end|>`` in ChatML.
+        begun, before = self._read([QUESTION], add_generation_prompt=True).ids, self._read([QUESTION, call]).ids
         same = next((i for i, (a, b) in enumerate(zip(begun, before, strict=False)) if a != b), len(begun))
         eos, special = tokenizer.eos_token_id, {*tokenizer.all_special_ids}
         ends = [token for token in before[same:] if token in special]
@@ -76,7 +66,7 @@ class ToolFormat:
     def read(
         self, ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[dict] | None
     ) -> tuple[dict[str, Any], list[ToolCall]]:
-        """Parse sampled tokens to an assistant message and its tool calls. If one is malformed, all remain text."""
+        """Return an assistant message and its tool calls. If one call is malformed, all remain text."""
         parsed = parsed_turn(self._tokenizer, ids, prompt_ids, tools) if self._parses else None
         if parsed is not None:
             message, calls = parsed
@@ -84,29 +74,24 @@ class ToolFormat:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         text, calls = text.removesuffix(self._tokenizer.eos_token or "").strip(), []
         if not self._parses:
-            with contextlib.suppress(ValueError):  # Raised if one call is malformed.
+            with contextlib.suppress(ValueError):
                 calls = as_calls(parse_json(match[1]) for match in CALL.finditer(text)) or []
         return _assistant_message(text[: text.index("<tool_call>")].strip() if calls else text, calls), calls
 
     def answer(
         self, messages: Sequence[dict[str, Any]], own: dict[str, Any] | None = None, last: int | None = None
     ) -> ModelInput:
-        """Return the tokens that follow an assistant message: its end, the tools' answers, the next message's start.
-
-        The result is appended to the sampled tokens, so that no sampled token is tokenised again.
+        """Return the tokens that continue a completion with tools' answers ``messages`` up to the next message's start.
 
         Args:
             own: further arguments of the chat template from the dataset row.
-            last: the last sampled token. If the template ends messages with another token, the result begins with that
-                end token. None means that the assistant message already has the end token.
+            last: the completion's last token. None: the token that ends a message.
         """
-        call = _assistant_message("", [ToolCall(messages[0]["name"], {})])
-        given = without_nones(own or {})
-        before = self._read([ASKED, call], **given).ids
-        whole = self._read([ASKED, call, *messages], **given, add_generation_prompt=True)
+        call, arguments = _assistant_message("", [ToolCall(messages[0]["name"], {})]), without_nones(own or {})
+        before = self._read([QUESTION, call], **arguments).ids
+        whole = self._read([QUESTION, call, *messages], **arguments, add_generation_prompt=True)
         if self._end in before:
-            # The last message ends at the last end token in `before`. End tokens are counted, because a template may
-            # write messages differently once others follow. Tokens behind the end token (a newline) weren't sampled.
+            # End tokens are counted, because a template may write messages differently once others follow.
             start = [place for place, token in enumerate(whole.ids) if token == self._end][before.count(self._end) - 1]
         elif whole.ids[: len(before)] == before:
             start = len(before)
@@ -117,19 +102,16 @@ class ToolFormat:
             )
         if whole.ids[start] == (self._end if last is None else last):
             start += 1
-        if (images := whole.images) is None:
-            return ModelInput(whole.ids[start:])
-        images = dataclasses.replace(  # All images are behind `start`, so `engine_ids` and `ids` are equal up to it.
-            images, engine_ids=images.engine_ids[start:], places=tuple(place - start for place in images.places)
-        )
+        if (images := whole.images) is not None:  # All images are behind `start`: up to it `engine_ids` equal `ids`.
+            places = tuple(place - start for place in images.places)
+            images = dataclasses.replace(images, engine_ids=images.engine_ids[start:], places=places)
         return ModelInput(whole.ids[start:], images)
 
     def _read(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> ModelInput:
         arguments = {**self._kwargs, **kwargs}
         if self.reader is None:
-            return ModelInput(
-                tuple(self._tokenizer.apply_chat_template([*messages], tokenize=True, return_dict=False, **arguments))
-            )
+            apply = self._tokenizer.apply_chat_template
+            return ModelInput(tuple(apply([*messages], tokenize=True, return_dict=False, **arguments)))
         shown, pictures = self.reader.split(messages, "a tool's answer")
         if pictures:
             return self.reader.made(shown, pictures, arguments)
@@ -137,7 +119,6 @@ class ToolFormat:
 
 
 def _assistant_message(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """Return an assistant message with tool calls, in the format that chat templates read."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [

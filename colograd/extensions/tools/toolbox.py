@@ -1,13 +1,9 @@
 """`Toolbox`: runs the tools and environment methods that the model calls while it writes a completion.
 
-    sync tools                in a worker process if there are workers and the tool can be pickled, else in a thread
-    async tools               on the event loop of async rewards, all conversations together
-    an environment's methods  in the environment's own thread, one conversation's calls in their order (async methods
-                              on the event loop)
-    main_thread_tools         in the thread that requests the outcome: the main thread, between two engine steps
-
-A slow tool delays only its own conversation, but a call in the main thread delays all. If a call outside the main
-thread exceeds the timeout, the model reads an error as the tool's answer.
+sync tools                in a worker process if there are workers and the tool can be pickled, else in a thread
+async tools               on the event loop of async rewards
+an environment's methods  in the environment's thread, in order (async methods on the event loop)
+main_thread_tools         in the main thread, between two engine steps: such a call delays all conversations
 """
 
 from __future__ import annotations
@@ -39,23 +35,22 @@ from .environments import Environment, Environments, factory_names, on_this_devi
 
 COUNTS = ("tools/calls", "tools/failures", "tools/timeouts", "tools/seconds")
 PARTS = ("text", "image", "image_url", "audio", "video")  # Types of content parts in chat templates.
-# Texts of Python's errors when a thread other than the main thread sets a signal handler (for `signal.alarm`), or uses
-# an SQLite connection that another thread opened.
+# Texts of Python's errors in other threads.
 NEEDS_MAIN = ("signal only works in main thread", "SQLite objects created in a thread can only be used in that same")
 
 
 def run_call(future: Future[Outcome], function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Run a call in this thread, and set ``future`` to its outcome. Do nothing if the call has run or was cancelled."""
+    """Run a call in this thread, and set ``future`` to its outcome."""
     if future.done() or not future.set_running_or_notify_cancel():
         return
     started = time.perf_counter()
     try:
         value = function(**arguments)
-        if inspect.isawaitable(value):  # Async method of an environment. Waiting keeps the order of its calls.
+        if inspect.isawaitable(value):  # An environment's async method. Waiting keeps the order of its calls.
             outcome = asyncio.run_coroutine_threadsafe(awaited_outcome(value, None), event_loop()).result()
         else:
             outcome = Outcome("value", value, time.perf_counter() - started)
-    except BaseException as error:  # SystemExit would end the thread, and the call would have no outcome.
+    except BaseException as error:  # SystemExit would end the thread without an outcome.
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
         outcome = raised_outcome(error)
@@ -64,37 +59,32 @@ def run_call(future: Future[Outcome], function: Callable[..., Any], arguments: d
 
 @dataclass(slots=True)
 class RunningCall:
-    """A tool call that was started. A main-thread call runs only when its outcome is requested."""
-
     name: str
     future: Future[Outcome]
     deadline: float = math.inf  # Latest time to wait for the call, in `time.monotonic` seconds.
-    run: Callable[[], None] | None = None  # Runs the call in the thread that requests the outcome (main_thread_tools).
-    environment: Environment | None = None  # Environment of a method. None for a tool.
-    declarable: str | None = None  # Name to suggest for main_thread_tools if the call fails, or None.
+    run: Callable[[], None] | None = None  # Runs the call in the main thread (main_thread_tools).
+    environment: Environment | None = None
+    declarable: str | None = None  # Name for main_thread_tools, if that may mend the call.
 
     def done(self) -> bool:
-        """Return whether the call has ended, is late, or runs only in the requesting thread."""
         return self.run is not None or self.future.done() or time.monotonic() > self.deadline
 
     def abandon(self) -> None:
-        """Cancel the call. If an environment's thread hasn't finished the call, the environment becomes stuck."""
         if self.environment is not None and self.run is None and not self.future.done():
             self.environment.stuck = True
         self.future.cancel()
 
 
 class Toolbox:
-    """The tools and environments of a run: starts their calls and returns their answers.
+    """The tools and environments of a run.
 
     Args:
-        tools: functions or import paths, sync or async, with type hints and a Google-style docstring.
-        environment_factory: makes an environment. Its ``reset`` begins an episode, and its other public methods are
-            tools. Or a dict of factories by name: a row's column ``environment`` picks one.
+        tools: functions or import paths.
+        environment_factory: makes environments. Or a dict of factories by the value of a row's column ``environment``.
         workers: number of processes for the sync tools. 0 means that sync tools run in threads.
-        timeout: maximum seconds of a call. None means no limit. Calls in the main thread have no limit.
+        timeout: maximum seconds of a call outside the main thread. None means no limit.
         main_thread: names of tools and environments that work only in the main thread.
-        most_environments: maximum number of environments in use at once (at least one group's). None means no limit.
+        most_environments: maximum number of environments in use at once, but at least a group's. None: no limit.
     """
 
     def __init__(
@@ -103,8 +93,8 @@ class Toolbox:
         timeout: float | None = None, main_thread: Sequence[str] | None = None, most_environments: int | None = None,
     ) -> None:  # fmt: skip
         self.timeout = timeout
-        self.counts: dict[str, float] = defaultdict(float)  # Sums of the metrics ``tools/...`` until `take_counts`.
-        # Callback for each ended call: tool's name, start and end in `time.perf_counter` seconds.
+        self.counts: dict[str, float] = defaultdict(float)
+        # Called with an ended call's tool, start and end in `time.perf_counter` seconds.
         self.on_call: Callable[[str, float, float], None] | None = None
         self._tools: dict[str, Callable[..., Any]] = {}
         for tool in tools or ():
@@ -118,7 +108,6 @@ class Toolbox:
         if isinstance(environment_factory, str):
             environment_factory = find_object(environment_factory, "environment_factory", callable)
         self.by_name = isinstance(environment_factory, dict)
-        # Environment factories by the name in a row's column ``environment``.
         self.factories: dict[str | None, Callable[[], Any]] = {}
         if environment_factory is not None:
             self.factories = dict(environment_factory) if self.by_name else {None: environment_factory}  # type: ignore
@@ -138,9 +127,7 @@ class Toolbox:
         self.environments = Environments(self.factories, main, self._advise_main_thread, most_environments)
         first = self.environments.first
         classes = dict.fromkeys(type(environment.instance) for environment in first.values())
-        # Classes of environments that have a method `get_reward`. Each class becomes a reward function.
         self.reward_classes = [c for c in classes if callable(getattr(c, "get_reward", None))]
-        # Functions that the model may call: all tools, then the methods of one environment per factory.
         self.functions = [*self._tools.values()]
         shared = [_schema(name, function) for name, function in self._tools.items()]
         self._schemas: dict[str | None, list[dict[str, Any]]] = {None: shared}
@@ -153,11 +140,9 @@ class Toolbox:
             self.functions += methods.values()
 
     def schemas(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the JSON schemas of the tools that the conversation of a dataset row may call."""
         return self._schemas[self._factory_of(row)]
 
     def template_arguments(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Return the tools of a dataset row as an argument of the chat template. Raise ValueError for a plain text."""
         if isinstance(row["prompt"], str):
             raise ValueError(
                 f"{where}: the prompt is plain text, but tools need a conversation: give a list of messages, such as "
@@ -166,8 +151,7 @@ class Toolbox:
         return {"tools": self.schemas(row) or None}
 
     def open(self, row: dict[str, Any]) -> tuple[Environment | None, list[RunningCall]]:
-        """Begin a row's conversation. Return its environment and the call of its ``reset(**row)``. Without environments
-        return None and no call."""
+        """Begin a row's conversation. Return its environment and the running call of ``reset``."""
         if not self.factories:
             return None, []
         environment = self.environments.lend(self._factory_of(row))
@@ -177,7 +161,6 @@ class Toolbox:
         return environment, [self._start("reset", environment.instance.reset, arguments, environment)]
 
     def call(self, environment: Environment | None, calls: Sequence[ToolCall]) -> list[RunningCall]:
-        """Start the tool calls of one assistant message. Return the running calls without waiting."""
         self.counts["tools/calls"] += len(calls)
         methods = environment.methods if environment is not None else {}
         running: list[RunningCall] = []
@@ -198,7 +181,6 @@ class Toolbox:
         return running
 
     def outcome(self, call: RunningCall) -> Outcome:
-        """Return a call's outcome. A call of the main thread runs now. Another call that hasn't ended is ``late``."""
         if call.run is not None:
             call.run()
         if not call.future.done():
@@ -216,10 +198,10 @@ class Toolbox:
         self, name: str, function: Callable[..., Any], arguments: dict[str, Any],
         environment: Environment | None = None, earlier: int = 0,
     ) -> RunningCall:  # fmt: skip
-        """Start a call of a tool, or of a method of ``environment``, which has ``earlier`` calls to run first."""
+        """Start a call. An environment's thread runs ``earlier`` calls before it."""
         arguments, is_async = own_copy(arguments), inspect.iscoroutinefunction(function)
         deadline = math.inf if self.timeout is None else time.monotonic() + (1 + earlier) * self.timeout
-        if environment is None and name in self._pool:  # Worker processes limit the call's time.
+        if environment is None and name in self._pool:  # No deadline, because worker processes limit the call's time.
             return RunningCall(name, self._pool.submit(name, arguments))
         if environment is None and is_async:
 
@@ -241,8 +223,6 @@ class Toolbox:
         return RunningCall(name, future, deadline, environment=environment, declarable=declarable)
 
     def _advise_main_thread(self, name: str, outcome: Outcome) -> None:
-        """If a failed call needed the main thread, warn once about its tool or environment. A tool that ran in a thread
-        runs in the main thread from then on."""
         needs_main = outcome.kind == "raised" and any(part in outcome.value[1] for part in NEEDS_MAIN)
         if not needs_main or ("main thread", name) in self._warned:
             return
@@ -259,7 +239,6 @@ class Toolbox:
         )
 
     def told(self, calls: Sequence[RunningCall], images: bool = False) -> list[dict[str, Any]]:
-        """Return one message of role `tool` per call, with the returned value or an error (e.g. late)."""
         messages = []
         for call in calls:
             outcome = self.outcome(call)
@@ -273,7 +252,7 @@ class Toolbox:
         return messages
 
     def refused(self, messages: Sequence[dict[str, Any]], error: Exception) -> list[dict[str, Any]]:
-        """Return tools' messages with ``error`` as content of the messages that have images. Warn once about a tool."""
+        """Put ``error`` in place of the messages' images."""
         shown = []
         for message in messages:
             if isinstance(shown_content(message["content"], images=True), list):
@@ -283,13 +262,12 @@ class Toolbox:
         return shown
 
     def _failed(self, name: str, error: Exception, outcome: Outcome | None = None, remedy: str = "") -> str:
-        """Count a failed call, and return the content with its error. Warn once if the tool raised, and once if its
-        value can't be shown, because otherwise only the model would see the error."""
+        """Return a failed call's content. Warn about it once, because only the model reads the content."""
         self.counts["tools/failures"] += 1
         problem = f"what tool {name!r} returned can't be shown ({error})"
         if outcome is not None and outcome.kind != "value":
             place = place_in(outcome.value[1]) if outcome.kind == "raised" else ""
-            problem = place and f"tool {name!r} raised {outcome.value[0]} ({place})"  # Empty: the call was wrong.
+            problem = place and f"tool {name!r} raised {outcome.value[0]} ({place})"  # Empty for a wrong call.
         key = (problem.partition(" ")[0], name)
         if problem and key not in self._warned:
             self._warned.add(key)
@@ -301,7 +279,6 @@ class Toolbox:
         return str({"error": str(error)})
 
     def take_counts(self) -> dict[str, float]:
-        """Return the sums ``tools/calls``, ``/failures``, ``/timeouts`` and ``/seconds``, and set the sums to 0."""
         return {name: self.counts.pop(name, 0.0) for name in COUNTS}
 
     def close(self) -> None:
@@ -321,15 +298,13 @@ class Toolbox:
 
 
 def environment_reward(of: Any, tools: Toolbox) -> Callable[..., Any]:
-    """Return a reward function: ``get_reward()`` of environments of class ``of``, and None for other environments."""
-
-    def own(environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
+    def rewards(environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
         return tools.environments.rewards([e if type(e) is of else None for e in environments])
 
-    async def own_awaited(environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
+    async def awaited_rewards(environments: Sequence[Any], **kwargs: Any) -> list[float | None]:
         return [await e.get_reward() if type(e) is of else None for e in environments]
 
-    reward: Any = own_awaited if inspect.iscoroutinefunction(of.get_reward) else own
+    reward: Any = awaited_rewards if inspect.iscoroutinefunction(of.get_reward) else rewards
     reward.__name__ = of.__name__
     return reward
 
@@ -337,7 +312,7 @@ def environment_reward(of: Any, tools: Toolbox) -> Callable[..., Any]:
 def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_json_schema(function)
-    except Exception as error:  # transformers raises several types of errors.
+    except Exception as error:
         raise ValueError(
             f"tool {name!r} can't be described to the model ({error}): give the tool type hints and a Google-style "
             "docstring with every argument under `Args:`."
@@ -345,10 +320,7 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def answer_content(outcome: Outcome, images: bool = False) -> Any:
-    """Return the content of the message with a tool's outcome. ``images``: whether the model reads images. A list that
-    can be copied stays a list, because reward functions get a list in TRL. The model reads the list's `shown_content`.
-    Any other value becomes text. Lone surrogates are replaced, because no tokenizer accepts them. Raise a RuntimeError
-    if the call failed, a ValueError if the value can't be shown to the model."""
+    """Return the content of the message with a tool's outcome. Raise an error for the model if the call failed."""
     if outcome.kind == "late":
         raise RuntimeError(f"timed out after {outcome.seconds:g} s")
     if outcome.kind == "died":
@@ -356,17 +328,16 @@ def answer_content(outcome: Outcome, images: bool = False) -> Any:
     if outcome.kind != "value":
         raise RuntimeError(str(outcome.value[0]).partition(": ")[2])
     shown = shown_content(outcome.value, images)
-    if not isinstance(outcome.value, list):
+    if not isinstance(outcome.value, list):  # A list stays a list, because reward functions get a list in TRL.
         return shown
     try:
-        return clean(copy.deepcopy(outcome.value))  # A copy, so that the tool can't change the message later.
+        return clean(copy.deepcopy(outcome.value))  # The tool can't change the copy later.
     except Exception:  # The value can't be copied, e.g. an object with a lock.
         return shown
 
 
 def shown_content(content: Any, images: bool = False) -> Any:
-    """Return a tool's value for the model: content parts if the value has images and ``images`` is true, else text.
-    Text parts are joined. Raise a ValueError if a list has other content parts."""
+    """Return a tool's value for the model: text, or content parts if the value has ``images`` that the model reads."""
     is_list = isinstance(content, list) and bool(content)
     if not is_list or not all(isinstance(part, dict) and part.get("type") in PARTS for part in content):
         return str(clean(str(content)))

@@ -53,7 +53,7 @@ def responses(api: ChatAPI, wrote: str, requests: list[tuple[str, Any]]) -> list
     """Responses of one session. Its model writes the same text each time."""
     form = ChatFormat(api.tokenizer, {}, [api.tokenizer.eos_token_id])
     sampling = Sampling(1, 64, 1.0, {})
-    endpoint = Endpoint(api, Written(wrote), sampling, (0, "train"), CONTEXT)
+    endpoint = Endpoint(api, Written(wrote), sampling, 0, "train", CONTEXT)
     config: Any = SimpleNamespace(agent_requests=1000, agent_parallel=8, agent_sampling="refuse")
     session = Session(Prompt({}, ModelInput((1, 2)), 0), 0, form, config)
     endpoint.sessions[session.key] = session

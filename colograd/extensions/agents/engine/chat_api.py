@@ -1,8 +1,4 @@
-"""`ChatAPI`: reads requests and writes responses of the OpenAI and Anthropic APIs, with vLLM's classes.
-
-vLLM's parsers extract tool calls and reasoning from sampled tokens. This module doesn't sample. A streamed request gets
-the server-sent events of its answers (`events`) when all of its answers are complete.
-"""
+"""`ChatAPI`: reads requests and writes responses of the OpenAI and Anthropic APIs, with vLLM's classes and parsers."""
 
 from __future__ import annotations
 
@@ -21,22 +17,22 @@ from ....engine.protocol import Sampled
 from ....engine.sampling import Sampling
 from ....usercode.untrusted import clean, parse_json
 
-# Request parameters that change the sampling, each with the neutral values (in addition to None) that change nothing.
+# Request parameters that change the sampling, each with its neutral values besides None.
 SHAPING: dict[str, tuple[Any, ...]] = {
     "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0,), "frequency_penalty": (0.0,),
     "presence_penalty": (0.0,), "logit_bias": ({},), "min_tokens": (0,), "bad_words": ([],), "allowed_token_ids": ([],),
     "ignore_eos": (False,), "thinking_token_budget": (), "repetition_detection": (),
 }  # fmt: skip
-# Request parameters that aren't supported, each with the values (in addition to None) that are accepted nevertheless.
+# Unsupported request parameters, each with its accepted values besides None.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,), "echo": (False,), "suffix": ("",), "prompt_logprobs": (0,), "top_logprobs": (0,),
     "logprob_token_ids": ([],), "continue_final_message": (False,), "add_generation_prompt": (True,),
     "chat_template": (), "truncate_prompt_tokens": (), "prompt_embeds": (), "kv_transfer_params": (),
     "ec_transfer_params": (), "vllm_xargs": (), "include_stop_str_in_output": (False,),
 }  # fmt: skip
-# Names that a request's `chat_template_kwargs` may not have, because they are options of `apply_chat_template`.
+# Options of `apply_chat_template`, which a request's `chat_template_kwargs` may not set.
 NO_ARGUMENTS = {"chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
-# Pairs: a text in the chat template, and the name of vLLM's parser for such tool calls. The first match is used.
+# (text in the chat template, name of vLLM's parser). The first match counts.
 TOOL_PARSERS = (
     ("<arg_key>", "glm45"), ("<function=", "qwen3_coder"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3_json"),
     ("[TOOL_CALLS]", "mistral"), ("<|channel|>", "openai"), ('"parameters": ', "llama3_json"),
@@ -45,8 +41,6 @@ REASONING_PARSERS = (("<|channel|>", "openai_gptoss"), ("enable_thinking", "qwen
 
 
 class BadRequest(ValueError):
-    """A request that the endpoint rejects, with the HTTP status and the API's error code."""
-
     def __init__(self, message: str, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(message)
         self.status, self.code = status, code
@@ -54,25 +48,21 @@ class BadRequest(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request after its body was parsed and checked."""
-
     api: str  # "chat", "completions" or "messages".
     request: Any  # vLLM's request object. For "messages" it is the equivalent chat request.
     sampling: Sampling
     shaping: dict[str, Any]  # Sampling settings by name that differ from the run's settings.
-    stops: list[str]  # The request's stop strings.
+    stops: list[str]
     messages: list[dict[str, Any]] | None = None
     prompts: list[str | list[int]] = dataclasses.field(default_factory=list)
-    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # Chat template's arguments.
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)  # Arguments of the chat template.
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer to a request, parsed from sampled tokens."""
-
-    message: dict[str, Any]  # Assistant message in the form of OpenAI's chat API. `completions`: only the content.
+    message: dict[str, Any]  # In the form of OpenAI's chat API. `completions`: only the content.
     finish_reason: str  # "stop", "length" or "tool_calls".
-    stop: str | None  # Stop string that ended the answer, or None.
+    stop: str | None  # Stop string that ended the answer.
     ids: Sequence[int]
     logprobs: Sequence[float]
 
@@ -81,7 +71,7 @@ class ChatAPI:
     """Reads requests and writes responses for one model.
 
     Args:
-        model: name of the model in requests and responses.
+        model: name of the model in responses.
         template: the model's chat template, used to choose parsers.
         tool_parser, reasoning_parser: names of vLLM's parsers. None means a choice by the template, "" no parser.
     """
@@ -98,7 +88,7 @@ class ChatAPI:
         if reasoning_parser is None:
             reasoning_parser = next((name for part, name in REASONING_PARSERS if part in template), "")
         self.tool_parser, self.reasoning_parser = tool_parser, reasoning_parser
-        # Malformed tool calls aren't errors, because the model should unlearn them. So hide vLLM's tracebacks for them.
+        # Malformed tool calls aren't errors of the run: hide vLLM's tracebacks.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         try:
             self._parser: Any = ParserManager.get_parser(
@@ -112,12 +102,11 @@ class ChatAPI:
             ) from None
 
     def read(self, api: str, body: Any, sampling: Sampling) -> Call:
-        """Parse a request's body. Raise BadRequest if the body is malformed or sets an unsupported parameter."""
         try:
             return self._read(api, body, sampling)
         except BadRequest:
             raise
-        except Exception as error:  # vLLM's request classes raise many types of errors for a bad request.
+        except Exception as error:  # vLLM raises many types of errors for a bad request.
             raise BadRequest(f"{type(error).__name__}: {error}") from None
 
     def _read(self, api: str, body: Any, sampling: Sampling) -> Call:
@@ -172,7 +161,7 @@ class ChatAPI:
         return Call(api, request, own, shaping, stops, **further)
 
     def _with_tools(self, request: Any, arguments: dict[str, Any]) -> Any:
-        """Return a request with the output structure that `tool_choice` requires. Add tools etc. to ``arguments``."""
+        """Add tools etc. to ``arguments``. Return the request with the output structure that `tool_choice` requires."""
         if others := NO_ARGUMENTS & arguments.keys():
             raise BadRequest(f"chat_template_kwargs has {min(others)}, which this endpoint doesn't support: remove it.")
         if request.reasoning_effort is not None:
@@ -204,15 +193,14 @@ class ChatAPI:
         if api != "completions" and not isinstance(body.get("messages"), list):
             raise BadRequest("messages is missing, or isn't a list.")
         try:
-            if api == "completions":
-                return CompletionRequest.model_validate(body)
-            if api == "chat":
-                return ChatCompletionRequest.model_validate(body)
-            from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-            from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+            if api == "messages":
+                from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+                from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
-            request = AnthropicMessagesRequest.model_validate(body)
-            return AnthropicServingMessages.to_chat_completion_request(request)
+                request = AnthropicMessagesRequest.model_validate(body)
+                return AnthropicServingMessages.to_chat_completion_request(request)
+            kind: Any = CompletionRequest if api == "completions" else ChatCompletionRequest
+            return kind.model_validate(body)
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"][:4])
@@ -224,8 +212,9 @@ class ChatAPI:
     def choice(self, call: Call, sample: Sampled, ends: Any) -> Choice:
         """Convert sampled tokens to an answer. ``ends`` are the tokens that end a message."""
         ids, length = sample.ids, sample.finish_reason is not FinishReason.STOP
-        own = ids[:-1] if not length and len(ids) and ids[-1] in ends else ids
-        text, stop = self._text(call, own), None
+        shown = ids[:-1] if not length and len(ids) and ids[-1] in ends else ids
+        keeps = call.api != "completions" and bool(call.arguments.get("tools") or self.reasoning_parser)
+        text, stop = str(self.tokenizer.decode([*shown], skip_special_tokens=not keeps)), None
         if not length and (places := [(text.find(part), part) for part in call.stops if part in text]):
             at, stop = min(places)
             text = text[:at]
@@ -234,14 +223,10 @@ class ChatAPI:
             return Choice({"content": text}, reason, stop, ids, sample.logprobs)
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if self._parser is not None:
-            message = self._parsed(call, text, own)
+            message = self._parsed(call, text, shown)
             if message.get("tool_calls") and not length:
                 reason = "tool_calls"
         return Choice(message, reason, stop, ids, sample.logprobs)
-
-    def _text(self, call: Call, ids: Sequence[int]) -> str:
-        keeps = bool(call.arguments.get("tools")) or bool(self.reasoning_parser)
-        return str(self.tokenizer.decode([*ids], skip_special_tokens=not keeps or call.api == "completions"))
 
     def _parsed(self, call: Call, text: str, ids: Sequence[int]) -> dict[str, Any]:
         try:
@@ -254,18 +239,19 @@ class ChatAPI:
         if reasoning:
             message["reasoning"] = reasoning
         if calls:
-            functions = [{"name": each.name, "arguments": each.arguments} for each in calls]
-            names = [each.id or f"call_{uuid.uuid4().hex[:24]}" for each in calls]
             message["tool_calls"] = [
-                {"id": name, "type": "function", "function": function}
-                for name, function in zip(names, functions, strict=True)
+                {
+                    "id": each.id or f"call_{uuid.uuid4().hex[:24]}",
+                    "type": "function",
+                    "function": {"name": each.name, "arguments": each.arguments},
+                }
+                for each in calls
             ]
         elif content is None:
             message["content"] = ""
         return dict(clean(message))  # Replace lone surrogates, e.g. from JSON escapes in calls.
 
     def response(self, call: Call, choices: Sequence[Choice], prompt_tokens: int) -> dict[str, Any]:
-        """Return the body of a response. The events of a streamed response are made from this body."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
         from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 
@@ -291,8 +277,7 @@ class ChatAPI:
             parts.append(part | {"logprobs": logprobs if wants_logprobs else None})
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": written, "total_tokens": prompt_tokens + written}
         kind: Any = CompletionResponse if call.api == "completions" else ChatCompletionResponse
-        body = {"model": self.model, "usage": usage, "choices": parts}
-        response = kind.model_validate(body)
+        response = kind.model_validate({"model": self.model, "usage": usage, "choices": parts})
         return _anthropic(response) if call.api == "messages" else dict(response.model_dump(mode="json"))
 
 
@@ -312,7 +297,6 @@ def _texts_only(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _anthropic(response: Any) -> dict[str, Any]:
-    """Convert an OpenAI response into the body of Anthropic's form."""
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
     choice = response.choices[0]
@@ -330,7 +314,7 @@ def _anthropic(response: Any) -> dict[str, Any]:
 
 
 def events(call: Call, body: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the server-sent events of a streamed request from the body of its whole response."""
+    """Yield server-sent events from a response's body."""
     if call.api == "messages":
         yield from _message_events(body)
         return
@@ -356,8 +340,6 @@ def events(call: Call, body: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _message_events(body: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the events of a response of Anthropic's messages API: start and end of the message and of each block."""
-
     def event(kind: str, **content: Any) -> str:
         return f"event: {kind}\ndata: {json.dumps({'type': kind, **content})}\n\n"
 

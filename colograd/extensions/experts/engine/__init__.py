@@ -1,1 +1,1 @@
-"""The part of the extension `experts` (mixtures of experts) that imports vLLM."""
+"""The part of the extension `experts` that imports vLLM."""

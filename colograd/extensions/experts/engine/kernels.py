@@ -1,8 +1,7 @@
 """Changes to vLLM while an engine of a mixture of experts is built.
 
-On a CPU vLLM would repack the experts' weights. Here the experts are plain matrix products with the weights as loaded,
-so that a publish (a copy of the policy's weights into the engine) can write the experts. If vLLM can't serve an adapter
-beside experts in their loaded layout, the engine gets weights with the adapter merged in.
+On a CPU vLLM would repack the experts' weights, and weight syncs couldn't write them. Here the experts are plain matrix
+products with the weights as loaded.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from ....policy.loading import Policy
 from ....reporting.console import Console
 from ....runtime.sizes import num_experts
 
-# Constants of gpt-oss's activation, which clamps gate and up projections. Its weights alternate their rows.
-SLOPE, LIMIT = 1.702, 7.0
+SLOPE, LIMIT = 1.702, 7.0  # Constants of gpt-oss's activation. Its gate and up projections alternate their rows.
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "silu": silu, "gelu": gelu, "gelu_tanh": functools.partial(gelu, approximate="tanh"),
 }  # fmt: skip
@@ -33,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
 @torch.no_grad()
 def apply_experts(
     kernel: Any, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
-    topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: Any, *unused: Any, **given: Any,
+    topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: Any, *unused: Any, **options: Any,
 ) -> None:  # fmt: skip
     """Write the weighted sum of each token's experts into ``output``. Has the signature of vLLM's expert kernels.
 
@@ -47,13 +45,13 @@ def apply_experts(
     activate = functools.partial(_activated, str(activation.value))
     experts, order = topk_ids.flatten().sort(stable=True)
     inputs = hidden_states[order // chosen].split(torch.bincount(experts, minlength=count).tolist())
-    found = hidden_states.new_empty(tokens * chosen, w2.shape[1])
+    of_experts = hidden_states.new_empty(tokens * chosen, w2.shape[1])
 
     biases1, biases2 = ([None] * count if of_all is None else of_all for of_all in (kernel.w1_bias, kernel.w2_bias))
     products = zip(inputs, w1, biases1, w2, biases2, strict=True)
-    found[order] = torch.cat([linear(activate(linear(x, u, b)), v, c) for x, u, b, v, c in products])
-    shares = torch.ones_like(topk_weights) if given.get("apply_router_weight_on_input") else topk_weights
-    output.copy_((found.view(tokens, chosen, -1) * shares[..., None]).sum(1))
+    of_experts[order] = torch.cat([linear(activate(linear(x, u, b)), v, c) for x, u, b, v, c in products])
+    shares = torch.ones_like(topk_weights) if options.get("apply_router_weight_on_input") else topk_weights
+    output.copy_((of_experts.view(tokens, chosen, -1) * shares[..., None]).sum(1))
 
 
 def _activated(kind: str, x: torch.Tensor) -> torch.Tensor:
@@ -65,9 +63,6 @@ def _activated(kind: str, x: torch.Tensor) -> torch.Tensor:
 
 
 class MixtureBuild(EngineFeature):
-    """Engine feature for mixtures of experts. It creates vLLM's process group for experts if vLLM doesn't, and on a CPU
-    keeps the experts' weights as loaded."""
-
     def __init__(self, config: GRPOConfig) -> None:
         self.config = config
 
@@ -75,7 +70,7 @@ class MixtureBuild(EngineFeature):
     def while_built(self) -> Iterator[None]:
         from vllm.distributed import parallel_state as vllm_groups
 
-        # vLLM creates its groups once per process. Those of a dense model lack the group for experts.
+        # vLLM creates its groups once per process, for a dense model without the experts' group.
         if vllm_groups._WORLD is not None and vllm_groups._EP is None:
             world, ranks = vllm_groups._WORLD, torch.arange(torch.distributed.get_world_size())
             engines = ranks.view(-1, self.config.vllm_tensor_parallel_size).tolist()
@@ -87,7 +82,6 @@ class MixtureBuild(EngineFeature):
 
 
 def mixture_build(config: GRPOConfig, use: EngineUse) -> MixtureBuild | None:
-    """Return the engine feature `MixtureBuild`, or None for a model that is known to have no experts."""
     model_config = use.model_config if use.policy is None else use.policy.model.config
     experts = None if model_config is None else num_experts(model_config)
     check_experts(experts or 0, config.on_cpu)
@@ -95,8 +89,7 @@ def mixture_build(config: GRPOConfig, use: EngineUse) -> MixtureBuild | None:
 
 
 def check_experts(experts: int, on_cpu: bool) -> None:
-    """Raise a RuntimeError if vLLM would repack the weights of a mixture, so that a publish couldn't write them.
-    ``experts``: number of experts of the model."""
+    """Raise a RuntimeError if `live_experts` can't replace this vLLM's experts."""
     if not experts or not on_cpu:
         return
     try:
@@ -111,8 +104,6 @@ def check_experts(experts: int, on_cpu: bool) -> None:
 
 
 def live_experts() -> contextlib.AbstractContextManager[None]:
-    """Context in which vLLM builds an engine on a CPU without repacking the experts' weights."""
-
     def keep(theirs: Any, self: Any, layer: torch.nn.Module) -> None:
         self.apply = functools.partial(apply_experts, self)
 
@@ -121,8 +112,7 @@ def live_experts() -> contextlib.AbstractContextManager[None]:
 
 
 def merged_beside_experts(policy: Policy, args: GRPOConfig, samples: bool = True) -> Policy:
-    """Return the policy. If its model is a mixture that vLLM can't serve with an adapter, set the adapter's
-    `why_merged`, so that the engine gets merged weights. ``samples``: whether the run has an engine."""
+    """Set the adapter's `why_merged` if vLLM can't serve the adapter. ``samples``: whether the run has an engine."""
     adapter = policy.adapter
     if not samples or adapter is None or adapter.why_merged or not num_experts(policy.model.config):
         return policy
@@ -133,7 +123,6 @@ def merged_beside_experts(policy: Policy, args: GRPOConfig, samples: bool = True
 
 
 def why_no_slots(on_cpu: bool) -> str:
-    """Return why vLLM can't serve a mixture's adapter, so that the engine gets merged weights. Empty: vLLM can."""
     if on_cpu:
         return "on a CPU vLLM has no experts beside a LoRA"
     try:

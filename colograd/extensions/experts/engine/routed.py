@@ -1,8 +1,7 @@
 """Record of the experts that the engine's routers chose for each token of a sequence, for `router_replay`.
 
-vLLM's Model Runner V2, used on a GPU, returns the experts (``enable_return_routed_experts``). With V1, used on a CPU,
-each router passes its choice to a function here, and the model runner knows each token's request. V1 runs without
-prefix cache, because the routers don't run for a cached token.
+vLLM's Model Runner V2, used on a GPU, returns the experts. With V1, used on a CPU, each router passes its choice to a
+function here, and the prefix cache is off, because the routers don't run for cached tokens.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from ....engine.arguments import accepted, runs_v2
 from ....engine.protocol import EngineFeature, EngineUse, Sampled
 from ..router_replay import RoutedExperts, filled
 
-TELLS_EXPERTS = "enable_return_routed_experts"  # vLLM's engine argument to return experts, for Model Runner V2.
+TELLS_EXPERTS = "enable_return_routed_experts"  # vLLM's engine argument.
 
-# Pattern of vLLM's request id of a completion: "1_request-7-a06c1b92" is the second completion of our "request-7".
+# vLLM's request id of a completion: "1_request-7-a06c1b92" is the second completion of our "request-7".
 NAME = re.compile(r"(?:(\d+)_)?(request-\d+)(?:-[0-9a-f]{8})?$")
 
 
@@ -34,11 +33,9 @@ def _problem(problem: str) -> RuntimeError:
 
 
 class RouterLog(EngineFeature):
-    """Engine feature that adds a rider (per-token data) to each completion: the experts that vLLM's routers chose."""
-
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
-        self.itself = False  # Whether vLLM returns the experts. Otherwise this object observes vLLM's routers.
+        self.itself = False  # Whether vLLM returns the experts itself.
         # Experts [n, L, K] by request name and completion index. n may exceed the number of tokens.
         self._seen: dict[str, dict[int, torch.Tensor]] = {}
 
@@ -56,11 +53,10 @@ class RouterLog(EngineFeature):
         return {TELLS_EXPERTS: True}
 
     def built(self, engine: Any) -> None:
-        """Start the recording of experts. Only the engine's first rank records."""
         from vllm.model_executor.layers.fused_moe import layer as fused
 
         if engine.layout.engine_place > 0:
-            if self.itself:  # vLLM's worker returns experts on the first rank only. The other schedulers would fail.
+            if self.itself:  # vLLM's worker returns experts on the first rank only, and other schedulers would fail.
                 engine.scheduler.aux_output_connector = None
             return
         runner = engine.runner
@@ -80,10 +76,9 @@ class RouterLog(EngineFeature):
             runner.execute_model = functools.partial(self._watched, runner)
 
     def _keep(self, place: int, chosen: torch.Tensor) -> None:
-        self._step[place] = chosen.to(self.dtype)  # Experts that one router chose for an engine step's tokens, (T, K).
+        self._step[place] = chosen.to(self.dtype)  # (T, K) of an engine step's tokens.
 
     def _watched(self, runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a step of vLLM's model runner, then add the experts of its tokens to the record of each request."""
         result = self._execute(scheduled, *args, **kwargs)
         counts = scheduled.num_scheduled_tokens
         if not counts:
@@ -93,7 +88,7 @@ class RouterLog(EngineFeature):
         for row, name in enumerate(batch.req_ids):
             start, own = int(batch.num_computed_tokens_cpu[row]), chosen[at : at + counts[name]]
             at += counts[name]
-            if (ours := NAME.fullmatch(name)) is None:  # Another user of the engine made the request.
+            if (ours := NAME.fullmatch(name)) is None:  # Not a request of ours.
                 continue
             of_request, index, end = self._seen.setdefault(ours[2], {}), int(ours[1] or 0), start + len(own)
             rows = of_request.get(index, own[:0])
@@ -104,31 +99,28 @@ class RouterLog(EngineFeature):
         return result
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
-        """Add a `RoutedExperts` rider to each completion of a request. They all share the prompt's tensor."""
         outputs = sorted(output.outputs, key=lambda completion: int(completion.index))
-        parts, first = [], None
+        parts, shared, start = [], None, len(prompt.ids)
         for completion, one in zip(outputs, sampled, strict=True):
-            own = self._take(request, completion, len(prompt.ids), len(one.ids))
-            first = first or own
-            parts.append(dataclasses.replace(one, riders=(*one.riders, RoutedExperts(first.prompt, own.completion))))
+            rows = filled(self._take(request, completion), start + len(one.ids))
+            # Copies, because all completions share the prompt's tensor, and ranks may send tensors separately.
+            shared = rows[:start].clone() if shared is None else shared
+            rider = RoutedExperts(shared, rows[start:].clone())
+            parts.append(dataclasses.replace(one, riders=(*one.riders, rider)))
         return parts
 
-    def _take(self, request: str, completion: Any, prompt: int, length: int) -> RoutedExperts:
-        """Return the experts of vLLM's finished ``completion``, and remove the experts from the record."""
+    def _take(self, request: str, completion: Any) -> torch.Tensor:
         if self.itself:
-            told = getattr(completion, "routed_experts", None)  # Chosen experts, (tokens - 1, all layers, K).
-            if told is None:
+            experts = getattr(completion, "routed_experts", None)  # (tokens - 1, all layers, K)
+            if experts is None:
                 raise _problem("returned no experts for a completion, but router_replay needs them")
             layers = [int(layer.layer_id) for layer in self._layers]
-            rows = torch.from_numpy(told[: prompt + length, layers].astype("int16")).to(self.dtype)
-        elif (seen := self._seen.get(request, {}).pop(completion.index, None)) is not None:
-            rows = seen
-        else:
+            return torch.from_numpy(experts[:, layers].astype("int16")).to(self.dtype)
+        rows = self._seen.get(request, {}).pop(completion.index, None)
+        if rows is None:
             why = "so that router_replay doesn't know its experts"
             raise _problem(f"ran the request {request!r} under another name, {why}")
-        whole = filled(rows, prompt + length)
-        # Copy the parts, because all completions share the prompt's tensor, and ranks may send tensors separately.
-        return RoutedExperts(whole[:prompt].clone(), whole[prompt:].clone())
+        return rows
 
     def drop(self, request: str) -> None:
         self._seen.pop(request, None)
