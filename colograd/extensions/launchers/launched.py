@@ -1,7 +1,6 @@
 """Reads the requested sharding from accelerate's FSDP2 files and DeepSpeed's configurations.
 
-Neither accelerate's wrapping nor DeepSpeed runs. FSDP2 or a requested stage of ZeRO becomes one of Colograd's sharding
-strategies, so that the weight sync can read the policy's weights.
+Neither accelerate's wrapping nor DeepSpeed runs: the request becomes one of Colograd's sharding strategies.
 """
 
 from __future__ import annotations
@@ -12,19 +11,16 @@ from pathlib import Path
 from typing import Any
 
 FSDP, DEEPSPEED, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"
-# Environment variable that holds the launcher's request. Accelerate and transformers don't read it: by their variables
-# they would wrap the policy themselves, and load the policy on one rank only.
+# Holds the launcher's request. By accelerate's own variables transformers would wrap the policy itself.
 KEPT = "COLOGRAD_LAUNCHED"
-STAGES = ("none", "optimizer", "gradients", "fsdp")  # Value of `sharding` by the stage of ZeRO, which is the index.
-# Sections of a DeepSpeed configuration, and Colograd's settings that replace them.
-OWN_KEYS = {"optimizer": "optim", "scheduler": "lr_scheduler_type"}
-
+STAGES = ("none", "optimizer", "gradients", "fsdp")  # Value of `sharding` for ZeRO's stages 0 to 3.
+OWN_KEYS = {"optimizer": "optim", "scheduler": "lr_scheduler_type"}  # Section of DeepSpeed -> Colograd's setting.
 
 Request = tuple[str, dict[str, Any]]  # Name of a requested method, such as FSDP2, and the settings that replace it.
 
 
 def launched_settings(config: Any) -> tuple[dict[str, Any], str]:
-    """Return the requested sharding and its options as settings, and a line for the user, or ""."""
+    """Return the requested sharding as settings, and a line for the user, or ""."""
     made, settings = requests(config.deepspeed), dict[str, Any]()
     for name, request in made:
         sharding, requested = settings.get("sharding", config.sharding), request["sharding"]
@@ -38,8 +34,9 @@ def launched_settings(config: Any) -> tuple[dict[str, Any], str]:
 
 
 def requests(deepspeed: str | dict[str, Any] | None) -> list[Request]:
-    """Return the sharding requests of the launcher's file and of the setting ``deepspeed``, without `none`. The
-    launcher's request moves from accelerate's environment variables to the variable `KEPT`."""
+    """Return the sharding requests of the launcher's file and of the setting ``deepspeed``.
+
+    The launcher's request moves from accelerate's environment variables to the variable `KEPT`."""
     if _is_on(MEGATRON):
         raise ValueError(
             f"{MEGATRON} is set, but Megatron-LM isn't available: launch with `--config_file "
@@ -50,9 +47,9 @@ def requests(deepspeed: str | dict[str, Any] | None) -> list[Request]:
     if _is_on(FSDP) or _is_on(DEEPSPEED):
         os.environ[KEPT] = json.dumps(_launched())
         os.environ[FSDP] = os.environ[DEEPSPEED] = "false"
-    found = [json.loads(text)] if (text := os.environ.get(KEPT)) else []
-    found += [from_deepspeed(deepspeed)] if deepspeed else []
-    return [(name, request) for name, request in found if request["sharding"] != "none"]
+    made = [json.loads(text)] if (text := os.environ.get(KEPT)) else []
+    made += [from_deepspeed(deepspeed)] if deepspeed else []
+    return [(name, request) for name, request in made if request["sharding"] != "none"]
 
 
 def _is_on(variable: str) -> bool:
@@ -60,7 +57,6 @@ def _is_on(variable: str) -> bool:
 
 
 def _launched() -> Request:
-    """Return the request in the environment variables of accelerate's FSDP or DeepSpeed."""
     if _is_on(FSDP):
         if (version := os.environ.get("FSDP_VERSION") or "1") != "2":
             raise ValueError(
