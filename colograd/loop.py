@@ -47,7 +47,7 @@ class Loop:
         for epoch in range(self.first_epoch, self.epochs):
             self._tell("on_epoch_begin")
             if self.checkpoint is not None and epoch == self.first_epoch:
-                trainer._load_rng_state(self.checkpoint)  # `_prepare` would change the state.
+                trainer._load_rng_state(self.checkpoint)  # Here, because `_prepare` changes the random state.
             self.step_of_epoch = trained = self.steps_trained if epoch == self.first_epoch else 0
             if hasattr(self.loader, "set_epoch"):
                 self.loader.set_epoch(epoch)

@@ -51,11 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer | None:
-    """Make the trainer of a command line's arguments. For bad input without `verbose`, print one line, return None.
+    """Make the trainer of a command line. For bad input without `verbose`, print one line and return None.
 
-    Args:
-        kind: class of the trainer. None means `GRPOTrainer`.
-    """
+    ``kind``: class of the trainer, by default `GRPOTrainer`."""
     try:
         process.follow_launcher()
         first = f"colograd {__version__}: loading the libraries"
@@ -162,9 +160,7 @@ def make_trainer(
 
 
 def run(trainer: GRPOTrainer) -> int:
-    """Train, save the model, its state and its card, push them if `push_to_hub` is set, and return the exit status.
-
-    A stop signal with a deadline ends the process here."""
+    """Train, save the model, its state and its card, push them if `push_to_hub` is set, and return the exit status."""
     from colograd.reporting.console import reward_ends
 
     config = trainer.args

@@ -36,10 +36,6 @@ class DAPOLoss(ClippedLoss):
     """Clipped loss, averaged over the step's tokens in the loss (DAPO, arXiv 2503.14476, eq. 8)."""
 
 
-class BNPOLoss(ClippedLoss):
-    """Clipped loss, averaged over the step's tokens in the loss, like `dapo`. TRL averages per micro-batch."""
-
-
 class GRPOLoss(OverCompletions, ClippedLoss):
     """Clipped loss, averaged over each completion's tokens, then over completions (DeepSeekMath, arXiv 2402.03300,
     eq. 3). With `importance_sampling_level: sequence` it is GSPO (arXiv 2507.18071)."""
@@ -179,8 +175,9 @@ class VESPOLoss(TokenLoss):
         return {"vespo/phi_seq_mean": tokens.mean(self.phi(tokens), per_sequence=True)}, {}, {}
 
 
+# `bnpo` is TRL's average over the tokens of a micro-batch. Over the tokens of a whole step it equals `dapo`.
 LOSSES: dict[str, type[TokenLoss]] = {
-    "dapo": DAPOLoss, "bnpo": BNPOLoss, "grpo": GRPOLoss, "dr_grpo": DrGRPOLoss, "luspo": LUSPOLoss,
+    "dapo": DAPOLoss, "bnpo": DAPOLoss, "grpo": GRPOLoss, "dr_grpo": DrGRPOLoss, "luspo": LUSPOLoss,
     "cispo": CISPOLoss, "sapo": SAPOLoss, "vespo": VESPOLoss, "gmpo": GMPOLoss, "dppo": DPPOLoss,
 }  # fmt: skip
 

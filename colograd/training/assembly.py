@@ -89,7 +89,6 @@ def assemble(trainer: Any, prepared: PreparedRun, max_tokens: int) -> SecondMode
 
 
 def join_second_models(trainer: Any, models: SecondModels) -> None:
-    """Divide frozen models over ranks like the policy, and add the callbacks of models that change in training."""
     for second in models.values():
         if isinstance(second, FrozenModel) and not (second.offload and trainer.args.cuts_weights):
             trainer.sharding.share_frozen(second.model)

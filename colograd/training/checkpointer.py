@@ -49,8 +49,8 @@ PATIENCE = 10.0  # Seconds after which a save that still runs no longer delays t
 
 def end_at_a_signal(args: GRPOConfig, closing: contextlib.ExitStack) -> None:
     """Let a stop signal except Ctrl-C end all ranks at once outside of the training, until `closing` is closed."""
-    status = TERMINATED if args.exit_status_after_stop is None else args.exit_status_after_stop
-    stop = StopSignal.outside_training(args.stop_signals, status, faults.tell_stop)
+    status = args.exit_status_after_stop
+    stop = StopSignal.outside_training(args.stop_signals, TERMINATED if status is None else status, faults.tell_stop)
     faults.stop_listeners[:] = [stop.stop]
 
     def remove() -> None:
@@ -96,7 +96,6 @@ class Checkpointer(TrainerCallback):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The trainer's torch optimizer, without accelerate's wrapper."""
         return getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
 
     def find(self, wanted: str | bool | None) -> str | None:
@@ -111,7 +110,6 @@ class Checkpointer(TrainerCallback):
         return path
 
     def begin(self, checkpoint: str | None) -> None:
-        """Report the step that the run resumes at, and changed settings. Load the state of a stream or curriculum."""
         say, prompts = self.trainer.console.say, self.trainer.train_prompts
         self._newest = 0 if checkpoint is None else folders.step_of(checkpoint)
         if checkpoint is not None:
@@ -167,7 +165,6 @@ class Checkpointer(TrainerCallback):
                 self.stop_signal.remove()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Postpone a save to the end of the round, and share a stop signal with all ranks."""
         stop_signal = self.stop_signal
         stops, cuts, saves = zip(*gather((stop_signal.received, stop_signal.is_cut, self.writer.state())), strict=True)
         self.settle(wait=False, states=saves)
@@ -211,11 +208,7 @@ class Checkpointer(TrainerCallback):
             )
 
     def save(self) -> bool:
-        """Start to save a checkpoint of this step. Return whether it is written or being written.
-
-        Raises:
-            RuntimeError: ``save_failures`` checkpoints in a row couldn't be written.
-        """
+        """Start to save a checkpoint of this step. Return whether it is written or being written. A collective call."""
         trainer, state, console = self.trainer, self.trainer.state, self.trainer.console
         if trainer.learner.pending:
             self._is_due = True
@@ -254,14 +247,14 @@ class Checkpointer(TrainerCallback):
 
     def _reason_for_foreground(self) -> str:
         """Return why training must wait for this checkpoint, or "". A collective call."""
-        trainer = self.trainer
-        optimizer, owned = self.optimizer, trainer.sharding.owned()
+        trainer, optimizer = self.trainer, self.optimizer
         state = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
         adapter_alone = hasattr(trainer.model, "peft_config")
         saved = (p for p in trainer.model.parameters() if p.requires_grad or not adapter_alone)
-        weights = sum(p.nbytes for p in saved) if self.args.should_save else 0
-        is_cut, held = trainer.sharding.cuts_optimizer(optimizer, owned), self._host_files.nbytes
-        mine = why_in_foreground(self.args, trainer.callback_handler.callbacks, is_cut, state + weights, held)
+        size = state + (sum(p.nbytes for p in saved) if self.args.should_save else 0)
+        is_cut = trainer.sharding.cuts_optimizer(optimizer, trainer.sharding.owned())
+        callbacks = trainer.callback_handler.callbacks
+        mine = why_in_foreground(self.args, callbacks, is_cut, size, self._host_files.nbytes)
         why = next(filter(None, gather(mine)), "")
         if why != self._why_in_foreground and self.args.save_in_background:
             trainer.console.say(f"checkpoints: training waits while one is written, as {why}")
@@ -338,7 +331,7 @@ class Checkpointer(TrainerCallback):
             (folder / folders.PROMPTS).write_text(json.dumps(choice.saved))
 
     def _rotate(self, best: str | None, step: int) -> None:
-        """Delete old checkpoints and old recorded groups. `Writer` calls it when all nodes have the new checkpoint."""
+        """Delete old checkpoints and old recorded groups. All nodes have the new checkpoint."""
         damaged, journal = self._damaged - {step}, self.trainer.journal
         folders.rotate(self.args.output_dir, self.args.save_total_limit, best, newest=step, damaged=damaged)
         if journal is not None and self.args.journal == "until_checkpoint":
@@ -350,7 +343,7 @@ class Checkpointer(TrainerCallback):
 
     @property
     def write_tensors(self) -> Any:
-        """Function that writes tensors to a file or to host memory, with `safetensors.torch.save_file`'s signature."""
+        """Function with `save_file`'s signature that writes to a file, or in a background save to host memory."""
         return self._host_files.put if self._in_background else save_file
 
     def weight_places(self) -> Mapping[str, torch.Tensor]:
@@ -358,14 +351,9 @@ class Checkpointer(TrainerCallback):
         return self._host_files.places(SAFE_WEIGHTS_NAME) if self._in_background else {}
 
     def settle(self, wait: bool, states: Sequence[str | None] | None = None) -> bool:
-        """Finish the present save if all ranks have ended it. A collective call.
+        """Finish the present save if all ranks have ended it. Return False if it failed or still runs. A collective.
 
-        Args:
-            states: `Writer.state` of each rank. None: exchange it.
-
-        Returns:
-            False if the save failed or still runs.
-        """
+        ``states``: `Writer.state` of each rank. None: exchange it."""
         save = self.writer.present
         if save is None:
             return True
@@ -380,7 +368,7 @@ class Checkpointer(TrainerCallback):
         error = next(filter(None, states), "")
         if unknown is None:
             shutil.rmtree(save.aside.parent / f"rank-{rank()}", ignore_errors=True)
-            with contextlib.suppress(OSError):  # not empty: folders of other ranks are in it
+            with contextlib.suppress(OSError):  # folders of other ranks may be in it
                 save.aside.parent.rmdir()
         else:
             self._host_files = HostFiles(self.args.device)  # a thread may still read the old buffers

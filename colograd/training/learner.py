@@ -62,11 +62,8 @@ def step_batch(
 ) -> StepBatch:
     """Balance a step's groups over ranks, pack them, and sum counts over ranks. A collective call.
 
-    Args:
-        statistics: of the groups that this rank sampled for the step.
-        tell: function that gets the joined statistics of all ranks.
-        groups: groups to pack. None means all that ``rules`` don't skip.
-    """
+    ``statistics`` are of this rank's groups; ``tell`` gets those of all ranks. ``groups`` None: all that ``rules``
+    don't skip."""
     with times.phase("pack"):
         moved = 0
         if groups is None:
@@ -78,8 +75,7 @@ def step_batch(
     counted = rank() % rules.ranks_per_row == 0
     rollouts = [rollout for scored in step.kept for rollout in scored.group.rollouts]
     in_loss = sum(int(loss_tokens(rollout, rules.mask_truncated).sum()) for rollout in rollouts)
-    tokens = sum(part.num_tokens for row in rows for part in row.parts)
-    work = (tokens, len(rows), moved) if counted else (0, 0, 0)
+    work = (sum(row.num_tokens for row in rows), len(rows), moved) if counted else (0, 0, 0)
     ranks = gather(((in_loss, len(rollouts), *work), statistics))
     columns = zip(*(numbers for numbers, _ in ranks), strict=True)
     in_loss, completions, packed_tokens, micro_batches, moved = map(sum, columns)
@@ -105,18 +101,12 @@ def loss_pass(
     passed: Callable[[int], None] = lambda tokens: None,
     metrics: Metrics | None = None,
 ) -> Metrics:
-    """Run forward and backward of this rank's untrained micro-batches of a step.
+    """Run forward and backward of this rank's untrained micro-batches of a step. Return metrics and summed loss.
 
     Args:
         sharding: strategy that runs the backward. None means that only the forward runs.
         passed: function that gets the number of tokens of each finished micro-batch.
         metrics: metrics of micro-batches that are trained already. The new metrics are added to this object.
-
-    Returns:
-        The metrics of the loss, and `loss`, the sum over all micro-batches.
-
-    Raises:
-        FloatingPointError: a loss that would be trained isn't finite.
     """
     metrics = metrics or Metrics()
     metrics.total("loss", 0.0)
@@ -133,7 +123,7 @@ def loss_pass(
                 sharding.backward(loss)  # nothing else refers to the autograd graph, so an error frees it
         metrics.total("loss", output.loss)
         metrics.update(output.sums, output.minima, output.maxima)
-        passed(sum(part.num_tokens for part in row.parts))
+        passed(row.num_tokens)
     # Reading all losses at the end makes the host wait for the GPU only once.
     for index, number in enumerate(numbers(losses) if sharding is not None else (), start=step.trained):
         if not math.isfinite(number):
@@ -186,7 +176,7 @@ class Learner:
         self.forward_steps = tuple(step for term in self.objective.terms for step in term.steps(self.second_models))
 
     def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
-        """Pack the groups of one sampling phase into optimizer steps. Yield them in order, `num_iterations` times."""
+        """Pack a round's groups into optimizer steps, and yield these steps `num_iterations` times."""
         packing = self.rules, self.reward_names, self.events.times, self.events.recorder.sampled
         steps = [self.pack(*each, *packing) for each in zip(sampled.steps, sampled.statistics, strict=True)]
         self.hooks.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
@@ -268,7 +258,6 @@ class Learner:
         return norm
 
     def finish_step(self) -> dict[str, float]:
-        """Return the metrics of the last optimizer step, with this rank's sent bytes and seconds per phase."""
         own = self.sharding.traffic.take(), self.events.times.end_step()
         return self.metrics | {name: value for part in own for name, value in part.items()}
 

@@ -43,14 +43,13 @@ class PreparedRun:
     policy: Policy
     train_prompts: Prompts
     eval_prompts: Any  # A `PromptDataset` or an extension's benchmark, a dict of them, or None.
-    proof_prompts: list[ModelInput]  # Prompts with images and the like, to check packed rows. Empty for text.
+    proof_prompts: list[ModelInput]  # One prompt per kind of content that isn't text, to check packed rows.
     scorer: Scorer
     feature: SourceFeature
     objective: Objective
 
     @property
     def prompts(self) -> list[Prompts]:
-        """The prompts of training, followed by the prompts of each evaluation."""
         parts = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
         return [self.train_prompts, *(part for part in parts if part is not None)]
 
@@ -106,13 +105,12 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         for check in registry.hooks("evaluation_check"):
             check(args, rewards, eval_prompts, given.adds_metrics or feature.adds_metrics)
         needs_columns = not (feature.adds_columns or given.replaced & {"generate", "score"})
-        if needs_columns and isinstance(train_prompts, PromptDataset):  # not a stream, which may not know its columns
+        if needs_columns and isinstance(train_prompts, PromptDataset):  # A stream may not know its columns.
             check_columns_for(rewards, columns_of(train_prompts.dataset))
     return PreparedRun(policy, train_prompts, eval_prompts, proofs, scorer, feature, objective)
 
 
 def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
-    """Return ``args``, or by default a new `GRPOConfig`, and apply its settings of logs and memory to the process."""
     if args is not None and not isinstance(args, GRPOConfig):
         kind = type(args)
         raise ValueError(
@@ -231,7 +229,7 @@ def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
 
 
 def reader_of(policy: Policy) -> Any:
-    """Return the hook ``prompt_reader``'s object that reads images and the like from dataset rows, or None."""
+    """Return the object of the hook ``prompt_reader`` that reads content of rows that isn't text, or None."""
     return next(filter(None, (make(policy) for make in registry.hooks("prompt_reader"))), None)
 
 

@@ -48,8 +48,6 @@ DRIVEN_BY_METRICS = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
 
 
 class CheckpointConfig:
-    """The original values of NAMES in a model's configuration and generation configuration, to restore later."""
-
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         configs = filter(None, (model.config, getattr(model, "generation_config", None)))
@@ -109,7 +107,6 @@ class SeamTrainer(Trainer):
             self.add_callback(callback)
 
     def make_checkpointer(self) -> Checkpointer:
-        """Make the `Checkpointer`. A replay overrides this method."""
         return Checkpointer(self)
 
     def _begin_training(self, wanted: str | bool | None) -> tuple[str | None, TrainOutput | None]:

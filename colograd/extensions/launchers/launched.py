@@ -34,9 +34,7 @@ def launched_settings(config: Any) -> tuple[dict[str, Any], str]:
 
 
 def requests(deepspeed: str | dict[str, Any] | None) -> list[Request]:
-    """Return the sharding requests of the launcher's file and of the setting ``deepspeed``.
-
-    The launcher's request moves from accelerate's environment variables to the variable `KEPT`."""
+    """Return the requests of the launcher's file and of the setting ``deepspeed``. Move the launcher's to `KEPT`."""
     if _is_on(MEGATRON):
         raise ValueError(
             f"{MEGATRON} is set, but Megatron-LM isn't available: launch with `--config_file "
@@ -76,7 +74,6 @@ def _launched() -> Request:
 
 
 def from_deepspeed(source: str | dict[str, Any]) -> Request:
-    """Convert a DeepSpeed configuration, a mapping or the path of a JSON file, to a request for sharding."""
     config, origin, named = source, "deepspeed", f"The DeepSpeed configuration {source!r}"
     if not isinstance(config, dict):
         origin = str(source)

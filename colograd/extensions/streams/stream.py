@@ -98,7 +98,6 @@ class PromptStream(torch.utils.data.IterableDataset):
                 )
 
     def _pass(self, epoch: int, counts: bool = True) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
-        """Yield (row, token ids) of the rows within the token limit."""
         self.dataset.set_epoch(epoch)
         rows, number = iter(self.dataset), 0
         while block := list(itertools.islice(rows, ROWS_AT_ONCE)):

@@ -88,7 +88,6 @@ class SeededSpeculation(RejectionSampler):
 
 
 def _first_rows(counts: list[int]) -> list[int]:
-    """Return each request's first row in the logits."""
     return [drafts + request for request, drafts in enumerate(itertools.accumulate(counts[:-1], initial=0))]
 
 
