@@ -131,14 +131,12 @@ class Rollout(_WithPrompt):
     riders: tuple[Rider, ...] = ()  # Riders: data of extensions that travels with the completion.
 
     def get(self, kind: type[T]) -> T | None:
-        """Return the first rider of class ``kind``, or None."""
         return first_rider(self.riders, kind)
 
     def all(self, kind: type[T]) -> tuple[T, ...]:
         return tuple(rider for rider in self.riders if isinstance(rider, kind))
 
     def carrying(self, *riders: Rider) -> Rollout:
-        """Return a copy of the rollout with further riders."""
         return dataclasses.replace(self, riders=(*self.riders, *riders))
 
     @property
@@ -241,7 +239,6 @@ class SegmentLayout:
 
     @property
     def num_tokens(self) -> int:
-        """T, the row's number of tokens."""
         return sum(self.lengths)
 
     @property
@@ -299,7 +296,6 @@ class PackedRow:
 
     @property
     def num_tokens(self) -> int:
-        """T, the row's number of tokens."""
         return sum(part.num_tokens for part in self.parts)
 
     @property
@@ -345,7 +341,6 @@ class MicroBatch:
     host_positions: torch.Tensor | None = None  # Copy of `logit_positions` in host memory, for ranks that share a row.
 
     def get(self, kind: type[T]) -> T | None:
-        """Return the row rider of class ``kind``, or None."""
         return first_rider(self.riders, kind)
 
     @property
@@ -365,7 +360,7 @@ class StepBatch:
     metrics: dict[str, float]  # Metrics known before training, reduced over ranks.
     groups: tuple[ScoredGroup, ...]  # Groups in the rows, to pack the rows anew if the token budget shrinks.
     version: int = 0  # Number of optimizer steps done before this step.
-    counted: bool = True  # Whether sums over ranks count this rank's rows. Of ranks with equal rows, the first is True.
+    counted: bool = True  # Whether sums over ranks count this rank's rows. Only the first rank with equal rows counts.
     trained: int = 0  # Number of leading rows that had their backward while the engine was still sampling.
     trained_metrics: Any = None  # `Metrics` of the rows that `trained` counts.
 

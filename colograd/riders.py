@@ -107,7 +107,6 @@ class Media(Rider):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that the content takes in host memory."""
         return 0
 
     def shifted(self, tokens: int) -> Self:
@@ -129,7 +128,6 @@ class WithMedia:
         return dataclasses.replace(self, ids=(*self.ids, *ids), media=joined)
 
     def for_training(self: Any) -> Any:
-        """Return the input with only the data that a rank needs to train its completions."""
         return self if self.media is None else dataclasses.replace(self, media=self.media.for_training())
 
     @property

@@ -134,8 +134,7 @@ def make_trainer(
 
         if not evaluates:
             raise ValueError(
-                f"exams is {script.exams}, but the run has no evaluation: set eval_strategy: steps and eval_steps, or "
-                "eval_on_start."
+                f"exams is {script.exams}, but nothing is evaluated: set eval_strategy and eval_steps or eval_on_start."
             )
         (names_of,) = registry.hooks("benchmark_names")
         names, test = names_of(script.exams), script.dataset_test_split

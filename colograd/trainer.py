@@ -174,7 +174,7 @@ class GRPOTrainer(TrainerBase):
         args.freeze()
 
     def _make_sampler(self, task: PreparedRun) -> Sampler:
-        source = self.feature.source(self.engine, self.policy, self.args, trainer=self) if self.samples else None
+        source: Any = self.feature.source(self.engine, self.policy, self.args, trainer=self) if self.samples else None
         return self.sampler_class(
             self, self.args, self.engine, source, self.device_turns, task.scorer, self.estimator, self.events
         )

@@ -33,8 +33,7 @@ class AdvantageEstimator:
         return cls(config.scale_rewards, config.multi_objective_aggregation, config.advantage_baseline, tuple(weights))
 
     def of_group(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Convert one group's rewards [G, R] to advantages [G], which `scale_over_steps` may divide later. NaN: a
-        function abstained."""
+        """Convert one group's rewards [G, R] to advantages [G], which `scale_over_steps` may divide later."""
         if self.aggregation == "normalize_then_sum":
             return normalized_sum(rewards, self.weights)
         return group_advantages(weighted_sum(rewards, self.weights), self.scale, self.baseline)

@@ -60,7 +60,6 @@ class EntropyController(TrainerCallback):
 
     @property
     def applied(self) -> float:
-        """The next step's coefficient."""
         if self.config.use_adaptive_entropy and self.last_entropy > self.config.entropy_target:
             return 0.0
         return self.coefficient

@@ -158,8 +158,8 @@ class Objective:
         per_token = self.loss(tokens)
         if per_token.shape != logprobs.shape:
             raise ValueError(
-                f"{type(self.loss).__name__} returned a loss of shape {list(per_token.shape)}, but a loss class must "
-                f"return one value for each of the {len(logprobs)} tokens."
+                f"{type(self.loss).__name__} returned a loss of shape {list(per_token.shape)}, but must return one "
+                f"value for each of the {len(logprobs)} tokens."
             )
         if self.off_policy_threshold is not None:
             per_token = per_token * self._on_policy(logprobs.detach(), batch)

@@ -189,7 +189,6 @@ def find_loss(loss_type: str) -> type[TokenLoss]:
     found = find_object(loss_type, "loss_type", inspect.isclass)
     if not (inspect.isclass(found) and issubclass(found, TokenLoss)):
         raise ValueError(
-            f"loss_type {loss_type!r} is {found!r}, but must be a class derived from colograd.losses.TokenLoss: see "
-            "docs/losses.md."
+            f"loss_type {loss_type!r} is {found!r}, but must be a class derived from colograd.losses.TokenLoss."
         )
     return found

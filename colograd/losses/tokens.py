@@ -34,7 +34,6 @@ def sequence_mean_weights(batch: MicroBatch) -> torch.Tensor:
 
 
 def summed(values: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum and the count of a metric's weighted mean."""
     return (values * weights).sum(), weights.sum()
 
 
@@ -120,8 +119,7 @@ class TokenLoss(ABC):
         return float(max(step.num_loss_tokens, 1))
 
     def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
-        """Return the loss's metrics: means, minima, maxima. Called without gradient, with at least one token in the
-        loss."""
+        """Return metrics: means, minima, maxima. Called without gradient, for rows with a token in the loss."""
         return {}, {}, {}
 
 

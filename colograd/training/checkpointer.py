@@ -223,8 +223,7 @@ class Checkpointer(TrainerCallback):
             self.settle(wait=True)
         if (present := self.writer.present) is not None:
             console.warn(
-                f"checkpoints: step {state.global_step} isn't saved, as {present.final.name} is still being "
-                f"written after {present.seconds:.0f} s"
+                f"checkpoints: step {state.global_step} isn't saved, as {present.final.name} is still being written"
             )
             return False
         self._in_background, self._best_before = not why, state.best_model_checkpoint

@@ -68,7 +68,6 @@ def loss_of(learner: Learner, drawn: SampledStep) -> dict[str, float]:
 
 
 def count_passes(totals: torch.Tensor, threshold: float) -> tuple[int, int]:
-    """Count a prompt's rewards [G] that aren't NaN, and those of at least ``threshold``."""
     return int((~totals.isnan()).sum()), int((totals >= threshold).sum())
 
 

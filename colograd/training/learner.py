@@ -62,8 +62,8 @@ def step_batch(
 ) -> StepBatch:
     """Balance a step's groups over ranks, pack them, and sum counts over ranks. A collective call.
 
-    ``statistics`` are of this rank's groups; ``tell`` gets those of all ranks. ``groups`` None: all that ``rules``
-    don't skip."""
+    ``statistics`` are of this rank's groups; ``tell`` gets the joined statistics of all ranks. ``groups`` are the
+    groups to pack, by default the groups that ``rules`` don't skip."""
     with times.phase("pack"):
         moved = 0
         if groups is None:
@@ -310,7 +310,6 @@ class Learner:
         )
 
     def _back_off(self, steps: list[StepBatch], reason: str, among: int = 1) -> list[StepBatch]:
-        """Drop gradients, and pack optimizer steps into smaller micro-batches."""
         self.free_gradients()
         self.rules, steps = token_budget.back_off(self.rules, steps, reason, among)
         self.events.console.warn(

@@ -201,7 +201,6 @@ class SeamTrainer(Trainer):
 
     @property
     def engine_context(self) -> int | None:
-        """Maximum number of tokens of a sequence in the vLLM engine."""
         return None if self.engine is None else self.engine.context
 
     def _open_records(self, checkpoint: str | None, resumes: bool) -> None:

@@ -73,10 +73,7 @@ def lacks_best(args: GRPOConfig, metrics: Mapping[str, float], earlier: bool) ->
 
 def _unknown(best: str | None, problem: str, name: str, names: Sequence[str]) -> ValueError:
     near = [*difflib.get_close_matches(name, names, n=1, cutoff=0.0), "none"][0]
-    return ValueError(
-        f"metric_for_best_model is {best!r}, but {problem} {', '.join(names)}): name one of these; the nearest is "
-        f"{near!r}."
-    )
+    return ValueError(f"metric_for_best_model is {best!r}, but {problem} {', '.join(names)}): the nearest is {near!r}.")
 
 
 def _is_possible(name: str, args: GRPOConfig, rewards: Sequence[RewardFunction], prompts: Any) -> bool:

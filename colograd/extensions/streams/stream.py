@@ -34,17 +34,13 @@ class PromptStream(torch.utils.data.IterableDataset):
         check_columns(dataset, rules.name)
         if rules.reader is not None:
             raise ValueError(
-                f"{rules.name} is a streamed dataset, but a model that reads images trains only on datasets that are "
-                "loaded whole in this version: set streaming: false."
+                f"{rules.name} is streamed, but a model that reads images needs a whole dataset: set streaming: false."
             )
         self.dataset, self.rules = dataset.with_format(None), rules
         self.longest = rules.max_prompt_tokens  # An upper bound, because later prompts are unknown.
         self.num_dropped = 0
         if config.max_steps <= 0:
-            raise ValueError(
-                f"max_steps is {config.max_steps}, but a streamed dataset has no length that could say when training "
-                "ends: set max_steps."
-            )
+            raise ValueError(f"max_steps is {config.max_steps}, but a streamed dataset has no length: set max_steps.")
         check_conflicts(config, {"the dataset": "a stream"}, about="the dataset")
         self.per_step, self.round_steps = int(config.prompts_per_step or 1), int(config.steps_per_generation or 1)
         self.iterations, self.layout = config.num_iterations, config.layout

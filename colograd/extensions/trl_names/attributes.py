@@ -65,8 +65,7 @@ class TRLNames:
         for name, stage in HOOKS.items():
             if getattr(cls, name, None) not in (None, getattr(Trainer, name, None)):
                 raise TypeError(
-                    f"{cls.__name__} defines {name}, which nothing calls here: override {stage} (docs/architecture.md, "
-                    "Replacing a stage)."
+                    f"{cls.__name__} defines {name}, which nothing calls here: override {stage} (docs/architecture.md)."
                 )
         replaced = any(LOSS in vars(base) for base in cls.__mro__ if not issubclass(Trainer, base))
         given = inspect.signature(getattr(cls, LOSS)).parameters if replaced else {}

@@ -34,8 +34,7 @@ class KeptTokensRecord(EngineFeature):
         self.on_v2 = runs_v2(self._config, truncates, "vllm_importance_sampling_correction: false")
         if not accepted(TELLS_KEPT):
             raise RuntimeError(
-                f"{truncates}, but this vLLM doesn't return the tokens that were left: install vLLM 0.31, or set "
-                "vllm_importance_sampling_correction: false."
+                f"{truncates}, which needs vLLM 0.31: install it, or set vllm_importance_sampling_correction: false."
             )
         return {TELLS_KEPT: True} if self.on_v2 else {}
 
