@@ -321,22 +321,17 @@ def optimizer_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[Any, dict[st
     The hook "optimizer": (args, model) -> None, or a subclass of `AdamWSplit` and additional keyword arguments."""
     if args.optim not in KEEPS_MASTER:
         return None
-    text = (args.optim_args or "").replace(" ", "").lower()
-    if text not in ("", "compiled=true", "compiled=false"):
+    choices: dict[str, bool | None] = {"": None, "compiled=true": True, "compiled=false": False}
+    if (text := (args.optim_args or "").replace(" ", "").lower()) not in choices:
         raise ValueError(
             f"optim_args is {args.optim_args!r}, but for {args.optim} it must be `compiled=true` or `compiled=false`. "
             "Set learning rate, betas, epsilon and decay with their settings, not with `optim_args`."
         )
-    compiled = text == "compiled=true" if text else None
+    compiled = choices[text]
     if args.on_cpu and compiled:
         logger.warning("optim_args: compiled=true has no effect on a CPU, where torch's own step is faster")
         compiled = None
     offers = (offer(args, model) for offer in registry.hooks("optimizer"))
     kind, further = next(filter(None, offers), (AdamWSplit, {}))
-    return kind, {
-        "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-        "compiled": compiled,
-        **further,
-    }
+    settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    return kind, {**settings, "compiled": compiled, **further}
