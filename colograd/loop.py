@@ -22,23 +22,19 @@ from .training.transformers_seam import DRIVEN_BY_METRICS
 class Loop:
     """The training loop of one call of `GRPOTrainer.train`.
 
-    Args:
-        trainer: the GRPOTrainer. Methods of `transformers.Trainer` read its attributes with a leading underscore.
-        checkpoint: the folder of the checkpoint to resume from. None means to start from the model.
-        ignore_keys: `ignore_keys_for_eval` of `transformers.Trainer.train`.
-    """
+    Methods of `transformers.Trainer` read the trainer's attributes with a leading underscore."""
 
     def __init__(self, trainer: Any, checkpoint: str | None, ignore_keys: list[str] | None) -> None:
         self.trainer, self.args = trainer, trainer.args
         self.checkpoint, self.ignore_keys = checkpoint, ignore_keys
-        self.step_of_epoch = 0  # Number of optimizer steps done in the present epoch.
+        self.step_of_epoch = 0
         self.grad_norm = 0.0  # Gradient norm of the last optimizer step, before clipping.
-        self.learning_rate = 0.0  # Learning rate of the last optimizer step.
+        self.learning_rate = 0.0
 
     def run(self) -> TrainOutput:
         """Train until the last step, or until a callback stops the training. An epoch consists of whole rounds."""
         trainer, learner, times, args = self.trainer, self.trainer.learner, self.trainer.times, self.args
-        length = args.round_length  # Number of optimizer steps of a round.
+        length = args.round_length
         self._prepare()
         self._tell("on_train_begin")
         learner.measure_budget()  # Here, because measuring needs the optimizer.
@@ -111,8 +107,6 @@ class Loop:
         self.step_of_epoch += 1
         state.epoch = epoch + self.step_of_epoch / self.steps_per_epoch
         self._tell("on_step_end")
-
-    # -- Callbacks
 
     def _tell(self, event: str) -> None:
         trainer = self.trainer

@@ -159,7 +159,6 @@ def make_trainer(
 
 
 def run(trainer: GRPOTrainer) -> int:
-    """Train, save the model, its state and its card, push them if `push_to_hub` is set, and return the exit status."""
     from colograd.reporting.console import reward_ends
 
     config = trainer.args

@@ -255,7 +255,7 @@ def make_kernel(device: torch.device) -> Kernel | None:
         grad, exp_avg, exp_avg_sq = (torch.zeros(4096, device=device) for _ in range(3))
         constants = step_constants(1, lr=0.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, device=device)
         kernel(parameter, grad, exp_avg, exp_avg_sq, remainder, constants)
-    except Exception as error:  # For example, there is no C compiler.
+    except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         logger.warning("adamw_split: its step can't be compiled for %s (%s); it runs uncompiled", device, reason)
         return None

@@ -193,7 +193,6 @@ def most_sequences(config: GRPOConfig, prompts: Sequence[Prompts]) -> int:
 
 
 def needed_context(config: GRPOConfig, prepared: PreparedRun) -> int:
-    """Return the tokens of the longest sequence: prompt, completion and further turns together."""
     longest = max(part.longest for part in prepared.prompts) + longest_completion(config)
     return config.vllm_max_model_length or min(longest + prepared.feature.reserved_tokens, prepared.policy.context)
 

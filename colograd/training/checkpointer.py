@@ -72,7 +72,7 @@ class Checkpointer(TrainerCallback):
         self.writer = Writer()
         self.nodes_are_apart = self._resolve_folders()
         self._host_files = HostFiles(self.args.device)
-        self._in_background = False  # Whether a thread will write the checkpoint that is being assembled.
+        self._in_background = False
         self._why_in_foreground = ""  # Last printed reason why training waits for a save.
         self._is_due = False  # Whether a save is postponed until the last step before the next generation.
         self._failures_in_a_row = 0
@@ -99,7 +99,6 @@ class Checkpointer(TrainerCallback):
         return getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
 
     def find(self, wanted: str | bool | None) -> str | None:
-        """Return the checkpoint that ``resume_from_checkpoint`` names, or None for a new run. A collective."""
         with on_all_ranks("the search for a checkpoint"):
             if self.args.should_save:  # may restore a checkpoint that a killed run was replacing
                 folders.sweep(self.args.output_dir)
@@ -158,7 +157,7 @@ class Checkpointer(TrainerCallback):
                 self.stop_signal.forget_deadline()
         finally:
             faults.stop_listeners[:] = listeners
-            self.finish_alone()  # After an error, a save may still be in progress.
+            self.finish_alone()
             # After an error, the launcher may send the other ranks a SIGTERM. With the handler a rank still prints its
             # error. `GRPOTrainer.close` removes the handler.
             if not ends_by_error or world_size() == 1:
@@ -330,7 +329,6 @@ class Checkpointer(TrainerCallback):
             (folder / folders.PROMPTS).write_text(json.dumps(choice.saved))
 
     def _rotate(self, best: str | None, step: int) -> None:
-        """Delete old checkpoints and old recorded groups. All nodes have the new checkpoint."""
         damaged, journal = self._damaged - {step}, self.trainer.journal
         folders.rotate(self.args.output_dir, self.args.save_total_limit, best, newest=step, damaged=damaged)
         if journal is not None and self.args.journal == "until_checkpoint":
@@ -401,7 +399,6 @@ class Checkpointer(TrainerCallback):
         )
 
     def load_weights(self, checkpoint: str, usual: Callable[[], None]) -> None:
-        """Load the model's weights from a checkpoint. ``usual`` is transformers' function."""
         policy, model, folder = self.trainer.policy, self.trainer.model, Path(checkpoint)
         with loading(checkpoint, "the model"):
             if policy.adapter is not None:

@@ -23,7 +23,6 @@ EVALUATION_TOKENS = 4096  # Maximum tokens of an evaluation's micro-batch before
 
 
 def evaluate_prompts(trainer: Any, prompts: Any, name: str) -> dict[str, float]:
-    """Sample and score every prompt of an evaluation, distributed over all ranks. Return metrics over all ranks."""
     config, sampler, started = trainer.args, trainer.sampler, time.perf_counter()
     with on_all_ranks("publishing"):
         trainer.publish()
@@ -48,7 +47,6 @@ def evaluate_prompts(trainer: Any, prompts: Any, name: str) -> dict[str, float]:
 
 
 def loss_of(learner: Learner, drawn: SampledStep) -> dict[str, float]:
-    """Compute the loss of an evaluation's groups as one step. A collective call."""
     tokens = learner.rules.max_tokens or EVALUATION_TOKENS
     rules = dataclasses.replace(learner.rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
     step = step_batch(drawn, RolloutStatistics(), rules, learner.reward_names, learner.events.times)

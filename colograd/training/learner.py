@@ -245,7 +245,6 @@ class Learner:
         return loss
 
     def clip(self) -> float:
-        """Clip the gradient to `max_grad_norm`, and return the norm before clipping."""
         most = self.config.max_grad_norm or 0.0  # as in transformers, `max_grad_norm: null` turns clipping off
         with self.events.times.phase("optimizer"):
             norm = self.sharding.clip(most if most > 0 else math.inf)

@@ -211,12 +211,10 @@ def prompt_rules(
 
 
 def engine_context(policy: Policy, args: GRPOConfig, context: int | None) -> int:
-    """Return the maximum tokens of a prompt with its completion. ``context``: the limit of a built engine."""
     return min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
 
 
 def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
-    """Yield a warning if the model has a chat template, but the first prompt is plain text without special tokens."""
     row = prompts[0] if isinstance(prompts, PromptDataset) else prompts.first(1)[0].example
     prompt, tokenizer = row["prompt"], policy.tokenizer
     if not isinstance(prompt, str) or not getattr(tokenizer, "chat_template", None):

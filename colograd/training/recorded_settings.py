@@ -14,7 +14,7 @@ from ..rewards.functions import RewardFunction, code_digest
 from ..rollout.features import SourceFeature
 from ..rollout.store import REWARD_CODE, REWARD_FUNCS, RolloutStore
 
-AGENT_CODE = "agent_code"  # Key of the digest of an agent's program in the recorded settings.
+AGENT_CODE = "agent_code"
 # Settings that decide which groups are sampled (OF_ROUNDS), and how the weights change (OF_TRAINING).
 OF_ROUNDS = (
     "seed", "data_seed", "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations",
@@ -47,7 +47,6 @@ def store_of(
 
 
 def run_settings(args: GRPOConfig, rewards: Sequence[RewardFunction], digests: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings to record with a run's groups, as JSON values, with digests of the user's code."""
     codes = {REWARD_CODE: {reward.name: code_digest(reward.function) for reward in rewards}}
     settings = settings_of(args, [reward.name for reward in rewards]) | codes | dict(digests)
     return dict(json.loads(json.dumps(settings, default=str)))

@@ -95,9 +95,8 @@ class SeamTrainer(Trainer):
         self.console = Console(self.is_world_process_zero(), bars=not self.args.disable_tqdm)
         self.lengths = LengthHistory()
         self._unlogged: list[dict[str, float]] = []  # Metrics of the steps that no log has averaged yet.
-        self._gathered: dict[str, torch.Tensor] | None = None  # Weights to save, gathered from a sharded policy.
+        self._gathered: dict[str, torch.Tensor] | None = None
         self.checkpointer = self.make_checkpointer()
-        # Hooks ``recorder`` and ``completion_log``: trainer -> object or None.
         self.recorder: NoRecord = next(filter(None, (make(self) for make in hooks("recorder"))), None) or NoRecord()
         self.completion_log = next(filter(None, (make(self) for make in hooks("completion_log"))), None)
         self.events = Events(self.times, self.console, self.recorder, self.completion_log)
@@ -204,7 +203,6 @@ class SeamTrainer(Trainer):
         return None if self.engine is None else self.engine.context
 
     def _open_records(self, checkpoint: str | None, resumes: bool) -> None:
-        """Continue this run's rollout log, or move an earlier run's files aside. A collective call."""
         args: GRPOConfig = self.args
         lines, problem = [], ""
         with on_all_ranks("the run's folder"):
@@ -222,7 +220,6 @@ class SeamTrainer(Trainer):
         self.console.warn_of_all(gather(problem))
 
     def begin_records(self, evaluation: str = "") -> None:
-        """Open the rollout log for the sampling of a round, or for an ``evaluation``, and read its groups."""
         if not self.args.keeps_journal or not self.is_in_train:
             return
         with on_all_ranks("the journal"), self.times.phase("journal"):
@@ -248,7 +245,6 @@ class SeamTrainer(Trainer):
 
     @ends_together("saving")
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as transformers does. A collective call, because a sharded policy is gathered."""
         self._gathered = self.sharding.state_dict(keep=self.args.should_save)
         try:
             super().save_model(output_dir, _internal_call)

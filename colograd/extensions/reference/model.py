@@ -25,7 +25,7 @@ from ...policy.logprobs import evaluation_mode
 from ...policy.lora import base_name
 from ...policy.second_models import FrozenModel, Kind, SecondModel, offloads, values_in_place
 
-FILE = "reference.safetensors"  # Part of a checkpoint with `sync_ref_model`.
+FILE = "reference.safetensors"
 
 
 class FrozenCopy(FrozenModel, TrainerCallback):

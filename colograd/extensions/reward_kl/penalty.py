@@ -40,10 +40,8 @@ ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class RewardPenalty(LossTerm):
-    """The loss term of `kl_in_reward`: subtracts a KL penalty from the rewards, and recomputes the advantages."""
-
     coefficient: float
-    estimator: str  # Name of one of ESTIMATORS.
+    estimator: str
 
     needs = ("ref_logprobs",)
     waits = "kl_in_reward changes the advantages after all groups are sampled"
@@ -52,7 +50,7 @@ class RewardPenalty(LossTerm):
         return ESTIMATORS[self.estimator]((sampler - reference).nan_to_num(nan=0.0))  # NaN: unknown
 
     def with_scores(self, step: StepBatch, estimator: AdvantageEstimator) -> StepBatch:
-        sums: dict[RolloutId, float] = {}  # Sum over a completion's sampled tokens.
+        sums: dict[RolloutId, float] = {}
         for row in step.rows:
             rollouts = [rollout for part in row.parts for rollout in part.rollouts]
             sampler = torch.cat([rollout.sampler_logprobs for rollout in rollouts])

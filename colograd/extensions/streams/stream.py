@@ -18,7 +18,7 @@ from ...data.columns import check_columns, check_no_images, check_prompt_column
 from ...data.order import seed_of
 from ...data.prompts import PromptRules
 
-ROWS_AT_ONCE = 64  # Rows that are read and tokenised together.
+ROWS_AT_ONCE = 64
 
 
 class PromptStream(torch.utils.data.IterableDataset):
@@ -47,7 +47,7 @@ class PromptStream(torch.utils.data.IterableDataset):
         if config.shuffle_dataset:
             self.dataset = self.dataset.shuffle(seed=seed_of(config))
         self.saved: dict[str, Any] = {}  # "items": number of yielded items; "digest": digest of their prompts.
-        self._expected: dict[str, Any] = {}  # A checkpoint's `saved`.
+        self._expected: dict[str, Any] = {}
         self.choice = self  # See `PromptDataset.choice`.
         self.first(1)
 
