@@ -50,7 +50,7 @@ T = TypeVar("T")
 class ModelInput(WithMedia):
     """A prompt as the model reads it: token ids, and content other than text with its places among the tokens.
 
-    Completions share one copy of their prompt in a packed row if their `ModelInput`s are equal.
+    Completions share one copy of their prompt in a packed row only if their `ModelInput`s are equal.
 
         ModelInput(ids=(11, 12, 13))
     """
@@ -217,7 +217,7 @@ class SampledStep:
     sampled: tuple[ScoredGroup, ...]  # Groups sampled for the step, dropped ones included; metrics and logs count them.
 
 
-# Not frozen: torch 2.11 compiles a layer again for other fields of a frozen argument (`torch_compile`).
+# Not frozen, because torch 2.11 compiles a layer again if a field of a frozen argument has changed.
 @dataclass(unsafe_hash=True, slots=True)
 class SegmentLayout:
     """The segments (prompts and completions) of a packed row, and the earlier segments that each one attends to.
@@ -360,7 +360,7 @@ class StepBatch:
     metrics: dict[str, float]  # Metrics known before training, reduced over ranks.
     groups: tuple[ScoredGroup, ...]  # Groups in the rows, to pack the rows anew if the token budget shrinks.
     version: int = 0  # Number of optimizer steps done before this step.
-    counted: bool = True  # Whether sums over ranks count this rank's rows. Only the first rank with equal rows counts.
+    counted: bool = True  # Whether sums over ranks count these rows. False: another rank counts equal rows.
     trained: int = 0  # Number of leading rows that had their backward while the engine was still sampling.
     trained_metrics: Any = None  # `Metrics` of the rows that `trained` counts.
 

@@ -51,8 +51,8 @@ def with_step_entropy(
 class EntropyController(TrainerCallback):
     """Callback with the entropy bonus's coefficient: constant, or adapted (Skywork-OR1, arXiv 2505.22312).
 
-    With `use_adaptive_entropy` a step whose mean entropy is above ``entropy_target`` lowers the coefficient, and the
-    next step has no bonus. Any other step raises it. Checkpoints store it in trainer_state.json."""
+    With `use_adaptive_entropy` a mean entropy above ``entropy_target`` lowers the coefficient, and the next step has no
+    bonus. A lower entropy raises the coefficient. Checkpoints store the coefficient in trainer_state.json."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self.config = config
