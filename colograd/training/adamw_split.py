@@ -324,8 +324,7 @@ def optimizer_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[Any, dict[st
     choices: dict[str, bool | None] = {"": None, "compiled=true": True, "compiled=false": False}
     if (text := (args.optim_args or "").replace(" ", "").lower()) not in choices:
         raise ValueError(
-            f"optim_args is {args.optim_args!r}, but for {args.optim} it must be `compiled=true` or `compiled=false`. "
-            "Set learning rate, betas, epsilon and decay with their settings, not with `optim_args`."
+            f"optim_args is {args.optim_args!r}, but for {args.optim} it must be `compiled=true` or `compiled=false`."
         )
     compiled = choices[text]
     if args.on_cpu and compiled:

@@ -114,8 +114,8 @@ def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
     if args is not None and not isinstance(args, GRPOConfig):
         kind = type(args)
         raise ValueError(
-            f"args is a {kind.__module__.partition('.')[0]}.{kind.__name__}, but must be Colograd's own GRPOConfig, "
-            "which has more fields than TRL's: from colograd import GRPOConfig."
+            f"args is a {kind.__module__.partition('.')[0]}.{kind.__name__}, but must be Colograd's own GRPOConfig: "
+            "from colograd import GRPOConfig."
         )
     if args is None:
         loaded_from = getattr(getattr(model, "config", None), "_name_or_path", "")
@@ -193,8 +193,8 @@ def prompt_rules(
     limit = min(args.max_prompt_tokens or most, most - completion)
     if limit < 1:
         raise ValueError(
-            f"max_completion_length is {completion}, but the context has {most} tokens, so no room is left for a "
-            "prompt. Lower `max_completion_length` or raise `vllm_max_model_length`."
+            f"max_completion_length is {completion}, but the context has {most} tokens and must hold a prompt, too: "
+            "lower `max_completion_length`, or raise `vllm_max_model_length`."
         )
     return PromptRules(
         policy.tokenizer,

@@ -294,8 +294,8 @@ class SeamTrainer(Trainer):
         loaded = {state[name].data_ptr() for name in state.keys() - absent}  # A file has one of several tied tensors.
         if lacking := sorted(name for name in absent & state.keys() if state[name].data_ptr() not in loaded):
             raise ValueError(
-                f"The checkpoint lacks parameters of the policy ({len(lacking)}: {', '.join(lacking[:3])}). It belongs "
-                "to a different model, or a file is missing. Use a complete checkpoint of this model."
+                f"The checkpoint lacks {len(lacking)} of the policy's parameters, e.g. {', '.join(lacking[:3])}: use a "
+                "complete checkpoint of this model."
             )
         super()._issue_warnings_after_load(load_result)
 
