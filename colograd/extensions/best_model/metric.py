@@ -101,5 +101,6 @@ def _may_log(function: Callable[..., Any]) -> bool:
         return "log_metric" in parameters
     while isinstance(function, functools.partial):
         function = function.func
+    # Code that doesn't read its `**kwargs` can't call the `log_metric` in it.
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return code is None or any(each.argval == further[0] for each in dis.get_instructions(code))
