@@ -186,9 +186,9 @@ def find_loss(loss_type: str) -> type[TokenLoss]:
     """Return the loss class for a name in `LOSSES` or for an import path ``package.module:Class``."""
     if loss_type in LOSSES:
         return LOSSES[loss_type]
-    found = find_object(loss_type, "loss_type", inspect.isclass)
-    if not (inspect.isclass(found) and issubclass(found, TokenLoss)):
+    kind = find_object(loss_type, "loss_type", inspect.isclass)
+    if not (inspect.isclass(kind) and issubclass(kind, TokenLoss)):
         raise ValueError(
-            f"loss_type {loss_type!r} is {found!r}, but must be a class derived from colograd.losses.TokenLoss."
+            f"loss_type {loss_type!r} is {kind!r}, but must be a class derived from colograd.losses.TokenLoss."
         )
-    return found
+    return kind

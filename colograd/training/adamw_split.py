@@ -114,8 +114,8 @@ class AdamWSplit(torch.optim.Optimizer):
 
     def _update(self, parameters: list[torch.Tensor], device: torch.device, group: dict[str, Any]) -> None:
         if device not in self._kernels:
-            wanted = device.type == "cuda" and has_triton() if self.compiled is None else self.compiled
-            self._kernels[device] = make_kernel(device) if wanted else None
+            compiles = device.type == "cuda" and has_triton() if self.compiled is None else self.compiled
+            self._kernels[device] = make_kernel(device) if compiles else None
         kernel, fused, plain = self._kernels[device], list[Piece](), list[Piece]()
         for parameter in parameters:
             state, grad = self._state(parameter), self._gradient(parameter)
@@ -276,12 +276,12 @@ def compiled_step() -> Kernel:
 @torch.no_grad()
 def adopt_masters(optimizer: AdamWSplit, owned: Iterable[Owned], masters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Set bfloat16 parameters and their remainders to the float32 weights of a checkpoint."""
-    wanted: dict[str, list[Owned]] = {}
+    pieces: dict[str, list[Owned]] = {}
     for piece in owned:
         if piece.part.dtype == torch.bfloat16:
-            wanted.setdefault(piece.name, []).append(piece)
+            pieces.setdefault(piece.name, []).append(piece)
     for name, master in masters:
-        for piece in wanted.get(name, ()):
+        for piece in pieces.get(name, ()):
             high, remainder = split_master(piece.of(master).to(piece.part.device))
             piece.part.copy_(high)
             optimizer._state(piece.part)["remainder"].copy_(remainder)

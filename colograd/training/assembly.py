@@ -120,8 +120,8 @@ def engine_alone(
 ) -> Engine:  # fmt: skip
     """Build a vLLM engine with a checkpoint's weights, without a policy. A collective call."""
     dtype = model_config.dtype if isinstance(model_config.dtype, torch.dtype) else torch.bfloat16
-    if (given := dict(config.model_init_kwargs or {}).get("dtype", "auto")) != "auto":  # type: ignore[arg-type]
-        dtype = getattr(torch, str(given).removeprefix("torch."))
+    if (name := dict(config.model_init_kwargs or {}).get("dtype", "auto")) != "auto":  # type: ignore[arg-type]
+        dtype = getattr(torch, str(name).removeprefix("torch."))
     kv_bytes = 0  # 0: vLLM chooses the size of the KV cache.
     with on_all_ranks("the engine"):
         if config.on_cpu:
@@ -219,18 +219,18 @@ def choose_kernels(learner: Learner, closing: ExitStack) -> None:
             closing.callback(forget_compiled, each)
 
 
-def prove_rows(learner: Learner, seen: Sequence[ModelInput]) -> None:
+def prove_rows(learner: Learner, prompts: Sequence[ModelInput]) -> None:
     """Check that packed rows give the model's own log-probabilities, or else padded rows. A collective."""
     args, device, seconds = learner.config, learner.config.device, learner.second_models.values()
     if args.on_cpu and not (args.bf16 or args.torch_compile or args.sequence_parallel_size > 1):
         return  # `prepare` has checked the rows with the same kernels.
     with learner.hooks.compute_loss_context_manager():
         others = [second.model for second in seconds if second.of_policy]
-        why = choose_rows_where_it_trains(learner.model, device, others, seen)
+        why = choose_rows_where_it_trains(learner.model, device, others, prompts)
         for second in seconds:
             if not second.of_policy:
                 with second.present() as model:
-                    choose_rows_where_it_trains(model, device, asked=seen)
+                    choose_rows_where_it_trains(model, device, asked=prompts)
     check_compiled(args, why)
     check_shared_rows(learner.model, args.sequence_parallel_size, why)
     if why != learner.policy.why_padded:

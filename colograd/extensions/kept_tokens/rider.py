@@ -64,15 +64,15 @@ class KeptTokens(Rider, RowRider):
 
     @classmethod
     def with_table(cls, reader: Any, rollouts: Sequence[Rollout], encoder: Any) -> Sequence[Rollout]:
-        found = []
+        result = []
         for rollout, row in zip(rollouts, read_table(reader, cls.MARK, ROWS).to_pylist(), strict=True):
             if row["counts"] is not None:
                 rider = cls(*(torch.tensor(np.frombuffer(row[name], np.int32)) for name in ("ids", "counts")))
                 assert len(rider.counts) == len(rollout.completion_ids), "the kept tokens are of another completion"
                 assert rider.counts.min() >= 0 and int(rider.counts.sum()) == len(rider.ids), "their number doesn't fit"
                 rollout = rollout.carrying(rider)
-            found.append(rollout)
-        return found
+            result.append(rollout)
+        return result
 
 
 class Candidates:
@@ -96,9 +96,9 @@ class Candidates:
         columns = self.ids[here] - vocabulary.start
         inside = (columns >= 0) & (columns < shape[1])
         places = ((self.labels[here] - row.start) * shape[1] + columns).where(inside, shape[0] * shape[1])
-        found = torch.ones(shape[0] * shape[1] + 1, dtype=torch.bool, device=self.ids.device)
-        found[places] = False  # Kept tokens of other tiles are written to the last entry, which is dropped.
-        return found[:-1].view(shape) & ~self.all[row, None]
+        hidden = torch.ones(shape[0] * shape[1] + 1, dtype=torch.bool, device=self.ids.device)
+        hidden[places] = False  # Kept tokens of other tiles are written to the last entry, which is dropped.
+        return hidden[:-1].view(shape) & ~self.all[row, None]
 
 
 class KeptStep(ForwardStep):

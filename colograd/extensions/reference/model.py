@@ -65,8 +65,8 @@ class FrozenCopy(FrozenModel, TrainerCallback):
     @torch.no_grad()
     def mix(self, policy: torch.nn.Module, alpha: float) -> None:
         """Set reference = alpha * policy + (1 - alpha) * reference (TR-DPO, arXiv 2404.09656, eq. 5)."""
-        for own, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
-            own.copy_(torch.lerp(own.to(theirs.device), theirs.detach(), alpha))
+        for reference, trained in zip(self.model.parameters(), policy.parameters(), strict=True):
+            reference.copy_(torch.lerp(reference.to(trained.device), trained.detach(), alpha))
 
     def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
         if self._changes:  # Otherwise a resumed run makes an equal copy.

@@ -56,12 +56,12 @@ class PromptStream(torch.utils.data.IterableDataset):
         return DataLoader(self, batch_size=None, num_workers=0, generator=torch.Generator())
 
     def first(self, count: int) -> list[Prompt]:
-        if not (found := list(itertools.islice(self._pass(0, counts=False), count))):
+        if not (rows := list(itertools.islice(self._pass(0, counts=False), count))):
             raise ValueError(
                 f"{self.rules.name} has no rows, or all prompts exceed the limit of {self.longest} tokens: add "
                 "prompts, or raise max_prompt_tokens."
             )
-        return [Prompt(row, ModelInput(ids), n) for n, (row, ids) in enumerate(found)]
+        return [Prompt(row, ModelInput(ids), n) for n, (row, ids) in enumerate(rows)]
 
     def load(self, state: dict[str, Any]) -> None:
         self._expected = state

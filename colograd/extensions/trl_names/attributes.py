@@ -68,11 +68,11 @@ class TRLNames:
                     f"{cls.__name__} defines {name}, which nothing calls here: override {stage} (docs/architecture.md)."
                 )
         replaced = any(LOSS in vars(base) for base in cls.__mro__ if not issubclass(Trainer, base))
-        given = inspect.signature(getattr(cls, LOSS)).parameters if replaced else {}
-        if wrong := [name for name in ("return_outputs", "num_items_in_batch") if name in given]:
+        parameters = inspect.signature(getattr(cls, LOSS)).parameters if replaced else {}
+        if wrong := [name for name in ("return_outputs", "num_items_in_batch") if name in parameters]:
             raise ValueError(
-                f"{cls.__name__} defines compute_loss({', '.join(given)}) with transformers' arguments, but nothing "
-                f"passes {' and '.join(wrong)}: it gets one micro-batch and returns a LossOutput. Write `def "
+                f"{cls.__name__} defines compute_loss({', '.join(parameters)}) with transformers' arguments, but "
+                f"nothing passes {' and '.join(wrong)}: it gets one micro-batch and returns a LossOutput. Write `def "
                 "compute_loss(self, model, micro_batch, **kwargs)` and return `dataclasses.replace(output, "
                 "loss=...)` of `output = super().compute_loss(model, micro_batch)` (docs/losses.md)."
             )

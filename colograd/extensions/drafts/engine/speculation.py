@@ -43,7 +43,7 @@ class SeededSpeculation(RejectionSampler):
             constrained = apply_top_k_top_p(constrained, top_k, top_p)
         tokens = self._sample(metadata, constrained, sampling_metadata)
         sampled = tokens.to(logits.device)
-        if (wanted := sampling_metadata.max_num_logprobs) is None:
+        if (count := sampling_metadata.max_num_logprobs) is None:
             return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None)
         # vLLM drops log-probabilities at placeholders.
         first = torch.tensor(_first_rows(metadata.num_draft_tokens))
@@ -51,7 +51,7 @@ class SeededSpeculation(RejectionSampler):
         logprobs = (constrained if self.is_processed_logprobs_mode else logits)[rows].float()
         if not self.is_logits_logprobs_mode:
             logprobs = self.sampler.compute_logprobs(logprobs)
-        of_sampled = self.sampler.gather_logprobs(logprobs, wanted, sampled.flatten().long().clamp(min=0))[:3]
+        of_sampled = self.sampler.gather_logprobs(logprobs, count, sampled.flatten().long().clamp(min=0))[:3]
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=LogprobsTensors(*of_sampled))
 
     def _sample(self, metadata: Any, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
@@ -96,10 +96,10 @@ class Drafts(EngineFeature):
 
     def built(self, engine: Any) -> None:
         runner = engine.runner
-        theirs = getattr(runner, "rejection_sampler", None)
-        if theirs is None:
+        rejection_sampler = getattr(runner, "rejection_sampler", None)
+        if rejection_sampler is None:
             return
-        if not isinstance(theirs, RejectionSampler):
+        if not isinstance(rejection_sampler, RejectionSampler):
             raise ValueError(
                 "This vLLM checks drafts (speculative_config in vllm_engine_kwargs) by Model Runner V2, where "
                 "tokens depend on the drafts: set VLLM_USE_V2_MODEL_RUNNER=0, or remove speculative_config."
