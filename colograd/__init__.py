@@ -2,8 +2,7 @@
 
     from colograd import GRPOConfig, GRPOTrainer
 
-The two classes are imported on first use, so ``import colograd`` is fast. The import also sets environment variables
-before torch and vLLM read them.
+The import sets environment variables before torch and vLLM read them.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from .runtime.importing import MovedModules
 __version__ = "0.1.0"
 __all__ = ["GRPOConfig", "GRPOTrainer", "__version__"]
 
-OWN = {"GRPOConfig": "config", "GRPOTrainer": "trainer"}  # The module that defines a public class.
-# Names of TRL that can also be imported from this package, because scripts written for TRL import them from TRL.
+OWN = {"GRPOConfig": "config", "GRPOTrainer": "trainer"}  # Imported on first use, so `import colograd` is fast.
+# Names that a script written for TRL imports from TRL.
 OF_TRL = ("ModelConfig", "ScriptArguments", "TrlParser", "get_peft_config", "get_quantization_config")
-# Former import path -> present import path, also for the modules of a folder. Recipes, model cards and notebooks may
-# still name the former paths.
+# Former import path -> present one. Recipes, model cards and notebooks may name the former paths.
 MOVED = {
     "colograd.agents": "colograd.extensions.agents",
     "colograd.calculator": "colograd.apps.quickstart.calculator",
@@ -54,7 +52,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in OWN:
         return getattr(importlib.import_module(f".{OWN[name]}", __name__), name)
-    if name == "get_kbit_device_map":  # TRL's `get_kbit_device_map` is missing in some versions of TRL.
+    if name == "get_kbit_device_map":  # Some versions of TRL lack this function.
         return lambda: {"": int(os.environ.get("LOCAL_RANK", "0"))}
     if name in OF_TRL:
         return getattr(importlib.import_module("trl"), name)

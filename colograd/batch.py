@@ -1,10 +1,9 @@
-"""The types of the data on its way from a prompt to an optimizer step. Imports only torch and `riders.py`.
+"""The types of the data on its way from a prompt to an optimizer step.
 
     Prompt -> Rollout -> Group -> ScoredGroup -> SampledStep -> StepBatch[PackedRow ...] -> MicroBatch -> LossOutput
 
-Each stage of this chain has one frozen dataclass. All its fields are set when the object is made. Shape letters:
-P prompt tokens, C completion tokens, G completions of a group, R reward functions, T tokens of a packed row,
-N predicted completion tokens of a micro-batch, S segments of a packed row, M micro-batches of a step.
+Shape letters: P prompt tokens, C completion tokens, G completions of a group, R reward functions, T tokens of a packed
+row, N predicted completion tokens of a micro-batch, S segments of a packed row, M micro-batches of a step.
 
 All examples in this file show one group. The prompt "2 + 2 =" has the tokens 11 12 13. The first completion, "4", has
 the tokens 21 and 2 (the end token) and the reward 1. The second, "I say 5", has 22 23 24 2 and the reward 0.
@@ -51,8 +50,7 @@ T = TypeVar("T")
 class ModelInput(WithMedia):
     """A prompt as the model reads it: token ids, and content other than text with its places among the tokens.
 
-    Completions share one copy of their prompt in a packed row only if their `ModelInput`s are equal. Therefore all
-    fields must be hashable and comparable.
+    Completions share one copy of their prompt in a packed row only if their `ModelInput`s are equal.
 
         ModelInput(ids=(11, 12, 13))
     """
@@ -61,12 +59,11 @@ class ModelInput(WithMedia):
     media: Media | None = None
 
     def __len__(self) -> int:
-        """Return P, the prompt's number of tokens."""
         return len(self.ids)
 
     @property
     def key(self) -> str:
-        """A hexadecimal digest of all fields. Equal inputs have equal keys in every process and every epoch."""
+        """A hexadecimal digest of all fields. Equal inputs have equal keys in every process."""
         return hashlib.blake2b(array("q", self.ids).tobytes() + self.content, digest_size=8).hexdigest()
 
 
@@ -79,13 +76,10 @@ class RolloutId:
 
 
 class _WithPrompt:
-    """The base class of `Prompt` and `Rollout`. Both have a field ``input`` with the prompt's tokens."""
-
     __slots__ = ()
     input: ModelInput
 
-    def __post_init__(self) -> None:
-        """Convert ``input`` to a `ModelInput` and ``completion_ids`` to an array, if the user passed plain lists."""
+    def __post_init__(self) -> None:  # A user may pass plain lists.
         if not isinstance(self.input, ModelInput):
             object.__setattr__(self, "input", ModelInput(tuple(self.input)))
         ids = getattr(self, "completion_ids", None)
@@ -102,14 +96,13 @@ class _WithPrompt:
 class Prompt(_WithPrompt):
     """A prompt to sample: the dataset's row, the model's input, and the position in the stream of prompts.
 
-    ``position`` counts prompts over the whole run and all ranks. Sampling seeds are derived from ``position``, so they
-    depend on neither the number of ranks nor the engine's batch.
+    ``position`` counts prompts over the whole run and all ranks. Sampling seeds are derived from ``position``.
 
         Prompt({"prompt": "2 + 2 =", "answer": "4"}, ModelInput((11, 12, 13)), position=0)
     """
 
     example: dict[str, Any]
-    input: ModelInput  # The model's input. A list of [P] token ids is converted to a `ModelInput`.
+    input: ModelInput  # A list of [P] token ids is converted to a `ModelInput`.
     position: int
 
 
@@ -138,15 +131,12 @@ class Rollout(_WithPrompt):
     riders: tuple[Rider, ...] = ()  # Riders: data of extensions that travels with the completion.
 
     def get(self, kind: type[T]) -> T | None:
-        """Return the rollout's first rider (data of an extension) of class ``kind``, or None if it has none."""
         return first_rider(self.riders, kind)
 
     def all(self, kind: type[T]) -> tuple[T, ...]:
-        """Return all riders (data of extensions) of class ``kind`` that this rollout carries."""
         return tuple(rider for rider in self.riders if isinstance(rider, kind))
 
     def carrying(self, *riders: Rider) -> Rollout:
-        """Return a copy of the rollout with ``riders`` (data of extensions) added to its present ones."""
         return dataclasses.replace(self, riders=(*self.riders, *riders))
 
     @property
@@ -157,7 +147,7 @@ class Rollout(_WithPrompt):
 
     @property
     def sequence_tokens(self) -> int:
-        """Number of tokens of the completion's sequences. A token that n sequences share counts n times."""
+        """Number of tokens of the completion's sequences, prompt included. A shared token counts once per sequence."""
         return sum(one.context + one.length for one in self.segments if one.ends)
 
 
@@ -205,7 +195,7 @@ class ScoredGroup:
     logged: Logged = field(default_factory=lambda: Logged({}, {}))
 
     def for_training(self) -> ScoredGroup:
-        """Return a copy for a rank that trains the group. Fields that only rewards and logs read are left out."""
+        """Return a copy for a rank that trains the group, without the data that only rewards and logs read."""
         inputs: dict[ModelInput, ModelInput] = {}  # Equal prompts stay one object, so pickle sends each prompt once.
         rollouts = []
         for rollout in self.group.rollouts:
@@ -215,7 +205,7 @@ class ScoredGroup:
             rollouts.append(dataclasses.replace(rollout, messages=(), columns={}, input=inputs[prompt], riders=riders))
         example = {name: value for name, value in self.group.example.items() if name == TEACHER}
         group = dataclasses.replace(self.group, example=example, rollouts=tuple(rollouts))
-        # Tensors are cloned, because pickling a view would send the view's whole storage.
+        # Pickling a view would send the view's whole storage.
         return ScoredGroup(group, self.rewards.clone(), self.advantages.clone())
 
 
@@ -227,7 +217,7 @@ class SampledStep:
     sampled: tuple[ScoredGroup, ...]  # Groups sampled for the step, dropped ones included; metrics and logs count them.
 
 
-# Not frozen, because torch 2.11 compiles a layer again if a field of a frozen argument has changed (`torch_compile`).
+# Not frozen, because torch 2.11 compiles a layer again if a field of a frozen argument has changed.
 @dataclass(unsafe_hash=True, slots=True)
 class SegmentLayout:
     """The segments (prompts and completions) of a packed row, and the earlier segments that each one attends to.
@@ -249,7 +239,6 @@ class SegmentLayout:
 
     @property
     def num_tokens(self) -> int:
-        """T, the row's number of tokens."""
         return sum(self.lengths)
 
     @property
@@ -268,10 +257,10 @@ class SegmentLayout:
 class StepConstants:
     """Values of the whole optimizer step that some terms of a micro-batch's loss need.
 
-    None: the loss doesn't need the value, or computes it from the micro-batch, which then is the whole step."""
+    None: not needed, or computed from the micro-batch, which is the whole step."""
 
     coefficient: float = 0.0  # Coefficient of the entropy bonus in this step.
-    denominator: float = 1.0  # Denominator of the step's loss; the trainer divides the summed gradient by it.
+    denominator: float = 1.0  # Denominator of the step's loss.
     threshold: float | None = None  # Entropy in nats above which `top_entropy_quantile` selects a token.
     tokens: float | None = None  # Number of tokens over which the entropy bonus is averaged.
     sequence_tokens: float | None = None  # Number of tokens of all sequences, prompts included.
@@ -293,15 +282,12 @@ class PackedGroup:
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """The completions of one micro-batch, before their tokens are copied into tensors.
-
-    `packing.collate` makes the `MicroBatch` on the device just before its forward. Until then the tokens of a step
-    are in host memory once, as the sampler returned them."""
+    """The completions of one micro-batch, before `packing.collate` copies their tokens to the device."""
 
     parts: tuple[PackedGroup, ...]
     mask_truncated: bool
     device: torch.device  # Device that runs the forward.
-    # Values of the labels that forwards before the training have computed, by name, such as "old_logprobs". (N, ...).
+    # Values of the labels, (N, ...), that earlier forwards have computed, by name, such as "old_logprobs".
     scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
     step_constants: StepConstants = StepConstants()
 
@@ -310,17 +296,15 @@ class PackedRow:
 
     @property
     def num_tokens(self) -> int:
-        """T, the row's number of tokens."""
         return sum(part.num_tokens for part in self.parts)
 
     @property
     def sequence_tokens(self) -> int:
-        """Number of tokens of the row's sequences. A shared prompt counts once per completion."""
+        """Number of tokens of the row's sequences. A shared token counts once per sequence."""
         return sum(rollout.sequence_tokens for part in self.parts for rollout in part.rollouts)
 
     @property
     def rollouts(self) -> tuple[RolloutId, ...]:
-        """Identities of the completions in this row, in the row's order."""
         return tuple(identity for part in self.parts for identity in part.ids)
 
 
@@ -350,19 +334,17 @@ class MicroBatch:
     rollouts: tuple[RolloutId, ...]  # Identities of the completions in this row, in the row's order.
     scores: Mapping[str, torch.Tensor] = field(default_factory=dict)  # Further `PackedRow.scores`, on the device.
     step_constants: StepConstants = StepConstants()
-    in_loss: bool = True  # Whether any label counts in the loss; on the host, so reading it needs no device sync.
+    in_loss: bool = True  # Whether any label counts in the loss.
     completion_lengths: tuple[int, ...] = ()  # Number of tokens of each completion.
     media: Mapping[int, tuple[Any, ...]] | None = None  # Segment index -> its media. None means only text.
     riders: tuple[RowRider, ...] = ()  # Row riders: data of extensions that travels with the row.
     host_positions: torch.Tensor | None = None  # Copy of `logit_positions` in host memory, for ranks that share a row.
 
     def get(self, kind: type[T]) -> T | None:
-        """Return the row rider (data of an extension) of class ``kind``, or None if the row has none."""
         return first_rider(self.riders, kind)
 
     @property
     def num_sequences(self) -> int:
-        """Number of completions in this row."""
         return len(self.rollouts)
 
 
@@ -378,7 +360,7 @@ class StepBatch:
     metrics: dict[str, float]  # Metrics known before training, reduced over ranks.
     groups: tuple[ScoredGroup, ...]  # Groups in the rows, to pack the rows anew if the token budget shrinks.
     version: int = 0  # Number of optimizer steps done before this step.
-    counted: bool = True  # Whether sums over ranks count this rank's rows. Of ranks with equal rows, the first is True.
+    counted: bool = True  # Whether sums over ranks count these rows. False: another rank counts equal rows.
     trained: int = 0  # Number of leading rows that had their backward while the engine was still sampling.
     trained_metrics: Any = None  # `Metrics` of the rows that `trained` counts.
 

@@ -1,10 +1,7 @@
-"""The training loop. A round is the optimizer steps from one generation to the next, and the prompts of these steps.
+"""The training loop of every rank, in place of transformers'. A round is the steps from one generation to the next.
 
-Every rank runs this loop. If several ranks share an engine, `collect` returns all groups on the engine's first rank and
-empty steps on its other ranks. `schedule` then divides the groups among all ranks of the engine.
-
-`transformers.Trainer.train` calls `Loop` instead of transformers' loop, because GRPO samples its batches during the
-training. Callbacks get transformers' events in the usual order. A round is sampled before its first `on_step_begin`.
+If several ranks share an engine, `collect` returns all groups on the engine's first rank and empty steps on its other
+ranks. `schedule` then divides the groups among these ranks. Callbacks get transformers' events in the usual order.
 """
 
 from __future__ import annotations
@@ -25,57 +22,47 @@ from .training.transformers_seam import DRIVEN_BY_METRICS
 class Loop:
     """The training loop of one call of `GRPOTrainer.train`.
 
-    Args:
-        trainer: the GRPOTrainer. Its `sampler`, `learner`, `recorder` and `checkpointer` do the work. Its attributes
-            with a leading underscore are state that methods of `transformers.Trainer` read.
-        checkpoint: the folder of the checkpoint to resume from. None means to start from the model.
-        ignore_keys: `ignore_keys_for_eval` of `transformers.Trainer.train`.
-    """
+    Methods of `transformers.Trainer` read the trainer's attributes with a leading underscore."""
 
     def __init__(self, trainer: Any, checkpoint: str | None, ignore_keys: list[str] | None) -> None:
         self.trainer, self.args = trainer, trainer.args
         self.checkpoint, self.ignore_keys = checkpoint, ignore_keys
-        self.step_of_epoch = 0  # Number of optimizer steps done in the present epoch.
+        self.step_of_epoch = 0
         self.grad_norm = 0.0  # Gradient norm of the last optimizer step, before clipping.
-        self.learning_rate = 0.0  # Learning rate of the last optimizer step.
+        self.learning_rate = 0.0
 
     def run(self) -> TrainOutput:
-        """Train from the checkpoint (without one, from the model) until the last step, or until a callback stops it.
-
-        An epoch consists of whole rounds (the steps from one generation to the next; `StepOrder` in data/order.py). As
-        in TRL the data loader has an item per optimizer step, so it yields a round's prompts `num_iterations` times."""
+        """Train until the last step, or until a callback stops the training. An epoch consists of whole rounds."""
         trainer, learner, times, args = self.trainer, self.trainer.learner, self.trainer.times, self.args
-        length = args.round_length  # Number of optimizer steps from one generation to the next.
+        length = args.round_length
         self._prepare()
         self._tell("on_train_begin")
-        learner.measure_budget()  # Measures the tokens per micro-batch, if not set. Measuring needs the optimizer.
+        learner.measure_budget()  # Here, because measuring needs the optimizer.
         if args.eval_on_start:
             self._evaluate(at_start=True)
         for epoch in range(self.first_epoch, self.epochs):
             self._tell("on_epoch_begin")
             if self.checkpoint is not None and epoch == self.first_epoch:
-                trainer._load_rng_state(self.checkpoint)  # Late: the preparation would change the state.
+                trainer._load_rng_state(self.checkpoint)  # Here, because `_prepare` changes the random state.
             self.step_of_epoch = trained = self.steps_trained if epoch == self.first_epoch else 0
             if hasattr(self.loader, "set_epoch"):
                 self.loader.set_epoch(epoch)
             prompts_of_steps = iter(skip_first_batches(self.loader, trained) if trained else self.loader)
             times.begin_step()
             for _ in range((self.steps_per_epoch - trained) // length):
-                # This rank's prompts of a round, one list per optimizer step. The lists come `num_iterations` times,
-                # but only the first `steps_per_generation` are used, because `Learner.schedule` repeats the steps.
+                # This rank's prompts of a round, one list per optimizer step. As in TRL the lists come
+                # `num_iterations` times. `Learner.schedule` repeats the steps, so the first lists suffice.
                 prompts: list[list[Prompt]] = [next(prompts_of_steps) for _ in range(length)]
                 trainer.publish()
                 sampled = trainer.sampler.collect(prompts[: args.steps_per_generation])
                 for step in learner.schedule(sampled):
                     self._tell("on_step_begin")
-                    # `training_step` runs `Learner.train(step)`. A subclass may wrap this method of transformers.
+                    # `training_step` runs `Learner.train`. A subclass may wrap this method of transformers.
                     trainer._tr_loss += trainer.training_step(trainer.model, step)
                     self._update(epoch)
                     trainer.report_step(learner.finish_step())
                     self._log_evaluate_save()
                     times.begin_step()  # Leaves logging, evaluating and saving out of the steps' times.
-                    # The training stops at `max_steps`, or if a callback requests a stop. The remaining steps of the
-                    # round are dropped, without a checkpoint, because a run can't resume in the middle of a round.
                     if trainer.control.should_training_stop:
                         break
                 if trainer.control.should_training_stop or trainer.control.should_epoch_stop:
@@ -84,7 +71,7 @@ class Loop:
             self._log_evaluate_save()
             if trainer.control.should_training_stop:
                 break
-        trainer.checkpointer.settle(wait=True)  # Wait for saves: transformers now reads and deletes checkpoints.
+        trainer.checkpointer.settle(wait=True)  # `_finalize_training` reads and deletes checkpoints.
         return trainer._finalize_training(None, self.samples, self.started)
 
     def _prepare(self) -> None:
@@ -97,7 +84,6 @@ class Loop:
         self.first_epoch, self.steps_trained = trainer._init_training_state(
             max_steps, self.steps_per_epoch, self.epochs, self.checkpoint, None
         )
-        # The first result of `_prepare_for_training` is the model. It is ignored, because nothing wraps the model.
         _, self.loader = trainer._prepare_for_training(max_steps, loader, self.checkpoint)
         self.started = time.time()
         trainer._initial_num_input_tokens_seen = trainer.state.num_input_tokens_seen
@@ -107,7 +93,6 @@ class Loop:
         trainer.model.zero_grad()
 
     def _update(self, epoch: int) -> None:
-        """Clip the gradient, run the optimizer, count the step, and run a schedule that counts steps."""
         trainer, state = self.trainer, self.trainer.state
         self.grad_norm = trainer.learner.clip()
         self._tell("on_pre_optimizer_step")
@@ -123,8 +108,6 @@ class Loop:
         state.epoch = epoch + self.step_of_epoch / self.steps_per_epoch
         self._tell("on_step_end")
 
-    # -- Callbacks
-
     def _tell(self, event: str) -> None:
         trainer = self.trainer
         trainer.control = getattr(trainer.callback_handler, event)(trainer.args, trainer.state, trainer.control)
@@ -133,21 +116,21 @@ class Loop:
         trainer, control, args = self.trainer, self.trainer.control, self.args
         step, losses = trainer.state.global_step, trainer._tr_loss
         if control.should_log and (steps := step - trainer._globalstep_last_logged) > 0:
-            # The mean changes nothing unless a subclass's `training_step` returns different losses on different ranks.
+            # A subclass's `training_step` may return different losses on different ranks.
             total = nested_gather(losses, args.parallel_mode).mean().item()
             losses.zero_()
             trainer._total_loss_scalar += total
             trainer._globalstep_last_logged = step
             logs = {"loss": total / steps, "grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
             trainer.log(logs, self.started)
-        if control.should_evaluate:  # `evaluate` first gives the engine the present weights.
+        if control.should_evaluate:
             self._evaluate()
         if trainer.control.should_save:
-            if trainer.checkpointer.save():  # False: the save failed, or was skipped or postponed.
+            if trainer.checkpointer.save():
                 self._tell("on_save")
             trainer.control.should_save = False
 
     def _evaluate(self, at_start: bool = False) -> None:
         metrics = self.trainer.evaluate(ignore_keys=self.ignore_keys)
-        for act in hooks("evaluated"):  # Extensions act on the metrics, e.g. request a save of the best model.
+        for act in hooks("evaluated"):
             act(self.trainer, metrics, at_start)

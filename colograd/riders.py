@@ -15,25 +15,23 @@ if TYPE_CHECKING:
 class Segment(NamedTuple):
     """A part of a completion: consecutive tokens that see the same tokens of the prompt and of other parts."""
 
-    context: int  # Number of earlier tokens, of the prompt and of other parts, that the part attends to.
+    context: int  # Number of earlier tokens that the part attends to.
     length: int  # Number of tokens of the part.
-    ends: bool = True  # Whether a sequence ends with this part, because no other part continues it.
+    ends: bool = True  # Whether a sequence ends with this part.
 
 
 class Rider:
     """Base class of data that an extension adds to a rollout, e.g. the experts that vLLM's router chose per token.
 
-    An extension derives a frozen dataclass from `Rider` and lists the class under ``riders`` in its `HOOKS`. The
-    rollout log stores riders with a KEY as JSON (`to_json`), and riders with a MARK as an Arrow table (`table`).
-    """
+    An extension derives a frozen dataclass from `Rider` and lists the class under ``riders`` in its `HOOKS`."""
 
     __slots__ = ()
-    KEY: ClassVar[str] = ""  # Key of the rider's JSON value in the rollout log.
-    MARK: ClassVar[bytes] = b""  # First bytes of the rider's Arrow table in the rollout log.
+    KEY: ClassVar[str] = ""  # Key of the rider's JSON value (`to_json`) in the rollout log. "": not JSON.
+    MARK: ClassVar[bytes] = b""  # First bytes of the rider's Arrow table (`table`) in the rollout log. b"": no table.
     COLUMN: ClassVar[str] = ""  # Name of a column. Values that a reward function logs in this column become riders.
 
     def for_training(self) -> Self:
-        """Return a copy of the rider with only the data that a rank needs to train the rollout."""
+        """Return the rider with only the data that a rank needs to train the rollout."""
         return self
 
     def statistics(self, rollout: Rollout) -> tuple[dict[str, float], dict[str, float]]:
@@ -41,18 +39,17 @@ class Rider:
         return {}, {}
 
     def segments(self) -> tuple[Segment, ...]:
-        """Return the parts of the completion, in its order, or () if the rider doesn't divide it. In a packed row, the
-        method `RowRider.applied` then lays out the parts."""
+        """Return the completion's parts in order, or (). `RowRider.applied` lays out the parts in a packed row."""
         return ()
 
     @classmethod
     def of_row(cls, row: PackedRow) -> RowRider | None:
-        """Join the riders of a packed row's rollouts into one `RowRider`. Called if any rollout has such a rider."""
+        """Join the riders of a packed row's rollouts. At least one rollout has a rider of this class."""
         return None
 
     @classmethod
     def of_turns(cls, parts: Sequence[tuple[Self | None, int]], prompt: int) -> Self | None:
-        """Join the riders of a completion that several engine requests wrote. None: the completion needs no rider.
+        """Join the riders of a completion that several engine requests wrote.
 
         Args:
             parts: for each part of the completion, its rider (None e.g. for a tool's answer) and number of tokens.
@@ -62,7 +59,7 @@ class Rider:
 
     @classmethod
     def shared(cls, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-        """Return a group's rollouts with equal data of their riders stored once in memory."""
+        """Return a group's rollouts with equal data of riders stored once in memory."""
         return rollouts
 
     def to_json(self) -> Any:
@@ -81,10 +78,10 @@ class Rider:
 
     @classmethod
     def with_table(cls, reader: Any, rollouts: Sequence[Rollout], encoder: Any) -> Sequence[Rollout]:
-        """Read the next Arrow table of a group's record, and return the rollouts with the riders in that table.
+        """Read the next Arrow table of a group's record, and return the rollouts with the table's riders.
 
         Args:
-            encoder: the run's reader of dataset rows that aren't only text (`PromptRules.reader`), or None.
+            encoder: the run's `PromptRules.reader`, which reads images of dataset rows, or None.
         """
         return rollouts
 
@@ -110,7 +107,6 @@ class Media(Rider):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that the content takes in host memory."""
         return 0
 
     def shifted(self, tokens: int) -> Self:
@@ -119,30 +115,24 @@ class Media(Rider):
 
 
 class WithMedia:
-    """Base class of `ModelInput`: what depends on the media, the content of a prompt that isn't text."""
+    """Base class of `ModelInput` with the methods that depend on content that isn't text."""
 
     __slots__ = ()
     ids: tuple[int, ...]
     media: Media | None
 
     def followed_by(self: Any, ids: Sequence[int], media: Media | None = None) -> Any:
-        """Return the engine's input for the next turn of a conversation: the tokens of this input, then ``ids``.
-
-        Args:
-            ids: tokens that follow this input.
-            media: content among ``ids`` that isn't text; its positions count from the start of ``ids``.
-        """
+        """Return the input with ``ids`` appended. Positions in ``media`` count from the start of ``ids``."""
         last = media or self.media
         joined = None if last is None else last.followed_by(self, ids, media)
         return dataclasses.replace(self, ids=(*self.ids, *ids), media=joined)
 
     def for_training(self: Any) -> Any:
-        """Return the input with only the data that a rank needs to train its completions."""
         return self if self.media is None else dataclasses.replace(self, media=self.media.for_training())
 
     @property
     def images(self) -> Any:
-        """The field `media` under its former name, which user code may still read."""
+        """The former name of `media`, which user code may still read."""
         return self.media
 
     @property
@@ -187,20 +177,19 @@ def first(riders: Sequence[Any], kind: type[T]) -> T | None:
 
 
 def joined_riders(parts: Sequence[tuple[Sequence[Rider], int]], prompt: int) -> tuple[Rider, ...]:
-    """Join the riders of a completion that several engine requests wrote, class by class, by `Rider.of_turns`."""
+    """Join the riders of a completion that several engine requests wrote."""
     kinds = dict.fromkeys(type(rider) for riders, _ in parts for rider in riders)
     joined = (kind.of_turns([(first(riders, kind), length) for riders, length in parts], prompt) for kind in kinds)
     return tuple(rider for rider in joined if rider is not None)
 
 
 def with_shared_riders(rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-    """Return a group's rollouts with equal data of riders stored once, for the classes of the first one's riders."""
     for kind in dict.fromkeys(type(rider) for rider in rollouts[0].riders):
         rollouts = kind.shared(rollouts)
     return rollouts
 
 
 def riding(rollouts: Sequence[Rollout]) -> dict[type[Rider], None]:
-    """Return the distinct classes of the rollouts' riders (data of extensions) and of their prompts' media."""
+    """Return the distinct classes of the rollouts' riders and of their prompts' media."""
     riders = (rider for rollout in rollouts for rider in (rollout.input.media, *rollout.riders))
     return dict.fromkeys(type(rider) for rider in riders if rider is not None)

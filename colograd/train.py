@@ -13,10 +13,10 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__" and not __package__:
-    # Python puts a script's folder first on `sys.path`. Modules in colograd/ would shadow installed ones of equal name.
+    # Python puts a script's folder first on `sys.path`: modules in colograd/ would shadow installed ones.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from colograd import __version__
@@ -51,14 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -> GRPOTrainer | None:
-    """Make the trainer that the arguments ``argv`` of a command line describe, of class ``kind`` (default:
-    `GRPOTrainer`). For bad input without `verbose`, print one line to standard error and return None."""
+    """Make the trainer of a command line. For bad input without `verbose`, print one line and return None.
+
+    ``kind``: class of the trainer, by default `GRPOTrainer`."""
     try:
         process.follow_launcher()
         first = f"colograd {__version__}: loading the libraries"
         shown = os.environ.get("RANK", "0") == "0"
 
-        def stage() -> str:  # Name of the present stage of the start, empty until the watchdog is imported.
+        def stage() -> str:  # empty until the watchdog is imported
             at = getattr(sys.modules.get("colograd.parallel.watchdog"), "stage", None)
             return "" if at is None else str(at())
 
@@ -87,7 +88,7 @@ def build(argv: Sequence[str], kind: Callable[..., GRPOTrainer] | None = None) -
         from colograd.checkpoint.search import finished_checkpoint, nothing_left
 
         checkpoint = finished_checkpoint(config.resume_from_checkpoint, str(config.output_dir), config.max_steps)
-        if checkpoint is not None:  # Nothing is left to train, so model and engine needn't be loaded.
+        if checkpoint is not None:
             if config.process_index == 0:
                 print(nothing_left(checkpoint, config.max_steps))
             raise SystemExit(0)
@@ -114,19 +115,18 @@ def dataset_names(script: ScriptArguments) -> list[str]:
 def make_trainer(
     script: ScriptArguments, config: GRPOConfig, model: ModelConfig, kind: Callable[..., GRPOTrainer] | None = None
 ) -> GRPOTrainer:
-    """Load the datasets and build the trainer from the parsed settings."""
     from colograd.parallel.ranks import on_all_ranks
     from colograd.policy.supported import check_supported
 
     config.resolve_loading(**{**model.init_kwargs(), **(config.model_init_kwargs or {})})  # type: ignore[dict-item]
-    with on_all_ranks("the start"):  # Checks the model before the import of the trainer, which takes long.
+    with on_all_ranks("the start"):  # before the import of the trainer, which takes long
         check_supported(model.model_name_or_path, config, model.peft_config())
 
     from colograd import GRPOTrainer
     from colograd.data import load_datasets
 
-    gc.freeze()  # The libraries' objects live as long as the process, so the collector needn't look through them.
-    with on_all_ranks("loading the data"):  # If the files are missing on one node, all ranks raise an error.
+    gc.freeze()  # The libraries' objects live as long as the process: collections needn't look through them.
+    with on_all_ranks("loading the data"):
         train_dataset, eval_dataset = load_datasets(script)
     evaluates = config.do_eval or config.eval_on_start
     if script.exams:
@@ -134,16 +134,13 @@ def make_trainer(
 
         if not evaluates:
             raise ValueError(
-                f"exams is {script.exams}, but the run has no evaluation: set eval_strategy: steps and eval_steps, or "
-                "eval_on_start."
+                f"exams is {script.exams}, but nothing is evaluated: set eval_strategy and eval_steps or eval_on_start."
             )
         (names_of,) = registry.hooks("benchmark_names")
         names, test = names_of(script.exams), script.dataset_test_split
         if eval_dataset is not None and test in names:
             raise ValueError(f"dataset_test_split is {test!r}, the name of a benchmark in `exams`: rename the split.")
         eval_dataset = {**({} if eval_dataset is None else {test: eval_dataset}), **names}
-    of_source = ("tools", "rollout_func", "environment_factory", "agent")
-    sources: dict[str, Any] = {name: getattr(script, name) for name in of_source}
     trainer = (kind or GRPOTrainer)(
         model=model.model_name_or_path or "",
         reward_funcs=script.all_rewards(),
@@ -151,7 +148,10 @@ def make_trainer(
         train_dataset=train_dataset,
         eval_dataset=eval_dataset if evaluates else None,
         peft_config=model.peft_config(),
-        **sources,
+        tools=script.tools,
+        rollout_func=script.rollout_func,
+        environment_factory=script.environment_factory,
+        agent=script.agent,
     )
     if model.attn_implementation is not None:
         trainer.console.say(f"attention: packed (attn_implementation: {model.attn_implementation} isn't needed)")
@@ -159,8 +159,6 @@ def make_trainer(
 
 
 def run(trainer: GRPOTrainer) -> int:
-    """Train, save the model, the trainer's state and the model card, and push all if `push_to_hub` is set. Return the
-    exit status. If a signal stopped the training, print how to resume, and end the process if it has a deadline."""
     from colograd.reporting.console import reward_ends
 
     config = trainer.args

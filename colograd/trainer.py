@@ -49,7 +49,7 @@ STAGES = ("generate", "score", "compute_advantages", "compute_loss", "evaluate")
 
 if TYPE_CHECKING:
     TrainerBase = SeamTrainer
-else:  # Extensions offer base classes at the hook ``trainer_base``, for example a class with TRL's attribute names.
+else:  # The hook ``trainer_base`` adds base classes, for example one with TRL's attribute names.
     TrainerBase = type("TrainerBase", (*registry.hooks("trainer_base"), SeamTrainer), {"__module__": __name__})
 
 
@@ -109,7 +109,7 @@ class GRPOTrainer(TrainerBase):
         started = process.command_began() or time.perf_counter()
         args = prepared_config(args, model)
         end_at_a_signal(args, self.closing)
-        # `on_evaluate` of transformers' callbacks adds no metrics to an evaluation. A user's `on_evaluate` may.
+        # A callback of the user's may add metrics to an evaluation in `on_evaluate`.
         kinds: list[Any] = [each if isinstance(each, type) else type(each) for each in callbacks or ()]
         adds_metrics = any(kind.on_evaluate.__module__.partition(".")[0] != "transformers" for kind in kinds)
         given = TrainerArguments(
@@ -134,7 +134,7 @@ class GRPOTrainer(TrainerBase):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_of(args, task.policy.model) if optimizers[0] is None else None,
         )
-        # Callbacks that read `train_dataset` and `eval_dataset` expect the datasets that the user passed.
+        # Callbacks expect the datasets that the user passed.
         self.train_dataset = task.train_prompts.dataset if train_dataset is None else train_dataset
         self.eval_dataset: Any = eval_dataset
         self._tokenised = (self.train_dataset, eval_dataset)
@@ -210,18 +210,18 @@ class GRPOTrainer(TrainerBase):
 
     @property
     def replaced(self) -> frozenset[str]:
-        """Names in `STAGES` whose methods a subclass overrides, or a function assigned to this object replaces."""
+        """The methods in `STAGES` that a subclass overrides, or that a function assigned to this object replaces."""
         own = {name: getattr(getattr(self, name), "__func__", None) for name in STAGES}
         return frozenset(name for name, function in own.items() if function is not getattr(GRPOTrainer, name))
 
     @property
     def loss(self) -> Objective:
-        """The `Objective` that `compute_loss` calls. A subclass's `compute_loss` may call it and add to the result."""
+        """The `Objective` that `compute_loss` calls."""
         return self.learner.objective
 
     @property
     def evaluating(self) -> bool:
-        """Whether `generate` and `score` are at present called by `evaluate` or `predict`, not by training."""
+        """Whether `evaluate` or `predict` calls `generate` and `score` at present, not the training."""
         return self.sampler.evaluates
 
     def combine(self, rewards: torch.Tensor) -> torch.Tensor:
@@ -252,18 +252,19 @@ class GRPOTrainer(TrainerBase):
                 if there is one. False starts from the model. None takes the value from the configuration.
         """
         watchdog.set_limit(self.args.rank_timeout)  # A previous trainer in this process may have set a different limit.
-        self.learner.pending = []  # A previous call of `train` may have failed before training all packed steps.
+        # A previous call of `train` may have failed in the middle of a step.
+        self.learner.pending = []
         self.sharding.discard()
         self._unlogged = []
         self.round.forget()
-        self.sampler.take_counts()  # Drops counts, e.g. of rewards, that a failed step has left.
+        self.sampler.take_counts()
         if self.engine is not None:
-            self.engine.invalidate()  # Forces a weight sync, because equal step counts may stand for other weights.
+            self.engine.invalidate()  # Equal step counts of two calls may stand for different weights.
         with self.recorder.run():
             checkpoint, finished = self._begin_training(resume_from_checkpoint)
             if finished is not None:
                 return finished
-            output = None  # `output` stays None if a signal with a deadline ends the training within a round.
+            output = None  # It stays None if a signal with a deadline ends the training within a round.
             with self.checkpointer.during_training():
                 output = super().train(checkpoint, *args, **kwargs)
             if self.args.keeps_journal:
@@ -278,17 +279,16 @@ class GRPOTrainer(TrainerBase):
         return Loop(self, resume_from_checkpoint, ignore_keys_for_eval).run()
 
     def training_step(self, model: torch.nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward of an optimizer step's rows. Return the step's loss over all ranks, a () tensor."""
+        """Run forward and backward of an optimizer step. Return the step's loss over all ranks, a () tensor."""
         return torch.tensor(self.learner.train(inputs), device=self.args.device)
 
     def publish(self) -> None:
-        """Give the vLLM engine the policy's weights, unless the engine has the weights of the present step."""
+        """Give the vLLM engine the weights of the present step."""
         with self.times.phase("publish"):
             if self.engine is not None and self.engine.version != self.state.global_step:
                 self.sharding.traffic.published += self.weights.publish(self.state.global_step)
 
     def report_step(self, metrics: Mapping[str, float]) -> None:
-        """Pass a step's metrics to the next log, the console and the report. Record its loss in the rollout log."""
         self._unlogged.append(dict(metrics))
         if self.journal is not None and self.args.layout.is_main:
             step, figures = self.state.global_step, self.learner.figures

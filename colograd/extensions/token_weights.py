@@ -1,8 +1,8 @@
-"""Weights of a completion's tokens. In the loss each token's advantage is multiplied by the token's weight.
+"""Weights of a completion's tokens: each token's advantage is multiplied by the token's weight.
 
-A reward function logs the weights if it knows which tokens matter, e.g. the first wrong step of a proof:
+A reward function logs the weights, one list per completion; None means weights of 1:
 
-    log_extra("token_weights", [[1.0, 1.0, 0.2, 0.2], None])     one list per completion; None means weights of 1
+    log_extra("token_weights", [[1.0, 1.0, 0.2, 0.2], None])
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from ..riders import Rider, RowRider
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenWeights(Rider, RowRider):
-    """The weights of the completion tokens of a rollout or a packed row. Without this rider (per-token data): all 1."""
-
-    weights: torch.Tensor  # Float32, one finite weight per completion token [C], or per label of the row [N].
+    weights: torch.Tensor  # Float32, one finite weight per completion token [C], or per label of a packed row [N].
 
     KEY = COLUMN = "token_weights"
 

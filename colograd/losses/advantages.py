@@ -1,4 +1,4 @@
-"""Advantages of a group's completions from their rewards, and the division of advantages by the step's deviation."""
+"""Advantages of a group's completions from their rewards."""
 
 from __future__ import annotations
 
@@ -13,18 +13,15 @@ from ..config import GRPOConfig
 from ..parallel.ranks import gather
 from ..rewards import weighted_sum
 
-# TRL's constant, added to a standard deviation. It limits the advantages of a group of nearly equal rewards.
-STD_EPSILON = 1e-4
-# If normalised rewards cancel, rounding errors remain. A group's sums count as 0 if each is at most 1e-6 x the sum of
-# absolute weights.
-CANCELLED = 1e-6
+STD_EPSILON = 1e-4  # TRL's constant. It limits the advantages of a group of nearly equal rewards.
+CANCELLED = 1e-6  # Sums of normalised rewards up to this times the sum of absolute weights are rounding errors.
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageEstimator:
-    """Converts rewards to advantages by a run's settings. TRL lacks `advantage_baseline` and the scales `mean` and
-    `batch_centered`. `scale_over_steps` later divides advantages of `batch`, `batch_centered` and `normalize_then_sum`.
-    """
+    """Converts rewards to advantages by a run's settings.
+
+    TRL lacks `advantage_baseline` and the scales `mean` and `batch_centered`."""
 
     scale: str  # `scale_rewards`: group, batch, batch_centered, mean or none.
     aggregation: str  # `multi_objective_aggregation`: sum_then_normalize or normalize_then_sum.
@@ -36,16 +33,16 @@ class AdvantageEstimator:
         return cls(config.scale_rewards, config.multi_objective_aggregation, config.advantage_baseline, tuple(weights))
 
     def of_group(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Convert one group's rewards [G, R] (NaN: a function abstained) to advantages [G], which `scale_over_steps`
-        may divide later."""
+        """Convert one group's rewards [G, R] to advantages [G], which `scale_over_steps` may divide later."""
         if self.aggregation == "normalize_then_sum":
             return normalized_sum(rewards, self.weights)
         return group_advantages(weighted_sum(rewards, self.weights), self.scale, self.baseline)
 
     @property
     def step_scores(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """A function that converts rewards [G, R] to scores [G], NaN where all functions abstained. A step's advantages
-        are divided by the standard deviation of the step's scores. None means that advantages aren't divided."""
+        """A function from rewards [G, R] to scores [G], NaN where all functions abstained.
+
+        A step's advantages are divided by the standard deviation of its scores. None: they aren't divided."""
         if self.aggregation == "normalize_then_sum":
             return lambda r: torch.where(r.isnan().all(dim=1), torch.nan, normalized_sum(r, self.weights))
         if self.scale == "batch_centered":
@@ -54,14 +51,17 @@ class AdvantageEstimator:
 
 
 def group_advantages(rewards: torch.Tensor, scale: str, baseline: str = "mean") -> torch.Tensor:
-    """Compute each completion's advantage over its group: [G] float32 rewards -> [G] float32 advantages. ``scale``
-    "group" is GRPO's (r - mean) / (std + 1e-4) (DeepSeekMath, arXiv 2402.03300, eq. in 4.1.1). "mean" divides r - mean
-    by a positive mean, which maximises a success's log-likelihood instead of its probability (MaxRL, arXiv 2602.02710).
-    Any other scale returns r - mean (Dr. GRPO, arXiv 2503.20783). With ``baseline`` "leave_one_out" (RLOO, arXiv
-    2402.14740) r is compared with the mean of the group's n - 1 other rewards; that multiplies r - mean by n / (n - 1).
-    A completion with reward NaN gets 0, and so do all if fewer than two have a reward. In float64 the mean of equal
-    float32 rewards is exact, so a group of equal rewards gets exactly 0."""
-    exact = rewards.double()
+    """Compute each completion's advantage over its group: [G] float32 rewards -> [G] float32 advantages.
+
+    Args:
+        rewards: NaN gets the advantage 0. If fewer than two rewards aren't NaN, all advantages are 0.
+        scale: "group": (r - mean) / (std + 1e-4), GRPO (DeepSeekMath, arXiv 2402.03300, eq. in 4.1.1). "mean":
+            (r - mean) / mean for a positive mean (MaxRL, arXiv 2602.02710). Others: r - mean (Dr. GRPO, arXiv
+            2503.20783).
+        baseline: "leave_one_out" compares r with the mean of the n - 1 other rewards (RLOO, arXiv 2402.14740), which
+            multiplies r - mean by n / (n - 1).
+    """
+    exact = rewards.double()  # In float64 the mean of equal float32 rewards is exact: their advantages are exactly 0.
     judged = ~exact.isnan()
     count = int(judged.sum())
     if count < 2:
@@ -78,16 +78,15 @@ def group_advantages(rewards: torch.Tensor, scale: str, baseline: str = "mean") 
 
 
 def centered(rewards: torch.Tensor) -> torch.Tensor:
-    """Subtract a group's mean from its rewards [G]. NaN stays NaN. REINFORCE++-baseline (arXiv 2501.03262) divides a
-    step's advantages by the standard deviation of these differences, so differences between groups don't count."""
+    """Subtract a group's mean from its rewards [G], as REINFORCE++-baseline (arXiv 2501.03262) does. NaN stays NaN."""
     exact = rewards.double()
     return (exact - exact.nanmean()).to(rewards.dtype)
 
 
 def normalized_sum(rewards: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
-    """Normalise each function's rewards within the group, then sum them with the functions' weights (GDPO, arXiv
-    2601.05242): rewards [G, R] float32 -> sums [G] float32. NaN (the function abstained) adds 0. The paper also
-    normalises the sums over the batch. Here `step_std` divides later; a group's sums have mean 0 already."""
+    """Normalise each function's rewards within the group, then sum them with weights (GDPO, arXiv 2601.05242).
+
+    Rewards [G, R] float32 -> sums [G] float32. NaN adds 0. `step_std` does the paper's normalisation over the batch."""
     exact = rewards.double()
     total = exact.new_zeros(len(exact))
     for column, weight in zip(exact.unbind(1), weights, strict=True):
@@ -101,8 +100,7 @@ def normalized_sum(rewards: torch.Tensor, weights: Sequence[float]) -> torch.Ten
 
 
 def group_std(rewards: torch.Tensor) -> torch.Tensor:
-    """Compute the sample standard deviation (divisor n - 1) of the rewards that aren't NaN, a () tensor. It is 0 for
-    fewer than two such rewards."""
+    """Compute the sample standard deviation (divisor n - 1) of the rewards that aren't NaN, or 0 for fewer than two."""
     judged = rewards[~rewards.isnan()].double()
     deviation = judged.std() if len(judged) > 1 else judged.new_zeros(())
     return deviation.to(rewards.dtype)
@@ -110,14 +108,18 @@ def group_std(rewards: torch.Tensor) -> torch.Tensor:
 
 def step_std(scores: Sequence[torch.Tensor]) -> float:
     """Compute the divisor of a step's advantages: 1e-4 plus the standard deviation of all ranks' scores. A collective.
-    ``scores`` has a tensor [G] for each group of this rank in the step's `kept`."""
+
+    Args:
+        scores: a tensor [G] for each group that the step trains on this rank.
+    """
     own = torch.cat(list(scores)).tolist() if scores else []
     return float(group_std(torch.tensor([x for part in gather(own) for x in part], dtype=torch.float64))) + STD_EPSILON
 
 
 def scale_over_steps(steps: Sequence[SampledStep], estimator: AdvantageEstimator) -> list[SampledStep]:
-    """Divide each step's advantages by the step's `step_std`, if the run's settings require that. A collective. A group
-    in ``sampled`` that no step trains gets the `step_std` of the step that lists the group."""
+    """Divide each step's advantages by its `step_std`, if the run's settings require that. A collective.
+
+    A group that no step trains gets the `step_std` of the step that lists the group in `sampled`."""
     scores = estimator.step_scores
     if scores is None:
         return list(steps)

@@ -1,7 +1,6 @@
 """Entropy values of a whole step: the threshold of `top_entropy_quantile`, and the entropy bonus's coefficient.
 
-TRL computes the quantile and the mean per micro-batch. Colograd computes both per optimizer step, so the update doesn't
-depend on the division into micro-batches.
+TRL computes the quantile and the mean per micro-batch, so its update depends on the division into micro-batches.
 """
 
 from __future__ import annotations
@@ -26,9 +25,12 @@ def with_step_entropy(
     step: StepBatch, objective: Objective, coefficient: float, entropies: Callable[[MicroBatch], torch.Tensor],
     timed: AbstractContextManager[None] | None = None,
 ) -> StepBatch:  # fmt: skip
-    """Return the step with `StepConstants` on its rows: step-wide values that the loss's terms need. A collective. With
-    `top_entropy_quantile` below 1 and several micro-batches over all ranks, ``entropies`` runs an additional forward of
-    every micro-batch, timed by ``timed``, because the first loss needs the entropies of all tokens."""
+    """Return the step with `StepConstants` on its rows. A collective.
+
+    Args:
+        entropies: runs an additional forward of a micro-batch, because the first loss of a step with several
+            micro-batches needs the threshold of `top_entropy_quantile`, and so the entropies of all tokens.
+    """
     threshold, tokens = None, float(max(step.num_loss_tokens, 1)) if objective.top_entropy_quantile == 1 else None
     if objective.top_entropy_quantile < 1 and sum(gather(len(step.rows) * step.counted)) > 1:
         with on_all_ranks("the entropies"), torch.no_grad(), timed or nullcontext():
@@ -47,11 +49,10 @@ def with_step_entropy(
 
 
 class EntropyController(TrainerCallback):
-    """Callback with the entropy bonus's coefficient: constant, or adapted so that the entropy stays near a target.
-    `use_adaptive_entropy` (Skywork-OR1, arXiv 2505.22312): after a step with a mean entropy of at most
-    ``entropy_target``, the coefficient rises by ``entropy_coef_delta``, up to ``entropy_coef_max``. After a step with a
-    larger entropy it falls by ``entropy_coef_delta``, down to ``entropy_coef_min``, and the next step has no bonus.
-    Checkpoints store the adapted coefficient in trainer_state.json."""
+    """Callback with the entropy bonus's coefficient: constant, or adapted (Skywork-OR1, arXiv 2505.22312).
+
+    With `use_adaptive_entropy` a mean entropy above ``entropy_target`` lowers the coefficient, and the next step has no
+    bonus. A lower entropy raises the coefficient. Checkpoints store the coefficient in trainer_state.json."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self.config = config
@@ -59,22 +60,23 @@ class EntropyController(TrainerCallback):
 
     @property
     def applied(self) -> float:
-        """The next step's coefficient. With `use_adaptive_entropy` it is 0 if the last entropy was above the target."""
         if self.config.use_adaptive_entropy and self.last_entropy > self.config.entropy_target:
             return 0.0
         return self.coefficient
 
     def show(self, metrics: dict[str, float], loss: float) -> float | None:
-        """If the run's settings have a bonus, add `policy_loss` to ``metrics``: ``loss`` without the bonus. Return the
-        mean entropy in nats of the tokens that the bonus counts. None means that there is no bonus or no such token."""
+        """Add `policy_loss`, which is ``loss`` without the bonus, to the metrics of a run with a bonus.
+
+        Returns:
+            Mean entropy in nats of the tokens that the bonus counts. None: there is no bonus or no such token.
+        """
         entropy = metrics.pop(BONUS_ENTROPY, None)
         if self.config.entropy_coef != 0 or self.config.use_adaptive_entropy:
             metrics["policy_loss"] = loss + self.applied * (entropy or 0.0)
         return entropy
 
     def finish(self, metrics: dict[str, float], loss: float) -> None:
-        """Finish a training step: if the run's settings have a bonus, adapt the coefficient (`use_adaptive_entropy`)
-        and add `policy_loss` and the coefficient (`entropy_coef`) to ``metrics``."""
+        """Adapt the coefficient after a training step, and add the metrics of the bonus."""
         config, entropy = self.config, self.show(metrics, loss)
         if config.use_adaptive_entropy and entropy is not None:
             if entropy <= config.entropy_target:

@@ -1,5 +1,4 @@
-"""The complete loss of a micro-batch: a loss of `token_losses`, combined with options of any loss (importance ratio,
-sampler correction, masks, entropy bonus, terms of extensions)."""
+"""The complete loss of a micro-batch: a `TokenLoss` with sampler correction, masks, entropy bonus and further terms."""
 
 from __future__ import annotations
 
@@ -30,12 +29,13 @@ from .tokens import (
 )
 
 QUANTILE_LIMIT = 2**24  # Number of elements above which torch.quantile fails.
-BONUS_ENTROPY = "entropy/bonus"  # Metric, not logged: mean entropy of the tokens that have the entropy bonus.
+BONUS_ENTROPY = "entropy/bonus"  # Metric, not logged: mean entropy of the tokens with the entropy bonus.
 
 
 class LossTerm:
-    """A term that an extension adds to the loss. A subclass overrides the methods that its term needs. The extension
-    lists a function (configuration, policy) -> `LossTerm` or None under "loss_term" in its `HOOKS`."""
+    """A term that an extension adds to the loss. A subclass overrides the methods that its term needs.
+
+    The hook ``loss_term`` is a function (configuration, policy) -> `LossTerm` or None."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -49,32 +49,31 @@ class LossTerm:
 
     @property
     def waits(self) -> str:
-        """The reason why no group may be trained before its whole step is sampled. Empty means no reason."""
+        """The reason why no group may be trained before its whole step is sampled, or ""."""
         return ""
 
     def steps(self, second_models: Mapping[str, Any]) -> tuple[ForwardStep, ...]:
-        """Return the `ForwardStep`s, wrappers of the policy's forward, that compute values for this term."""
+        """Return the wrappers of the policy's forward that compute values for this term."""
         return ()
 
     def with_scores(self, step: StepBatch, estimator: AdvantageEstimator) -> StepBatch:
-        """Return the step with changed advantages. Called when reference and teacher models have filled the rows."""
+        """Return the step with changed advantages. Reference and teacher models have filled the rows already."""
         return step
 
     def with_constants(self, step: StepBatch) -> StepBatch:
-        """Return the step with the values of the whole step that this term needs on all its rows. A collective."""
+        """Return the step with the values of the whole step that this term needs on its rows. A collective."""
         return step
 
     def before(self, old: torch.Tensor, batch: MicroBatch) -> MicroBatch:
-        """Return the micro-batch with this term's changes, before its loss is computed. ``old`` are the old policy's
-        log-probabilities (N,)."""
+        """Return the micro-batch with this term's changes. ``old``: the old policy's log-probabilities (N,)."""
         return batch
 
     def of_tokens(self, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Return values (N,) to add to the tokens' losses before they are averaged. ``values`` come from `steps`."""
+        """Return values (N,) to add to the tokens' losses, before the average. ``values`` come from `steps`."""
         return None
 
     def of_row(self, batch: MicroBatch, values: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """Return a () tensor to add to the micro-batch's loss, after the sum over tokens."""
+        """Return a () tensor to add to the micro-batch's loss."""
         return None
 
     def observe(self, old: torch.Tensor, tokens: Tokens, values: Mapping[str, torch.Tensor]) -> Means:
@@ -82,14 +81,13 @@ class LossTerm:
         return {}
 
     def in_loss(self, metrics: Mapping[str, float]) -> float:
-        """Return this term's share of a step's loss, computed from the metrics. `policy_loss` is without that share."""
+        """Return this term's share of a step's loss, computed from the metrics. `policy_loss` lacks that share."""
         return 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The complete loss: a `TokenLoss` with masks, corrections and further terms. Calling the objective with a
-    micro-batch returns a `LossOutput`: the sum over the tokens, not divided by a denominator, and TRL's metrics."""
+    """The complete loss: a `TokenLoss` with masks, corrections and further terms."""
 
     loss: TokenLoss
     level: str = "token"  # Level of the importance ratio: "token", or "sequence" (GSPO, arXiv 2507.18071).
@@ -101,8 +99,7 @@ class Objective:
 
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Objective:
-        """Build the objective from the run's settings, without terms of extensions. Raise a ValueError if `loss_type`
-        names no loss."""
+        """Build the objective from the run's settings, without the terms of extensions."""
         bounds = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
         correction = SamplerCorrection(config.vllm_importance_sampling_mode, *bounds)
         return cls(
@@ -113,44 +110,44 @@ class Objective:
         )  # fmt: skip
 
     def with_terms(self, config: GRPOConfig, policy: Any) -> Objective:
-        """Return the objective with the terms that extensions offer for this run. An extension raises ValueError if
-        its term is set but can't be used."""
         terms = (make(config, policy) for make in registry.hooks("loss_term"))
         return dataclasses.replace(self, terms=tuple(term for term in terms if term is not None))
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the row's values that reference and teacher models must compute (see `policy.second_models`)."""
         return tuple(dict.fromkeys(field for term in self.terms for field in term.needs))
 
     @property
     def every_group(self) -> bool:
-        """Whether groups with equal rewards must be trained, because a term of the loss has a gradient for them or
-        because their entropies count in a quantile."""
+        """Whether groups with equal rewards must be trained: they have a gradient, or count in the entropy quantile."""
         terms = bool(self.needs) or self.entropy_bonus or any(term.every_group for term in self.terms)
         return self.loss.every_group or terms or self.top_entropy_quantile < 1
 
     @property
     def needs_constants(self) -> bool:
-        """Whether the loss may read `StepConstants` (values of the whole step). True for any loss that a user wrote."""
+        """Whether the loss may read `StepConstants`. A user's own loss may."""
         own = type(self.loss) not in LOSSES.values()
         return own or self.entropy_bonus or self.top_entropy_quantile < 1 or bool(self.terms)
 
     def in_loss(self, metrics: Mapping[str, float]) -> float:
-        """Return the share of a step's loss that comes from extensions' terms, computed from the step's metrics."""
         return sum(term.in_loss(metrics) for term in self.terms)
 
     def __call__(
         self, logprobs: torch.Tensor, entropy: torch.Tensor, batch: MicroBatch,
         values: Mapping[str, torch.Tensor] | None = None,
     ) -> LossOutput:  # fmt: skip
-        """Compute the loss of one micro-batch from the policy's log-probabilities (N,) and entropies (N,), in nats. If
-        the batch has no old log-probabilities (on-policy), the detached ``logprobs`` take their place."""
+        """Compute the metrics and the loss of a micro-batch, a sum over its tokens.
+
+        Args:
+            logprobs: the policy's log-probabilities, (N,) in nats. In an on-policy step they are the old ones, too.
+            entropy: the policy's entropies, (N,) in nats.
+            values: values for the terms, from `LossTerm.steps`.
+        """
         values = {} if values is None else values
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         for term in self.terms:
             batch = term.before(old, batch)
-        # Tokens outside the loss get 0. A token that wasn't sampled may be so unlikely that it would change a mean.
+        # A token that wasn't sampled may be so unlikely that it would change a mean: tokens outside the loss get 0.
         log_ratio = (logprobs - old).where(batch.loss_mask > 0, 0.0)
         of_token, whole = bounded_exp(log_ratio), self.level == "sequence"
         of_level = bounded_exp(completion_mean(log_ratio, batch)) if whole else of_token
@@ -161,16 +158,15 @@ class Objective:
         per_token = self.loss(tokens)
         if per_token.shape != logprobs.shape:
             raise ValueError(
-                f"{type(self.loss).__name__} returned a loss of shape {list(per_token.shape)}, but a loss class must "
-                f"return one value for each of the {len(logprobs)} tokens."
+                f"{type(self.loss).__name__} returned a loss of shape {list(per_token.shape)}, but must return one "
+                f"value for each of the {len(logprobs)} tokens."
             )
         if self.off_policy_threshold is not None:
             per_token = per_token * self._on_policy(logprobs.detach(), batch)
         chosen = batch.loss_mask
         if self.top_entropy_quantile < 1:
-            # Only the tokens of highest entropy are trained. Without a step's threshold, this row is the whole step.
             threshold: float | torch.Tensor | None = batch.step_constants.threshold
-            if threshold is None:
+            if threshold is None:  # This row is the whole step.
                 counted = entropy.detach().float().where(batch.loss_mask > 0, torch.nan)
                 threshold = counted.nanquantile(1 - self.top_entropy_quantile)
             chosen = chosen * (entropy.detach() >= threshold).to(batch.loss_mask.dtype)
@@ -193,8 +189,8 @@ class Objective:
         return LossOutput(loss, sums, minima, maxima)
 
     def _on_policy(self, logprobs: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Return the off-policy mask (N,): 0 for tokens with a negative advantage, if the mean of log sampler - log pi
-        over their completion is above `off_policy_threshold`, else 1."""
+        """Return the off-policy mask (N,). It is 0 for tokens with a negative advantage in a completion whose mean of
+        log sampler - log pi is above the threshold."""
         drift = known(batch.sampler_logprobs - logprobs, batch.loss_mask) * sequence_mean_weights(batch)
         mean = per_sequence_sum(drift, batch)[batch.sequence]
         return ((batch.advantages >= 0) | (mean <= self.off_policy_threshold)).to(logprobs.dtype)
@@ -204,8 +200,7 @@ class Objective:
         self, tokens: Tokens, entropy: torch.Tensor, old: torch.Tensor, difference: torch.Tensor,
         to_sampler: torch.Tensor, chosen: torch.Tensor,
     ) -> tuple[Means, Extremes, Extremes]:  # fmt: skip
-        """Compute the metrics of a micro-batch: sums with counts, minima, maxima. ``difference`` and ``to_sampler`` are
-        explained in `sampling_metrics`."""
+        """Compute the metrics of a micro-batch. For ``difference`` and ``to_sampler`` see `sampling_metrics`."""
         batch, mask = tokens.batch, tokens.batch.loss_mask
         apart = (old - batch.sampler_logprobs).abs()
         scored = mask * ~apart.isnan()
@@ -224,8 +219,7 @@ class Objective:
 
 
 def top_threshold(entropies: torch.Tensor, share: float) -> float:
-    """Return the (1 - ``share``) quantile of entropies (n,), interpolated linearly like `torch.quantile`. Return
-    infinity if there are no entropies."""
+    """Return the (1 - ``share``) quantile of entropies (n,), or infinity if there are none."""
     if not entropies.numel():
         return float("inf")
     values = entropies.float()

@@ -1,4 +1,4 @@
-"""The built-in losses, one class per `loss_type`. The dict `LOSSES` at the end maps names to classes."""
+"""The built-in losses, one class per `loss_type`."""
 
 from __future__ import annotations
 
@@ -24,34 +24,27 @@ from .tokens import (
     per_sequence_sum,
 )
 
-MOST_WEIGHT = 20.0  # Default upper bound of a token's weight in the DPPO loss, as in the code of DPPO's authors.
+MOST_WEIGHT = 20.0  # Default upper bound of a token's weight in the DPPO loss, as in its authors' code.
 
 
 def chosen(condition: torch.Tensor, yes: float, no: float, like: torch.Tensor) -> torch.Tensor:
-    """Return ``yes`` where ``condition`` is true, else ``no``, as a tensor like ``like``. The numbers are filled on the
-    device, because copying them from the host would make the host wait."""
+    # Numbers copied from the host would make the host wait for the device.
     return torch.where(condition, like.new_full((), yes), like.new_full((), no))
 
 
 class DAPOLoss(ClippedLoss):
-    """Clipped loss, averaged over the step's tokens in the loss (DAPO, arXiv 2503.14476, eq. 8). So a completion's
-    weight is proportional to its number of these tokens."""
-
-
-class BNPOLoss(ClippedLoss):
-    """Clipped loss, averaged over the tokens in the loss. TRL averages per micro-batch. Colograd averages over the
-    whole step, so this loss equals `dapo`."""
+    """Clipped loss, averaged over the step's tokens in the loss (DAPO, arXiv 2503.14476, eq. 8)."""
 
 
 class GRPOLoss(OverCompletions, ClippedLoss):
-    """Clipped loss, averaged over each completion's tokens, then over completions (DeepSeekMath, arXiv 2402.03300, eq.
-    3). With `importance_sampling_level: sequence` this loss is GSPO (arXiv 2507.18071)."""
+    """Clipped loss, averaged over each completion's tokens, then over completions (DeepSeekMath, arXiv 2402.03300,
+    eq. 3). With `importance_sampling_level: sequence` it is GSPO (arXiv 2507.18071)."""
 
 
 @dataclass(frozen=True)
 class DrGRPOLoss(ClippedLoss):
     """Clipped loss, summed over tokens and divided by the number of completions x `max_completion_length` (Dr. GRPO,
-    arXiv 2503.20783). The constant divisor avoids a bias by length."""
+    arXiv 2503.20783)."""
 
     max_completion_length: int
 
@@ -60,8 +53,7 @@ class DrGRPOLoss(ClippedLoss):
 
 
 class LUSPOLoss(ClippedLoss):
-    """Clipped loss, summed over each completion's tokens, then averaged over completions (LUSPO, arXiv 2602.05261).
-    With one ratio per completion the loss is GSPO's times the completion's length, which removes GSPO's length bias."""
+    """Clipped loss, summed over each completion's tokens, then averaged over completions (LUSPO, arXiv 2602.05261)."""
 
     denominator = OverCompletions.denominator
 
@@ -71,8 +63,7 @@ class GMPOLoss(OverCompletions):
     """Loss with the geometric mean of a completion's ratios (GMPO, arXiv 2507.20673, eq. 4): -exp(mean log-ratio) * A.
 
     Before the mean, each token's log-ratio is clamped: to at most ``epsilon_high`` if A > 0, else to at least
-    -``epsilon``. The bounds are of log-ratios; the paper uses 0.4. The paper has one advantage per completion. If
-    advantages differ within a completion, gradients are those of `completion_mean`."""
+    -``epsilon``. The paper uses 0.4 for both."""
 
     epsilon: float
     epsilon_high: float
@@ -90,8 +81,8 @@ class GMPOLoss(OverCompletions):
 class CISPOLoss(TokenLoss):
     """Clipped importance weights (CISPO, from MiniMax-M1, arXiv 2506.13585): -min(ratio, epsilon_high) * A * log pi.
 
-    No gradient flows through the ratio, and clipping removes no token's gradient. ``epsilon_high`` is the upper bound
-    of the ratio, not a distance from 1 (ScaleRL, arXiv 2510.13786, uses 5)."""
+    No gradient flows through the ratio. ``epsilon_high`` bounds the ratio itself, not its distance from 1 (ScaleRL,
+    arXiv 2510.13786, uses 5)."""
 
     epsilon_high: float
 
@@ -105,11 +96,11 @@ class CISPOLoss(TokenLoss):
 
 @dataclass(frozen=True)
 class DPPOLoss(TokenLoss):
-    """A trust region of probabilities (DPPO-Binary-TV, arXiv 2602.04879): -min(w, delta) * A * log pi, with w = pi /
-    sampler without gradient (pi / pi_old without the sampler correction). A token has no gradient if its probability
-    has already changed too much: increased by more than ``epsilon_high`` for A > 0, decreased by more than ``epsilon``
-    otherwise. PPO's bound limits the ratio of rare tokens as much as that of likely tokens. The paper uses 0.2 for both
-    bounds and 20 for ``delta``."""
+    """A trust region of probabilities (DPPO-Binary-TV, arXiv 2602.04879): -min(w, delta) * A * log pi.
+
+    w = pi / sampler without gradient (pi / pi_old without the sampler correction). A token has no gradient if its
+    probability has increased by more than ``epsilon_high`` for A > 0, or else decreased by more than ``epsilon``. The
+    paper uses 0.2 for both bounds and 20 for ``delta``."""
 
     corrects: ClassVar[bool] = True
 
@@ -126,8 +117,7 @@ class DPPOLoss(TokenLoss):
 
     @torch.no_grad()
     def moved(self, tokens: Tokens) -> torch.Tensor:
-        """Compute pi - sampler, (N,), or pi - pi_old without the sampler correction: the change of each token's
-        probability since it was sampled."""
+        """Compute pi - sampler, (N,), or pi - pi_old without the sampler correction."""
         return tokens.logprobs.exp() - (tokens.logprobs - tokens.log_ratio_to_sampler).exp()
 
     def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
@@ -137,9 +127,9 @@ class DPPOLoss(TokenLoss):
 
 @dataclass(frozen=True)
 class SAPOLoss(OverCompletions):
-    """A soft gate instead of PPO's clip (SAPO, arXiv 2511.20347): -4/t * sigmoid(t * (ratio - 1)) * A. The temperature
-    t is ``sapo_temperature_pos`` if A > 0, else ``sapo_temperature_neg``. The gate's slope is 1 at ratio 1 and falls
-    towards 0 for smaller and larger ratios."""
+    """A soft gate instead of PPO's clip (SAPO, arXiv 2511.20347): -4/t * sigmoid(t * (ratio - 1)) * A.
+
+    The temperature t is ``sapo_temperature_pos`` if A > 0, else ``sapo_temperature_neg``."""
 
     sapo_temperature_pos: float
     sapo_temperature_neg: float
@@ -154,9 +144,8 @@ class SAPOLoss(OverCompletions):
 class VESPOLoss(TokenLoss):
     """A Gamma-shaped weight of the whole completion (VESPO, arXiv 2602.10693): -phi(w) * A * log pi.
 
-    phi(w) = e^lambda w^k e^(-lambda w), without gradient; phi(1) = 1. k and lambda are the settings ``..._pos`` for
-    A >= 0, else ``..._neg``. w is pi / sampler of the whole completion: the product of its tokens' ratios pi / pi_old
-    and sampler corrections."""
+    phi(w) = e^lambda w^k e^(-lambda w), without gradient. k and lambda are the settings ``..._pos`` for A >= 0, else
+    ``..._neg``. w is the product of the completion's ratios pi / pi_old and sampler corrections."""
 
     corrects: ClassVar[bool] = True
 
@@ -170,7 +159,7 @@ class VESPOLoss(TokenLoss):
 
     @torch.no_grad()
     def phi(self, tokens: Tokens) -> torch.Tensor:
-        """Compute phi(w) of each token's completion, (N,). Logarithms are bounded as in the authors' code."""
+        """Compute phi(w) of each token's completion, (N,), with the bounds of the authors' code."""
         batch, least = tokens.batch, math.log(1e-8)
         log_weight = tokens.log_ratio.clamp(-20.0, 20.0)
         if tokens.correction is not None:
@@ -186,20 +175,20 @@ class VESPOLoss(TokenLoss):
         return {"vespo/phi_seq_mean": tokens.mean(self.phi(tokens), per_sequence=True)}, {}, {}
 
 
+# `bnpo` is TRL's average over the tokens of a micro-batch. Over the tokens of a whole step it equals `dapo`.
 LOSSES: dict[str, type[TokenLoss]] = {
-    "dapo": DAPOLoss, "bnpo": BNPOLoss, "grpo": GRPOLoss, "dr_grpo": DrGRPOLoss, "luspo": LUSPOLoss,
+    "dapo": DAPOLoss, "bnpo": DAPOLoss, "grpo": GRPOLoss, "dr_grpo": DrGRPOLoss, "luspo": LUSPOLoss,
     "cispo": CISPOLoss, "sapo": SAPOLoss, "vespo": VESPOLoss, "gmpo": GMPOLoss, "dppo": DPPOLoss,
 }  # fmt: skip
 
 
 def find_loss(loss_type: str) -> type[TokenLoss]:
-    """Return the loss class for a name in `LOSSES` or for an import path ``package.module:Class`` (or with a dot)."""
+    """Return the loss class for a name in `LOSSES` or for an import path ``package.module:Class``."""
     if loss_type in LOSSES:
         return LOSSES[loss_type]
-    found = find_object(loss_type, "loss_type", inspect.isclass)
-    if not (inspect.isclass(found) and issubclass(found, TokenLoss)):
+    kind = find_object(loss_type, "loss_type", inspect.isclass)
+    if not (inspect.isclass(kind) and issubclass(kind, TokenLoss)):
         raise ValueError(
-            f"loss_type {loss_type!r} is {found!r}, but must be a class derived from colograd.losses.TokenLoss: see "
-            "docs/losses.md."
+            f"loss_type {loss_type!r} is {kind!r}, but must be a class derived from colograd.losses.TokenLoss."
         )
-    return found
+    return kind

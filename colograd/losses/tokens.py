@@ -1,8 +1,7 @@
 """`Tokens`, the values that a loss reads; `TokenLoss`, the base of all losses; and the clipped loss of PPO and GRPO.
 
-A `TokenLoss` defines the loss of one token, the average over tokens, and metrics. `objective.py` adds all other terms.
-The average is a weighted sum over a micro-batch's tokens, divided by a denominator of the whole step. All micro-batches
-and ranks share this denominator, so the update depends neither on micro-batches nor on the number of ranks.
+A `TokenLoss` defines the loss of one token, the average over tokens, and metrics. The average is a weighted sum over a
+micro-batch's tokens, divided by a denominator of the whole step, so that the update doesn't depend on micro-batches.
 """
 
 from __future__ import annotations
@@ -29,14 +28,12 @@ def per_sequence_sum(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
 
 
 def sequence_mean_weights(batch: MicroBatch) -> torch.Tensor:
-    """Return weights (N,) that average over each completion: 1 / (the completion's number of tokens in the loss) for a
-    token in the loss, 0 for a token outside the loss."""
+    """Return weights (N,): 1 / (the completion's number of tokens in the loss), or 0 for a token outside the loss."""
     lengths = per_sequence_sum(batch.loss_mask, batch).clamp(min=1)
     return batch.loss_mask / lengths[batch.sequence]
 
 
 def summed(values: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum and the count of a metric's weighted mean: sum of values x weights, sum of weights."""
     return (values * weights).sum(), weights.sum()
 
 
@@ -46,10 +43,10 @@ def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def completion_mean(values: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Return for each token the mean of ``values`` over its completion's tokens in the loss: (N,) -> (N,). The gradient
-    of token t's result goes only to the value of token t, so tokens may have different advantages (GSPO-token, arXiv
-    2507.18071, eq. 14). If a completion's tokens have equal advantages and weights, their sum has the gradient of the
-    mean."""
+    """Return for each token the mean of ``values`` over its completion's tokens in the loss: (N,) -> (N,).
+
+    The gradient of token t's result goes only to the value of token t, so tokens may have different advantages
+    (GSPO-token, arXiv 2507.18071, eq. 14)."""
     mean = per_sequence_sum(values.detach() * sequence_mean_weights(batch), batch)[batch.sequence]
     return mean + (values - values.detach())
 
@@ -69,9 +66,9 @@ class Tokens:
 
     @property
     def log_ratio_to_sampler(self) -> torch.Tensor:
-        """The log-ratios log(pi / sampler), (N,), without gradient. For tokens without a sampler's probability they are
-        log(pi / pi_old), and for all tokens if the sampler correction is off (for example because truncated sampling,
-        such as top-k, gives probabilities of a different distribution). They are 0 outside the loss mask."""
+        """The log-ratios log(pi / sampler), (N,), without gradient; 0 outside the loss mask.
+
+        They are log(pi / pi_old) where the sampler's probability is unknown, and without the sampler correction."""
         own = self.log_ratio.detach()
         if self.correction is None:
             return own
@@ -79,15 +76,17 @@ class Tokens:
         return difference.where((self.batch.loss_mask > 0) & ~difference.isnan(), own)
 
     def mean(self, values: torch.Tensor, per_sequence: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum and count of a metric's mean of ``values`` (N,). The mean is over the tokens in the loss, or
-        over the completions' means if ``per_sequence`` (default: `Tokens.per_sequence`)."""
+        """Return the sum and count of a metric's mean of ``values`` (N,) over the tokens in the loss.
+
+        With ``per_sequence`` (default: `Tokens.per_sequence`) the mean is over the completions' means."""
         whole = self.per_sequence if per_sequence is None else per_sequence
         return summed(values, sequence_mean_weights(self.batch) if whole else self.batch.loss_mask)
 
 
 class TokenLoss(ABC):
-    """Base class of all losses. By default the loss is the mean over all tokens of the step that count in the loss. If
-    a subclass is a dataclass, `from_config` fills the fields that are named like fields of the configuration."""
+    """Base class of all losses. By default the loss is the mean over all tokens of the step that count in the loss.
+
+    `from_config` fills a dataclass's fields that are named like fields of the configuration."""
 
     corrects: ClassVar[bool] = False
     """Whether `__call__` corrects for the sampler's probabilities. If False, token losses are multiplied by
@@ -98,8 +97,6 @@ class TokenLoss(ABC):
 
     @classmethod
     def from_config(cls, config: GRPOConfig) -> Self:
-        """Build the loss from the configuration. Raise a ValueError if a dataclass field has neither a default nor a
-        configuration field of that name, or if the class needs arguments but isn't a dataclass."""
         names: list[str] = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
         try:
             return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
@@ -118,12 +115,11 @@ class TokenLoss(ABC):
         return batch.loss_mask
 
     def denominator(self, step: StepBatch) -> float:
-        """Return the number that divides the loss sum of the whole step. Here: the step's tokens in the loss."""
+        """Return the number that divides the loss sum of the whole step."""
         return float(max(step.num_loss_tokens, 1))
 
     def observe(self, tokens: Tokens) -> tuple[Means, Extremes, Extremes]:
-        """Return the loss's metrics: means, minima, maxima. This method is called without gradient, and only for a
-        micro-batch with at least one token in the loss."""
+        """Return metrics: means, minima, maxima. Called without gradient, for rows with a token in the loss."""
         return {}, {}, {}
 
 
@@ -138,9 +134,12 @@ class OverCompletions(TokenLoss):
 
 
 def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tuple[Means, Extremes, Extremes]:
-    """Compute TRL's clip metrics: shares of tokens ``below`` the lower bound with a negative advantage, and of tokens
-    ``above`` the upper bound with a positive advantage, with extremes over completions. ``below`` and ``above`` are
-    (N,) bool."""
+    """Compute TRL's clip metrics: the shares of tokens whose gradient a bound removes, and extremes over completions.
+
+    Args:
+        below: (N,) bool, tokens below the lower bound.
+        above: (N,) bool, tokens above the upper bound.
+    """
     low = (below & (tokens.advantages < 0)).to(tokens.ratio.dtype)
     high = (above & (tokens.advantages > 0)).to(tokens.ratio.dtype)
     batch, means = tokens.batch, sequence_mean_weights(tokens.batch)
@@ -155,9 +154,9 @@ def clip_ratios(tokens: Tokens, below: torch.Tensor, above: torch.Tensor) -> tup
 
 @dataclass(frozen=True)
 class ClippedLoss(TokenLoss):
-    """The clipped surrogate loss of PPO and GRPO. Subclasses choose the average over tokens. A token's loss is
-    -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A). ``delta`` is an upper bound of the ratio in the
-    first argument of min (two-sided clipping, INTELLECT-2, arXiv 2505.07291). None means no bound."""
+    """The clipped surrogate loss of PPO and GRPO: -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon_high) * A).
+
+    ``delta`` bounds the first ratio (two-sided clipping, INTELLECT-2, arXiv 2505.07291). None means no bound."""
 
     epsilon: float
     epsilon_high: float

@@ -1,11 +1,8 @@
-"""AdamW for bfloat16 parameters with exact float32 master weights and float32 gradients.
+"""AdamW for bfloat16 parameters with exact float32 master weights.
 
 A bfloat16 weight has 8 bits of precision. With RL's learning rates (1e-6) rounding would erase nearly every update. A
-float32 master weight is therefore stored as bfloat16 parameter and int16 remainder: exact, and with two bytes of
-additional memory per weight, not four. (TransformerEngine's FusedAdam calls this "parameter remainders".)
-
-On a GPU one compiled kernel per tensor runs. On a CPU torch's AdamW runs, because torch.compile doesn't vectorise
-int16 there: its loop takes about five times as long as torch's fused AdamW.
+float32 master weight is therefore stored as bfloat16 parameter and int16 remainder: two additional bytes per weight,
+not four. TransformerEngine's FusedAdam calls this "parameter remainders".
 """
 
 from __future__ import annotations
@@ -26,24 +23,23 @@ from ..policy.sending import to_device_async
 from ..runtime import registry
 from ..sharding.strategy import Owned
 
-# Number of float32 master weights that torch's AdamW updates at one time. A CPU piece fits into the cache with torch's
-# temporaries (updating whole tensors of SmolLM2-135M took 2.5 times as long). A GPU is faster with few, large kernels.
+# Master weights that torch's AdamW updates at one time. On a CPU torch's temporaries for them fit into the cache
+# (updating whole tensors of SmolLM2-135M took 2.5 times as long). A GPU is faster with few, large kernels.
 CPU_PIECE = 2**18
 GPU_PIECE = 2**24
 MOMENTS = ("exp_avg", "exp_avg_sq")
 DTYPES = {**dict.fromkeys(MOMENTS, torch.float32), "remainder": torch.int16}
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
-TRIAL = 4096  # Number of elements of the tensors that `make_kernel` tests a kernel with.
-# AdamW step in place: (bfloat16 parameter, grad, exp_avg, exp_avg_sq, int16 remainder, constants) -> None. All tensors
-# except the constants are contiguous and have equal shapes.
+# (bfloat16 parameter, grad, exp_avg, exp_avg_sq, int16 remainder, constants) -> None: an AdamW step in place.
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 logger = logging.getLogger(__name__)
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split a float32 tensor into a bfloat16 tensor and an int16 remainder, without loss; `join_master` is the inverse.
-    Rounding is to nearest, with ties away from zero (not to even), because then the remainder always fits 16 bits."""
+    """Split a float32 tensor without loss into a bfloat16 tensor and an int16 remainder.
+
+    Rounding is to nearest, with ties away from zero: with ties to even a remainder may not fit 16 bits."""
     bits = master.contiguous().view(torch.int32)
     high = (bits + 0x8000).bitwise_right_shift_(16)
     parameter = high.to(torch.int16).view(torch.bfloat16)
@@ -52,27 +48,24 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join_master(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Compute the exact float32 master weights from a bfloat16 parameter and its int16 remainder, as a new tensor."""
     bits = parameter.contiguous().view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     return bits.add_(remainder).view(torch.float32)
 
 
 class Piece(NamedTuple):
-    """A parameter with its gradient and AdamW state, or equal slices of all these tensors."""
+    """A parameter with its gradient and AdamW state, or equal slices of these tensors."""
 
     parameter: torch.Tensor
     grad: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    remainder: torch.Tensor | None  # Int16 remainder of the float32 master weight. None for a float32 parameter.
-    step: torch.Tensor  # Number of optimizer steps of the parameter, float32 of shape ().
+    remainder: torch.Tensor | None  # None for a float32 parameter.
+    step: torch.Tensor  # Number of optimizer steps of the whole parameter, float32 of shape ().
 
     def is_flat(self) -> bool:
-        """Return whether all tensors are contiguous, so that their 1-D views list the elements in equal order."""
         return all(tensor.is_contiguous() for tensor in self[:5] if tensor is not None)
 
     def cut(self, size: int) -> Iterator[Piece]:
-        """Yield slices of at most ``size`` elements as 1-D views, or the whole piece if a tensor isn't contiguous."""
         if not self.is_flat():
             yield self
             return
@@ -88,16 +81,13 @@ Steps = Callable[[Sequence[Piece]], None]
 class AdamWSplit(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101) on float32 master weights that are split into bfloat16 parameter and int16 remainder.
 
-    The compiled step is one pass over each tensor. Otherwise a step joins `CPU_PIECE` or `GPU_PIECE` master weights at
-    one time, runs torch's AdamW on them, and splits them again; the results are equal up to rounding. So a float32 copy
-    of the whole model never exists. Parameters are written in place, and may be views of larger tensors. The state of a
-    bfloat16 parameter is an int16 remainder and two float32 moments (10 bytes per weight), and a step count. Float32
-    parameters in a model are updated by plain AdamW. Gradients are float32 or bfloat16.
+    Parameters are written in place, and may be views of larger tensors. The state of a bfloat16 parameter is an int16
+    remainder, two float32 moments (10 bytes per weight), and a step count. Gradients are float32 or bfloat16.
 
     Args:
         params: parameters or groups, as for `torch.optim.AdamW`; lr, betas, eps and weight_decay have torch's meaning.
-        compiled: whether to use one fused kernel per tensor (`fused_step`). None means only on a GPU with Triton. If
-            compiling fails, a warning is logged and torch's AdamW runs.
+        compiled: whether to use one fused kernel per tensor (`fused_step`). None means only on a GPU with Triton,
+            because torch.compile doesn't vectorise int16 on a CPU: five times the time of torch's fused AdamW.
     """
 
     def __init__(
@@ -124,15 +114,15 @@ class AdamWSplit(torch.optim.Optimizer):
 
     def _update(self, parameters: list[torch.Tensor], device: torch.device, group: dict[str, Any]) -> None:
         if device not in self._kernels:
-            wanted = device.type == "cuda" and has_triton() if self.compiled is None else self.compiled
-            self._kernels[device] = make_kernel(device) if wanted else None
+            compiles = device.type == "cuda" and has_triton() if self.compiled is None else self.compiled
+            self._kernels[device] = make_kernel(device) if compiles else None
         kernel, fused, plain = self._kernels[device], list[Piece](), list[Piece]()
         for parameter in parameters:
             state, grad = self._state(parameter), self._gradient(parameter)
             assert grad is not None
             exp_avg, exp_avg_sq = (state[name] for name in MOMENTS)
             whole = Piece(parameter.detach(), grad, exp_avg, exp_avg_sq, state.get("remainder"), state["step"])
-            # The compiled kernel updates flat tensors of bfloat16 masters. (Size 1 would need its own compilation.)
+            # torch.compile would compile a second kernel for tensors with one element.
             if kernel is not None and whole.remainder is not None and parameter.numel() > 1 and whole.is_flat():
                 fused.append(whole)
                 whole.step.add_(1)
@@ -148,9 +138,8 @@ class AdamWSplit(torch.optim.Optimizer):
             kernel(*piece[:4], piece.remainder, constants[int(piece.step)])
 
         def by_torch(bucket: Sequence[Piece]) -> None:
-            """Run torch's AdamW on the master weights of some slices. Step counts don't change, because a tensor's
-            slices share one step count."""
             masters = [p.parameter if p.remainder is None else join_master(p.parameter, p.remainder) for p in bucket]
+            # torch's AdamW counts `steps` up. The slices of a tensor share one count, so they get copies.
             grads, steps = [piece.grad.float() for piece in bucket], [piece.step.clone() for piece in bucket]
             exp_avgs, exp_avg_sqs = [piece.exp_avg for piece in bucket], [piece.exp_avg_sq for piece in bucket]
             adamw(
@@ -169,7 +158,6 @@ class AdamWSplit(torch.optim.Optimizer):
             whole.step.add_(1)
 
     def _run(self, device: torch.device, fused: tuple[list[Piece], Step], plain: tuple[list[Piece], Steps]) -> None:
-        """Update the parameters in ``fused`` one by one, and the parameters in ``plain`` as buckets of slices."""
         for whole in fused[0]:
             fused[1](whole)
         size = GPU_PIECE if device.type == "cuda" else CPU_PIECE
@@ -194,8 +182,7 @@ class AdamWSplit(torch.optim.Optimizer):
         return torch.empty_like(parameter, dtype=DTYPES[name])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of torch's AdamW. Moments stay float32 and remainders int16, which torch
-        would cast to the parameter's dtype. Settings that this class lacks (amsgrad, fused, ...) are dropped."""
+        """Load a state dict of this class or of torch's AdamW. Torch would cast the state to the parameter's dtype."""
         known = {*self.param_groups[0], "initial_lr"}
         groups = [{k: v for k, v in group.items() if k in known} for group in state_dict["param_groups"]]
         super().load_state_dict({"state": {}, "param_groups": groups})
@@ -225,11 +212,11 @@ class AdamWSplit(torch.optim.Optimizer):
 def step_constants(
     step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, device: torch.device
 ) -> torch.Tensor:
-    """Compute the constants of an AdamW step as a tensor, because a new Python number would trigger a compilation.
+    """Compute the constants of a step as a tensor, because torch.compile would compile anew for a new Python number.
 
     Returns:
-        [7] float32, computed in float64: decay factor, 1 - beta1, beta2, 1 - beta2, root of the second moment's bias
-        correction, eps, and the step size lr / (1 - beta1^step).
+        [7] float32: decay factor, 1 - beta1, beta2, 1 - beta2, root of the second moment's bias correction, eps, and
+        the step size lr / (1 - beta1^step).
     """
     beta1, beta2 = betas
     root, size = (1 - beta2**step) ** 0.5, lr / (1 - beta1**step)
@@ -245,10 +232,8 @@ def fused_step(
 
     Args:
         high: int16, the bits of the bfloat16 parameter.
-        grad: float32 or bfloat16 gradient.
-        exp_avg, exp_avg_sq: float32 moments.
-        remainder: int16. ``high`` and ``remainder`` together are the float32 master, see `adamw_split.join_master`.
-        constants: [7] float32, the numbers that `step_constants` returns.
+        remainder: int16; with ``high`` the float32 master, see `join_master`.
+        constants: [7] float32, the result of `step_constants`.
     """
     decay, weight1, beta2, weight2, root, eps, size = constants.unbind()
     grad = grad.float()
@@ -264,15 +249,13 @@ def fused_step(
 
 
 def make_kernel(device: torch.device) -> Kernel | None:
-    """Compile the AdamW kernel for a device and test it on small tensors. If this fails, log a warning, return None."""
     try:
         kernel = compiled_step()
-        parameter = torch.zeros(TRIAL, dtype=torch.bfloat16, device=device)
-        remainder = torch.zeros(TRIAL, dtype=torch.int16, device=device)
-        grad, exp_avg, exp_avg_sq = (torch.zeros(TRIAL, device=device) for _ in range(3))
+        parameter, remainder = (torch.zeros(4096, dtype=each, device=device) for each in (torch.bfloat16, torch.int16))
+        grad, exp_avg, exp_avg_sq = (torch.zeros(4096, device=device) for _ in range(3))
         constants = step_constants(1, lr=0.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, device=device)
         kernel(parameter, grad, exp_avg, exp_avg_sq, remainder, constants)
-    except Exception as error:  # e.g. no compiler: AdamW then runs uncompiled, which is slower
+    except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         logger.warning("adamw_split: its step can't be compiled for %s (%s); it runs uncompiled", device, reason)
         return None
@@ -280,7 +263,6 @@ def make_kernel(device: torch.device) -> Kernel | None:
 
 
 def compiled_step() -> Kernel:
-    """Return a `Kernel` that compiles `fused_step` at its first call, once for tensors of all lengths."""
     compiled = torch.compile(fused_step, dynamic=True, fullgraph=True)
 
     def run(parameter: torch.Tensor, *others: torch.Tensor) -> None:
@@ -293,14 +275,13 @@ def compiled_step() -> Kernel:
 
 @torch.no_grad()
 def adopt_masters(optimizer: AdamWSplit, owned: Iterable[Owned], masters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Set an AdamWSplit's bfloat16 parameters and int16 remainders to the exact weights of a float32 checkpoint
-    (``masters``). Call this function after the model and the optimizer state are loaded."""
-    wanted: dict[str, list[Owned]] = {}
+    """Set bfloat16 parameters and their remainders to the float32 weights of a checkpoint."""
+    pieces: dict[str, list[Owned]] = {}
     for piece in owned:
         if piece.part.dtype == torch.bfloat16:
-            wanted.setdefault(piece.name, []).append(piece)
+            pieces.setdefault(piece.name, []).append(piece)
     for name, master in masters:
-        for piece in wanted.get(name, ()):
+        for piece in pieces.get(name, ()):
             high, remainder = split_master(piece.of(master).to(piece.part.device))
             piece.part.copy_(high)
             optimizer._state(piece.part)["remainder"].copy_(remainder)
@@ -308,57 +289,48 @@ def adopt_masters(optimizer: AdamWSplit, owned: Iterable[Owned], masters: Iterab
 
 @torch.no_grad()
 def join_remainders(optimizer: torch.optim.Optimizer) -> None:
-    """Convert loaded state of `AdamWSplit` for parameters that ``optimizer`` doesn't split, e.g. all in a plain AdamW.
-    A float32 parameter that was loaded from a bfloat16 value is set to the exact master weight. The int16 ``remainder``
-    is removed from the state. A plain AdamW gets back its settings that AdamWSplit lacks (``fused``, ``foreach``, ...).
-    """
-    if isinstance(optimizer, AdamWSplit):
-        foreign = [p for p in optimizer.state if p.dtype != torch.bfloat16]
-    else:
-        foreign = list(optimizer.state)
-    found = [p for p in foreign if "remainder" in optimizer.state[p]]
-    for parameter in found:
+    """Convert state that `AdamWSplit` saved, for parameters that ``optimizer`` doesn't split."""
+    splits = isinstance(optimizer, AdamWSplit)
+    saved_split = [
+        parameter
+        for parameter, state in optimizer.state.items()
+        if "remainder" in state and not (splits and parameter.dtype == torch.bfloat16)
+    ]
+    for parameter in saved_split:
         remainder = optimizer.state[parameter].pop("remainder")  # torch may have cast the int16 remainder to float32
         if parameter.dtype == torch.float32:
             parameter.copy_(join_master(parameter.bfloat16(), remainder.to(torch.int16)))
-    if not found or isinstance(optimizer, AdamWSplit):
+    if not saved_split or splits:
         return
     for group in optimizer.param_groups:
         group.update({k: v for k, v in optimizer.defaults.items() if k not in SETTINGS})
         if group.get("fused") or group.get("capturable"):
-            for parameter in set(group["params"]).intersection(found):
+            for parameter in set(group["params"]).intersection(saved_split):
                 optimizer.state[parameter]["step"] = optimizer.state[parameter]["step"].to(parameter.device)
 
 
 def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Let gradients of trained bfloat16 parameters accumulate in float32."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.dtype == torch.bfloat16:
             parameter.grad_dtype = torch.float32
 
 
 def optimizer_of(args: GRPOConfig, model: torch.nn.Module) -> tuple[Any, dict[str, Any]] | None:
-    """Return the class and keyword arguments of a Colograd optimizer, or None if transformers makes the optimizer. An
-    extension's hook "optimizer" is a function (args, model) that returns None, or a class derived from `AdamWSplit` and
-    additional keyword arguments."""
+    """Return class and keyword arguments of the optimizer, or None if transformers makes it.
+
+    The hook "optimizer": (args, model) -> None, or a subclass of `AdamWSplit` and additional keyword arguments."""
     if args.optim not in KEEPS_MASTER:
         return None
-    text = (args.optim_args or "").replace(" ", "").lower()
-    if text not in ("", "compiled=true", "compiled=false"):
+    choices: dict[str, bool | None] = {"": None, "compiled=true": True, "compiled=false": False}
+    if (text := (args.optim_args or "").replace(" ", "").lower()) not in choices:
         raise ValueError(
-            f"optim_args is {args.optim_args!r}, but for {args.optim} it must be `compiled=true` or `compiled=false`. "
-            "Set learning rate, betas, epsilon and decay with their settings, not with `optim_args`."
+            f"optim_args is {args.optim_args!r}, but for {args.optim} it must be `compiled=true` or `compiled=false`."
         )
-    compiled = text == "compiled=true" if text else None
+    compiled = choices[text]
     if args.on_cpu and compiled:
         logger.warning("optim_args: compiled=true has no effect on a CPU, where torch's own step is faster")
         compiled = None
     offers = (offer(args, model) for offer in registry.hooks("optimizer"))
     kind, further = next(filter(None, offers), (AdamWSplit, {}))
-    return kind, {
-        "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-        "compiled": compiled,
-        **further,
-    }
+    settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    return kind, {**settings, "compiled": compiled, **further}

@@ -100,7 +100,6 @@ def assemble(
 
 
 def join_second_models(trainer: Any, models: SecondModels) -> None:
-    """Divide frozen models over ranks like the policy. Add the callbacks that update models during the training."""
     for second in models.values():
         if isinstance(second, FrozenModel) and not (second.offload and trainer.args.cuts_weights):
             trainer.sharding.share_frozen(second.model)
@@ -109,10 +108,9 @@ def join_second_models(trainer: Any, models: SecondModels) -> None:
 
 
 def announce(trainer: Any, prepared: PreparedRun) -> None:
-    """Print lines about the run's parts, and warnings about settings, engine, policy and prompts."""
     config, engine, policy = trainer.args, trainer.engine, trainer.policy
-    sampling = ["engine: none, as nothing is sampled"]
-    lines = sampling if engine is None else [engine.describe(), trainer.weights.describe()]
+    of_engine = [] if engine is None else [engine.describe(), trainer.weights.describe()]
+    lines = of_engine or ["engine: none, as nothing is sampled"]
     lines += [*trainer.memory_plan.table().splitlines(), *(() if engine is None else trainer.device_turns.notes)]
     lines += [second.describe() for second in trainer.learner.second_models.values()]
     lines += [*prepared.scorer.notes, *prepared.feature.notes]
@@ -131,11 +129,11 @@ def engine_alone(
     config: GRPOConfig, model: str, model_config: Any, end_tokens: tuple[int, ...], length: int, sequences: int,
     closing: ExitStack,
 ) -> Engine:  # fmt: skip
-    """Build a vLLM engine with a checkpoint's weights and without a policy, for benchmarks. A collective call."""
+    """Build a vLLM engine with a checkpoint's weights, without a policy. A collective call."""
     dtype = model_config.dtype if isinstance(model_config.dtype, torch.dtype) else torch.bfloat16
-    if (given := dict(config.model_init_kwargs or {}).get("dtype", "auto")) != "auto":  # type: ignore[arg-type]
-        dtype = getattr(torch, str(given).removeprefix("torch."))
-    kv_bytes = 0  # On a GPU, 0 lets vLLM choose the size of the KV cache.
+    if (name := dict(config.model_init_kwargs or {}).get("dtype", "auto")) != "auto":  # type: ignore[arg-type]
+        dtype = getattr(torch, str(name).removeprefix("torch."))
+    kv_bytes = 0  # 0: vLLM chooses the size of the KV cache.
     with on_all_ranks("the engine"):
         if config.on_cpu:
             ranks = config.vllm_tensor_parallel_size
@@ -152,32 +150,27 @@ def engine_alone(
 
 
 def resolve_by_memory(config: GRPOConfig, prepared: PreparedRun, samples: bool = True) -> None:
-    """Set the settings that depend on memory, if the user left them open. A collective call: all ranks take part.
-    ``sharding: auto`` becomes the least sharded strategy that fits. ``offload_optimizer: auto`` moves as little as
-    necessary to the host. An unset ``gradient_checkpointing`` is on for as few layers as necessary."""
+    """Choose sharding, offloading and gradient checkpointing by memory, where the user left them open. A collective."""
     if config.sharding == "auto":
         run = read_run(config, prepared, config.token_budget)
         able = run.strategies if samples else run.without_engine().strategies
         config.resolve_sharding(auto(replace(run, strategies=able)))
     if config.offload_optimizer == "auto":
-        name = strategy_name(config)
         host = min(gather(psutil.virtual_memory().available // process.local_world_size()))
-        cheapest = registry.hooks("cheapest")[0]
-        kept = {} if config.on_cpu else cheapest(read_run(config, prepared, config.token_budget), name, host)
-        config.resolve_offload(
-            "streams" in kept,
-            "offloads_gradients" in kept,
-            "offloads_activations" in kept and prepared.policy.checkpointing[-1] == 1,
-        )
+        moves = dict[str, Any]()
+        if not config.on_cpu:
+            (cheapest,) = registry.hooks("cheapest")
+            moves = cheapest(read_run(config, prepared, config.token_budget), strategy_name(config), host)
+        activations = "offloads_activations" in moves and prepared.policy.checkpointing[-1] == 1
+        config.resolve_offload("streams" in moves, "offloads_gradients" in moves, activations)
     every = config.checkpointing
     if config.gradient_checkpointing is None:
-        run, intervals = read_run(config, prepared, config.token_budget), prepared.policy.checkpointing
-        every = least_checkpointing(run, strategy_name(config), intervals)
+        run = read_run(config, prepared, config.token_budget)
+        every = least_checkpointing(run, strategy_name(config), prepared.policy.checkpointing)
     config.resolve_checkpointing(every)
 
 
 def read_run(config: GRPOConfig, prepared: PreparedRun, max_tokens: int) -> RunDescription:
-    """Return the numbers that a run's memory depends on: model sizes, context, completions, tokens per micro-batch."""
     policy = prepared.policy
     work = Workload(
         length=needed_context(config, prepared),
@@ -199,30 +192,27 @@ def read_run(config: GRPOConfig, prepared: PreparedRun, max_tokens: int) -> RunD
 
 
 def sampled_together(config: GRPOConfig) -> int:
-    """Return the largest number of completions that this rank's vLLM engine samples at one time for training."""
+    """Return how many completions this rank's vLLM engine samples at one time for training."""
     return config.groups_in_flight * (config.num_generations or 1)
 
 
 def most_sequences(config: GRPOConfig, prompts: Sequence[Prompts]) -> int:
-    """Return the largest number of completions that this rank's vLLM engine samples at one time, in any evaluation or
-    in training."""
+    """Return how many completions this rank's vLLM engine samples at one time, in training or any evaluation."""
     engines, each = config.layout.data_size, config.eval_generations()
     evaluated = (-(-len(part) // engines) * getattr(part, "generations", each) for part in prompts[1:])
     return max(sampled_together(config), *evaluated, 1)
 
 
 def needed_context(config: GRPOConfig, prepared: PreparedRun) -> int:
-    """Return the tokens of the vLLM engine's longest sequence: of prompt, completion and further turns together."""
     longest = max(part.longest for part in prepared.prompts) + longest_completion(config)
     return config.vllm_max_model_length or min(longest + prepared.feature.reserved_tokens, prepared.policy.context)
 
 
 def choose_kernels(learner: Learner, closing: ExitStack) -> None:
-    """Put fused kernels or compiled layers, if configured, into the policy and second models of its architecture.
+    """Install fused kernels and compiled layers in the policy and in second models of its architecture. A collective.
 
-    An extension's hook "kernels" takes the configuration and returns None, or a function (model, other models) that
-    installs kernels and returns a function to remove them. An extension's hook ``uncompiled`` (model -> None) excludes
-    layers from compilation. A collective call: all ranks take part."""
+    Hooks: ``kernels`` is config -> None or install; install is (model, other models) -> function that removes the
+    kernels. ``uncompiled`` is model -> None and excludes layers from compilation."""
     args, model = learner.config, learner.model
     models = (second.model for second in learner.second_models.values() if second.of_policy)
     others = [each for each in models if unwrap(each) is not unwrap(model)]
@@ -240,19 +230,18 @@ def choose_kernels(learner: Learner, closing: ExitStack) -> None:
             closing.callback(forget_compiled, each)
 
 
-def prove_rows(learner: Learner, seen: Sequence[ModelInput]) -> None:
-    """Check that packed rows give the model's own log-probabilities, with the kernels that will train. If they don't,
-    use padded rows, or raise if padded rows fail, too. A collective call: all ranks take part."""
+def prove_rows(learner: Learner, prompts: Sequence[ModelInput]) -> None:
+    """Check that packed rows give the model's own log-probabilities, or else padded rows. A collective."""
     args, device, seconds = learner.config, learner.config.device, learner.second_models.values()
     if args.on_cpu and not (args.bf16 or args.torch_compile or args.sequence_parallel_size > 1):
-        return  # `prepare` has already checked the rows with these kernels
+        return  # `prepare` has checked the rows with the same kernels.
     with learner.hooks.compute_loss_context_manager():
         others = [second.model for second in seconds if second.of_policy]
-        why = choose_rows_where_it_trains(learner.model, device, others, seen)
+        why = choose_rows_where_it_trains(learner.model, device, others, prompts)
         for second in seconds:
             if not second.of_policy:
                 with second.present() as model:
-                    choose_rows_where_it_trains(model, device, asked=seen)
+                    choose_rows_where_it_trains(model, device, asked=prompts)
     check_compiled(args, why)
     check_shared_rows(learner.model, args.sequence_parallel_size, why)
     if why != learner.policy.why_padded:

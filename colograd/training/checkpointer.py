@@ -1,8 +1,8 @@
-"""`Checkpointer`: saves checkpoints during training, finds the checkpoint to resume from, and loads this checkpoint.
+"""`Checkpointer`: saves checkpoints during training, finds the checkpoint to resume from, and loads it.
 
-A save usually copies the tensors into host memory and returns. A thread then writes the copies to the disk (see
+A save in the background copies the tensors into host memory. A thread then writes the copies to the disk (see
 `checkpoint.writing`) while the next steps train. At the end of a step, the ranks exchange whether their files are
-written. A checkpoint that can't be written causes a warning, and `save_failures` of them in a row end the run.
+written.
 """
 
 from __future__ import annotations
@@ -44,15 +44,13 @@ from .recorded_settings import run_settings
 
 OF_OPTIMIZER = ("initial_lr", "betas", "eps", "weight_decay", "momentum")  # A resumed run takes these from its recipe.
 RATE_IS_STATE = ("reduce_lr_on_plateau", "greedy")  # Schedules that go on from the saved learning rate.
-PATIENCE = 10.0  # Seconds that a save may run while the next save waits for it. Then the next save may be skipped.
+PATIENCE = 10.0  # Seconds after which a save that still runs no longer delays the next one, which is skipped.
 
 
 def end_at_a_signal(args: GRPOConfig, closing: contextlib.ExitStack) -> None:
-    """Let a stop signal except Ctrl-C end all ranks at once outside of the training, until `closing` is closed.
-
-    The status is `exit_status_after_stop`, or 143 if that isn't set."""
-    status = TERMINATED if args.exit_status_after_stop is None else args.exit_status_after_stop
-    stop = StopSignal.outside_training(args.stop_signals, status, faults.tell_stop)
+    """Let a stop signal except Ctrl-C end all ranks at once outside of the training, until `closing` is closed."""
+    status = args.exit_status_after_stop
+    stop = StopSignal.outside_training(args.stop_signals, TERMINATED if status is None else status, faults.tell_stop)
     faults.stop_listeners[:] = [stop.stop]
 
     def remove() -> None:
@@ -63,12 +61,6 @@ def end_at_a_signal(args: GRPOConfig, closing: contextlib.ExitStack) -> None:
 
 
 class Checkpointer(TrainerCallback):
-    """Saves and loads a trainer's checkpoints. As a callback, it checks after each step whether a save is written.
-
-    Args:
-        trainer: the `GRPOTrainer` with the model, optimizer, schedule, random state and prompts to save and load.
-    """
-
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.args: GRPOConfig = trainer.args
@@ -76,19 +68,19 @@ class Checkpointer(TrainerCallback):
         status = exit_status(args.exit_status_after_stop, os.environ)
         self.stop_signal = StopSignal(speaks, args.stop_signals, args.stop_within, status)
         self.stop_signal.tell, self.stop_signal.leave = faults.tell_stop, faults.leave
-        self._newest = 0  # optimizer step of this run's newest checkpoint, written or still being written
+        self._newest = 0  # Optimizer step of this run's newest checkpoint, written or still being written.
         self.writer = Writer()
         self.nodes_are_apart = self._resolve_folders()
         self._host_files = HostFiles(self.args.device)
-        self._in_background = False  # Whether a thread will write the checkpoint that is being assembled.
+        self._in_background = False
         self._why_in_foreground = ""  # Last printed reason why training waits for a save.
-        self._is_due = False  # Whether a requested save is postponed until the last step before the next generation.
-        self._failures = 0  # Number of failed saves in a row.
+        self._is_due = False  # Whether a save is postponed until the last step before the next generation.
+        self._failures_in_a_row = 0
         self._best_before: str | None = None  # Folder of the best checkpoint before the present save.
         self._damaged: set[int] = set()  # Optimizer steps of damaged checkpoints.
 
     def _resolve_folders(self) -> bool:
-        """Return whether the nodes share no file system, so that each node writes whole checkpoints."""
+        """Return whether the nodes share no file system. Each node then writes whole checkpoints."""
         args = self.args
         with on_all_ranks("writing into output_dir"):
             if args.layout.leads_node:
@@ -104,23 +96,19 @@ class Checkpointer(TrainerCallback):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The trainer's torch optimizer, without accelerate's wrapper."""
         return getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
 
     def find(self, wanted: str | bool | None) -> str | None:
-        """Return the path of the checkpoint that ``resume_from_checkpoint`` names, or None for a new run. A collective.
-        Raise a ValueError if the checkpoint doesn't exist or is damaged. `auto` and `true` skip damaged ones."""
         with on_all_ranks("the search for a checkpoint"):
             if self.args.should_save:  # may restore a checkpoint that a killed run was replacing
                 folders.sweep(self.args.output_dir)
-        args, self._is_due, self._failures = self.args, False, 0
+        args, self._is_due, self._failures_in_a_row = self.args, False, 0
         path, self._damaged = search(
             wanted, str(args.output_dir), args.layout, self.nodes_are_apart, self.trainer.console
         )
         return path
 
     def begin(self, checkpoint: str | None) -> None:
-        """Print the step that the run resumes at, and changed settings. Load the state of a stream or curriculum."""
         say, prompts = self.trainer.console.say, self.trainer.train_prompts
         self._newest = 0 if checkpoint is None else folders.step_of(checkpoint)
         if checkpoint is not None:
@@ -150,20 +138,17 @@ class Checkpointer(TrainerCallback):
 
     @contextlib.contextmanager
     def during_training(self) -> Iterator[None]:
-        """Wrap a training: a signal becomes a checkpoint and a stop, and all saves are finished at the end.
-
-        If the deadline of a stop cuts the training, all ranks raise `Stopped`, which this context catches."""
+        """Turn a stop signal into a checkpoint and an end of the training, and finish all saves at its end."""
         self.stop_signal.install()
         listeners = faults.stop_listeners[:]
         faults.stop_listeners[:] = [self.stop_signal.stop]
         ends_by_error, engine = True, getattr(self.trainer, "engine", None)
-        # If several ranks share an engine, only the first one calls the function after each of the engine's steps.
         sampling = contextlib.nullcontext() if engine is None else after_each_step(engine, self._cut_sampling)
         try:
             try:
                 with sampling:
                     yield
-            except Stopped:
+            except Stopped:  # The deadline of a stop cut the training on all ranks.
                 self._save_after_cut()
             self.settle(wait=True)
             ends_by_error = False
@@ -172,20 +157,19 @@ class Checkpointer(TrainerCallback):
                 self.stop_signal.forget_deadline()
         finally:
             faults.stop_listeners[:] = listeners
-            self.finish_alone()  # After an error, a save may still be in progress.
-            # After an error, the launcher may send the other ranks a SIGTERM. The signal handler stays, so that a rank
-            # can still print its error. `GRPOTrainer.close` removes the handler.
+            self.finish_alone()
+            # After an error, the launcher may send the other ranks a SIGTERM. With the handler a rank still prints its
+            # error. `GRPOTrainer.close` removes the handler.
             if not ends_by_error or world_size() == 1:
                 self.stop_signal.remove()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Postpone a save to the end of the round. Turn a signal on any rank into a save and a stop on all ranks."""
         stop_signal = self.stop_signal
         stops, cuts, saves = zip(*gather((stop_signal.received, stop_signal.is_cut, self.writer.state())), strict=True)
         self.settle(wait=False, states=saves)
         stop: str = next(filter(None, stops), "")
-        stop_signal.received = stop_signal.received or stop  # all ranks stop
-        pending = self.trainer.learner.pending  # packed steps that wait for training; checkpoints hold no rollouts
+        stop_signal.received = stop_signal.received or stop
+        pending = self.trainer.learner.pending  # Checkpoints hold no rollouts, so a save waits for these steps.
         if any(cuts) and pending:
             raise Stopped(f"{stop} in the middle of a round")
         due = self._is_due or control.should_save or bool(stop)
@@ -201,14 +185,11 @@ class Checkpointer(TrainerCallback):
             raise Stopped(f"{self.stop_signal.received} while the engine sampled")
 
     def _save_after_cut(self) -> None:
-        """Save the present step, if no checkpoint has it and a run can resume there. A collective.
-
-        A run can't resume in the middle of a round. If the stop cut a round's training, the resumed run takes the
-        round's groups from the rollout log, and trains all steps of the round."""
+        """Save the present step, if no checkpoint has it and a run can resume there. A collective."""
         trainer, step, name = self.trainer, self.trainer.state.global_step, self.stop_signal.received
         self._is_due, trainer.control.should_training_stop = False, True
-        keeps_nothing = type(trainer.round).save is PlainRound.save  # other rounds have a state of their middle
-        is_new = step > self._newest and not trainer.learner.pending and keeps_nothing
+        saves_no_state = type(trainer.round).save is PlainRound.save  # other rounds have a state of their middle
+        is_new = step > self._newest and not trainer.learner.pending and saves_no_state
         trainer.console.warn(
             f"{name}: the round was cut, as its time is over; the rollout log, unless it is off, has its scored groups"
             + (f", and a checkpoint of step {step} is written" if is_new else "")
@@ -226,9 +207,7 @@ class Checkpointer(TrainerCallback):
             )
 
     def save(self) -> bool:
-        """Start to save a checkpoint of this step. Wait for its end at the last step, or if no thread can write it.
-        Return True if the checkpoint is written or being written, so that the callbacks' ``on_save`` must be called. A
-        RuntimeError ends the run if as many checkpoints in a row as `save_failures` couldn't be written."""
+        """Start to save a checkpoint of this step. Return whether it is written or being written. A collective call."""
         trainer, state, console = self.trainer, self.trainer.state, self.trainer.console
         if trainer.learner.pending:
             self._is_due = True
@@ -243,8 +222,7 @@ class Checkpointer(TrainerCallback):
             self.settle(wait=True)
         if (present := self.writer.present) is not None:
             console.warn(
-                f"checkpoints: step {state.global_step} isn't saved, as {present.final.name} is still being "
-                f"written after {present.seconds:.0f} s"
+                f"checkpoints: step {state.global_step} isn't saved, as {present.final.name} is still being written"
             )
             return False
         self._in_background, self._best_before = not why, state.best_model_checkpoint
@@ -266,15 +244,15 @@ class Checkpointer(TrainerCallback):
         return True
 
     def _reason_for_foreground(self) -> str:
-        """Return why training must wait for this checkpoint, or "". Print a reason that is new. A collective call."""
-        trainer = self.trainer
-        optimizer, owned = self.optimizer, trainer.sharding.owned()
+        """Return why training must wait for this checkpoint, or "". A collective call."""
+        trainer, optimizer = self.trainer, self.optimizer
         state = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
         adapter_alone = hasattr(trainer.model, "peft_config")
         saved = (p for p in trainer.model.parameters() if p.requires_grad or not adapter_alone)
-        weights = sum(p.nbytes for p in saved) if self.args.should_save else 0
-        is_cut, held = trainer.sharding.cuts_optimizer(optimizer, owned), self._host_files.nbytes
-        mine = why_in_foreground(self.args, trainer.callback_handler.callbacks, is_cut, state + weights, held)
+        size = state + (sum(p.nbytes for p in saved) if self.args.should_save else 0)
+        is_cut = trainer.sharding.cuts_optimizer(optimizer, trainer.sharding.owned())
+        callbacks = trainer.callback_handler.callbacks
+        mine = why_in_foreground(self.args, callbacks, is_cut, size, self._host_files.nbytes)
         why = next(filter(None, gather(mine)), "")
         if why != self._why_in_foreground and self.args.save_in_background:
             trainer.console.say(f"checkpoints: training waits while one is written, as {why}")
@@ -282,14 +260,13 @@ class Checkpointer(TrainerCallback):
         return why
 
     def _assemble(self) -> Save:
-        """Collect this rank's checkpoint files: in host memory, or on the disk if training waits for the save."""
         run_dir, state, layout = Path(self.args.output_dir), self.trainer.state, self.args.layout
         name, aside = f"checkpoint-{state.global_step}", run_dir / folders.ASIDE
         best = state.best_global_step
         if best == state.global_step or (best and (run_dir / f"checkpoint-{best}").is_dir()):
             state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
         sources: dict[str, Source]
-        if self._in_background:  # tensors are in `_host_files`; the small files are read from a temporary folder
+        if self._in_background:  # `write_tensors` puts tensors into `_host_files`; only small files are in the folder
             with tempfile.TemporaryDirectory(prefix="colograd-save-", ignore_cleanup_errors=True) as temporary:
                 self._write_contents(folder := Path(temporary))
                 sources = {name: (folder / name).read_bytes() for name in files_of(folder)}
@@ -321,7 +298,6 @@ class Checkpointer(TrainerCallback):
         )
 
     def _write_contents(self, folder: Path) -> None:
-        """Write all state that a resumed run needs: the files of transformers' Trainer and a few files of Colograd."""
         trainer, state = self.trainer, self.trainer.state
         trainer.store_flos()
         trainer.save_model(str(folder), _internal_call=True)
@@ -339,12 +315,12 @@ class Checkpointer(TrainerCallback):
                 else:
                     state.stateful_callbacks[name] = callback.state()
         state.save_to_json(str(folder / STATE_FILE))
-        # vLLM loads all *.safetensors files as weights, e.g. optimizer state, unless an index lists the weights.
+        # Without an index, vLLM loads all *.safetensors files of a folder as weights, the optimizer state too.
         names = [*self.weight_places()]
         if (file := folder / SAFE_WEIGHTS_NAME).is_file():
             with safe_open(file, framework="pt", device="cpu") as opened:
                 names = [*opened.keys()]
-        if names:  # there are none for an adapter and for sharded weights, which get no index
+        if names:  # none for an adapter and for sharded weights
             index = {"metadata": {}, "weight_map": dict.fromkeys(names, SAFE_WEIGHTS_NAME)}
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=1))
         settings = run_settings(self.args, trainer.rewards, trainer.feature.digests())
@@ -353,44 +329,43 @@ class Checkpointer(TrainerCallback):
             (folder / folders.PROMPTS).write_text(json.dumps(choice.saved))
 
     def _rotate(self, best: str | None, step: int) -> None:
-        """Delete old checkpoints and old recorded groups. `Writer` calls it when all nodes have the new checkpoint."""
         damaged, journal = self._damaged - {step}, self.trainer.journal
         folders.rotate(self.args.output_dir, self.args.save_total_limit, best, newest=step, damaged=damaged)
         if journal is not None and self.args.journal == "until_checkpoint":
-            # Keep the groups sampled since the second-to-last checkpoint, because the last checkpoint may be damaged.
-            complete = folders.complete_steps(self.args.output_dir)
-            kept = [found for found in complete if found <= step and found not in damaged]
-            if len(kept) > 1:
-                journal.prune(before=kept[-2])
+            # Groups sampled since the second-to-last checkpoint stay, because the last checkpoint may be damaged.
+            complete = [one for one in folders.complete_steps(self.args.output_dir) if one <= step]
+            sound = [one for one in complete if one not in damaged]
+            if len(sound) > 1:
+                journal.prune(before=sound[-2])
 
     @property
     def write_tensors(self) -> Any:
-        """Function that writes tensors to a file or to host memory, with `safetensors.torch.save_file`'s signature."""
+        """Function with `save_file`'s signature that writes to a file, or in a background save to host memory."""
         return self._host_files.put if self._in_background else save_file
 
     def weight_places(self) -> Mapping[str, torch.Tensor]:
-        """Return the host buffers of a background save by weight name. `write_tensors` doesn't copy weights in them."""
+        """Host buffers of a background save, by weight name. `write_tensors` doesn't copy a weight that lies in one."""
         return self._host_files.places(SAFE_WEIGHTS_NAME) if self._in_background else {}
 
     def settle(self, wait: bool, states: Sequence[str | None] | None = None) -> bool:
-        """Finish the present save if it has ended on all ranks; ``wait`` first waits for the end. A collective. Return
-        True if the checkpoint is written or there was no save, False if the save failed or still runs. ``states``:
-        `Writer.state` of each rank, if the ranks have exchanged it already."""
+        """Finish the present save if all ranks have ended it. Return False if it failed or still runs. A collective.
+
+        ``states``: `Writer.state` of each rank. None: exchange it."""
         save = self.writer.present
         if save is None:
             return True
         if wait:
             self.writer.wait(self.trainer.console.say)
-        found = gather(self.writer.state()) if states is None or wait else states
-        unknown = next((number for number, state in enumerate(found) if state is None), None)
+        states = gather(self.writer.state()) if states is None or wait else states
+        unknown = next((number for number, state in enumerate(states) if state is None), None)
         if unknown is not None and not wait:
             return False
         self.writer.present = None
         self.stop_signal.save_seconds = save.seconds
-        error = next(filter(None, found), "")
+        error = next(filter(None, states), "")
         if unknown is None:
             shutil.rmtree(save.aside.parent / f"rank-{rank()}", ignore_errors=True)
-            with contextlib.suppress(OSError):  # other ranks' folders may still be in this one
+            with contextlib.suppress(OSError):  # folders of other ranks may be in it
                 save.aside.parent.rmdir()
         else:
             self._host_files = HostFiles(self.args.device)  # a thread may still read the old buffers
@@ -398,34 +373,32 @@ class Checkpointer(TrainerCallback):
         if error:
             self._fail(save.step, error)
             return False
-        self._failures = 0
+        self._failures_in_a_row = 0
         self._damaged.discard(save.step)
         return True
 
     def finish_alone(self) -> None:
-        """Finish the background save as far as this rank can, because other ranks may have died already."""
+        """Finish the background save without the other ranks, which may have died."""
         if not self.writer.finish_alone():
             self._host_files = HostFiles(self.args.device)
 
     def _fail(self, step: int, error: str) -> None:
         self._host_files.take()
         self.trainer.state.best_model_checkpoint = self._best_before
-        self._failures += 1
-        most = self.args.save_failures
-        if self._failures >= most:
+        self._failures_in_a_row += 1
+        failures, most = self._failures_in_a_row, self.args.save_failures
+        if failures >= most:
             raise RuntimeError(
-                f"The run ends, because {self._failures} checkpoints in a row couldn't be written (step {step}: "
+                f"The run ends, because {failures} checkpoints in a row couldn't be written (step {step}: "
                 f"{error}; save_failures: {most}). All earlier checkpoints are complete. Remove the cause, e.g. free "
                 "disk space, and resume with `resume_from_checkpoint: auto`."
             )
         self.trainer.console.warn(
             f"checkpoints: checkpoint-{step} couldn't be written ({error}): training goes on without it "
-            f"({self._failures} in a row; {most} end the run, save_failures)"
+            f"({failures} in a row; {most} end the run, save_failures)"
         )
 
     def load_weights(self, checkpoint: str, usual: Callable[[], None]) -> None:
-        """Load the model's weights from a checkpoint. ``usual`` is transformers' function, which can't load sharded
-        weights, vision-language models and renamed weights. Weights of a different model raise a ValueError."""
         policy, model, folder = self.trainer.policy, self.trainer.model, Path(checkpoint)
         with loading(checkpoint, "the model"):
             if policy.adapter is not None:
@@ -439,10 +412,9 @@ class Checkpointer(TrainerCallback):
                 usual()
 
     def load_optimizer(self, checkpoint: str) -> None:
-        """Load the optimizer and schedule of a checkpoint that any number of ranks and any sharding strategy wrote.
+        """Load optimizer and schedule from a checkpoint of any number of ranks and any sharding strategy.
 
-        Float32 weights become split master weights (see `adamw_split`) bit for bit, and the reverse. The weight decay
-        comes from the present recipe, and so does the learning rate if the schedule only counts steps."""
+        Float32 weights become split master weights (see `adamw_split`) bit for bit, and the reverse."""
         optimizer, sharding, folder = self.optimizer, self.trainer.sharding, Path(checkpoint)
         schedule: Any = self.trainer.lr_scheduler
         made_with = [{name: group[name] for name in OF_OPTIMIZER if name in group} for group in optimizer.param_groups]
@@ -462,8 +434,8 @@ class Checkpointer(TrainerCallback):
                 adopt_masters(optimizer, owned, masters)
             for group, settings in zip(optimizer.param_groups, made_with, strict=True):
                 group |= settings
-            # A `LambdaLR` computes the learning rate from the recipe's settings and the number of steps. For any other
-            # schedule the loaded learning rate stays, because the rate is part of the schedule's state.
+            # A `LambdaLR` computes the learning rate from the recipe and the number of steps.
+            # In any other schedule the learning rate is a part of the state.
             if isinstance(schedule, LambdaLR):
                 schedule.base_lrs = base_rates
                 rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)

@@ -1,4 +1,4 @@
-"""Evaluate a policy: sample and score prompts, then compute TRL's completion metrics, pass@k and the loss."""
+"""Evaluate a policy: sample and score prompts, then compute metrics, pass@k and the loss."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from ..rewards.answers import chance_of_pass
 from ..rollout.statistics import RolloutStatistics
 from .learner import Learner, loss_pass, step_batch
 
-EVALUATION_TOKENS = 4096  # maximum tokens of an evaluation's micro-batch before the token budget is measured
+EVALUATION_TOKENS = 4096  # Maximum tokens of an evaluation's micro-batch before the token budget is measured.
 
 
 def evaluate_prompts(trainer: Any, prompts: Any, name: str) -> dict[str, float]:
-    """Sample and score every prompt of an evaluation, distributed over all ranks. Return metrics over all prompts."""
     config, sampler, started = trainer.args, trainer.sampler, time.perf_counter()
     with on_all_ranks("publishing"):
         trainer.publish()
@@ -48,15 +47,13 @@ def evaluate_prompts(trainer: Any, prompts: Any, name: str) -> dict[str, float]:
 
 
 def loss_of(learner: Learner, drawn: SampledStep) -> dict[str, float]:
-    """Compute the loss of an evaluation's groups as one step, without gradients. Return the loss and its metrics. A
-    collective call: all ranks take part."""
     tokens = learner.rules.max_tokens or EVALUATION_TOKENS
     rules = dataclasses.replace(learner.rules, max_tokens=tokens, skip_without_signal=False, balance_ranks=False)
     step = step_batch(drawn, RolloutStatistics(), rules, learner.reward_names, learner.events.times)
     step = dataclasses.replace(step, version=learner.hooks.state.global_step)
     (step,) = learner.with_scores([step])
     with evaluation_mode(learner.model):
-        step = learner.with_constants(step) if learner.needs_constants else step
+        step = learner.with_constants(step)
         bar = learner.events.console.progress(len(step.rows), "evaluate", "micro-batch")
         with on_all_ranks("the evaluation's forward"), torch.no_grad(), contextlib.closing(bar):
             row_loss, autocast = learner.row_loss(differentiable=False), learner.hooks.compute_loss_context_manager
@@ -69,14 +66,13 @@ def loss_of(learner: Learner, drawn: SampledStep) -> dict[str, float]:
 
 
 def count_passes(totals: torch.Tensor, threshold: float) -> tuple[int, int]:
-    """Return two counts for a prompt's rewards [G]: rewards that aren't NaN, and rewards of at least ``threshold``."""
     return int((~totals.isnan()).sum()), int((totals >= threshold).sum())
 
 
 def pass_at(passes: Sequence[tuple[int, int]], most: int) -> dict[str, float]:
-    """Estimate pass@k for k = 1, 2, 4 ... ``most``: the probability that at least one of k completions passes. Each
-    prompt gets the unbiased estimate from (n scored completions, c passes), see `chance_of_pass`. pass@k is the mean
-    over the prompts with at least k scored completions."""
+    """Estimate pass@k for k = 1, 2, 4 ... from (number of scored completions, number of passes) of each prompt.
+
+    pass@k is the mean of `chance_of_pass` over the prompts with at least k scored completions."""
     sizes = (2**power for power in range(most.bit_length()))
     chances = {k: [chance_of_pass(n, c, k) for n, c in passes if n >= k] for k in sizes}
     return {f"pass@{k}": sum(of_prompts) / len(of_prompts) for k, of_prompts in chances.items() if of_prompts}

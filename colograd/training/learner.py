@@ -37,9 +37,8 @@ from ..sharding import ShardingStrategy
 
 
 def packing_rules(config: GRPOConfig, policy: Policy, objective: Objective, equal_counts: bool) -> PackingRules:
-    """Return a run's rules for packing groups into micro-batches. If `max_tokens` is 0, it will be measured."""
     return PackingRules(
-        max_tokens=config.token_budget,
+        max_tokens=config.token_budget,  # 0: `Learner.measure_budget` measures it.
         mask_truncated=config.mask_truncated_completions,
         skip_without_signal=not objective.every_group,
         share_prompts=not policy.why_padded,
@@ -61,16 +60,13 @@ def step_batch(
     tell: Callable[[RolloutStatistics], None] | None = None,
     groups: Sequence[ScoredGroup] | None = None,
 ) -> StepBatch:
-    """Balance a step's groups over ranks, if ``rules`` say so, pack them, and sum counts over ranks. A collective call.
+    """Balance a step's groups over ranks, pack them, and sum counts over ranks. A collective call.
 
-    Args:
-        statistics: statistics of the groups that this rank sampled for the step. The step's metrics come from them.
-        tell: function to call with the joined statistics of all ranks.
-        groups: groups to pack, because an extension has packed others. None means all that ``rules`` don't skip.
-    """
+    ``statistics`` are of this rank's groups; ``tell`` gets the joined statistics of all ranks. ``groups`` are the
+    groups to pack, by default the groups that ``rules`` don't skip."""
     with times.phase("pack"):
         moved = 0
-        if groups is None:  # groups with equal rewards aren't packed, but count in metrics and denominators
+        if groups is None:
             groups = [one for one in step.kept if has_signal(one) or not rules.skip_without_signal]
         if rules.balance_ranks or max(rules.ranks_per_engine, rules.ranks_per_row) > 1:
             sizes = rules.ranks_per_engine, rules.balance_ranks, rules.ranks_per_row
@@ -79,10 +75,7 @@ def step_batch(
     counted = rank() % rules.ranks_per_row == 0
     rollouts = [rollout for scored in step.kept for rollout in scored.group.rollouts]
     in_loss = sum(int(loss_tokens(rollout, rules.mask_truncated).sum()) for rollout in rollouts)
-    # Counts to sum over ranks: tokens in the loss, completions, packed tokens, micro-batches, and groups from another
-    # block of ranks (see `balance`). If several ranks train the same rows, only the first adds the last three counts.
-    tokens = sum(part.num_tokens for row in rows for part in row.parts)
-    work = (tokens, len(rows), moved) if counted else (0, 0, 0)
+    work = (sum(row.num_tokens for row in rows), len(rows), moved) if counted else (0, 0, 0)
     ranks = gather(((in_loss, len(rollouts), *work), statistics))
     columns = zip(*(numbers for numbers, _ in ranks), strict=True)
     in_loss, completions, packed_tokens, micro_batches, moved = map(sum, columns)
@@ -108,18 +101,12 @@ def loss_pass(
     passed: Callable[[int], None] = lambda tokens: None,
     metrics: Metrics | None = None,
 ) -> Metrics:
-    """Run forward and backward of this rank's untrained micro-batches of a step.
-
-    A micro-batch's loss is a sum over tokens, and gradients are sums over micro-batches. After the last micro-batch,
-    the caller divides the gradients by the step's denominator. A loss that isn't finite raises a FloatingPointError.
+    """Run forward and backward of this rank's untrained micro-batches of a step. Return metrics and summed loss.
 
     Args:
         sharding: strategy that runs the backward. None means that only the forward runs.
-        passed: function to call after each micro-batch with its number of tokens.
+        passed: function that gets the number of tokens of each finished micro-batch.
         metrics: metrics of micro-batches that are trained already. The new metrics are added to this object.
-
-    Returns:
-        The metrics of the loss, and `loss`, the sum over all micro-batches.
     """
     metrics = metrics or Metrics()
     metrics.total("loss", 0.0)
@@ -136,8 +123,8 @@ def loss_pass(
                 sharding.backward(loss)  # nothing else refers to the autograd graph, so an error frees it
         metrics.total("loss", output.loss)
         metrics.update(output.sums, output.minima, output.maxima)
-        passed(sum(part.num_tokens for part in row.parts))
-    # All losses are read here at the end, so that the host waits for the GPU only once.
+        passed(row.num_tokens)
+    # Reading all losses at the end makes the host wait for the GPU only once.
     for index, number in enumerate(numbers(losses) if sharding is not None else (), start=step.trained):
         if not math.isfinite(number):
             raise FloatingPointError(
@@ -148,7 +135,6 @@ def loss_pass(
 
 
 def checked_loss(output: Any, differentiable: bool = True) -> LossOutput:
-    """Return the output of a user's ``compute_loss``, or raise a ValueError if it is no `LossOutput` with a scalar."""
     if not isinstance(output, LossOutput):
         raise ValueError(
             f"compute_loss returned {shown(output)}. `compute_loss` must return a colograd.batch.LossOutput (loss, "
@@ -166,11 +152,11 @@ def checked_loss(output: Any, differentiable: bool = True) -> LossOutput:
 
 @dataclasses.dataclass(eq=False)
 class Learner:
-    """Packs scored groups into micro-batches, runs forward and backward, and sums the gradients over ranks.
+    """Packs scored groups into micro-batches, and computes each optimizer step's gradient over all ranks.
 
     If a rank runs out of memory in a step, all ranks repeat the step with smaller micro-batches."""
 
-    hooks: Any  # the `GRPOTrainer`: its state, and its method `compute_loss`, which a subclass may override
+    hooks: Any  # The `GRPOTrainer`. A subclass may override its `compute_loss`.
     config: GRPOConfig
     policy: Policy
     objective: Objective
@@ -186,12 +172,11 @@ class Learner:
         self.pending: list[StepBatch] = []  # Packed optimizer steps that aren't trained yet.
         self.metrics: dict[str, float] = {}  # Metrics of the last trained step, over all ranks.
         self.figures: dict[str, float] = {}  # Loss and gradient norm of the present step.
-        self.pack: Callable[..., StepBatch] = step_batch  # Function that packs a step's groups into rows.
-        # Steps that wrap the model's forward because terms of the loss need further outputs.
+        self.pack: Callable[..., StepBatch] = step_batch
         self.forward_steps = tuple(step for term in self.objective.terms for step in term.steps(self.second_models))
 
     def schedule(self, sampled: SampledRound) -> Iterator[StepBatch]:
-        """Pack the groups of one sampling phase into optimizer steps. Yield them in order, `num_iterations` times."""
+        """Pack a round's groups into optimizer steps, and yield these steps `num_iterations` times."""
         packing = self.rules, self.reward_names, self.events.times, self.events.recorder.sampled
         steps = [self.pack(*each, *packing) for each in zip(sampled.steps, sampled.statistics, strict=True)]
         self.hooks.state.num_input_tokens_seen += int(sum(step.metrics["train/rollout_tokens"] for step in steps))
@@ -203,13 +188,13 @@ class Learner:
                     dataclasses.replace(step, version=version + index, trained=step.trained * (index < len(steps)))
                     for index, step in enumerate(filled * self.config.num_iterations)
                 ]
-                # A step that isn't on-policy needs old log-probabilities. Compute them before any step changes weights.
-                rows = dict[int, tuple[PackedRow, ...]]()  # Packed rows with old log-probabilities, by step index.
+                # Steps that aren't on-policy need the log-probabilities of the weights before any of these steps.
+                rows = dict[int, tuple[PackedRow, ...]]()  # Rows with old log-probabilities, by index in `steps`.
                 with on_all_ranks("the old log-probabilities"):
                     for number, step in enumerate(scheduled):
                         rollouts = (rollout for scored in step.groups for rollout in scored.group.rollouts)
                         if all(rollout.policy_version == step.version for rollout in rollouts):
-                            continue  # The step is on-policy.
+                            continue
                         if (place := number % len(steps)) not in rows:
                             with self.events.times.phase("old_logprobs"), autocast():
                                 rows[place] = with_old_logprobs(self.model, filled[place], self.config.temperature).rows
@@ -223,7 +208,7 @@ class Learner:
             yield self.pending.pop(0)
 
     def with_scores(self, steps: list[StepBatch]) -> list[StepBatch]:
-        """Add the `scores` that terms of the loss need to rows, and let the terms change advantages. A collective."""
+        """Add the `scores` that loss terms need to rows, and let the terms change advantages. A collective call."""
         phase, autocast = self.events.times.phase, self.hooks.compute_loss_context_manager
         steps = with_second_logprobs(self.second_models, steps, self.config.temperature, phase, autocast)
         for term in self.objective.terms:
@@ -232,15 +217,11 @@ class Learner:
         return steps
 
     def train(self, step: StepBatch) -> float:
-        """Run forward and backward of one optimizer step. The strategy's `gradients` are the step's gradient then.
-
-        Returns:
-            The loss of the step over all ranks.
-        """
+        """Run forward and backward of one optimizer step. Return the loss of the step over all ranks."""
         self.model.train()
         while True:
             try:
-                step = self.with_constants(step) if self.needs_constants else step
+                step = self.with_constants(step)
                 earlier = step.trained_metrics if step.trained else None
                 bar = self.events.console.progress(len(step.rows) - step.trained, "train", "micro-batch")
                 recorded, timed = self.events.recorder.trains(step), self.events.times.phase("train")
@@ -250,7 +231,7 @@ class Learner:
                 break
             except torch.OutOfMemoryError as error:
                 reason = str(error)
-            # Back off outside the `except` block: here the exception's traceback no longer holds activations in memory.
+            # In the `except` block the exception's traceback would still hold activations in memory.
             step, *self.pending = self._back_off([step, *self.pending], reason)
         with self.events.times.phase("sync"):
             self.sharding.sum_gradients()
@@ -264,7 +245,6 @@ class Learner:
         return loss
 
     def clip(self) -> float:
-        """Clip the gradient to `max_grad_norm`. Return the norm before clipping; raise an error if it isn't finite."""
         most = self.config.max_grad_norm or 0.0  # as in transformers, `max_grad_norm: null` turns clipping off
         with self.events.times.phase("optimizer"):
             norm = self.sharding.clip(most if most > 0 else math.inf)
@@ -277,17 +257,13 @@ class Learner:
         return norm
 
     def finish_step(self) -> dict[str, float]:
-        """Return the metrics of the last optimizer step, including this rank's bytes sent and seconds per phase."""
         own = self.sharding.traffic.take(), self.events.times.end_step()
         return self.metrics | {name: value for part in own for name, value in part.items()}
 
-    @property
-    def needs_constants(self) -> bool:
-        """Whether the loss may read `StepConstants`, values of the whole step."""
-        return self.objective.needs_constants or "compute_loss" in self.hooks.replaced
-
     def with_constants(self, step: StepBatch) -> StepBatch:
-        """Return the step with `StepConstants`, values of the whole step, on every row. A collective call."""
+        """Return the step with `StepConstants` on every row, if the loss may read them. A collective call."""
+        if not (self.objective.needs_constants or "compute_loss" in self.hooks.replaced):
+            return step
 
         def entropies(row: MicroBatch) -> torch.Tensor:
             with self.hooks.compute_loss_context_manager():
@@ -297,15 +273,13 @@ class Learner:
         return with_step_entropy(step, self.objective, self.entropy.applied, entropies, timed)
 
     def row_loss(self, differentiable: bool = True) -> Callable[[MicroBatch], LossOutput]:
-        """Return the function that computes a micro-batch's loss. It checks the output of a user's `compute_loss`."""
         compute_loss = functools.partial(self.hooks.compute_loss, self.model)
         if "compute_loss" not in self.hooks.replaced:
             return compute_loss
         return lambda row: checked_loss(compute_loss(row), differentiable)
 
     def measure_budget(self) -> None:
-        """Measure how many tokens a micro-batch may have on this GPU, next to vLLM and the optimizer state, unless the
-        number is set or measured already."""
+        """Measure how many tokens a micro-batch may have on this GPU, next to vLLM and the optimizer state."""
         if self.rules.max_tokens:
             return
         trainer, config = self.hooks, self.config
@@ -319,9 +293,9 @@ class Learner:
                 self.sharding.backward(loss)
 
         with self.events.times.phase("measure"):
-            optimizer = self.hooks.optimizer  # the optimizer's state may not be allocated yet
-            pending = optimizer_bytes(self.model, config.optim) // self.sharding.parts
-            pending = 0 if optimizer is not None and optimizer.state else pending
+            optimizer = trainer.optimizer
+            state_is_allocated = optimizer is not None and optimizer.state
+            pending = 0 if state_is_allocated else optimizer_bytes(self.model, config.optim) // self.sharding.parts
             pending = left_on_device().state(pending) if config.streams_optimizer else pending
             self.model.train()
             shape = trainer.train_prompts.longest, config.max_completion_length or 1, config.num_generations or 1
@@ -335,7 +309,6 @@ class Learner:
         )
 
     def _back_off(self, steps: list[StepBatch], reason: str, among: int = 1) -> list[StepBatch]:
-        """Drop gradients, and pack optimizer steps into smaller micro-batches, because a rank ran out of memory."""
         self.free_gradients()
         self.rules, steps = token_budget.back_off(self.rules, steps, reason, among)
         self.events.console.warn(
@@ -345,6 +318,5 @@ class Learner:
         return steps
 
     def free_gradients(self) -> None:
-        """Drop the gradients of the step's micro-batches, and free their memory."""
         self.sharding.discard()
         token_budget.free_memory(self.model)

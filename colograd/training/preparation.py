@@ -1,4 +1,4 @@
-"""Check the arguments of a `GRPOTrainer`, load the policy and tokenise prompts, before the vLLM engine is built."""
+"""Check a `GRPOTrainer`'s arguments, load the policy and tokenise prompts, before the vLLM engine is built."""
 
 from __future__ import annotations
 
@@ -34,42 +34,40 @@ from ..runtime import process, registry
 from ..sharding import check_sharding
 from ..weights import check_choice
 
-Prompts = Any  # A PromptDataset, or an extension's object with some of its members.
+Prompts = Any  # A `PromptDataset`, or an extension's object with some of its members.
 NO_FEATURE = SourceFeature()
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
-    """The objects that a run needs before its vLLM engine is built: policy, prompts, rewards and loss."""
-
     policy: Policy
     train_prompts: Prompts
     eval_prompts: Any  # A `PromptDataset` or an extension's benchmark, a dict of them, or None.
-    proof_prompts: list[ModelInput]  # Prompts that packed rows are checked with. Empty for text.
+    proof_prompts: list[ModelInput]  # One prompt per kind of content that isn't text, to check packed rows.
     scorer: Scorer
     feature: SourceFeature
     objective: Objective
 
     @property
     def prompts(self) -> list[Prompts]:
-        """The prompts of training, followed by the prompts of each evaluation."""
         parts = self.eval_prompts.values() if isinstance(self.eval_prompts, dict) else [self.eval_prompts]
         return [self.train_prompts, *(part for part in parts if part is not None)]
 
 
 def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> PreparedRun:
-    """Check the arguments, load the policy, tokenise the prompts. A collective call: bad input on one rank raises an
-    error on all ranks. An extension's hook ``loaded_policy`` checks or replaces the policy: (policy, config, whether
-    the run samples) -> policy."""
+    """Check the arguments, load the policy, tokenise the prompts. A collective call.
+
+    Hooks: ``trainer_arguments`` is (arguments, config) -> None, ``loaded_policy`` is (policy, config, whether the run
+    samples) -> policy, ``without_rewards`` is config -> whether the run may have no reward function."""
     watchdog.set_limit(args.rank_timeout)
     expand_segments(args)
     places = gather(Place.here(args.device))
     with on_all_ranks("the start"):
         check_places(places)
         check_engines(args.layout, places)
-        # Check all settings that need only the configuration and the model's name before the model is loaded.
+        # These checks need no loaded model.
         args.check_for_trainer()
-        for take in registry.hooks("trainer_arguments"):  # (arguments, config) -> None
+        for take in registry.hooks("trainer_arguments"):
             take(given, args)
         check_supported(given.model, args, given.peft_config, given.has_images)
         if given.samples:
@@ -86,7 +84,6 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         if weights is None or len(weights) == len(functions):  # otherwise `resolve_rewards` raises an error
             weights = None if weights is None else [*weights, *[1.0] * len(feature.rewards)]
             functions = [*functions, *feature.rewards]
-        # An extension's hook ``without_rewards`` (config -> bool) may allow a run without reward functions.
         needs_none = not (functions or weights) and any(allows(args) for allows in registry.hooks("without_rewards"))
         rewards = [] if needs_none else resolve_rewards(functions, weights)
         scorer = Scorer(rewards, args.reward_workers, args.reward_timeout, args.reward_on_error, on_gpu=not args.on_cpu)
@@ -105,21 +102,20 @@ def prepare(given: TrainerArguments, args: GRPOConfig, closing: ExitStack) -> Pr
         eval_prompts = eval_prompts_of(given.eval_dataset, policy, args, feature)
         proofs = proof_prompts([train_prompts], policy, feature)
         policy = proven_on(policy, proofs) if args.on_cpu else policy
-        for check in registry.hooks("evaluation_check"):  # functions that check `metric_for_best_model`
+        for check in registry.hooks("evaluation_check"):
             check(args, rewards, eval_prompts, given.adds_metrics or feature.adds_metrics)
         needs_columns = not (feature.adds_columns or given.replaced & {"generate", "score"})
-        if needs_columns and isinstance(train_prompts, PromptDataset):  # a stream may not know its columns
+        if needs_columns and isinstance(train_prompts, PromptDataset):  # A stream may not know its columns.
             check_columns_for(rewards, columns_of(train_prompts.dataset))
     return PreparedRun(policy, train_prompts, eval_prompts, proofs, scorer, feature, objective)
 
 
 def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
-    """Return ``args``, or a default `GRPOConfig` if it is None. Apply its settings of logs and of a CPU's memory."""
     if args is not None and not isinstance(args, GRPOConfig):
         kind = type(args)
         raise ValueError(
-            f"args is a {kind.__module__.partition('.')[0]}.{kind.__name__}, but must be Colograd's own GRPOConfig, "
-            "which has more fields than TRL's: from colograd import GRPOConfig."
+            f"args is a {kind.__module__.partition('.')[0]}.{kind.__name__}, but must be Colograd's own GRPOConfig: "
+            "from colograd import GRPOConfig."
         )
     if args is None:
         loaded_from = getattr(getattr(model, "config", None), "_name_or_path", "")
@@ -132,16 +128,16 @@ def prepared_config(args: GRPOConfig | None, model: Any) -> GRPOConfig:
 
 
 def longest_completion(args: GRPOConfig) -> int:
-    """Return the maximum number of tokens of a completion, over training and evaluation."""
     return max(args.max_completion_length or 0, args.max_completion_length_eval or 0)
 
 
 def train_prompts_of(
     dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature = NO_FEATURE, context: int | None = None
 ) -> Prompts:
-    """Tokenise the training dataset. Extension hooks: ``prompts`` makes the prompts of a dataset that isn't a
-    `datasets.Dataset`: (dataset, rules, config) -> prompts or None; ``train_prompts`` checks or changes the prompts:
-    (prompts, config) -> None."""
+    """Tokenise the training dataset.
+
+    Hooks: ``prompts`` is (dataset, rules, config) -> prompts or None, for datasets that aren't a `datasets.Dataset`.
+    ``train_prompts`` is (prompts, config) -> None, and checks or changes prompts."""
     rules = prompt_rules(policy, args, "train", context, feature)
     rows = wanted_columns(feature.empty_prompts(args) if dataset is None else dataset, policy, args, feature, "train")
     if isinstance(rows, IterableDataset):
@@ -158,9 +154,10 @@ def train_prompts_of(
 def eval_prompts_of(
     dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature = NO_FEATURE, context: int | None = None
 ) -> Any:
-    """Tokenise the prompts of an evaluation. A dict of datasets becomes a dict of prompts, None stays None. An
-    extension's hook ``benchmark`` may replace datasets by objects with their own `evaluate`: (dataset, policy, config,
-    ``context``) -> dataset. ``context`` is the maximum number of tokens of the vLLM engine, None before it is built."""
+    """Tokenise the prompts of an evaluation. A dict of datasets becomes a dict of prompts, None stays None.
+
+    The hook ``benchmark`` is (dataset, policy, config, ``context``) -> dataset, or an object with its own `evaluate`.
+    ``context`` is the maximum number of tokens of the vLLM engine, None before it is built."""
     for replace in registry.hooks("benchmark"):
         dataset = replace(dataset, policy, args, context)
 
@@ -176,13 +173,14 @@ def eval_prompts_of(
 
 
 def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: SourceFeature, name: str) -> Any:
-    """Apply ``remove_unused_columns`` to a dataset. If the rollout source writes prompts, add a missing prompt column.
-    Columns that an extension's hook ``prompt_columns`` (config -> names) lists are not removed."""
+    """Apply ``remove_unused_columns`` to a dataset, or add the prompt column if the rollout source writes prompts.
+
+    The hook ``prompt_columns`` (config -> names) lists columns that stay."""
     names = columns_of(dataset) if isinstance(dataset, Dataset | IterableDataset) else ()
     if feature.writes_prompts and names and "prompt" not in names:
         return dataset.map(lambda row: {"prompt": EMPTY})
     if args.remove_unused_columns and "prompt" in names:
-        check_columns(dataset, name, policy.processor is not None)  # check before columns are removed
+        check_columns(dataset, name, policy.processor is not None)
         used = [*IMAGES, *feature.columns, *(each for hook in registry.hooks("prompt_columns") for each in hook(args))]
         return dataset.select_columns(["prompt", *(column for column in used if column in names)])
     return dataset
@@ -191,13 +189,12 @@ def wanted_columns(dataset: Any, policy: Policy, args: GRPOConfig, feature: Sour
 def prompt_rules(
     policy: Policy, args: GRPOConfig, name: str, context: int | None, feature: SourceFeature = NO_FEATURE
 ) -> PromptRules:
-    """Return the settings for tokenising the rows of a dataset, of the name ``name`` in errors."""
     completion, most = longest_completion(args), engine_context(policy, args, context)
     limit = min(args.max_prompt_tokens or most, most - completion)
     if limit < 1:
         raise ValueError(
-            f"max_completion_length is {completion}, but the context has {most} tokens, so no room is left for a "
-            "prompt. Lower `max_completion_length` or raise `vllm_max_model_length`."
+            f"max_completion_length is {completion}, but the context has {most} tokens and must hold a prompt, too: "
+            "lower `max_completion_length`, or raise `vllm_max_model_length`."
         )
     return PromptRules(
         policy.tokenizer,
@@ -214,12 +211,10 @@ def prompt_rules(
 
 
 def engine_context(policy: Policy, args: GRPOConfig, context: int | None) -> int:
-    """Return the maximum tokens of a prompt with its completion. ``context``: a built engine's limit, or None."""
     return min(policy.context, args.vllm_max_model_length or policy.context, context or policy.context)
 
 
 def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
-    """Yield a warning if the model has a chat template, but the first prompt is plain text without special tokens."""
     row = prompts[0] if isinstance(prompts, PromptDataset) else prompts.first(1)[0].example
     prompt, tokenizer = row["prompt"], policy.tokenizer
     if not isinstance(prompt, str) or not getattr(tokenizer, "chat_template", None):
@@ -232,12 +227,10 @@ def without_template(prompts: Prompts, policy: Policy) -> Iterator[str]:
 
 
 def reader_of(policy: Policy) -> Any:
-    """Return an object that reads the content of dataset rows that isn't text, or None for a text-only policy. An
-    extension's hook ``prompt_reader`` makes the object: policy -> reader or None."""
+    """Return the object of the hook ``prompt_reader`` that reads content of rows that isn't text, or None."""
     return next(filter(None, (make(policy) for make in registry.hooks("prompt_reader"))), None)
 
 
 def proof_prompts(prompts: Sequence[Prompts], policy: Policy, feature: SourceFeature) -> list[ModelInput]:
-    """Return one prompt per kind of content that isn't text, to test the policy's forward. Text-only runs get []. An
-    extension's hook ``proof_prompts`` makes the prompts: (prompts, policy, feature) -> list."""
+    """Return one prompt per kind of content that isn't text, to test the policy's forward."""
     return [each for make in registry.hooks("proof_prompts") for each in make(prompts, policy, feature)]

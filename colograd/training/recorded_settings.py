@@ -14,9 +14,8 @@ from ..rewards.functions import RewardFunction, code_digest
 from ..rollout.features import SourceFeature
 from ..rollout.store import REWARD_CODE, REWARD_FUNCS, RolloutStore
 
-AGENT_CODE = "agent_code"  # Key of the digest of an agent's program in the recorded settings.
-# Settings that decide which groups are sampled and how the weights change. If one of them changes, a resumed run draws
-# its groups anew. Groups of the step that it resumes at stay valid if no setting that sampling depends on has changed.
+AGENT_CODE = "agent_code"
+# Settings that decide which groups are sampled (OF_ROUNDS), and how the weights change (OF_TRAINING).
 OF_ROUNDS = (
     "seed", "data_seed", "num_generations", "prompts_per_step", "steps_per_generation", "num_iterations",
     "shuffle_dataset", "max_prompt_tokens", "overlong_prompts", "chat_template_path", "chat_template_kwargs",
@@ -30,7 +29,7 @@ OF_TRAINING = (
 )  # fmt: skip
 GROUPS = (AdvantageKnobs, ObjectiveKnobs, ReferenceKnobs, SamplingKnobs)
 OF_CARRY_OVER = ("carry_over", "carry_over_max_age")
-# Settings that must have equal values in a replay and in the recorded run.
+# Settings that have equal values in a replay and in the recorded run.
 OF_GROUPS = frozenset(
     (*OF_ROUNDS, *OF_CARRY_OVER, "curriculum", *(each.name for each in dataclasses.fields(SamplingKnobs)), REWARD_FUNCS)
 )
@@ -39,7 +38,7 @@ OF_GROUPS = frozenset(
 def store_of(
     args: GRPOConfig, rewards: Sequence[RewardFunction], feature: SourceFeature, reader: Any = None
 ) -> RolloutStore | None:
-    """Return this rank's rollout log, or None with `journal: off` and on every rank but the first of a vLLM engine."""
+    """Return this rank's rollout log. Only the first rank of a vLLM engine has one."""
     if not args.keeps_journal or args.layout.engine_place:
         return None
     settings = run_settings(args, rewards, feature.digests())
@@ -48,7 +47,6 @@ def store_of(
 
 
 def run_settings(args: GRPOConfig, rewards: Sequence[RewardFunction], digests: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings to record with a run's groups, as JSON values, with digests of the reward functions' code."""
     codes = {REWARD_CODE: {reward.name: code_digest(reward.function) for reward in rewards}}
     settings = settings_of(args, [reward.name for reward in rewards]) | codes | dict(digests)
     return dict(json.loads(json.dumps(settings, default=str)))
@@ -56,7 +54,7 @@ def run_settings(args: GRPOConfig, rewards: Sequence[RewardFunction], digests: M
 
 def settings_of(args: GRPOConfig, reward_names: Sequence[str]) -> dict[str, Any]:
     names = [*OF_ROUNDS, *OF_TRAINING, *(field.name for group in GROUPS for field in dataclasses.fields(group))]
-    # Record a feature's settings only if the feature is used, so that records of older versions stay valid.
+    # A feature that is off isn't recorded, so that records of versions without the feature stay valid.
     names += [name for name in ("router_replay", "curriculum") if getattr(args, name)]
     names += OF_CARRY_OVER if args.carry_over is not None else ()
     for knobs, used in ((DistillationKnobs, args.distils), (RewardPenaltyKnobs, args.kl_in_reward)):

@@ -1,4 +1,4 @@
-"""`SeamTrainer`: the base class of `GRPOTrainer`. It overrides methods of `transformers.Trainer`."""
+"""`SeamTrainer`: the base class of `GRPOTrainer`, which overrides methods of `transformers.Trainer`."""
 
 from __future__ import annotations
 
@@ -43,41 +43,31 @@ from .learner import Learner
 from .preparation import eval_prompts_of, train_prompts_of
 
 NAMES = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")  # Settings that `Trainer` changes in a model.
-MISSING = object()
 # Learning rate schedules whose `step` takes the metric of an evaluation.
 DRIVEN_BY_METRICS = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
 
 
 class CheckpointConfig:
-    """The original values of a model's configuration and generation configuration, to restore later.
-
-    `transformers.Trainer` changes ``use_cache``, and sets the special tokens to the tokenizer's. `restore` puts back a
-    special token of the checkpoint in three cases: the tokenizer lacks the token, the checkpoint's list contains the
-    tokenizer's token, or the tokenizer's padding token is its end token. In all other cases the tokenizer's token is
-    new, and the saved model needs it."""
-
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         configs = filter(None, (model.config, getattr(model, "generation_config", None)))
-        self._values = [(config, {name: vars(config).get(name, MISSING) for name in NAMES}) for config in configs]
+        self._values = [(each, {name: vars(each)[name] for name in NAMES if name in vars(each)}) for each in configs]
 
     def restore(self) -> None:
-        """Restore the original value of each name in NAMES, except where the tokenizer has a new special token."""
+        end = self._tokenizer.eos_token_id
         for config, values in self._values:
-            for name, value in values.items():
-                token, end = getattr(self._tokenizer, name, None), self._tokenizer.eos_token_id
+            for name in NAMES:
+                value, token = values.get(name), getattr(self._tokenizer, name, None)
                 stands_in = token is None or (name == "pad_token_id" and token == end)
                 if not stands_in and token not in (value if isinstance(value, list) else [value]):
-                    continue  # the tokenizer's token is new, and the saved model needs it
-                if value is MISSING:
-                    vars(config).pop(name, None)
-                else:
+                    continue  # The tokenizer's token is new, and the saved model needs it.
+                if name in values:
                     setattr(config, name, value)
+                else:
+                    vars(config).pop(name, None)
 
 
 class SeamTrainer(Trainer):
-    """`transformers.Trainer` with overridden methods for packed rows, sharded policies, evaluation and checkpoints."""
-
     policy: Policy
     rewards: list[RewardFunction]
     learner: Learner
@@ -90,24 +80,23 @@ class SeamTrainer(Trainer):
     device_turns: Any
     memory_plan: MemoryPlan
     feature: Any
-    _tokenised: tuple[Any, Any]  # the datasets that `train_prompts` and `eval_prompts` come from
+    _tokenised: tuple[Any, Any]  # The datasets that `train_prompts` and `eval_prompts` come from.
     journal: RolloutStore | None = None
 
     def __init__(self, **kwargs: Any) -> None:
         self.checkpoint_config = CheckpointConfig(kwargs["model"], self.policy.tokenizer)
         super().__init__(**kwargs)
         self.checkpoint_config.restore()
-        self.model_accepts_loss_kwargs = True  # Transformers must not scale the loss, which is divided already.
-        # Don't wrap the model in DDP, because the sharding strategy sums gradients over ranks once per step.
+        self.model_accepts_loss_kwargs = True  # Otherwise transformers scales the loss.
+        # No DDP: the sharding strategy sums gradients over ranks once per step.
         self.accelerator.prepare_model = lambda model, **kwargs: model
         self.facts: dict[str, Any] = {}  # Recipe, command, dataset and settings, for the model card and rollout log.
         self.times = PhaseTimes(synchronize=self.args.device.type == "cuda")
         self.console = Console(self.is_world_process_zero(), bars=not self.args.disable_tqdm)
         self.lengths = LengthHistory()
         self._unlogged: list[dict[str, float]] = []  # Metrics of the steps that no log has averaged yet.
-        self._gathered: dict[str, torch.Tensor] | None = None  # Weights to save, gathered from a sharded policy.
+        self._gathered: dict[str, torch.Tensor] | None = None
         self.checkpointer = self.make_checkpointer()
-        # The hook "recorder" of an extension is a function (trainer) -> an instance of a `NoRecord` subclass, or None.
         self.recorder: NoRecord = next(filter(None, (make(self) for make in hooks("recorder"))), None) or NoRecord()
         self.completion_log = next(filter(None, (make(self) for make in hooks("completion_log"))), None)
         self.events = Events(self.times, self.console, self.recorder, self.completion_log)
@@ -117,12 +106,12 @@ class SeamTrainer(Trainer):
             self.add_callback(callback)
 
     def make_checkpointer(self) -> Checkpointer:
-        """Make the `Checkpointer`. A replay overrides this method to read the recorded run's checkpoints."""
         return Checkpointer(self)
 
     def _begin_training(self, wanted: str | bool | None) -> tuple[str | None, TrainOutput | None]:
-        """Find the checkpoint to resume from, and open the run's records. Return the checkpoint and None. If it is of
-        the run's last step, load it and return the training's output, too: transformers would train a further step."""
+        """Return the checkpoint to resume from, and the training's output if that checkpoint is of the last step.
+
+        From such a checkpoint transformers would train a further step."""
         wanted = self.args.resume_from_checkpoint if wanted is None else wanted
         checkpoint = self.checkpointer.find(wanted)
         if checkpoint is not None:
@@ -188,7 +177,7 @@ class SeamTrainer(Trainer):
         return metrics
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return a data loader. Each item is the list of this rank's prompts for one optimizer step."""
+        """Return a data loader. An item is the list of this rank's prompts for one optimizer step."""
         self._follow_datasets()
         prompts = self.train_prompts
         if not isinstance(prompts, PromptDataset):
@@ -205,18 +194,15 @@ class SeamTrainer(Trainer):
         self._tokenised = (self.train_dataset, self.eval_dataset)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Return transformers' values, with ``max_steps`` rounded up to a multiple of the optimizer steps between two
-        generations, because a checkpoint can be saved only before a generation."""
+        """Round ``max_steps`` up to whole rounds, because a checkpoint can be saved only before a generation."""
         *values, max_steps = super().set_initial_training_values(args, dataloader)
         return (*values, -(-max_steps // self.args.round_length) * self.args.round_length)
 
     @property
     def engine_context(self) -> int | None:
-        """Maximum number of tokens of a sequence in the vLLM engine. None means that there is no engine."""
         return None if self.engine is None else self.engine.context
 
     def _open_records(self, checkpoint: str | None, resumes: bool) -> None:
-        """Continue this run's rollout log, or first move an earlier run's files aside. A collective call."""
         args: GRPOConfig = self.args
         lines, problem = [], ""
         with on_all_ranks("the run's folder"):
@@ -234,7 +220,6 @@ class SeamTrainer(Trainer):
         self.console.warn_of_all(gather(problem))
 
     def begin_records(self, evaluation: str = "") -> None:
-        """Open the rollout log, if it is on, for a sampling or ``evaluation`` of `train`, and read its groups."""
         if not self.args.keeps_journal or not self.is_in_train:
             return
         with on_all_ranks("the journal"), self.times.phase("journal"):
@@ -243,7 +228,7 @@ class SeamTrainer(Trainer):
         self.console.warn_of_all(gather(problem))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log ``logs``. If they have a training loss, add the mean of each step metric since the last such log."""
+        """Log ``logs``, and with a training loss the mean of each step metric since the last such log."""
         if self._unlogged and ("loss" in logs or "train_loss" in logs):
             for name in dict.fromkeys(name for entry in self._unlogged for name in entry):
                 values = [entry[name] for entry in self._unlogged if name in entry]
@@ -253,15 +238,13 @@ class SeamTrainer(Trainer):
         super().log(logs, start_time)
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Do nothing, because `assemble` moves the model to the GPU, after the vLLM engine is built if there is one."""
+        """Do nothing, because `assemble` moves the model."""
 
     def compute_loss_context_manager(self) -> Any:
-        """Return accelerate's autocast, which is off unless `bf16` is set. The model isn't wrapped by accelerate."""
         return self.accelerator.autocast()
 
     @ends_together("saving")
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as transformers does. A collective call: the ranks that write gather a sharded policy."""
         self._gathered = self.sharding.state_dict(keep=self.args.should_save)
         try:
             super().save_model(output_dir, _internal_call)
@@ -269,7 +252,6 @@ class SeamTrainer(Trainer):
             self._gathered = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save the model's weights as transformers does, from copies in host memory. Save an adapter as it is."""
         if not self.args.should_save:  # transformers >= 5.24 calls `_save` on all ranks
             return
         if state_dict is None:
@@ -283,7 +265,6 @@ class SeamTrainer(Trainer):
             self.policy.quantization.write(output_dir or str(self.args.output_dir), self.model.dtype)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write optimizer, schedule and second models. Transformers writes an optimizer that can't be divided."""
         watchdog.progress("saving the optimizer")
         optimizer, write, leads = self.checkpointer.optimizer, self.checkpointer.write_tensors, self.args.should_save
         if not self.sharding.save_optimizer(optimizer, Path(output_dir), leads, write):
@@ -295,12 +276,9 @@ class SeamTrainer(Trainer):
             second.save(output_dir, self.checkpointer.write_tensors)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save the random state as transformers does, the completions' lengths, and the state of `round`.
-
-        The lengths of earlier completions decide the order of prompts in vLLM's queue."""
         super()._save_rng_state(output_dir)
-        if self.args.layout.engine_place == 0:  # only the first rank of a vLLM engine samples groups
-            self.lengths.save(output_dir, self.args.layout.data_rank)
+        if self.args.layout.engine_place == 0:  # The first rank of a vLLM engine samples all groups.
+            self.lengths.save(output_dir, self.args.layout.data_rank)  # Lengths decide the order in vLLM's queue.
             self.round.save(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
@@ -311,14 +289,13 @@ class SeamTrainer(Trainer):
         self.checkpointer.load_weights(str(self.state.best_model_checkpoint), super()._load_best_model)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Raise a ValueError if a checkpoint's files lack parameters of the model."""
         state = self.model.state_dict()
         absent = {*load_result.missing_keys} - {*(self.model._keys_to_ignore_on_save or ())}
-        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # a file has one of several tied tensors
+        loaded = {state[name].data_ptr() for name in state.keys() - absent}  # A file has one of several tied tensors.
         if lacking := sorted(name for name in absent & state.keys() if state[name].data_ptr() not in loaded):
             raise ValueError(
-                f"The checkpoint lacks parameters of the policy ({len(lacking)}: {', '.join(lacking[:3])}). It belongs "
-                "to a different model, or a file is missing. Use a complete checkpoint of this model."
+                f"The checkpoint lacks {len(lacking)} of the policy's parameters, e.g. {', '.join(lacking[:3])}: use a "
+                "complete checkpoint of this model."
             )
         super()._issue_warnings_after_load(load_result)
 
@@ -337,7 +314,6 @@ class SeamTrainer(Trainer):
             super()._load_rng_state(checkpoint)
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer as transformers does, and shard its state. A user's optimizer stays as it is."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if is_new:
@@ -345,7 +321,6 @@ class SeamTrainer(Trainer):
         return optimizer
 
     def init_hf_repo(self, token: str | None = None, **options: Any) -> None:
-        """Create the Hub repository as transformers does. Turn failures into one ValueError that names the remedies."""
         try:
             super().init_hf_repo(token, **options)  # transformers >= 5.24 passes `private`
         except (OSError, ValueError, HTTPError) as error:

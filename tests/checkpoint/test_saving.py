@@ -316,7 +316,7 @@ def test_a_write_that_hangs_is_not_waited_for(run: Any, monkeypatch, capfd) -> N
     run.add_callback(Release())
     run.train()
     said = capfd.readouterr().out
-    assert "checkpoints: step 2 isn't saved, as checkpoint-1 is still being written after" in said
+    assert "checkpoints: step 2 isn't saved, as checkpoint-1 is still being written" in said
     assert "step 3 isn't saved" in said and "step 4" not in said.replace("step 4/4", "")
     assert steps_left(run) == [1, 4]
 

@@ -25,12 +25,11 @@ OF_REWARD = ("mean", "std", "abstained", "seconds", "timeouts", "errors")
 
 
 def check_best_metric(
-    args: GRPOConfig, rewards: Sequence[RewardFunction], eval_prompts: Any, others: bool = False
+    args: GRPOConfig, rewards: Sequence[RewardFunction], eval_prompts: Any, user_adds_metrics: bool = False
 ) -> None:
-    """Raise if no evaluation can have ``metric_for_best_model``, unless ``others``: user code may add any metric."""
     best = args.metric_for_best_model
     evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" and eval_prompts is not None
-    if best is None or not evaluates or others or args.loss_type not in LOSSES:
+    if best is None or not evaluates or user_adds_metrics or args.loss_type not in LOSSES:
         return
     if any(_may_log(reward.function) for reward in rewards):
         return
@@ -44,9 +43,6 @@ def check_best_metric(
 
 
 def after_evaluation(trainer: Any, metrics: Mapping[str, float], at_start: bool) -> None:
-    """Pass the metric of an evaluation to a schedule that needs it, and note whether the model is the best one. With
-    `save_strategy: best`, request a checkpoint of the best model. If the metric is missing, warn or raise, see
-    `lacks_best`. Before training (``at_start``) do nothing else."""
     args = trainer.args
     if args.metric_for_best_model is None:
         return
@@ -63,7 +59,7 @@ def after_evaluation(trainer: Any, metrics: Mapping[str, float], at_start: bool)
 
 
 def lacks_best(args: GRPOConfig, metrics: Mapping[str, float], earlier: bool) -> str:
-    """Return a warning, or raise for a name that seems wrong, if an evaluation lacks ``metric_for_best_model``."""
+    """Return a warning if an evaluation lacks ``metric_for_best_model``. Raise for a name that seems wrong."""
     if (name := f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}") in metrics:
         return ""
     if earlier or "/" in name or re.search(r"_(reward|reward_std|pass@\d+)$", name):
@@ -77,10 +73,7 @@ def lacks_best(args: GRPOConfig, metrics: Mapping[str, float], earlier: bool) ->
 
 def _unknown(best: str | None, problem: str, name: str, names: Sequence[str]) -> ValueError:
     near = [*difflib.get_close_matches(name, names, n=1, cutoff=0.0), "none"][0]
-    return ValueError(
-        f"metric_for_best_model is {best!r}, but {problem} {', '.join(names)}): name one of these; the nearest is "
-        f"{near!r}."
-    )
+    return ValueError(f"metric_for_best_model is {best!r}, but {problem} {', '.join(names)}): the nearest is {near!r}.")
 
 
 def _is_possible(name: str, args: GRPOConfig, rewards: Sequence[RewardFunction], prompts: Any) -> bool:
@@ -102,12 +95,12 @@ def _names(args: GRPOConfig, rewards: Sequence[RewardFunction], prompts: Any) ->
 
 
 def _may_log(function: Callable[..., Any]) -> bool:
-    """Return whether a reward function may log metrics: it takes ``log_metric``, or its code uses its ``**kwargs``."""
     parameters = parameters_of(function)
     further = [name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD]
     if "log_metric" in parameters or not further:
         return "log_metric" in parameters
     while isinstance(function, functools.partial):
         function = function.func
+    # Code that doesn't read its `**kwargs` can't call the `log_metric` in it.
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return code is None or any(each.argval == further[0] for each in dis.get_instructions(code))

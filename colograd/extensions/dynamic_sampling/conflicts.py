@@ -1,4 +1,4 @@
-"""Settings that can't be combined with `dynamic_sampling`."""
+"""Conflicts of `dynamic_sampling`."""
 
 from __future__ import annotations
 

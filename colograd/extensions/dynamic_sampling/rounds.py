@@ -1,4 +1,4 @@
-"""`DynamicRound`: a round that samples further prompts in place of groups without a reward difference."""
+"""Dynamic sampling: a round that samples further prompts in place of groups without a reward difference."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def dynamic_round(trainer: Any) -> DynamicRound | None:
 class DynamicRound(PlainRound):
     """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) of the prompts of several optimizer steps.
 
-    Only groups with a nonzero advantage are trained. Further prompts are sampled until every step has enough groups,
-    at most ``max_rounds`` times. Steps take groups in the order of sampling, whichever step they were sampled for."""
+    Steps take the groups with a nonzero advantage in the order of sampling, whichever step they were sampled for."""
 
     def __init__(self, times: PhaseTimes, one_call: bool, max_rounds: int, more_prompts: MorePrompts) -> None:
         super().__init__(times, one_call)
@@ -41,24 +40,22 @@ class DynamicRound(PlainRound):
         self.tallies.append(self.counts)
 
     def counts(self, steps: Sequence[SampledStep]) -> dict[str, float]:
-        """Return two metrics of dynamic sampling: the number of sampled prompts, and the number of trained groups."""
         return {
             "dynamic_sampling/prompts": sum(len(step.sampled) for step in steps),
             "dynamic_sampling/groups": sum(len(step.kept) for step in steps),
         }
 
     def draw(self, steps: Steps, stages: Stages) -> list[SampledStep]:
-        """Sample and score the prompts of each optimizer step. Replace groups without an advantage by further ones."""
         prompts = [prompt for step in steps for prompt in step]
         sampled = super().draw([prompts], stages)[0].sampled
         for _ in range(self.max_rounds):
-            found = sum(map(has_signal, sampled))
-            if found >= len(prompts):
+            missing = len(prompts) - sum(map(has_signal, sampled))
+            if missing <= 0:
                 break
-            # Draw as many prompts as the missing groups probably need: at most ten prompts per missing group.
-            count = math.ceil((len(prompts) - found) / max(found / len(sampled), 0.1))
+            # The missing groups probably need that many prompts. At most ten prompts are drawn per missing group.
+            count = math.ceil(missing / max((len(prompts) - missing) / len(sampled), 0.1))
             more = self.more_prompts(len(sampled) - len(prompts), count)
-            until_enough = dataclasses.replace(stages, enough=len(prompts) - found)
+            until_enough = dataclasses.replace(stages, enough=missing)
             sampled += super().draw([more], until_enough)[0].sampled
         kept = filter(has_signal, sampled)
         return [

@@ -1,4 +1,4 @@
-"""The tokens that truncated sampling (top_k, top_p, min_p) kept: a rider (per-token data), and a mask of logits."""
+"""The tokens that truncated sampling (top_k, top_p, min_p) kept: a rider, and a mask of logits."""
 
 from __future__ import annotations
 
@@ -17,26 +17,23 @@ from ...policy.sending import to_device_async
 from ...riders import Rider, RowRider
 from ...rollout.record_file import read_table, table_bytes
 
-# Table with a row per rollout: bytes of the int32 tensors of `KeptTokens`, or null for a rollout without `KeptTokens`.
+# Table with a row per rollout: bytes of the int32 tensors of `KeptTokens`, or null.
 ROWS = pa.schema([pa.field("ids", pa.binary()), pa.field("counts", pa.binary())])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptTokens(Rider, RowRider):
-    """Rider (data that travels with a rollout): the tokens that top-k, top-p and min-p kept for each sampled token.
+    """The tokens that top-k, top-p and min-p kept for each sampled token. A model's softmax is over these tokens.
 
-    Example of a completion of four tokens. Token 23 was sampled from the whole vocabulary, so its count is 0:
+    Example of a completion of four tokens. Token 23 was sampled from the whole vocabulary:
 
         completion_ids   22          23  24        2
         ids              22 27 29        24 12     2
         counts           3           0   2         1
-
-    The object of a packed row has the kept tokens of all its labels. In training, the softmax of each model at a label
-    is over the label's kept tokens.
     """
 
     ids: torch.Tensor  # Ids of the kept tokens, [sum of counts] int32, in host memory.
-    counts: torch.Tensor  # Number of kept tokens for each of N sampled tokens, [N] int32. 0 is the whole vocabulary.
+    counts: torch.Tensor  # Number of kept tokens for each of N sampled tokens, [N] int32. 0: the whole vocabulary.
 
     MARK = b"KEPT SET"
 
@@ -67,43 +64,44 @@ class KeptTokens(Rider, RowRider):
 
     @classmethod
     def with_table(cls, reader: Any, rollouts: Sequence[Rollout], encoder: Any) -> Sequence[Rollout]:
-        found = []
+        result = []
         for rollout, row in zip(rollouts, read_table(reader, cls.MARK, ROWS).to_pylist(), strict=True):
             if row["counts"] is not None:
                 rider = cls(*(torch.tensor(np.frombuffer(row[name], np.int32)) for name in ("ids", "counts")))
                 assert len(rider.counts) == len(rollout.completion_ids), "the kept tokens are of another completion"
                 assert rider.counts.min() >= 0 and int(rider.counts.sum()) == len(rider.ids), "their number doesn't fit"
                 rollout = rollout.carrying(rider)
-            found.append(rollout)
-        return found
+            result.append(rollout)
+        return result
 
 
 class Candidates:
-    """Kept tokens of N labels (target tokens), to mask tiles of logits: some labels x some vocabulary entries.
-    ``first``: token id of the first vocabulary entry that this rank's output layer has."""
+    """Kept tokens of N labels, to mask tiles of logits: some labels x some vocabulary entries.
+
+    Args:
+        first: token id of the first vocabulary entry of this rank's output layer.
+    """
 
     def __init__(self, kept: KeptTokens, device: torch.device, first: int = 0) -> None:
         counts = kept.counts.long()
-        self.ends = [0, *counts.cumsum(0).tolist()]  # Indices in host memory, so that no tile waits for the device.
+        self.ends = [0, *counts.cumsum(0).tolist()]  # In host memory, so that no tile waits for the device.
         self.ids = to_device_async(kept.ids.long() - first, device)
         self.labels = to_device_async(torch.arange(len(counts)).repeat_interleave(counts), device)
         self.all = to_device_async(counts == 0, device)
 
     def hidden(self, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Return the mask of a tile of n labels and c vocabulary entries, (n, c) bool. True: the entry wasn't kept."""
+        """Return the mask (n, c) of a tile of n labels and c vocabulary entries. True: the entry wasn't kept."""
         here = slice(self.ends[row.start], self.ends[row.stop])
         shape = row.stop - row.start, vocabulary.stop - vocabulary.start
         columns = self.ids[here] - vocabulary.start
         inside = (columns >= 0) & (columns < shape[1])
         places = ((self.labels[here] - row.start) * shape[1] + columns).where(inside, shape[0] * shape[1])
-        found = torch.ones(shape[0] * shape[1] + 1, dtype=torch.bool, device=self.ids.device)
-        found[places] = False  # Kept tokens of other tiles are written to the last entry, which is dropped.
-        return found[:-1].view(shape) & ~self.all[row, None]
+        hidden = torch.ones(shape[0] * shape[1] + 1, dtype=torch.bool, device=self.ids.device)
+        hidden[places] = False  # Kept tokens of other tiles are written to the last entry, which is dropped.
+        return hidden[:-1].view(shape) & ~self.all[row, None]
 
 
 class KeptStep(ForwardStep):
-    """Forward step that restricts the softmax to the kept tokens, for rows with a `KeptTokens` rider."""
-
     of_rows = True
 
     def around(self, inner: Compute, row: Pass) -> tuple[torch.Tensor, ...]:
@@ -115,6 +113,5 @@ class KeptStep(ForwardStep):
 
 
 def set_up(model: Any, config: GRPOConfig) -> None:
-    """Install the forward step `KeptStep` on a model, if the run trains with truncated distributions."""
     if config.replays_truncation:
         install(model, KeptStep())

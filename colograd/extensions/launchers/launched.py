@@ -1,7 +1,6 @@
 """Reads the requested sharding from accelerate's FSDP2 files and DeepSpeed's configurations.
 
-Neither accelerate's wrapping nor DeepSpeed runs. FSDP2 or a requested stage of ZeRO becomes one of Colograd's sharding
-strategies, so that the weight sync can read the policy's weights.
+Neither accelerate's wrapping nor DeepSpeed runs: the request becomes one of Colograd's sharding strategies.
 """
 
 from __future__ import annotations
@@ -12,19 +11,16 @@ from pathlib import Path
 from typing import Any
 
 FSDP, DEEPSPEED, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"
-# Environment variable that holds the launcher's request. Accelerate and transformers don't read it: by their variables
-# they would wrap the policy themselves, and load the policy on one rank only.
+# Holds the launcher's request. By accelerate's own variables transformers would wrap the policy itself.
 KEPT = "COLOGRAD_LAUNCHED"
-STAGES = ("none", "optimizer", "gradients", "fsdp")  # Value of `sharding` by the stage of ZeRO, which is the index.
-# Sections of a DeepSpeed configuration, and Colograd's settings that replace them.
-OWN_KEYS = {"optimizer": "optim", "scheduler": "lr_scheduler_type"}
-
+STAGES = ("none", "optimizer", "gradients", "fsdp")  # Value of `sharding` for ZeRO's stages 0 to 3.
+OWN_KEYS = {"optimizer": "optim", "scheduler": "lr_scheduler_type"}  # Section of DeepSpeed -> Colograd's setting.
 
 Request = tuple[str, dict[str, Any]]  # Name of a requested method, such as FSDP2, and the settings that replace it.
 
 
 def launched_settings(config: Any) -> tuple[dict[str, Any], str]:
-    """Return the requested sharding and its options as settings, and a line for the user, or ""."""
+    """Return the requested sharding as settings, and a line for the user, or ""."""
     made, settings = requests(config.deepspeed), dict[str, Any]()
     for name, request in made:
         sharding, requested = settings.get("sharding", config.sharding), request["sharding"]
@@ -38,21 +34,19 @@ def launched_settings(config: Any) -> tuple[dict[str, Any], str]:
 
 
 def requests(deepspeed: str | dict[str, Any] | None) -> list[Request]:
-    """Return the sharding requests of the launcher's file and of the setting ``deepspeed``, without `none`. The
-    launcher's request moves from accelerate's environment variables to the variable `KEPT`."""
+    """Return the requests of the launcher's file and of the setting ``deepspeed``. Move the launcher's to `KEPT`."""
     if _is_on(MEGATRON):
         raise ValueError(
-            f"{MEGATRON} is set, but Megatron-LM isn't available: launch with `--config_file "
-            "recipes/accelerate_configs/ddp.yaml` or `torchrun`, and set sharding."
+            f"{MEGATRON} is set, but Megatron-LM isn't available: launch with `torchrun`, and set sharding."
         )
     if _is_on(FSDP) and _is_on(DEEPSPEED):
         raise ValueError(f"{FSDP} and {DEEPSPEED} are both set, but a policy is sharded in one way: unset one.")
     if _is_on(FSDP) or _is_on(DEEPSPEED):
         os.environ[KEPT] = json.dumps(_launched())
         os.environ[FSDP] = os.environ[DEEPSPEED] = "false"
-    found = [json.loads(text)] if (text := os.environ.get(KEPT)) else []
-    found += [from_deepspeed(deepspeed)] if deepspeed else []
-    return [(name, request) for name, request in found if request["sharding"] != "none"]
+    made = [json.loads(text)] if (text := os.environ.get(KEPT)) else []
+    made += [from_deepspeed(deepspeed)] if deepspeed else []
+    return [(name, request) for name, request in made if request["sharding"] != "none"]
 
 
 def _is_on(variable: str) -> bool:
@@ -60,12 +54,10 @@ def _is_on(variable: str) -> bool:
 
 
 def _launched() -> Request:
-    """Return the request in the environment variables of accelerate's FSDP or DeepSpeed."""
     if _is_on(FSDP):
         if (version := os.environ.get("FSDP_VERSION") or "1") != "2":
             raise ValueError(
-                f"FSDP_VERSION is {version}, but only FSDP2 is available: set fsdp_version: 2 in accelerate's "
-                "configuration, as recipes/accelerate_configs/fsdp2.yaml has it."
+                f"FSDP_VERSION is {version}, but only FSDP2 is available: set fsdp_version: 2 in accelerate's file."
             )
         names = ("FSDP_RESHARD_AFTER_FORWARD", "FSDP_OFFLOAD_PARAMS")
         return "FSDP2", {"sharding": "fsdp"} | {name.lower(): _is_on(name) for name in names if os.environ.get(name)}
@@ -80,7 +72,6 @@ def _launched() -> Request:
 
 
 def from_deepspeed(source: str | dict[str, Any]) -> Request:
-    """Convert a DeepSpeed configuration, a mapping or the path of a JSON file, to a request for sharding."""
     config, origin, named = source, "deepspeed", f"The DeepSpeed configuration {source!r}"
     if not isinstance(config, dict):
         origin = str(source)
@@ -93,8 +84,7 @@ def from_deepspeed(source: str | dict[str, Any]) -> Request:
     for section, key in OWN_KEYS.items():
         if config.get(section):
             raise ValueError(
-                f"{origin} has a section {section!r}, but only the setting {key} has an effect: remove the section and "
-                f"set {key}."
+                f"{origin} has a section {section!r}, but only the setting {key} has an effect: remove it, set {key}."
             )
     if (config.get("fp16") or {}).get("enabled") in (True, "true"):
         raise ValueError(f"{origin} enables fp16, but policies train in bfloat16 or float32: remove the section.")
@@ -106,8 +96,7 @@ def from_deepspeed(source: str | dict[str, Any]) -> Request:
     for part, device in offload.items():
         if device not in ("none", "cpu"):
             raise ValueError(
-                f"{origin} has offload_{part} on {device!r}, but only host memory is available: set its device to cpu "
-                "or none."
+                f"{origin} has offload_{part} on {device!r}, but only host memory is available: set cpu or none."
             )
     sharding = STAGES[int(stage)]
     if offload["param"] == "cpu" and sharding != "fsdp":

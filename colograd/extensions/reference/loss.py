@@ -15,7 +15,7 @@ from ...losses.tokens import MOST_LOG_RATIO, Means, Tokens, summed
 
 @dataclass(frozen=True, slots=True)
 class KLTerm(LossTerm):
-    """The loss term of the setting `beta`: beta times an estimate of KL(policy, reference model) at each token."""
+    """`beta` times an estimate of KL(policy, reference model) at each token."""
 
     beta: float
     unbiased: bool = True  # Whether the estimate is multiplied by the token's importance ratio, as in DeepSeek-V3.2.
@@ -31,9 +31,8 @@ class KLTerm(LossTerm):
 
     def divergence(self, tokens: Tokens) -> torch.Tensor:
         """Compute the differentiable estimator k3 (N,) of KL(pi, reference), http://joschu.net/blog/kl-approx.html.
-        With `unbiased` k3 is multiplied by the token's importance ratio, so its expected gradient is the gradient of
-        the divergence. A token has no gradient if it is over e^20 times less likely under the policy than under the
-        reference model, because k3 may overflow."""
+
+        k3 may overflow, so a token that is over e^20 times less likely under the policy has no gradient."""
         difference = (tokens.batch.scores["ref_logprobs"] - tokens.logprobs).where(tokens.batch.loss_mask > 0, 0.0)
         bounded = difference.clamp(max=MOST_LOG_RATIO)
         kl = bounded.exp() - bounded - 1

@@ -1,15 +1,9 @@
-"""Reference policy of the KL term: how its weights are stored, and how `sync_ref_model` updates them.
+"""Reference policy of the KL term. It depends on the weights that the run trains:
 
-The reference depends on the weights that the run trains:
-
-    all weights of the policy           a frozen copy of the policy, made before training
-    a new adapter on a model            the model with the adapter disabled: no copy is needed
-    an adapter that was loaded, or one  the adapter's initial values, exchanged for the trained values while the
-    that trains the base's biases       reference runs
-
-The reference and the policy read the same packed rows with the same temperature and kernels. So without dropout the KL
-divergence of the first step is exactly 0. With compiled layers it is 0 up to rounding, because torch compiles other
-kernels for a forward without gradients.
+all weights of the policy           a frozen copy of the policy, made before training
+a new adapter on a model            the model with the adapter disabled
+an adapter that was loaded, or one  the adapter's initial values, exchanged for the trained values while the
+that trains the base's biases       reference runs
 """
 
 from __future__ import annotations
@@ -31,17 +25,16 @@ from ...policy.logprobs import evaluation_mode
 from ...policy.lora import base_name
 from ...policy.second_models import FrozenModel, Kind, SecondModel, offloads, values_in_place
 
-FILE = "reference.safetensors"  # File of the reference's weights in a checkpoint, with `sync_ref_model`.
+FILE = "reference.safetensors"
 
 
 class FrozenCopy(FrozenModel, TrainerCallback):
-    """Reference policy as a frozen copy of the policy, with the weights that the policy has at construction.
+    """Frozen copy of the policy.
 
     Args:
-        model: the policy.
-        offload: whether the copy's weights wait in host memory between uses (pinned memory if there is a GPU).
-        follows: log text about the later mixing with the policy, or "" if the copy stays constant.
-        place: device that the copy is made on. None means ``device``, or the CPU with ``offload``.
+        offload: whether the copy's weights wait in host memory between uses.
+        follows: log text about the mixing with the policy, or "" if the copy stays constant.
+        place: device that the copy is made on without ``offload``. None means ``device``.
     """
 
     def __init__(
@@ -49,7 +42,7 @@ class FrozenCopy(FrozenModel, TrainerCallback):
         place: torch.device | None = None,
     ) -> None:  # fmt: skip
         place, pin = torch.device("cpu") if offload else place or device, offload and device.type == "cuda"
-        # Each tensor is copied to its destination before `deepcopy`, so that `deepcopy` doesn't copy tensors, too.
+        # `deepcopy` would copy the tensors on the policy's device.
         made: dict[int, Any] = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
         for parameter in model.parameters():
             values = torch.empty_like(parameter, device=place, pin_memory=pin).copy_(parameter.detach())
@@ -66,18 +59,17 @@ class FrozenCopy(FrozenModel, TrainerCallback):
         return self if self.follows else None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % args.ref_model_sync_steps == 0:  # equally on each rank
+        if state.global_step % args.ref_model_sync_steps == 0:
             self.mix(self._policy, args.ref_model_mixup_alpha)
 
     @torch.no_grad()
     def mix(self, policy: torch.nn.Module, alpha: float) -> None:
         """Set reference = alpha * policy + (1 - alpha) * reference (TR-DPO, arXiv 2404.09656, eq. 5)."""
-        for own, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
-            own.copy_(torch.lerp(own.to(theirs.device), theirs.detach(), alpha))
+        for reference, trained in zip(self.model.parameters(), policy.parameters(), strict=True):
+            reference.copy_(torch.lerp(reference.to(trained.device), trained.detach(), alpha))
 
     def save(self, checkpoint: str | Path, write: Callable[..., Any] = save_file) -> None:
-        """Write the reference's weights into a checkpoint, unless the next start would make equal weights."""
-        if self._changes:
+        if self._changes:  # Otherwise a resumed run makes an equal copy.
             weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
             if write is save_file:
                 weights = {name: value.cpu() for name, value in weights.items()}
@@ -85,7 +77,6 @@ class FrozenCopy(FrozenModel, TrainerCallback):
 
     @torch.no_grad()
     def load(self, checkpoint: str | Path) -> None:
-        """Load the reference's weights from a checkpoint, if the checkpoint has a file of the reference."""
         path = Path(checkpoint) / FILE
         if not path.is_file():
             return
@@ -98,10 +89,9 @@ class FrozenCopy(FrozenModel, TrainerCallback):
 
 
 class OfAdapter(SecondModel):
-    """Reference policy of a run with an adapter: the PeftModel with a new adapter disabled, or with copies of the
-    trained parameters' initial values, which are exchanged for the trained values while the reference runs.
+    """Reference policy of a run with an adapter: the policy without the adapter, or with the adapter's initial values.
 
-    Checkpoints have no file of the reference, because the next start makes an equal reference."""
+    A resumed run makes an equal reference, so checkpoints have no file of the reference."""
 
     def __init__(self, model: Any, is_new: bool) -> None:
         self.model = model
@@ -122,7 +112,6 @@ class OfAdapter(SecondModel):
 
 
 def check_reference(policy: Policy, config: GRPOConfig, samples: bool = True) -> Policy:
-    """Raise a ValueError for `sync_ref_model` with FSDP or an adapter, because then nothing whole can be mixed."""
     if config.sync_ref_model and config.cuts_weights:
         raise ValueError(
             "sync_ref_model is true and sharding is 'fsdp', but each rank has only a part of the policy's weights and "
@@ -137,14 +126,15 @@ def check_reference(policy: Policy, config: GRPOConfig, samples: bool = True) ->
 
 
 def _keeps_no_copy(policy: Policy) -> bool:
-    """Return whether disabling the adapter gives the reference: the adapter is new, and the base isn't trained."""
     trained = (name for name, parameter in policy.model.named_parameters() if parameter.requires_grad)
     return policy.new_adapter and all(base_name(name) is None for name in trained)
 
 
 def reference_bytes(config: GRPOConfig, policy: Policy) -> int:
-    """Return the bytes of the whole reference on the policy's device, before FSDP shards the reference. Offloaded
-    weights count as 0: they are on the device only before gradients exist, and fit into the gradients' room."""
+    """Return the bytes of the whole reference on the policy's device, before FSDP divides it.
+
+    Offloaded weights count as 0: they are on the device only before gradients exist, and fit into the gradients' room.
+    """
     parameters = [*policy.model.parameters()]
     if policy.adapter is None:
         return 0 if offloads(config, config.offload_reference) else sum(parameter.nbytes for parameter in parameters)
@@ -152,7 +142,6 @@ def reference_bytes(config: GRPOConfig, policy: Policy) -> int:
 
 
 def reference_of(config: GRPOConfig, policy: Policy) -> FrozenCopy | OfAdapter:
-    """Make the reference of a policy that is on its device and is still untrained."""
     if policy.adapter is not None:
         return OfAdapter(policy.model, is_new=_keeps_no_copy(policy))
     alpha, steps = config.ref_model_mixup_alpha, config.ref_model_sync_steps

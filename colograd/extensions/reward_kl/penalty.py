@@ -2,9 +2,8 @@
 
     r_i - beta * sum over the completion's sampled tokens of k(log pi, log reference)
 
-k estimates KL(pi, reference model) at one token. The group's mean and deviation are computed from these rewards, as in
-verl (`use_kl_in_reward`). OpenRLHF subtracts the penalty after the advantages. log pi is the sampler's log-probability,
-as in verl's bypass mode. A token without a log-probability of the sampler adds 0.
+k estimates KL(pi, reference model) at one token. As in verl (`use_kl_in_reward`), the group's mean and deviation are
+computed from these rewards. log pi is the sampler's log-probability, as in verl's bypass mode.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from ...runtime import registry
 
 
 def k3(difference: torch.Tensor) -> torch.Tensor:
-    """Return the estimate e^-d + d - 1 of the KL divergence, with verl's bounds: d in +-20, the result in +-10."""
-    bounded = (-difference).clamp(-20.0, 20.0)
+    bounded = (-difference).clamp(-20.0, 20.0)  # these bounds are verl's
     return (bounded.exp() - bounded - 1).clamp(-10.0, 10.0)
 
 
@@ -42,8 +40,6 @@ ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class RewardPenalty(LossTerm):
-    """The loss term of `kl_in_reward`: subtracts a KL penalty from the rewards, and recomputes the advantages."""
-
     coefficient: float
     estimator: str
 
@@ -51,11 +47,10 @@ class RewardPenalty(LossTerm):
     waits = "kl_in_reward changes the advantages after all groups are sampled"
 
     def of_tokens_of(self, sampler: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-        """Estimate the KL divergence at each token. The value is 0 where the sampler's log-probability is NaN."""
-        return ESTIMATORS[self.estimator]((sampler - reference).nan_to_num(nan=0.0))
+        return ESTIMATORS[self.estimator]((sampler - reference).nan_to_num(nan=0.0))  # NaN: unknown
 
     def with_scores(self, step: StepBatch, estimator: AdvantageEstimator) -> StepBatch:
-        sums: dict[RolloutId, float] = {}  # KL estimates summed over a completion's sampled tokens
+        sums: dict[RolloutId, float] = {}
         for row in step.rows:
             rollouts = [rollout for part in row.parts for rollout in part.rollouts]
             sampler = torch.cat([rollout.sampler_logprobs for rollout in rollouts])
@@ -90,7 +85,6 @@ class RewardPenalty(LossTerm):
 
 
 def penalty_of(config: GRPOConfig, policy: Any) -> LossTerm | None:
-    """Return the KL penalty if `kl_in_reward` isn't 0, else None. Raise for settings that exclude a penalty."""
     if config.kl_in_reward == 0:
         return None
     name = f"kl_in_reward is {config.kl_in_reward:g}"

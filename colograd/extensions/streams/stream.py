@@ -18,63 +18,52 @@ from ...data.columns import check_columns, check_no_images, check_prompt_column
 from ...data.order import seed_of
 from ...data.prompts import PromptRules
 
-ROWS_AT_ONCE = 64  # number of rows that are read and tokenised together
+ROWS_AT_ONCE = 64
 
 
 class PromptStream(torch.utils.data.IterableDataset):
     """The prompts of a `datasets.IterableDataset`. An item is the list of this rank's prompts of one optimizer step.
-    It stands in for a `PromptDataset`, with the members ``choice``, ``dataset``, ``longest``, ``first``.
 
-    As in TRL, the rows are shuffled in a buffer (``shuffle_dataset``), anew in each pass over the dataset. The last
-    rows of a pass are skipped if they don't fill a generation. Every rank reads all rows and yields its part.
-
-    A resumed run reads the rows before the checkpoint once more. The checkpoint has a digest of these prompts. If the
-    resumed run gets a different digest, its dataset has changed, and `__iter__` raises a ValueError.
+    Every rank reads all rows. The last rows of a pass over the dataset are skipped if they don't fill a generation. A
+    resumed run reads the rows before the checkpoint once more, and compares them with the checkpoint's digest.
     """
 
-    missing = "wasn't streamed"  # end of an error text about a checkpoint without a state
+    missing = "wasn't streamed"  # End of an error text about a checkpoint without a state.
 
     def __init__(self, dataset: IterableDataset, rules: PromptRules, config: GRPOConfig) -> None:
         check_columns(dataset, rules.name)
         if rules.reader is not None:
             raise ValueError(
-                f"{rules.name} is a streamed dataset, but a model that reads images trains only on datasets that are "
-                "loaded whole in this version: set streaming: false."
+                f"{rules.name} is streamed, but a model that reads images needs a whole dataset: set streaming: false."
             )
         self.dataset, self.rules = dataset.with_format(None), rules
-        self.longest = rules.max_prompt_tokens  # upper bound of the prompts' tokens, because later prompts are unknown
+        self.longest = rules.max_prompt_tokens  # An upper bound, because later prompts are unknown.
         self.num_dropped = 0
         if config.max_steps <= 0:
-            raise ValueError(
-                f"max_steps is {config.max_steps}, but a streamed dataset has no length that could say when training "
-                "ends: set max_steps."
-            )
+            raise ValueError(f"max_steps is {config.max_steps}, but a streamed dataset has no length: set max_steps.")
         check_conflicts(config, {"the dataset": "a stream"}, about="the dataset")
         self.per_step, self.round_steps = int(config.prompts_per_step or 1), int(config.steps_per_generation or 1)
         self.iterations, self.layout = config.num_iterations, config.layout
         if config.shuffle_dataset:
             self.dataset = self.dataset.shuffle(seed=seed_of(config))
-        self.saved: dict[str, Any] = {}  # "items": number of yielded items; "digest": digest of their prompts
+        self.saved: dict[str, Any] = {}  # "items": number of yielded items; "digest": digest of their prompts.
         self._expected: dict[str, Any] = {}
-        self.choice = self  # The stream saves and loads the state of the prompts (see `PromptDataset.choice`).
+        self.choice = self  # See `PromptDataset.choice`.
         self.first(1)
 
     def loader(self) -> DataLoader[list[Prompt]]:
-        """Return a plain dataloader, so that `accelerate.skip_first_batches` can resume training."""
-        # A separate generator, because the start of an iteration would draw a number from the global generator.
+        # An iteration would draw a number from the global generator.
         return DataLoader(self, batch_size=None, num_workers=0, generator=torch.Generator())
 
     def first(self, count: int) -> list[Prompt]:
-        """Return the first ``count`` prompts within the token limit. Training will read them from the start, too."""
-        if not (found := list(itertools.islice(self._pass(0, counts=False), count))):
+        if not (rows := list(itertools.islice(self._pass(0, counts=False), count))):
             raise ValueError(
                 f"{self.rules.name} has no rows, or all prompts exceed the limit of {self.longest} tokens: add "
                 "prompts, or raise max_prompt_tokens."
             )
-        return [Prompt(row, ModelInput(ids), n) for n, (row, ids) in enumerate(found)]
+        return [Prompt(row, ModelInput(ids), n) for n, (row, ids) in enumerate(rows)]
 
     def load(self, state: dict[str, Any]) -> None:
-        """Set a checkpoint's state. `__iter__` then raises if the prompts up to that state are different ones."""
         self._expected = state
 
     def __iter__(self) -> Iterator[list[Prompt]]:
@@ -105,7 +94,6 @@ class PromptStream(torch.utils.data.IterableDataset):
                 )
 
     def _pass(self, epoch: int, counts: bool = True) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
-        """Yield (row, token ids) of the rows within the token limit, in one pass over the dataset."""
         self.dataset.set_epoch(epoch)
         rows, number = iter(self.dataset), 0
         while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
@@ -117,7 +105,7 @@ class PromptStream(torch.utils.data.IterableDataset):
                     yield block[row - number], ids
                     continue
                 self.num_dropped += counts
-                if counts and str(self.num_dropped).rstrip("0") == "1":  # report the 1st, 10th, 100th dropped prompt
+                if counts and str(self.num_dropped).rstrip("0") == "1":  # the 1st, 10th, 100th
                     self.rules.tell(
                         f"data: {self.num_dropped} prompt(s) of {self.rules.name} were too long so far and were "
                         f"dropped, with a limit of {self.rules.max_prompt_tokens} tokens: the latest is row {row} of "

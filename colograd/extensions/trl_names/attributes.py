@@ -1,7 +1,4 @@
-"""TRL's attributes of a trainer, for users' scripts and callbacks that read them. The package itself doesn't.
-
-If a subclass overrides a method that only TRL's trainer calls, an error names Colograd's method (stage) to override.
-"""
+"""TRL's attributes of a trainer, for users' scripts and callbacks that read them."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ OF_ARGUMENTS = (
     "use_adaptive_entropy", "num_iterations", "beta", "epsilon_high", "shuffle_dataset", "log_completions",
     "log_unique_prompts", "log_multimodal", "num_completions_to_print",
 )  # fmt: skip
-# TRL attributes that a rollout source may provide, with their values in runs without the source.
+# Attributes that a rollout source may provide, with their values in runs without the source.
 OF_SOURCES: dict[str, Any] = {"tools": [], "environments": None, "environment_factories": None, "rollout_func": None}
 ENGINE = "the engine is `trainer.engine` here, and samples for `generate` (docs/guide/tools.md, Rollouts of your own)"
 LOOP = "reward functions and tools share the process's event loop, which no trainer has"
@@ -63,23 +60,19 @@ HOOKS = {
 
 
 class TRLNames:
-    """Base class of `GRPOTrainer` with TRL's attributes that `transformers.Trainer` doesn't have."""
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise if a subclass overrides a method that is never called, or has transformers' ``compute_loss``."""
         super().__init_subclass__(**kwargs)
         for name, stage in HOOKS.items():
             if getattr(cls, name, None) not in (None, getattr(Trainer, name, None)):
                 raise TypeError(
-                    f"{cls.__name__} defines {name}, which nothing calls here: override {stage} (docs/architecture.md, "
-                    "Replacing a stage)."
+                    f"{cls.__name__} defines {name}, which nothing calls here: override {stage} (docs/architecture.md)."
                 )
         replaced = any(LOSS in vars(base) for base in cls.__mro__ if not issubclass(Trainer, base))
-        given = inspect.signature(getattr(cls, LOSS)).parameters if replaced else {}
-        if wrong := [name for name in ("return_outputs", "num_items_in_batch") if name in given]:
+        parameters = inspect.signature(getattr(cls, LOSS)).parameters if replaced else {}
+        if wrong := [name for name in ("return_outputs", "num_items_in_batch") if name in parameters]:
             raise ValueError(
-                f"{cls.__name__} defines compute_loss({', '.join(given)}) with transformers' arguments, but nothing "
-                f"passes {' and '.join(wrong)}: it gets one micro-batch and returns a LossOutput. Write `def "
+                f"{cls.__name__} defines compute_loss({', '.join(parameters)}) with transformers' arguments, but "
+                f"nothing passes {' and '.join(wrong)}: it gets one micro-batch and returns a LossOutput. Write `def "
                 "compute_loss(self, model, micro_batch, **kwargs)` and return `dataclasses.replace(output, "
                 "loss=...)` of `output = super().compute_loss(model, micro_batch)` (docs/losses.md)."
             )
@@ -87,7 +80,6 @@ class TRLNames:
     if not TYPE_CHECKING:  # hidden from type checkers, which know the real attributes
 
         def __getattr__(self, name: str) -> Any:
-            """Return the value of an attribute of TRL's trainer, read from Colograd's. Raise if there is none."""
             if name in ATTRIBUTES:
                 return ATTRIBUTES[name](self)
             hint = f": {ABSENT[name]}" if name in ABSENT else ""
@@ -96,7 +88,6 @@ class TRLNames:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Set an attribute. Raise for TRL's attributes that only show a value, because setting has no effect."""
             if name in ATTRIBUTES:
                 raise AttributeError(
                     f"{name} shows what this trainer was made with, and can't be set to {value!r}: give it to "
@@ -106,7 +97,6 @@ class TRLNames:
 
 
 def _end_tokens(trainer: Any) -> list[int]:
-    """Return the checkpoint's end token ids, in TRL's order. A tokenizer's id that the list lacks comes first."""
     named = getattr(trainer.model.generation_config, "eos_token_id", None)
     named = [] if named is None else [named] if isinstance(named, int) else list(named)
     own = trainer.policy.tokenizer.eos_token_id
@@ -117,7 +107,7 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     **{name: operator.attrgetter(f"args.{name}") for name in OF_ARGUMENTS},
     **dict.fromkeys(("chat_template", "continuous_batching_config", "pad_to_multiple_of"), lambda trainer: None),
     "use_transformers_continuous_batching": lambda trainer: False,
-    # None without a reference, and with an adapter, because then the reference is the policy with other weights.
+    # With an adapter the reference is the policy itself with other weights.
     "ref_model": lambda trainer: (
         reference.model
         if isinstance(reference := trainer.learner.second_models.get("ref_logprobs"), FrozenModel)

@@ -1,11 +1,9 @@
 """Speculative decoding that samples the same tokens as decoding without drafts.
 
-Drafted tokens save engine steps, because one step computes the logits behind several tokens. vLLM accepts or replaces a
-draft with random numbers that decoding without drafts doesn't draw (arXiv 2211.17192). A completion would then depend
-on the drafts, and through them on other sequences of the batch. Here each position's token is sampled with the random
-numbers of its request, as without drafts. A draft is accepted if it equals the sampled token. So a draft d of
-probability p(d) is accepted with probability p(d), as by vLLM's rule for drafts without probabilities. The tokens have
-the target model's distribution by construction.
+vLLM accepts or replaces a draft with random numbers that decoding without drafts doesn't draw (arXiv 2211.17192). A
+completion would then depend on the drafts, and through them on other sequences of the batch. Here each position's token
+is sampled with the random numbers of its request, as without drafts. A draft is accepted if it equals the sampled
+token, so the tokens have the target model's distribution.
 """
 
 from __future__ import annotations
@@ -24,11 +22,10 @@ from ....engine.protocol import EngineFeature, EngineUse
 class SeededSpeculation(RejectionSampler):
     """vLLM's `RejectionSampler` (Model Runner V1), but each position is sampled with its request's random numbers."""
 
-    drafted = 0  # Number of drafted tokens since `take_counts`.
-    accepted = 0  # Number of accepted drafted tokens since `take_counts`.
+    drafted = accepted = 0  # Tokens since `take_counts`.
 
     def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> Any:
-        """See `RejectionSampler.forward`. ``logits`` (T, V) has one row per draft, and one more row per request."""
+        """Override. ``logits`` (T, V) has one row per draft, and one more row per request."""
         from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
         last, drafted = metadata.bonus_logits_indices, metadata.target_logits_indices
@@ -37,7 +34,7 @@ class SeededSpeculation(RejectionSampler):
         constrained[drafted] = self.apply_logits_processors(logits[drafted].float(), sampling_metadata, metadata)
         if not sampling_metadata.all_greedy:
             counts = torch.tensor(metadata.num_draft_tokens, device=logits.device) + 1
-            # Plain torch, because vLLM's kernel for repeating values was seen to leave wrong temperatures on a CPU.
+            # vLLM's kernel for repeating values was seen to leave wrong temperatures on a CPU.
             temperature, top_k, top_p = (
                 None if value is None else value.repeat_interleave(counts)
                 for value in (sampling_metadata.temperature, sampling_metadata.top_k, sampling_metadata.top_p)
@@ -46,23 +43,21 @@ class SeededSpeculation(RejectionSampler):
             constrained = apply_top_k_top_p(constrained, top_k, top_p)
         tokens = self._sample(metadata, constrained, sampling_metadata)
         sampled = tokens.to(logits.device)
-        if (wanted := sampling_metadata.max_num_logprobs) is None:
+        if (count := sampling_metadata.max_num_logprobs) is None:
             return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None)
-        # Log-probabilities at all positions of ``tokens``. vLLM drops the values at placeholders.
+        # vLLM drops log-probabilities at placeholders.
         first = torch.tensor(_first_rows(metadata.num_draft_tokens))
         rows = (first[:, None] + torch.arange(tokens.shape[1])).clamp(max=len(logits) - 1).flatten().to(logits.device)
         logprobs = (constrained if self.is_processed_logprobs_mode else logits)[rows].float()
         if not self.is_logits_logprobs_mode:
             logprobs = self.sampler.compute_logprobs(logprobs)
-        of_sampled = self.sampler.gather_logprobs(logprobs, wanted, sampled.flatten().long().clamp(min=0))[:3]
+        of_sampled = self.sampler.gather_logprobs(logprobs, count, sampled.flatten().long().clamp(min=0))[:3]
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=LogprobsTensors(*of_sampled))
 
     def _sample(self, metadata: Any, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
         """Return tokens (requests, max drafts + 1) on the CPU, with placeholders behind the first rejected draft.
 
-        The loop samples one position at a time, only for requests with all earlier drafts accepted. So no random number
-        is drawn for a position that isn't used.
-        """
+        Sampling position by position draws no random number for a position that isn't used."""
         counts = metadata.num_draft_tokens
         drafts = [part.tolist() for part in metadata.draft_token_ids.split(counts)]
         first = _first_rows(counts)
@@ -74,7 +69,7 @@ class SeededSpeculation(RejectionSampler):
             if sampling_metadata.all_greedy:
                 sampled = [greedy[row] for row in rows]
             else:
-                own = sampling_metadata.generators  # random generators by request, as in vLLM's sampler
+                own = sampling_metadata.generators  # by request
                 generators = {row: own[request] for row, request in enumerate(alive) if request in own}
                 sampled = self.sampler.topk_topp_sampler(logits[rows], generators, None, None)[0].tolist()
                 if greedy is not None:
@@ -93,7 +88,6 @@ class SeededSpeculation(RejectionSampler):
 
 
 def _first_rows(counts: list[int]) -> list[int]:
-    """Return each request's first row in the logits. A request has one row per drafted token, and one more row."""
     return [drafts + request for request, drafts in enumerate(itertools.accumulate(counts[:-1], initial=0))]
 
 
@@ -102,10 +96,10 @@ class Drafts(EngineFeature):
 
     def built(self, engine: Any) -> None:
         runner = engine.runner
-        theirs = getattr(runner, "rejection_sampler", None)
-        if theirs is None:  # the engine runs without drafts
+        rejection_sampler = getattr(runner, "rejection_sampler", None)
+        if rejection_sampler is None:
             return
-        if not isinstance(theirs, RejectionSampler):
+        if not isinstance(rejection_sampler, RejectionSampler):
             raise ValueError(
                 "This vLLM checks drafts (speculative_config in vllm_engine_kwargs) by Model Runner V2, where "
                 "tokens depend on the drafts: set VLLM_USE_V2_MODEL_RUNNER=0, or remove speculative_config."

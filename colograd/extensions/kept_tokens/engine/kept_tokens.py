@@ -1,7 +1,7 @@
 """Record of the tokens that top-k, top-p and min-p kept for each sampled token.
 
-vLLM's Model Runner V2, usual on a GPU, returns the kept tokens (``return_sampling_mask``) if every request has a top_k.
-With Model Runner V1 they are read from the sampler's log-probabilities, and passed on in V2's form.
+vLLM's Model Runner V2 returns the kept tokens (``return_sampling_mask``) if every request has a top_k. With Model
+Runner V1 they are read from the sampler's log-probabilities, and passed on in V2's form.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ....engine.arguments import accepted, runs_v2
 from ....engine.protocol import EngineFeature, EngineUse, Sampled
 from ..rider import KeptTokens
 
-TELLS_KEPT = "return_sampling_mask"  # vLLM's engine argument to return kept tokens. Only Model Runner V2 obeys it.
+TELLS_KEPT = "return_sampling_mask"  # An argument of vLLM's engine. Only Model Runner V2 obeys it.
 
 
 class KeptTokensRecord(EngineFeature):
@@ -27,26 +27,21 @@ class KeptTokensRecord(EngineFeature):
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
-        self.itself = False  # Whether vLLM records kept tokens. Otherwise they are read from its sampler's results.
         self._left: torch.Tensor | None = None  # Mask of the tokens that the sampler kept, (requests, V) bool.
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return vLLM's engine argument for returning kept tokens, if Model Runner V2 is used, or else no argument.
-        Raise a RuntimeError if the installed vLLM can't return kept tokens."""
         truncates = "top_k truncates the sampler's distribution"
-        self.itself = runs_v2(self._config, truncates, "vllm_importance_sampling_correction: false")
+        self.on_v2 = runs_v2(self._config, truncates, "vllm_importance_sampling_correction: false")
         if not accepted(TELLS_KEPT):
             raise RuntimeError(
-                f"{truncates}, but this vLLM doesn't return the tokens that were left: install vLLM 0.31, or set "
-                "vllm_importance_sampling_correction: false."
+                f"{truncates}, which needs vLLM 0.31: install it, or set vllm_importance_sampling_correction: false."
             )
-        return {TELLS_KEPT: True} if self.itself else {}
+        return {TELLS_KEPT: True} if self.on_v2 else {}
 
     def built(self, engine: Any) -> None:
-        """Let vLLM return kept tokens with the completions of requests that have a top_k."""
         self._vocabulary = engine.vocab_size
-        if self.itself:
-            # If the flag stayed set, vLLM would refuse requests without a top_k, such as greedy evaluations.
+        if self.on_v2:
+            # With the flag vLLM would refuse requests without a top_k, such as greedy evaluations.
             engine.core.input_processor.model_config.return_sampling_mask = False
             return
         engine.scheduler.return_sampling_mask = True
@@ -55,10 +50,9 @@ class KeptTokensRecord(EngineFeature):
         runner.sampler.sample, runner.sample_tokens = self._watched_sample, self._watched_step
 
     def completions(self, request: str, prompt: ModelInput, output: Any, sampled: list[Sampled]) -> list[Sampled]:
-        """Add to each completion of a request a `KeptTokens` rider, if its sampling was truncated."""
         outputs = sorted(output.outputs, key=lambda completion: int(completion.index))
         for index, completion in enumerate(outputs):
-            mask = getattr(completion, "sampling_mask", None)  # the kept tokens, in vLLM's form
+            mask = getattr(completion, "sampling_mask", None)
             told = mask.token_ids[: len(completion.token_ids)] if mask is not None else ()
             lists = [[] if len(ids) >= self._vocabulary else ids for ids in told]  # []: the whole vocabulary
             if any(lists):
@@ -74,7 +68,6 @@ class KeptTokensRecord(EngineFeature):
         return tokens, logprobs
 
     def _watched_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step of a V1 model runner. Add the tokens that the sampler kept to its output."""
         from vllm.v1.outputs import SamplingMaskLists
 
         self._left = None
