@@ -20,7 +20,7 @@ from ..parallel.ranks import on_all_ranks
 from ..parallel.shards import RankGroup, Shard
 from ..runtime.failures import forget_frames
 
-# Function that writes a safetensors file, at once or later. Arguments: tensors on any device, path, metadata.
+# Writes a safetensors file, at once or later: tensors on any device, path, metadata.
 Write = Callable[[dict[str, torch.Tensor], str | Path, dict[str, str]], Any]
 
 
@@ -42,14 +42,14 @@ class Owned:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that a rank exchanged with other ranks, or copied into the engine, since the last `take`."""
+    """Bytes that a rank exchanged or copied since the last `take`."""
 
-    reduced: int = 0  # Bytes of gradients that ranks have summed.
-    gathered: int = 0  # Bytes of weights that ranks have gathered after optimizer steps, or in forwards and backwards.
-    published: int = 0  # Bytes of weights that were copied into the engine.
+    reduced: int = 0  # Gradients summed over ranks.
+    gathered: int = 0  # Weights gathered from ranks, after optimizer steps or in forwards and backwards.
+    published: int = 0  # Weights copied into the engine.
 
     def take(self) -> dict[str, float]:
-        """Return the counts as metrics ``sync/..._bytes``, and set the counts to 0."""
+        """Return the counts as metrics ``sync/..._bytes``, and reset them."""
         metrics = {f"sync/{name}_bytes": float(number) for name, number in asdict(self).items()}
         self.reduced = self.gathered = self.published = 0
         return metrics
@@ -92,7 +92,7 @@ class ShardingStrategy(ABC):
         updates only a part of the weights that this rank has."""
 
     def agree(self, what: str) -> AbstractContextManager[None]:
-        """Return a context that raises an error of any rank on all ranks, only if ranks communicate in `backward`."""
+        """Return a context that raises an error on all ranks, if ranks communicate in `backward`."""
         return on_all_ranks(what) if self.meets_in_backward else contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -100,7 +100,7 @@ class ShardingStrategy(ABC):
         try:
             loss.backward()
         except BaseException as error:
-            if self.meets_in_backward:  # Free activations, because collectives that other ranks wait for need memory.
+            if self.meets_in_backward:  # Other ranks' collectives need memory, so free activations.
                 loss.detach_()  # frees the graph although callers refer to the loss
                 forget_frames(error)
                 if loss.is_cuda:
@@ -157,8 +157,8 @@ class ShardingStrategy(ABC):
         """Return the parts of trained parameters that this rank's optimizer updates."""
 
     def gather_weights(self) -> None:  # noqa: B027 (each rank may have updated all weights)
-        """Copy the weights that each rank has updated to all other ranks. Do nothing if each rank's optimizer updates
-        all weights that the rank has."""
+        """Copy the weights that each rank has updated to all other ranks. Needed only if each rank updates only a part
+        of its weights."""
 
     def cuts_optimizer(self, optimizer: Optimizer, owned: Sequence[Owned]) -> bool:
         """Return whether `save_optimizer` can write the state of this optimizer."""

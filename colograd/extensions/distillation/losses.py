@@ -43,7 +43,7 @@ class DivergenceTerm(LossTerm):
     """Term of `distillation_kl: exact` and `top_k`: the reverse KL divergence that `TeacherStep` computes."""
 
     weight: float
-    needs: tuple[str]  # Micro-batch field with the teacher's values.
+    needs: tuple[str]  # Field with the teacher's values.
 
     waits = AdvantageTerm.waits
 
@@ -60,12 +60,11 @@ class DivergenceTerm(LossTerm):
 
 
 def _taught(batch: MicroBatch) -> torch.Tensor:
-    """Return 1 for each token in the loss that a teacher has scored, and 0 for all other tokens, (N,)."""
+    """1 for each token in the loss that a teacher has scored, and 0 for others, (N,)."""
     return batch.loss_mask * (batch.scores["teacher_logprobs"] != UNTAUGHT)
 
 
 def teacher_term(config: GRPOConfig, policy: Any) -> LossTerm | None:
-    """Return the distillation term of a run. None: the run has no teacher, or `distillation_weight` is 0."""
     if not config.distils or config.distillation_weight == 0:
         return None
     field = {"exact": "teacher_states", "top_k": "teacher_top"}.get(config.distillation_kl)

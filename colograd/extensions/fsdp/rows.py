@@ -1,7 +1,6 @@
-"""Parameters that FSDP2 shards by rows, an all-gather of the rows with a limit on memory, and weight sync `gathered`.
+"""Parameters that FSDP2 shards by rows, and weight sync `gathered`, which gathers a few rows of all ranks at a time.
 
-A publish gathers rows of all ranks, a few at a time. It casts rows to the engine's dtype before the all-gather, and
-copies them into the engine's tensors. So no whole block of the policy is in memory besides the engine's weights."""
+So no whole block of the policy is in memory in addition to the engine's weights."""
 
 from __future__ import annotations
 
@@ -24,7 +23,6 @@ from ...weights.mapping import Slice
 from ...weights.selection import Pairing, move
 from ...weights.sync import PlannedSync, bind, obstacle
 
-# Largest number of elements in one all-gather, except that each rank sends at least one row.
 ELEMENTS = 2**24
 
 
@@ -32,9 +30,9 @@ class Rows(NamedTuple):
     """Consecutive rows of a parameter."""
 
     name: str
-    first: int  # Index of the first row.
-    values: torch.Tensor  # Values of the rows, [rows, ...].
-    total: int  # Number of rows of the whole parameter.
+    first: int
+    values: torch.Tensor  # [rows, ...]
+    total: int  # Rows of the whole parameter.
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +45,23 @@ class Cut:
 
     @property
     def share(self) -> int:
-        """Number of rows per rank, rounded up."""
+        """Rows per rank, rounded up."""
         return -(-self.shape[0] // world_size())
 
     @property
     def row(self) -> int:
-        """Number of elements in one row of the parameter."""
+        """Elements per row."""
         return self.shape[1:].numel()
 
     def rows_of(self, owner: int) -> range:
-        """Return the range of rows that rank ``owner`` has."""
         return range(min(owner * self.share, self.shape[0]), min((owner + 1) * self.share, self.shape[0]))
 
 
 def cuts_of(model: torch.nn.Module) -> list[Cut]:
-    """Free a sharded model's whole weights. Return a `Cut` (this rank's rows) for each parameter, tied ones once."""
+    """Free a sharded model's whole weights, and return its parameters, tied ones once."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # A forward may leave whole weights, e.g. if it was interrupted.
+            module.reshard()  # An interrupted forward may leave whole weights.
     cuts = []
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor) and parameter.placements == (Shard(0),), f"{name} isn't cut by rows"
@@ -77,14 +74,11 @@ def gathered(
     cuts: Sequence[Cut], device: torch.device, dtype_of: Callable[[str], torch.dtype] | None = None,
     elements: int = ELEMENTS,
 ) -> Iterator[Rows]:  # fmt: skip
-    """Yield all rows of all parameters, on every rank. A collective. A `Rows` is valid until the next one is yielded.
-
-    Args:
-        device: device of the collectives and of the yielded rows.
-        dtype_of: function from a parameter's name to the dtype of its yielded rows. None keeps the parameter's dtype.
-        elements: largest number of elements in one all-gather, except that each rank sends at least one row."""
+    """Yield all rows of all parameters, on every rank and on ``device``. A collective. A `Rows` is valid until the next
+    one. ``dtype_of`` names the dtype of a parameter's rows (None: unchanged). ``elements`` limits an all-gather, but
+    each rank sends at least one row."""
     pieces = []
-    for cut in cuts:  # Divide a rank's rows into ranges, so that one range of every rank fits into an all-gather.
+    for cut in cuts:  # One range of every rank fits into an all-gather.
         step = max(1, elements // (cut.row * world_size()))
         pieces += [(cut, range(first, min(first + step, cut.share))) for first in range(0, cut.share, step)]
 
@@ -108,7 +102,7 @@ def gathered(
 
 
 def place_of(part: Slice, rows: Rows) -> tuple[slice | torch.Tensor, torch.Tensor] | None:
-    """Return indices in a slice's ``destination``, and values of ``rows`` to write there. None or no indices: none."""
+    """Return indices in a slice's ``destination``, and values of ``rows`` to write there. None: no values."""
     if part.rows is not None:
         indices = ((part.rows >= rows.first) & (part.rows < rows.first + len(rows.values))).nonzero()[:, 0]
         return indices, rows.values[part.rows[indices] - rows.first]
@@ -122,12 +116,12 @@ def place_of(part: Slice, rows: Rows) -> tuple[slice | torch.Tensor, torch.Tenso
 
 
 class GatheredWeights(PlannedSync):
-    """Weight sync of a policy that FSDP shards by rows. The rows' memory may change between publishes."""
+    """Weight sync of a policy that FSDP shards by rows, whose memory may change between publishes."""
 
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice]) -> None:
         super().__init__(policy, engine)
         self.places: dict[str, list[Slice]] = {}
-        for part in slices:  # Keep no references to the whole parameters, so that their memory can be freed.
+        for part in slices:  # Keep no reference to the whole parameters, so that their memory can be freed.
             place = dataclasses.replace(part, source=part.source.new_empty(0), packed=None, adapted=None)
             self.places.setdefault(part.name, []).append(place)
 
@@ -152,7 +146,7 @@ class GatheredWeights(PlannedSync):
         return [*dict.fromkeys(name for name, to, where, values in rows if not torch.equal(to[where], values))]
 
     def _rows(self) -> Iterator[tuple[str, torch.Tensor, slice | torch.Tensor, torch.Tensor]]:
-        """Yield rows of all parameters: parameter name, engine tensor, indices in the tensor, values in its dtype."""
+        """Yield rows: parameter name, engine tensor, indices in the tensor, values in its dtype. A collective."""
         device = next(iter(self.places.values()))[0].destination.device
         cuts = cuts_of(self._policy)
         for rows in gathered(cuts, device, lambda name: self.places[name][0].destination.dtype):
@@ -165,8 +159,7 @@ class GatheredWeights(PlannedSync):
 
 
 def gathered_weights(pairing: Pairing) -> GatheredWeights:
-    """Create `GatheredWeights`. If every parameter can, the policy shares the engine's memory until FSDP shards the
-    policy, so that the device never has two copies."""
+    """Let the policy share the engine's memory until FSDP shards it, so that the device never has two copies."""
     if not any(obstacle(part) for part in pairing.slices):
         bind(pairing.slices)
         move(pairing.policy, pairing.device)  # Parameters are in place, so only buffers move.

@@ -1,7 +1,7 @@
-"""Sharding strategies for `offload_gradients`: each rank has the whole policy, and gradient sums are in host memory.
+"""Sharding strategies for `offload_gradients`: gradient sums in host memory, equal to device sums bit for bit.
 
-Offloading doesn't change the order of additions, so the sums stay equal bit for bit. The optimizer reads the sums piece
-by piece, and multiplies each piece by a clipping factor below 1. So clipping doesn't have to write to host memory."""
+The optimizer reads the sums piece by piece, and multiplies each piece by the clipping factor, so that clipping doesn't
+write to host memory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .host_stream import HostSums
 
 
 class OnHost(ShardingStrategy):
-    """Base class of strategies with gradient sums in host memory. `HostAdamW.host_gradients` is such a strategy."""
+    """Base class of strategies with gradient sums in host memory."""
 
-    factor = 1.0  # Clipping factor. If it is below 1, the optimizer multiplies the gradient sums by it.
+    factor = 1.0  # Clipping factor.
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -60,11 +60,11 @@ class OnHost(ShardingStrategy):
 
 
 class AddedInBackward(OnHost):
-    """Strategy that adds each parameter's gradient to the host's sum as soon as a backward has computed it."""
+    """Adds each gradient to the host's sum as soon as a backward has computed it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self._inside = False  # Whether this strategy's `backward` is running.
+        self._inside = False  # Whether `backward` is running.
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.trained]
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
@@ -85,7 +85,7 @@ class AddedInBackward(OnHost):
 
 
 class WholeOnHost(AddedInBackward, WholeCopies):
-    """Strategy of `sharding: none` with `offload_gradients`: one gradient sum in host memory per parameter."""
+    """`sharding: none` with `offload_gradients`: one sum per parameter."""
 
     def share(self, optimizer: Any) -> None:
         super().share(optimizer)
@@ -107,7 +107,7 @@ def _dtype_of_sum(parameter: torch.Tensor) -> torch.dtype:
 
 
 class PartsOnHost(OnHost, SharedOptimizer):
-    """Strategy with one sum in host memory per bucket of gradients: this rank's part of the sum over all ranks."""
+    """One sum in host memory per bucket: this rank's part of the sum over all ranks."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -129,8 +129,8 @@ class PartsOnHost(OnHost, SharedOptimizer):
 
 
 class OptimizerOnHost(AddedInBackward, PartsOnHost):
-    """Strategy of `sharding: optimizer` with `offload_gradients`. A bucket's local gradient sums are contiguous in host
-    memory. This rank's part of the sum over all ranks overwrites this rank's range of the local sums."""
+    """`sharding: optimizer` with `offload_gradients`. This rank's part of the sum over all ranks overwrites this rank's
+    range of the local sums."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -150,21 +150,20 @@ class OptimizerOnHost(AddedInBackward, PartsOnHost):
 
 
 class GradientsOnHost(PartsOnHost, SharedGradients):
-    """Strategy of `sharding: gradients` with `offload_gradients`: the host has this rank's parts of gradient sums."""
+    """`sharding: gradients` with `offload_gradients`."""
 
     def share(self, optimizer: Any) -> None:
         super().share(optimizer)
         reserve((bucket.part * bucket.gradient_dtype.itemsize for bucket in self.buckets), self.sums.device)
 
 
-# Variants of strategies with gradient sums in host memory. FSDP isn't here, because it has `fsdp_offload_params`.
+# FSDP has `fsdp_offload_params` instead.
 ON_HOST: dict[str, type[ShardingStrategy]]
 ON_HOST = {"none": WholeOnHost, "optimizer": OptimizerOnHost, "gradients": GradientsOnHost}
 
 
 def on_host(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStrategy]:
-    """Return the strategy class, or with `offload_gradients` its variant with gradient sums in host memory. With
-    `offload_optimizer: stream` the class also reserves host memory for the optimizer's state."""
+    """Return the class of a run's sharding strategy, with gradient sums or optimizer state on the host."""
     way = ON_HOST[strategy_name(config)] if config.offloads_gradients else way
     if not config.streams_optimizer:
         return way

@@ -19,8 +19,7 @@ from ...memory.table import MemoryPlan, gib
 from .host_stream import device_bytes, on_way
 from .layer_inputs import KEPT
 
-BUS = 50.0  # Assumed GB/s in each direction of 16 lanes of PCIe 5 (63 at most). PCIe 4 has half. This isn't measured.
-# Settings that move a part of training to the host. The memory plan chooses one of the combinations in `WAYS`.
+BUS = 50.0  # Assumed, not measured, GB/s per direction of 16 lanes of PCIe 5 (63 at most).
 STREAM: dict[str, Any] = {"streams": True, "offloads": False}
 GRADIENTS: dict[str, Any] = {"offloads_gradients": True}
 ACTIVATIONS: dict[str, Any] = {"offloads_activations": True, "checkpointing": 1}
@@ -38,8 +37,8 @@ LEFT_ON_DEVICE = types.SimpleNamespace(inputs=KEPT, state=device_bytes, on_way=o
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A combination of offloading settings (one of `WAYS`), with the memory plan of a run that uses them. ``to_gpu``
-    and ``to_host`` are bytes over the bus of a step that trains a whole generation, with sequences of full length."""
+    """A combination of offloading settings, with the memory plan of a run that uses them. ``to_gpu`` and ``to_host``:
+    bytes over the bus of a step that trains a whole generation, with sequences of full length."""
 
     name: str
     run: RunDescription
@@ -68,9 +67,9 @@ def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
 def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
     """Count bytes on the bus to GPU and host, of a step with a whole generation in micro-batches of ``tokens``.
 
-    A streamed optimizer state comes to the GPU and goes back once. Gradients go to the host in each micro-batch. From
-    the second micro-batch on, the gradient sums first come to the GPU. The sums come twice more, for the norm and for
-    the optimizer. Each checkpointed input goes to the host. All but the last `KEPT` inputs come back."""
+    A streamed optimizer state goes both ways once. Gradients go to the host in each micro-batch. Their sums come to the
+    GPU from the second micro-batch on, and twice more for the norm and the optimizer. The last `KEPT` layer inputs
+    don't come back."""
     sizes, lengths = run.sizes, run.lengths
     whole = run.sequences * lengths.completion + -(-run.sequences // lengths.group) * lengths.prompt
     own = max(1, -(-tokens // run.ranks_per_sequence))  # Tokens of a micro-batch on this rank.
@@ -84,7 +83,7 @@ def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
 
 def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict[str, Any]:
     """Return the offloading settings that make the run fit with the fewest seconds on the bus, in ``host`` bytes of
-    host memory. Return {} if none are needed, if no combination fits, or for FSDP and tensor parallelism."""
+    host memory. {}: none are needed, or no combination fits."""
     if strategy == "fsdp" or strategy in TENSOR:
         return {}
 
@@ -98,7 +97,7 @@ def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict
 
 
 def remedies(run: RunDescription, strategy: str, fit: Callable[..., bool]) -> Iterator[str]:
-    """Yield texts of settings that make the run fit into GPU memory, with bytes on the bus. ``fit`` checks settings."""
+    """Yield settings that make the run fit into GPU memory, with bytes on the bus. ``fit`` checks settings."""
     if not run.devices.on_gpu:
         return
     if not (run.offloads or run.streams) and fit(offloads=True):
