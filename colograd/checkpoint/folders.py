@@ -44,7 +44,7 @@ OF_MODEL = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*",
     "*processor_config.json", "training_args.bin",
 )  # fmt: skip
-SIGNS = ("_journal/step-*", "_report/*", "trainer_state.json", *CHECKPOINTS)  # prove an earlier run
+SIGNS = ("_journal/step-*", "_report/*", "trainer_state.json", *CHECKPOINTS)  # signs of an earlier run
 
 
 def commit(aside: Path, final: Path, files: Manifest, keeps_old: bool = False) -> None:
@@ -65,7 +65,7 @@ def commit(aside: Path, final: Path, files: Manifest, keeps_old: bool = False) -
 
 
 def discard(folder: Path) -> None:
-    """Rename a checkpoint folder, then delete it, so that a half-deleted checkpoint never looks complete."""
+    """Rename a checkpoint first, because a half-deleted one must never look complete."""
     discarded = folder.with_name(f"{DISCARDED}-{folder.name}")
     shutil.rmtree(discarded, ignore_errors=True)
     os.rename(folder, discarded)
@@ -117,8 +117,7 @@ def complete_steps(run_dir: str) -> list[int]:
 
 
 def check(folder: str | Path) -> bool:
-    """Raise a ValueError if a checkpoint's files differ from its manifest. Return whether it has a manifest: older
-    versions wrote none."""
+    """Raise a ValueError if files differ from the manifest. Return whether there is one: older versions wrote none."""
     try:
         files = manifest.read(Path(folder))
         if files is not None:
@@ -129,7 +128,7 @@ def check(folder: str | Path) -> bool:
 
 
 def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return name -> (value in the checkpoint, present value) for each setting that differs."""
+    """Return name -> (value in the checkpoint, present value) for each difference."""
     path = Path(checkpoint) / SETTINGS
     if not path.is_file():  # an older version wrote the checkpoint
         return {}
@@ -185,7 +184,6 @@ def set_aside(run_dir: str | Path, model: str = "") -> Path | None:
 
 
 def move_aside(run_dir: str | Path, paths: Sequence[Path]) -> Path:
-    """Move files in a run's folder to a new folder in `_earlier`, named by the time. Return that folder."""
     run_dir = Path(run_dir)
     name, number = time.strftime("%Y-%m-%d_%H%M%S"), 1
     while (aside := run_dir / EARLIER / (name if number == 1 else f"{name}-{number}")).exists():
@@ -198,8 +196,7 @@ def move_aside(run_dir: str | Path, paths: Sequence[Path]) -> Path:
 
 
 def check_file_system(run_dir: str | Path) -> None:
-    """Raise a ValueError if folders can't be renamed, or files can't be changed. Mounted buckets often can't do
-    this."""
+    """Mounted buckets often can't rename folders, or change files."""
     trial = Path(run_dir) / f".trial-{uuid.uuid4().hex}"
     renamed = trial.with_name(f"{trial.name}-renamed")
     need = "folders can't be made or renamed"
@@ -228,8 +225,7 @@ def check_file_system(run_dir: str | Path) -> None:
 
 
 def nodes_are_apart(run_dir: str | Path, layout: RankLayout) -> bool:
-    """Return whether the path ``run_dir`` is a separate folder on each node. A collective. A folder that only some
-    nodes share raises a ValueError."""
+    """Return whether the path ``run_dir`` is a separate folder on each node. A collective."""
     if layout.nodes == 1:
         return False
     trial = gather(uuid.uuid4().hex)[0]

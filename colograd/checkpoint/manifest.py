@@ -16,7 +16,7 @@ import xxhash
 MANIFEST = "manifest.json"
 VERSION = 1
 LARGEST = 2**24  # Maximum bytes of a manifest: enough for a hundred thousand files.
-CHUNK = 2**24  # Bytes per read or write.
+CHUNK = 2**24
 
 
 class Damaged(ValueError):
@@ -28,7 +28,7 @@ class Entry(NamedTuple):
     checksum: str  # XXH3 (128 bits), in hexadecimal
 
 
-Manifest = Mapping[str, Entry]  # relative path, with slashes -> entry
+Manifest = Mapping[str, Entry]  # by relative path, with slashes
 
 
 def entry_of(path: Path) -> Entry:
@@ -41,7 +41,6 @@ def entry_of(path: Path) -> Entry:
 
 
 def files_of(folder: Path) -> list[str]:
-    """Return the relative paths of all files below a folder, sorted, without the manifest."""
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in names if name != MANIFEST)
 
@@ -52,8 +51,7 @@ def as_text(files: Manifest) -> str:
 
 
 def read(folder: Path) -> Manifest | None:
-    """Read a checkpoint's manifest. None: an older version wrote the checkpoint. An invalid manifest, or one that names
-    files outside of the folder, raises `Damaged`."""
+    """Read a checkpoint's manifest. None: an older version wrote the checkpoint."""
     path = folder / MANIFEST
     if not path.exists():
         return None
@@ -81,7 +79,7 @@ def read(folder: Path) -> Manifest | None:
 
 
 def check(folder: Path, files: Manifest, to_read: Iterable[str] | None = None) -> None:
-    """Raise `Damaged` if a file's size differs from ``files``, or the checksum of a file in ``to_read`` (None: all)."""
+    """Compare the sizes of all ``files``, and the checksums of those in ``to_read`` (None: all)."""
     for name, (size, _) in files.items():
         path = folder / name
         if not path.is_file():

@@ -24,7 +24,7 @@ STATE_FILE = "trainer_state.json"
 LARGEST_JSON = 2**30  # maximum bytes; the log of many thousand steps needs a few million
 PICKLED = ("rng_state*.pth", "optimizer.pt", "scheduler.pt", "scaler.pt")
 JSON = (STATE_FILE, "prompts.json", "lengths_*.json", "model.safetensors.index.json", "adapter_config.json")
-COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")  # fields of `trainer_state.json`
+COUNTS = ("global_step", "max_steps", "num_input_tokens_seen")
 
 
 @contextmanager
@@ -42,7 +42,6 @@ def reading(checkpoint: str | Path, what: str) -> Iterator[None]:
 
 @contextmanager
 def loading(checkpoint: str | Path, part: str) -> Iterator[None]:
-    """Like `reading`, and raise an error on all ranks."""
     with on_all_ranks(f"loading {part}"), reading(checkpoint, part):
         yield
 
@@ -57,7 +56,7 @@ def unreadable(checkpoint: str | Path, what: str, error: BaseException | str) ->
 
 
 def look(checkpoint: str | Path) -> None:
-    """Check the format of a checkpoint's JSON, torch and safetensors files without loading tensors."""
+    """Check a checkpoint's files without loading tensors."""
     folder = Path(checkpoint)
     for path in (path for pattern in (*JSON, *PICKLED, "*.safetensors") for path in folder.glob(pattern)):
         try:
@@ -89,7 +88,6 @@ def look(checkpoint: str | Path) -> None:
 
 
 def trainer_state(checkpoint: str | Path) -> TrainerState:
-    """Read a checkpoint's `trainer_state.json` and check the types of its values."""
     path = Path(checkpoint) / STATE_FILE
     try:
         state = TrainerState.load_from_json(str(path))

@@ -20,7 +20,6 @@ def is_wanted(wanted: str | bool | None) -> bool:
 
 
 def is_search(wanted: str | bool | None) -> bool:
-    """Return whether ``resume_from_checkpoint`` requests the last checkpoint, not a folder."""
     return str(wanted).lower() in ("true", "auto")
 
 
@@ -32,7 +31,6 @@ def nothing_left(checkpoint: str, max_steps: int) -> str:
 
 
 def finished_checkpoint(wanted: str | bool | None, run_dir: str, max_steps: int) -> str | None:
-    """Return the last checkpoint of a run that has trained ``max_steps`` and saved the model."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         state = json.loads(Path(run_dir, reading.STATE_FILE).read_text())  # a run writes this file after the model
         if is_search(wanted) and 0 < max_steps <= state.get("global_step", 0) in complete_steps(run_dir):
@@ -46,7 +44,7 @@ def search(
     """Find the checkpoint that ``resume_from_checkpoint`` requests. A collective.
 
     A search (`true`, `auto`) skips damaged checkpoints. If nodes share no file system, it takes the last checkpoint
-    that all nodes have. Return the checkpoint's folder (None: a new start), and the steps of damaged checkpoints."""
+    that all nodes have. Return the folder (None: a new start), and the steps of damaged checkpoints."""
     damaged: set[int] = set()
     with on_all_ranks("the search for a checkpoint"):
         steps = complete_steps(run_dir)
@@ -71,8 +69,7 @@ def search(
 def find_resume(
     wanted: str | bool | None, run_dir: str, steps: Sequence[Sequence[int]] | None = None, damaged: Collection[int] = ()
 ) -> str | None:
-    """Return the folder that ``resume_from_checkpoint`` (``wanted``) requests. None: a new start. ``steps`` has the
-    steps of complete checkpoints per node. None: those in ``run_dir``."""
+    """``steps`` has the steps of complete checkpoints per node. None: those in ``run_dir``."""
     if not is_wanted(wanted):
         return None
     text = str(wanted)
@@ -101,7 +98,7 @@ def find_resume(
 
 
 def find_damage(checkpoint: str, layout: RankLayout, nodes_are_apart: bool, console: Console) -> str | None:
-    """Return the first damage of a checkpoint's files, which are divided among the ranks. A collective."""
+    """The ranks divide the files. A collective."""
     folder, damage, files = Path(checkpoint), None, None
     try:
         files = manifest.read(folder)

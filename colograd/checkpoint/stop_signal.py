@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 
 INTERRUPT = "Ctrl-C"
 REPEATED = 2.0  # Seconds in which further signals are ignored: launchers repeat a scheduler's signal.
-RESERVE = 10.0  # Seconds for the last checkpoint, or half of the seconds left.
-MARGIN = 2.0  # Seconds before the deadline at which the process ends by force. At most a fifth of the seconds left.
+RESERVE = 10.0  # Seconds reserved for the last checkpoint, see `schedule`.
+MARGIN = 2.0  # Seconds before the deadline at which the process ends by force, see `schedule`.
 TORCHRUN_GRACE = 30.0  # Default seconds from SIGTERM to SIGKILL of torchrun's ranks.
-TERMINATED = 143  # Exit status after SIGTERM, 128 + 15.
+TERMINATED = 143  # 128 + 15
 # These schedulers restart a job by its exit status, or count status 0 as success.
 SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "SKYPILOT_")
 
@@ -66,7 +66,7 @@ class StopSignal:
     ``status``: exit status after a stop."""
 
     save_seconds = 0.0
-    why = "as its time is over"  # Reason of an end by force.
+    why = "as its time is over"  # of an end by force
 
     def __init__(
         self, speaks: bool = False, names: Collection[str] = ("SIGTERM",), stop_within: float | None = None,
@@ -83,17 +83,17 @@ class StopSignal:
 
     def _reset(self) -> None:
         self.received = ""  # Name of the first signal that this rank knows of.
-        self.is_cut = False  # Whether sampling or training must be interrupted now.
-        self._noticed = False  # Whether this process received a signal.
-        self._first = float("inf")  # Time of the first signal, by `time.monotonic`.
+        self.is_cut = False  # Whether the round must be interrupted now.
+        self._noticed = False
+        self._first = float("inf")
         self.forget_deadline()
 
     @classmethod
     def outside_training(cls, names: Collection[str], status: int, tell: Callable[[str, float], None]) -> StopSignal:
-        """Return an installed `StopSignal` that ends all ranks at the first signal, because no step can be finished.
+        """Return an installed `StopSignal` that ends all ranks at the first signal.
 
-        Ctrl-C still raises KeyboardInterrupt, and signals that the user's script handles keep its handlers. The object
-        refers to nothing of the trainer, so that a trainer that is never closed can be freed."""
+        Ctrl-C still raises KeyboardInterrupt, and the user's own handlers stay. The object refers to nothing of the
+        trainer, so that a trainer that is never closed can be freed."""
         stop = cls(names=names, stop_within=0.0, status=status)
         stop.why, stop.tell = "because no training was under way", tell
         stop.names = {
@@ -105,7 +105,7 @@ class StopSignal:
         return stop
 
     def install(self) -> None:
-        """Install the handlers, once. Only the main thread can do this, so other threads do nothing."""
+        """Only the main thread can install handlers."""
         if threading.current_thread() is not threading.main_thread() or self in _installed:
             self.received = ""
             return
@@ -121,7 +121,7 @@ class StopSignal:
         self._replaced = {number: handler for number, handler in before.items() if handler is not _notice}
 
     def remove(self) -> None:
-        """Restore the previous signal handlers. A deadline stays in force."""
+        """A deadline stays in force."""
         if self not in _installed:
             return
         later = _installed[_installed.index(self) + 1 :]
@@ -135,7 +135,7 @@ class StopSignal:
             waker, before = _wakeup
             if (present := signal.set_wakeup_fd(before)) != waker.fileno():
                 signal.set_wakeup_fd(present)
-            waker.close()  # Ends the thread `_watch`.
+            waker.close()
 
     def forget_deadline(self) -> None:
         self._end_at = float("inf")
@@ -148,7 +148,7 @@ class StopSignal:
         return self._end_at < float("inf")
 
     def end_process(self) -> NoReturn:
-        """End the process with `status`, or after an exception with 1, without the interpreter's teardown."""
+        """End the process without the interpreter's teardown."""
         self.leave()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -171,7 +171,6 @@ class StopSignal:
                 timer.start()
 
     def take(self, name: str) -> None:
-        """Begin the stop at the first signal. A signal more than `REPEATED` seconds later ends the process."""
         now, first = time.monotonic(), self._first
         seconds: float | None = 0.0
         if now - first <= REPEATED:

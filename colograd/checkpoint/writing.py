@@ -35,7 +35,7 @@ from .manifest import CHUNK, Entry
 
 ALONE = 5.0  # Seconds that a rank which ends by an error waits for other ranks' reports.
 LONGEST = 900.0  # Maximum seconds that the end of a run waits for a checkpoint.
-EVERY = 30.0  # Seconds between two messages about waiting.
+EVERY = 30.0  # Seconds between two messages.
 POLL = 0.05  # Seconds between two looks into the store.
 SPARE = 0.8  # Maximum fraction of the free host memory for copies of tensors.
 
@@ -73,7 +73,7 @@ class Image:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors into the image, except the image's own views. `HostFiles.take` waits for copies from a GPU."""
+        """Copies from a GPU may go on until `HostFiles.take`."""
         for name, place in self.tensors.items():
             if place.numel() and tensors[name].data_ptr() != place.data_ptr():
                 place.copy_(tensors[name], non_blocking=tensors[name].is_cuda)
@@ -84,16 +84,14 @@ class Image:
 
 
 class HostFiles:
-    """The safetensors files of one rank in host memory, by file name."""
-
     def __init__(self, device: torch.device | None = None) -> None:
         self.kept: dict[str, Image] = {}
         self._device = device
-        self._present: dict[Path, Image] = {}  # Files since the last `take`.
-        self._queued = False  # Whether copies from a GPU may still run.
+        self._present: dict[Path, Image] = {}
+        self._queued = False
 
     def put(self, tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: Any = None) -> None:
-        """Save tensors as `safetensors.torch.save_file` does, in host memory. `take` waits for copies from a GPU."""
+        """Save tensors as `safetensors.torch.save_file` does, in host memory."""
         path = Path(path)
         layout: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         # By falling element size, so that every tensor's offset is a multiple of its element size.
@@ -106,7 +104,6 @@ class HostFiles:
         self._present[path] = image
 
     def take(self) -> dict[Path, Image]:
-        """Return the files that were written since the last call."""
         if self._queued:
             torch.cuda.synchronize()
             self._queued = False
@@ -114,7 +111,7 @@ class HostFiles:
         return images
 
     def places(self, name: str) -> Mapping[str, torch.Tensor]:
-        """Return views of a file's tensors. Values that are written into the views need no copy in the next `put`."""
+        """Return views of a file's tensors. Values in these views need no copy in the next `put`."""
         return self.kept[name].tensors if name in self.kept else {}
 
     @property
@@ -155,19 +152,19 @@ Source = Image | bytes | Path  # content of a file, or the path of a file to mov
 
 
 class PartFailed(RuntimeError):
-    """A rank couldn't write its files of a checkpoint. The text is that rank's error message."""
+    """The text is the message of the rank that couldn't write its files."""
 
 
 @dataclass
 class Save:
     step: int
-    final: Path  # `checkpoint-N`
-    aside: Path  # Temporary folder.
-    sources: Mapping[str, Source]  # Path in the checkpoint -> content, for this rank's files.
+    final: Path
+    aside: Path
+    sources: Mapping[str, Source]  # This rank's files, by path in the checkpoint.
     leads: bool  # Whether this rank writes the manifest and renames the folder.
     leaders: Sequence[int]  # Ranks with `leads`.
-    members: Sequence[int]  # Ranks that write files into this folder.
-    afterwards: Callable[[], None]  # Called on a leading rank when the folders of all nodes are complete.
+    members: Sequence[int]
+    afterwards: Callable[[], None]  # Called when the folders of all nodes are complete.
     keeps_old: bool = False  # Whether an existing, damaged folder ``final`` is renamed, not deleted.
     started: float = field(default_factory=time.monotonic)
     done: threading.Event = field(default_factory=threading.Event)
@@ -180,15 +177,13 @@ class Save:
 
 
 class Writer:
-    """Writes a run's checkpoints, one at a time."""
-
     def __init__(self) -> None:
         self.present: Save | None = None
         self._name = f"colograd/notes/{next(_numbers)}"
         self._store: dist.Store = dist.HashStore()
-        self.number = 1  # Number of the next save, a part of folder names and keys.
+        self.number = 1  # Number of the next save.
         self._keys: list[str] = []
-        self._deadline = float("inf")  # Time until which this rank waits for reports.
+        self._deadline = float("inf")  # for the reports of other ranks
 
     def begin(self, save: Save, in_background: bool) -> None:
         number, self.number = self.number, self.number + 1
@@ -204,13 +199,12 @@ class Writer:
             self._run(save, number)
 
     def state(self) -> str | None:
-        """Return this rank's result of the present save: an error message, "" (success or no save), or None (runs)."""
+        """Return an error message, "" (success or no save), or None (the present save still runs)."""
         if self.present is None:
             return ""
         return self.present.error if self.present.done.is_set() else None
 
     def wait(self, say: Callable[[str], None], limit: float | None = None) -> None:
-        """Wait until this rank's part of the present save is done, or for ``limit`` seconds (None: `_longest`)."""
         save = self.present
         until = time.monotonic() + (_longest() if limit is None else limit)
         while save is not None and not save.done.wait(max(0.0, min(EVERY, until - time.monotonic()))):
@@ -219,8 +213,7 @@ class Writer:
             say(f"checkpoints: {save.final.name} is still being written, after {save.seconds:.0f} s: waiting for it")
 
     def finish_alone(self) -> bool:
-        """Write this rank's files although other ranks may have died, and wait `ALONE` seconds for their reports.
-        Return False if the save doesn't end in time."""
+        """Write this rank's files, although other ranks may have died. Return False if that takes too long."""
         if self.present is None:
             return True
         self._deadline = time.monotonic() + ALONE
@@ -230,7 +223,7 @@ class Writer:
 
     def _run(self, save: Save, number: int) -> None:
         try:
-            if save.leads:  # delete the remains of failed saves
+            if save.leads:  # remains of failed saves
                 for folder in set(save.aside.parent.glob("checkpoint-*")) - {save.aside}:
                     shutil.rmtree(folder, ignore_errors=True)
             try:

@@ -38,9 +38,9 @@ def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
 
 
 def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
-    """Assign each group to the least loaded team in the block that sampled the group. ``costs`` has a list per rank,
-    with the cost of each group that the rank sampled. Return a list of places per team."""
-    near = math.lcm(ranks_per_engine, ranks_per_row) // ranks_per_row  # Teams per block.
+    """Assign each group to the least loaded team in the block that sampled the group. Return a list of places per
+    team."""
+    near = math.lcm(ranks_per_engine, ranks_per_row) // ranks_per_row
     assigned: list[list[Place]] = [[] for _ in range(len(costs) // ranks_per_row)]
     loads = [0.0] * len(assigned)
     for owner, row in enumerate(costs):
@@ -97,8 +97,7 @@ def balance(
 
 
 def exchange(groups: Sequence[ScoredGroup], assignment: Sequence[Sequence[Place]]) -> list[ScoredGroup]:
-    """Send groups to the ranks that train them. A collective. ``assignment`` has a list of places per rank, and is
-    equal on all ranks."""
+    """``assignment`` has a list of places per rank, and is equal on all ranks."""
     me = rank()
     if all(owner == trainer for trainer, row in enumerate(assignment) for owner, _ in row):
         return [groups[index] for _, index in assignment[me]]

@@ -73,7 +73,7 @@ def telling(what: str) -> Iterator[None]:
     except RankError:
         raise  # a `RankError` is known to all ranks already
     except Exception as error:
-        if _present is not None and not is_lost_connection(error):  # a lost connection means that another rank failed
+        if _present is not None and not is_lost_connection(error):  # another rank failed
             _present.report(what, error)
         raise
 
@@ -96,7 +96,6 @@ def leave() -> None:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether ``error`` comes from a collective of torch."""
     text = str(error)
     names_library = "/gloo/" in text or "NCCL" in text or "ProcessGroup" in text
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and names_library)
@@ -105,9 +104,9 @@ def is_lost_connection(error: BaseException) -> bool:
 @dataclass(eq=False, slots=True)
 class _Link:
     connection: socket.socket
-    rank: int  # Rank at the other end.
+    rank: int
     last_words: str = ""  # Text of the last failure that the rank reported of itself.
-    stage: str = "the start"  # Work that the rank named in its last sign of life.
+    stage: str = "the start"
     silence: float = 0.0  # Seconds in sections since the rank's last sign of life. -inf: reported already.
 
     def send(self, **message: Any) -> None:
@@ -159,7 +158,7 @@ class FailureDetector:
 
     @contextlib.contextmanager
     def body(self, what: str) -> Iterator[None]:
-        """Run a section: code that all ranks run together. A section inside a section is part of the outer section."""
+        """Run a section: code that all ranks run together. A section inside a section is part of the outer one."""
         if self._inside:
             watchdog.progress(what)
             yield
@@ -173,7 +172,7 @@ class FailureDetector:
             with self._watchdog.inside(what):
                 yield
         except RankError:
-            raise  # a `RankError` is known to all ranks already
+            raise
         except BaseException as error:
             if is_lost_connection(error):
                 with self._changed:
@@ -196,7 +195,6 @@ class FailureDetector:
                 link.send(**message)
 
     def _fault(self) -> Fault | None:
-        """Return the first failure in this rank's last section, or of a rank that is gone."""
         return next((fault for fault in self._faults if fault.body in (GONE, self._section)), None)
 
     def leave(self) -> None:
@@ -226,7 +224,6 @@ class FailureDetector:
             _start(self._end, fault, section)
 
     def _end(self, fault: Fault, section: str) -> None:
-        """End this process by force after the grace period, unless it has left ``section`` by then."""
         time.sleep(min(self.grace, GRACE_OF_HANGING) if fault.hangs else self.grace)
         with self._changed:
             waits = self._inside if self._section == section else ""
@@ -350,7 +347,6 @@ def _prepare(connection: socket.socket, seconds: int) -> None:
 
 
 def _exit(message: str) -> NoReturn:
-    """End this process, even while a thread waits in a collective."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -48,7 +48,6 @@ class RankLayout:
 
     @property
     def data_size(self) -> int:
-        """Number of vLLM engines."""
         return self.world_size // self.ranks_per_engine
 
     @property
@@ -66,7 +65,6 @@ class RankLayout:
 
     @property
     def ranks_per_row(self) -> int:
-        """Number of consecutive ranks that train each row together."""
         return self.ranks_per_sequence * self.policy_parts
 
     @property
@@ -84,7 +82,6 @@ class RankLayout:
 
     @property
     def nodes(self) -> int:
-        """Number of machines, which have equally many ranks."""
         return self.world_size // self.ranks_per_node
 
     @property
@@ -94,7 +91,6 @@ class RankLayout:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes the files that a run writes once."""
         return self.rank == 0
 
 
@@ -103,7 +99,7 @@ class Place:
     host: str
     local_rank: int
     ranks_per_node: int
-    device: str = ""  # UUID of the rank's GPU, or "" on a CPU
+    device: str = ""  # UUID of the GPU
 
     @classmethod
     def here(cls, device: torch.device) -> Place:

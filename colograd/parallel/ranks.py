@@ -28,7 +28,6 @@ def world_size() -> int:
 
 
 def join(limit: timedelta, backend: str = "gloo") -> None:
-    """Create torch's process group. ``limit`` (`ddp_timeout`) is the time limit of every collective."""
     if int(os.environ.get("WORLD_SIZE") or 1) == 1 or dist.is_initialized():
         return
     try:

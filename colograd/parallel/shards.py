@@ -22,7 +22,7 @@ from .ranks import time_limit
 T = TypeVar("T")
 # torch 2.13 renames `all_gather_into_tensor`
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-BUCKET = 64 * 2**20  # maximum bytes of several gradients in one collective
+BUCKET = 64 * 2**20  # maximum bytes per collective of several gradients
 Box = tuple[tuple[int, int], ...]  # (first index, last index + 1) of each dimension
 
 
@@ -31,7 +31,7 @@ class Shard:
     """A rank's part of a tensor: boxes that are concatenated along ``axis``. Gate and up projections of a mixture's
     experts, halves of one tensor, need two boxes."""
 
-    shape: tuple[int, ...]  # shape of the whole tensor (not of the part)
+    shape: tuple[int, ...]  # shape of the whole tensor
     boxes: tuple[Box, ...]
     axis: int = 0
 
@@ -56,7 +56,6 @@ class Shard:
 
     @property
     def sizes(self) -> list[int]:
-        """Size of each box along `axis`."""
         return [box[self.axis][1] - box[self.axis][0] for box in self.boxes] if self.shape else [1]
 
     @property
@@ -84,7 +83,6 @@ class Shard:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
 
     def write(self, local: torch.Tensor, whole: torch.Tensor) -> None:
-        """Copy ``local``, this rank's part, to its position in the tensor ``whole``."""
         parts = local.split(self.sizes, self.axis) if local.dim() else [local]
         for box, part in zip(self.boxes, parts, strict=True):
             whole[tuple(slice(*ends) for ends in box)].copy_(part)
@@ -92,7 +90,7 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class RankGroup:
-    """Ranks that exchange tensors. Deep copies of a model share one `RankGroup`."""
+    """Deep copies of a model share one `RankGroup`."""
 
     ranks: tuple[int, ...]
     place: int  # Index of this rank in `ranks`.
@@ -134,7 +132,6 @@ class RankGroup:
         return most == -least
 
     def gather(self, value: T) -> tuple[T, ...]:
-        """Gather a picklable value from each rank of the group through host memory."""
         values: list[Any] = [value]
         if self.size > 1:
             values = [None] * self.size
@@ -150,7 +147,6 @@ class RankGroup:
         return rows
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Copy a tensor from the group's rank at index ``source`` to all ranks of the group."""
         if self.size > 1:
             dist.broadcast(tensor, self.ranks[source], group=self.group)
         return tensor
@@ -201,8 +197,8 @@ def sum_over_ranks(
     gradients: Sequence[torch.Tensor], device: torch.device | None = None, bucket_bytes: int = BUCKET,
     among: RankGroup | None = None,
 ) -> int:  # fmt: skip
-    """Sum tensors in place over the ranks in ``among`` (None: all ranks). Return the number of bytes summed. The
-    tensors must have equal order on all ranks. Tensors on another device are summed on ``device``."""
+    """Sum tensors, in equal order on all ranks, in place over ``among`` (None: all ranks). Return the bytes. Tensors on
+    another device are summed on ``device``."""
     nbytes = 0
     by_dtype = itertools.groupby(gradients, key=lambda gradient: gradient.dtype)
     for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):

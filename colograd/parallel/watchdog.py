@@ -36,7 +36,6 @@ _count = 0
 
 
 def set_limit(seconds: float | None) -> None:
-    """Set `rank_timeout`. None: no limit."""
     global _limit
     _limit = seconds
 
@@ -50,14 +49,13 @@ def stage() -> str:
 
 
 def progress(stage: str = "") -> None:
-    """Report progress to the watchdog. ``stage`` names the present work in messages."""
+    """Report progress. ``stage`` names the present work in messages."""
     global _stage, _count
     _stage = stage or _stage
     _count += 1
 
 
 def finish(work: dist.Work) -> None:
-    """Wait for a collective, without counting the time."""
     work.wait()
     progress()
 
@@ -68,7 +66,7 @@ class Watchdog:
 
     def __init__(self, end: Callable[[str], None], each: Callable[[float], None] = lambda passed: None) -> None:
         self._end, self._each = end, each
-        self._watched: int | None = None  # Id of the watched thread.
+        self._watched: int | None = None
         self._idle = 0.0  # Seconds without progress.
         self._seen: int | None = None  # `_count` at the last check. None: the thread waited then, or wasn't watched.
         self._is_armed = False

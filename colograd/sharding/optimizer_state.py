@@ -30,17 +30,16 @@ class Stored(NamedTuple):
     """A saved range of one state of a parameter, e.g. of a moment. A scalar, e.g. the step count, is an empty range."""
 
     start: int
-    stop: int  # Last element + 1.
-    values: Any  # Elements that are read from the file when sliced, or a scalar's tensor.
+    stop: int
+    values: Any  # Elements, read from the file when sliced, or a scalar's tensor.
     shard: Shard | None = None  # Part that ``start`` and ``stop`` count in. None: the whole parameter.
 
 
-State = Mapping[str, Mapping[str, Sequence[Stored]]]  # saved ranges by parameter name and name of the state
+State = Mapping[str, Mapping[str, Sequence[Stored]]]  # by parameter name and name of the state
 
 
 def can_be_cut(optimizer: Optimizer, owned: Sequence[Owned]) -> bool:
-    """Return whether `save` can write an optimizer's state: tensors of the parameters' sizes and single numbers, of
-    parameters in ``owned``, with settings that are JSON values."""
+    """Return whether `save` can write the state: tensors of the parameters' sizes and single numbers."""
     parts = {id(piece.part) for piece in owned}
     grouped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not all(id(parameter) in parts for parameter in (*grouped, *optimizer.state)):
@@ -66,7 +65,6 @@ def _name(rank: int, ranks: int) -> str:
 def save(
     optimizer: Optimizer, owned: Sequence[Owned], folder: Path, rank: int, ranks: int, write: Write = save_file
 ) -> None:
-    """Write the state of this rank's parts ``owned`` into ``folder``, as file ``rank`` of ``ranks``."""
     tensors = {}
     for piece in owned:
         for key, value in optimizer.state.get(piece.part, {}).items():
@@ -85,9 +83,8 @@ def save(
 def load(
     optimizer: Optimizer, owned: Sequence[Owned], folder: Path, order: Sequence[str] = (), rank: int = 0, ranks: int = 1
 ) -> None:
-    """Read the state of this rank's parts ``owned`` into the optimizer. Other ranks' files are read only if this rank's
-    file lacks parts. ``order`` has the names of all trained parameters in the order of an optimizer without
-    sharding."""
+    """Read the state of this rank's parts. Other ranks' files are read only if this rank's file lacks parts. ``order``
+    has the names of all trained parameters in the order of an optimizer without sharding."""
     own, names = _name(rank, ranks), sorted(path.name for path in folder.glob(PATTERN))
     parts = {id(piece.part): piece for piece in owned}
     numbered = [parts[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
@@ -161,14 +158,14 @@ def _in_files(folder: Path, names: Sequence[str], files: contextlib.ExitStack) -
 
 
 def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, Any]]]:
-    from transformers.trainer import OPTIMIZER_NAME  # Only here: a large import, which a refused start doesn't need.
+    from transformers.trainer import OPTIMIZER_NAME  # Only here: a large import.
 
     path = folder / OPTIMIZER_NAME
     if not path.is_file():
         raise ValueError(
             f"{str(folder)!r} has no optimizer state ({OPTIMIZER_NAME} or {PATTERN}). Use a complete checkpoint."
         )
-    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # with mmap a rank reads only its part
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # a rank reads only its part
     stored: dict[str, dict[str, list[Stored]]] = {}
     for index, values in saved["state"].items():
         states = stored.setdefault(order[index], {})

@@ -42,14 +42,13 @@ class Owned:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that a rank exchanged or copied since the last `take`."""
+    """Bytes since the last `take`."""
 
-    reduced: int = 0  # Gradients summed over ranks.
-    gathered: int = 0  # Weights gathered from ranks, after optimizer steps or in forwards and backwards.
+    reduced: int = 0
+    gathered: int = 0  # Weights from other ranks.
     published: int = 0  # Weights copied into the engine.
 
     def take(self) -> dict[str, float]:
-        """Return the counts as metrics ``sync/..._bytes``, and reset them."""
         metrics = {f"sync/{name}_bytes": float(number) for name, number in asdict(self).items()}
         self.reduced = self.gathered = self.published = 0
         return metrics
@@ -101,10 +100,10 @@ class ShardingStrategy(ABC):
             loss.backward()
         except BaseException as error:
             if self.meets_in_backward:  # Other ranks' collectives need memory, so free activations.
-                loss.detach_()  # frees the graph although callers refer to the loss
+                loss.detach_()  # frees the graph, although callers refer to the loss
                 forget_frames(error)
                 if loss.is_cuda:
-                    torch.cuda.empty_cache()  # the failed allocation has left torch's cached memory fragmented
+                    torch.cuda.empty_cache()  # a failed allocation fragments torch's cached memory
                 self.failed(error)
             raise
 
@@ -134,7 +133,6 @@ class ShardingStrategy(ABC):
         return norm
 
     def sum_of_squares(self) -> float:
-        """Return the sum of squares of the whole gradient."""
         local = squared_norm(self.gradients())
         return self.sum_over_parts(local) if self.parts > 1 else local
 
@@ -144,7 +142,6 @@ class ShardingStrategy(ABC):
         return next(self.model.parameters()).device
 
     def sum_over_parts(self, number: float) -> float:
-        """Sum a float64 number over all ranks."""
         total = torch.tensor(number, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return float(total)

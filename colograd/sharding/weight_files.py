@@ -71,14 +71,13 @@ class WeightFiles:
 
     @torch.no_grad()
     def copy_part(self, names: Sequence[str], place: torch.Tensor, shard: Shard) -> None:
-        """Read the part ``shard`` of a parameter into ``place``, as `copy` does."""
         if shard.begin is not None:
             rows = range(*shard.boxes[0][0]) if shard.shape else range(1)
             self.copy(names, place, torch.Size(shard.shape), rows)
             return
         (begin, end), *_ = shard.boxes[0]
         assert shard.axis or len(shard.boxes) == 1, shard
-        step = max(1, MOST_ELEMENTS // torch.Size(shard.shape[1:]).numel())  # rows per read
+        step = max(1, MOST_ELEMENTS // torch.Size(shard.shape[1:]).numel())
         for first in range(begin, end, step):
             rows = range(first, min(first + step, end))
             whole = torch.empty(len(rows), *shard.shape[1:], dtype=place.dtype)
@@ -87,7 +86,7 @@ class WeightFiles:
             place[rows.start - begin : rows.stop - begin].copy_(Shard((*whole.shape,), boxes, shard.axis).of(whole))
 
     def experts(self, name: str) -> list[list[str]] | None:
-        """Return the names of each expert's saved matrices for a parameter that stacks experts. None: no such files."""
+        """Return the names of each expert's saved matrices, for a parameter that stacks experts."""
         head, of_experts, last = name.rpartition(".experts.")
         if not of_experts:
             return None
@@ -139,7 +138,7 @@ def all_names(model: torch.nn.Module) -> dict[int, list[str]]:
 
 
 def completed(whole: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's state dict in host memory: ``whole`` (parameters by name) with tied names and buffers."""
+    """Return the model's state dict in host memory: ``whole`` with tied names and buffers."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {

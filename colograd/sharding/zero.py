@@ -55,7 +55,7 @@ class Bucket:
         self.begin = rank * self.part
         # Whether the parameter's memory is the flat tensor.
         self.in_place = len(parameters) == 1 and self.sizes[0] == self.part * ranks
-        self.sum: torch.Tensor | None = None  # This rank's part of the summed gradient.
+        self.sum: torch.Tensor | None = None
         self.places: dict[Owned, slice] = {}  # Ranges of this rank's part.
         for name, parameter, start in zip(names, parameters, self.starts, strict=True):
             first = min(max(self.begin - start, 0), parameter.numel())
@@ -83,7 +83,6 @@ class Bucket:
         return flat
 
     def add(self, summed: torch.Tensor) -> None:
-        """Add ``summed`` [part], a gradient summed over ranks, to the gradient that the optimizer reads."""
         self.sum = summed if self.sum is None else self.sum.add_(summed)
         for piece, place in self.places.items():
             piece.part.grad = self.sum[place]
@@ -122,7 +121,7 @@ def buckets_of(
 class WholeCopies(ShardingStrategy):
     def sum_gradients(self) -> None:
         parameters, size = list(self.model.parameters()), world_size() if self.among is None else self.among.size
-        if size > 1 or all(parameter.grad is None for parameter in parameters):  # the step had no micro-batch
+        if size > 1 or all(parameter.grad is None for parameter in parameters):
             zero_gradients(parameters)
         if size > 1:
             self.traffic.reduced += sum_over_ranks(self.gradients(), among=self.among)
@@ -216,14 +215,12 @@ class SharedOptimizer(SharedParts):
         self._under_way.append((bucket, flat, summed, work))
 
     def _whole(self, bucket: Bucket) -> Sequence[torch.Tensor | None]:
-        """Take this rank's gradients of a bucket, before their sum over ranks."""
         gradients = [parameter.grad for parameter in bucket.parameters]
         for parameter in bucket.parameters:
             parameter.grad = None
         return gradients
 
     def _keep(self, bucket: Bucket, summed: torch.Tensor) -> None:
-        """Add ``summed``, a bucket's gradient summed over ranks, to this rank's part of the step's gradient."""
         bucket.add(summed)
 
     def _has(self, bucket: Bucket) -> bool:
@@ -258,9 +255,9 @@ class SharedGradients(SharedOptimizer):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self._next = len(self.buckets)  # Next bucket to sum. Outside of a backward there is none.
-        self._amid = True  # Whether buckets are summed during the present backward.
-        self._missing: list[int] = []  # Per bucket: gradients that this backward hasn't computed yet.
+        self._next = len(self.buckets)  # Next bucket to sum, or their number outside of a backward.
+        self._amid = True
+        self._missing: list[int] = []  # Gradients per bucket that are still to come.
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._on_gradient(index))
             for index, bucket in enumerate(self.buckets)
@@ -291,7 +288,6 @@ class SharedGradients(SharedOptimizer):
         return True
 
     def _on_gradient(self, index: int) -> None:
-        """Sum complete buckets in the same order on all ranks."""
         if not self._amid or self._next == len(self.buckets):
             return
         self._missing[index] -= 1
@@ -321,7 +317,7 @@ def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            forget_frames(error)  # the frames hold activations
+            forget_frames(error)
             if not row.meets(PATIENCE):
                 raise
             shortage = error
@@ -394,7 +390,6 @@ def find_strategy(path: str) -> type[ShardingStrategy]:
 
 
 def check_sharding(config: GRPOConfig, optimizer: Any) -> None:
-    """Raise a ValueError if `sharding` can't be used, alone or with the ``optimizer`` passed to the trainer."""
     if is_import_path(config.sharding):
         find_strategy(config.sharding)
         return

@@ -17,15 +17,15 @@ from ...policy.logprobs import Compute, ForwardStep, Pass, calls
 
 @dataclass(frozen=True, slots=True)
 class TeacherHead:
-    """A teacher's output head, which may have more tokens than the policy's head."""
+    """May have more tokens than the policy's head."""
 
-    model: Any  # The teacher, whose configuration determines how logits are computed.
-    weight: torch.Tensor  # Without gradient, (V, hidden).
+    model: Any
+    weight: torch.Tensor  # (V, hidden)
     bias: torch.Tensor | None
 
     @classmethod
     def of(cls, model: Any, device: torch.device | None = None) -> TeacherHead:
-        """Return a model's head, or a copy on ``device`` for a teacher that is offloaded or sharded by FSDP."""
+        """With ``device`` a copy, for a teacher that is offloaded or sharded by FSDP."""
         head = model.get_output_embeddings()
         weight, bias = head.weight.detach(), getattr(head, "bias", None)
         bias = None if bias is None else bias.detach()
@@ -41,8 +41,7 @@ class TeacherHead:
         return self.logits(row.batch.scores["teacher_states"], row.temperature, row.candidates)
 
     def logits(self, states: torch.Tensor, temperature: float, candidates: Candidates | None = None) -> TeacherLogits:
-        """Return `TeacherLogits` for last hidden states (N, hidden). ``candidates``: the tokens of each label's
-        distribution. None: the whole vocabulary."""
+        """``states``: (N, hidden). ``candidates``: the tokens of each label's distribution. None: all."""
         head = Head.of(self.model, temperature, states.device, candidates)
         return TeacherLogits(states.to(head.dtype), self.weight, self.bias, head)
 
@@ -52,16 +51,16 @@ class TeacherLogits:
     """Tiles of the teacher's logits y, and running sums of the divergence from the policy with logits x: E_policy[x -
     y] - log sum e^x + log sum e^y."""
 
-    states: torch.Tensor  # The teacher's last hidden states, (N, hidden).
+    states: torch.Tensor  # (N, hidden)
     weight: torch.Tensor
     bias: torch.Tensor | None
     head: Head
-    gap: torch.Tensor = field(init=False)  # Sum of e^(x - max x) (x - y) over the tiles so far, (N,).
-    total: torch.Tensor = field(init=False)  # Sum of e^(y - maximum) over the tiles so far, (N,).
-    maximum: torch.Tensor = field(init=False)  # Largest y of the tiles so far, (N,).
+    gap: torch.Tensor = field(init=False)  # (N,): sum of e^(x - max x) (x - y)
+    total: torch.Tensor = field(init=False)  # (N,): sum of e^(y - maximum)
+    maximum: torch.Tensor = field(init=False)  # (N,): largest y
 
     def tile(self, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Compute a tile of the teacher's logits, (n labels, c tokens)."""
+        """Return logits (n labels, c tokens)."""
         part, bias = cast(self.weight, self.bias, vocabulary, self.head.dtype)
         tile = self.head.logits(self.states[row], part, bias)
         self.head.finish_(tile, row, vocabulary)
@@ -73,7 +72,7 @@ class TeacherLogits:
         return self
 
     def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor:
-        """Return x - y (n, c) for a tile of the policy's logits x, and update the running sum of e^y."""
+        """Return x - y (n, c) for a tile of the policy's logits x."""
         other = self.tile(row, vocabulary)
         largest = torch.maximum(self.maximum[row], other.amax(dim=1))
         self.total[row] *= (self.maximum[row] - largest).exp()
@@ -82,7 +81,7 @@ class TeacherLogits:
         return other.neg_().add_(tile)
 
     def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
-        """Add a tile's ``gaps`` (x - y), weighted by ``power`` (e^(x - max x)), to the sum `gap` times ``decay``."""
+        """``gaps``: x - y. ``power``: e^(x - max x)."""
         self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +93,7 @@ class TeacherLogits:
     def spread(
         self, first: Spread | None, place: tuple[slice, slice], gradient: torch.Tensor, saved: Sequence[torch.Tensor]
     ) -> Spread:
-        """Return ``first`` (the entropy's gradient, or None) plus the divergence's gradient for a tile's logits."""
+        """Return ``first`` (the entropy's gradient, or None) plus the divergence's gradient."""
         divergence, of_teacher = saved
         logq = self.tile(*place).sub_(of_teacher[:, None]).mul_(gradient[:, None])
         slope, constant = gradient, gradient * divergence
@@ -103,17 +102,17 @@ class TeacherLogits:
         return Spread(slope, constant, logq)
 
 
-REST = 1e-6  # Minimum probability of all tokens outside the top K, because 1 minus the top K's sum is inexact.
+REST = 1e-6  # Minimum probability of the other tokens, because 1 minus the top K's sum is inexact.
 
 
 @dataclass(slots=True, eq=False)
 class TeacherTop:
-    """The teacher's K most probable tokens for each of N labels. All other tokens count as one token, so that the
-    divergence is a lower bound."""
+    """The K most probable tokens of N labels. All other tokens count as one, so that the divergence is a lower
+    bound."""
 
     ids: torch.Tensor  # (N, K) int64
-    logprobs: torch.Tensor  # The teacher's, (N, K).
-    own: torch.Tensor = field(init=False)  # The policy's logits of these tokens, (N, K).
+    logprobs: torch.Tensor  # (N, K)
+    own: torch.Tensor = field(init=False)  # the policy's logits, (N, K)
 
     @classmethod
     def beside(cls, row: Pass) -> TeacherTop:
@@ -144,7 +143,7 @@ class TeacherTop:
         return Spread(slope, constant, more=(index, (own * gradient[:, None]).where(inside, 0.0)))
 
     def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> None:
-        """Read the top tokens' logits from a tile. Without a result the head calls no `add`."""
+        """Without a result the head calls no `add`."""
         index, inside = self.columns(row, vocabulary)
         self.own[row] = torch.where(inside, tile.gather(1, index), self.own[row])
 
@@ -153,7 +152,7 @@ class TeacherTop:
         the gap of all tokens outside the top K."""
         logp, logq = self.own - normaliser[:, None], self.logprobs.to(self.own)
         p, gap = logp.exp(), logp - logq
-        # A top token that the policy can't sample (its logit is HIDDEN) counts as outside the top K.
+        # A top token that the policy can't sample counts as another token.
         here = logq.exp().where(self.own > HIDDEN / 2, 0.0)
         rest, theirs = ((1 - of.sum(1)).clamp(min=REST) for of in (p, here))
         of_rest = rest.log() - theirs.log()
@@ -162,8 +161,6 @@ class TeacherTop:
 
 
 class TeacherStep(ForwardStep):
-    """Computes the KL divergence from a teacher in addition to log-probabilities."""
-
     def __init__(self, head: TeacherHead | type[TeacherTop]) -> None:
         self.head = head
 
@@ -173,13 +170,12 @@ class TeacherStep(ForwardStep):
 
 
 def label_states(row: Pass) -> tuple[torch.Tensor, ...]:
-    """Return the inputs (N, hidden) of a teacher's head."""
+    """Return the head's inputs, (N, hidden)."""
     hidden = row.label_states()
     return (hidden.to(Head.of(row.model, row.temperature, hidden.device).dtype),)
 
 
 def label_top_tokens(k: int, row: Pass) -> tuple[torch.Tensor, ...]:
-    """Return the teacher's K most probable tokens for each label, as `top_tokens` does."""
     hidden, head = row.label_states(), row.model.get_output_embeddings()
 
     def top(hidden: torch.Tensor) -> torch.Tensor:
@@ -191,7 +187,7 @@ def label_top_tokens(k: int, row: Pass) -> tuple[torch.Tensor, ...]:
 
 
 def top_tokens(logits: TeacherLogits, k: int) -> torch.Tensor:
-    """Return each label's K most probable tokens: ids and log-probabilities, (N, 2, K) float32."""
+    """Return ids and log-probabilities of each label's K most probable tokens, (N, 2, K) float32."""
     found, tile = [], tile_shape(len(logits.states), len(logits.weight), logits.states.device)
     for row in parts(len(logits.states), tile[0]):
         best = logits.states.new_empty((row.stop - row.start, 0), dtype=logits.head.exact)

@@ -27,13 +27,11 @@ from ...policy.supported import Wanted, check_installed, features
 from ...runtime import cpu_products, registry
 from .head import TeacherHead, label_states, label_top_tokens
 
-# Fields of peft's configuration that determine how the adapter's product is scaled.
+# fields of peft's configuration that scale the adapter's product
 SCALE = ("lora_alpha", "r", "use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
 
 
 class Teacher(FrozenModel):
-    """A separate model. ``head``: its head, with `distillation_kl: exact`."""
-
     of_policy = False
 
     def __init__(self, config: GRPOConfig, model: Any, offload: bool, head: TeacherHead | None = None) -> None:
@@ -48,8 +46,6 @@ class Teacher(FrozenModel):
 
 
 class OtherAdapter(Teacher):
-    """The policy's model with another adapter's values in place of the trained ones while it runs."""
-
     of_policy = True
 
     def __init__(self, config: GRPOConfig, model: Any, values: dict[str, torch.Tensor]) -> None:
@@ -75,7 +71,6 @@ class _Source:
             arguments["dtype"] = str(policy.model.dtype).removeprefix("torch.")
         if config.teacher_model_revision is not None:
             arguments["revision"] = config.teacher_model_revision
-        # The run's configuration with the teacher's loading settings.
         self.loading = copy.copy(config)
         self.loading.model_init_kwargs = arguments
         self.revision = arguments.get("revision")
@@ -93,7 +88,7 @@ class _Source:
 
     @property
     def quantization(self) -> dict[str, Any] | None:
-        """Quantisation settings, as in a checkpoint's config.json. None: the teacher isn't quantised."""
+        """As in a checkpoint's config.json."""
         offers = (of(self.configuration(), self.loading, self.path) for of in registry.hooks("quantization"))
         return next(filter(None, offers), None)
 
@@ -101,7 +96,6 @@ class _Source:
         return AutoConfig.from_pretrained(self.base, revision=self.revision, trust_remote_code=self.trust)
 
     def outline(self) -> Any:
-        """Return the teacher's model on the meta device."""
         dtype = self.loading.torch_dtype()
         if not isinstance(dtype, torch.dtype):
             dtype = getattr(self.configuration(), "dtype", None) or torch.float32
@@ -112,7 +106,7 @@ _outline = functools.lru_cache(maxsize=8)(outline)
 
 
 def configs_of(config: GRPOConfig) -> dict[str, GRPOConfig]:
-    """Return teacher's name -> configuration with this teacher alone. The name of a single teacher is ""."""
+    """Return a configuration per teacher. A single teacher has the name ""."""
     configs = {name: copy.copy(config) if name else config for name in config.teachers}
     for name in filter(None, configs):
         configs[name].teacher_model_name_or_path = config.teachers[name]
@@ -120,7 +114,6 @@ def configs_of(config: GRPOConfig) -> dict[str, GRPOConfig]:
 
 
 def check_teacher(policy: Policy, config: GRPOConfig, samples: bool = True) -> Policy:
-    """Check, without loading weights, that the teachers can score the policy's samples."""
     for each in configs_of(config).values():
         source = _Source(each, policy)
         model = source.outline()
@@ -194,7 +187,7 @@ def _check_tokens(source: _Source, model: Any, policy: Policy) -> None:
 
 
 def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
-    """Return the teacher's bytes on the policy's device, with FSDP in total over all ranks."""
+    """Bytes on the policy's device, with FSDP in total over all ranks."""
     source = _Source(config, policy)
     if _values_for(source, policy) is not None:
         return os.path.getsize(os.path.join(source.adapter, "adapter_model.safetensors"))
@@ -208,7 +201,6 @@ def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
 
 
 def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
-    """Load the configured teacher, after the policy is on its device."""
     source = _Source(config, policy)
     if (values := _values_for(source, policy)) is not None:
         return OtherAdapter(config, policy.model, values)
@@ -228,7 +220,7 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
         products_in_float32(model)
     model.requires_grad_(False).eval()
     if config.on_cpu:
-        choose_rows(model)  # On a GPU packed rows are checked later, when the teacher is there.
+        choose_rows(model)  # on a GPU later, when the teacher is there
     offload = offloads(config, config.offload_teacher)
     stays = offload or config.cuts_weights
     if stays:  # Offloading and FSDP move only parameters.
@@ -245,8 +237,7 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
 
 
 def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | None:
-    """Return a teacher's adapter values by the policy's parameter names. None: the policy's model can't run as this
-    teacher."""
+    """None: the policy's model can't run as this teacher."""
     file = os.path.join(source.adapter, "adapter_model.safetensors")
     if policy.adapter is None or source.base != policy.path or not (source.adapter and os.path.isfile(file)):
         return None
@@ -258,18 +249,18 @@ def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | No
         return None
     values = load_file(file)
     if source.loading.distillation_kl == "exact" and any("lm_head" in key for key in values):
-        return None  # The head is read while the policy's adapter is active.
+        return None  # the head is read while the policy's adapter is active
     known = {key.replace(f".{name}.", "."): (key, p) for key, p in policy.model.named_parameters() if p.requires_grad}
     if values.keys() != known.keys() or any(values[key].shape != p.shape for key, (_, p) in known.items()):
         return None
     return {known[key][0]: value for key, value in values.items()}
 
 
-UNTAUGHT = float("inf")  # Stands for a teacher's log-probability where the prompt names no teacher.
+UNTAUGHT = float("inf")  # where the prompt names no teacher
 
 
 def _states(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:
-    return PolicyForward(model, temperature)(prepared(row), label_states)[0].cpu()  # to the host, because it is large
+    return PolicyForward(model, temperature)(prepared(row), label_states)[0].cpu()  # large
 
 
 def _top(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:

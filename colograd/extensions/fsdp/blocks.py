@@ -35,11 +35,11 @@ class Exchange(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    root: Any  # The model, with the parameters outside the other blocks.
+    root: Any  # The model, for the parameters outside the other blocks.
     decoder: list[Any]
     embedding: list[Any]  # Empty for a tied embedding, which belongs to the root.
     head: list[Any]
-    tower: list[Any]  # Layers of the vision tower.
+    tower: list[Any]  # of the vision tower
 
     @property
     def layers(self) -> list[Any]:
@@ -50,8 +50,7 @@ class Blocks(NamedTuple):
 
     def backward(self, sizes: Mapping[Any, int], reshard: bool) -> Iterator[Exchange]:
         """Yield the exchanges of a backward in FSDP's order: it gathers a layer's weights while the layer after it is
-        computed. ``sizes``: gradient elements per block. ``reshard``: whether layers have freed their weights after the
-        forward."""
+        computed. ``sizes``: gradient elements per block."""
         layers = [*reversed(self.decoder), *(block for block in reversed(self.tower) if sizes[block])]
         gathers = [Exchange(block) for block in layers if reshard]
         sums = [Exchange(block, sizes[block]) for block in (*self.head, *layers)]
@@ -63,7 +62,7 @@ class Blocks(NamedTuple):
 
 
 class _Comm(functools.partial):
-    """A function that runs FSDP's collectives, with the method `allocate` that FSDP needs."""
+    """A collective, with the method `allocate` that FSDP needs."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -106,7 +105,7 @@ def cut(
     if not any(parameter.requires_grad for module in blocks.tower for parameter in module.parameters()):
         keep_gradients_out(blocks.tower)
         for module in blocks.tower:
-            module.set_unshard_in_backward(False)  # The backward doesn't need a frozen tower's weights.
+            module.set_unshard_in_backward(False)
     for module in blocks.embedding:
         shard(module, True).set_unshard_in_backward(False)
     # These stay whole after a forward, because the backward begins with the head.
@@ -125,7 +124,7 @@ def cut(
 
 
 def check_blocks(model: torch.nn.Module, decoder: Sequence[torch.nn.Module]) -> None:
-    """Raise a ValueError if `fully_shard` can't shard the model. FSDP may raise later, or only on some ranks."""
+    """Raise a ValueError where FSDP would raise later, or only on some ranks."""
     remedy = "Set sharding: gradients, which cuts only gradients and optimizer state."
     for name, parameter in model.named_parameters():
         if not parameter.dim():

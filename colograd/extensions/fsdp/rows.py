@@ -27,12 +27,10 @@ ELEMENTS = 2**24
 
 
 class Rows(NamedTuple):
-    """Consecutive rows of a parameter."""
-
     name: str
     first: int
     values: torch.Tensor  # [rows, ...]
-    total: int  # Rows of the whole parameter.
+    total: int  # rows of the whole parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +39,15 @@ class Cut:
 
     name: str
     local: torch.Tensor  # This rank's rows, [rows, ...].
-    shape: torch.Size  # Shape of the whole parameter.
+    shape: torch.Size  # of the whole parameter
 
     @property
     def share(self) -> int:
-        """Rows per rank, rounded up."""
+        """Rounded up."""
         return -(-self.shape[0] // world_size())
 
     @property
     def row(self) -> int:
-        """Elements per row."""
         return self.shape[1:].numel()
 
     def rows_of(self, owner: int) -> range:
@@ -74,9 +71,8 @@ def gathered(
     cuts: Sequence[Cut], device: torch.device, dtype_of: Callable[[str], torch.dtype] | None = None,
     elements: int = ELEMENTS,
 ) -> Iterator[Rows]:  # fmt: skip
-    """Yield all rows of all parameters, on every rank and on ``device``. A collective. A `Rows` is valid until the next
-    one. ``dtype_of`` names the dtype of a parameter's rows (None: unchanged). ``elements`` limits an all-gather, but
-    each rank sends at least one row."""
+    """Yield all rows of all parameters, on every rank. A collective. A `Rows` is valid until the next one. ``dtype_of``
+    names the dtype of a parameter's rows. ``elements`` limits an all-gather, but each rank sends a row at least."""
     pieces = []
     for cut in cuts:  # One range of every rank fits into an all-gather.
         step = max(1, elements // (cut.row * world_size()))
@@ -95,14 +91,14 @@ def gathered(
             watchdog.progress()
             for owner, part in enumerate(received.split(len(sent))):
                 for (cut, rows), values in zip(bucket, part.split(sizes), strict=True):
-                    actual = cut.rows_of(owner)[rows.start : rows.stop]  # Without padding.
+                    actual = cut.rows_of(owner)[rows.start : rows.stop]  # without padding
                     if actual:
                         shape = (len(actual), *cut.shape[1:])
                         yield Rows(cut.name, actual.start, values[: cut.row * len(actual)].view(shape), cut.shape[0])
 
 
 def place_of(part: Slice, rows: Rows) -> tuple[slice | torch.Tensor, torch.Tensor] | None:
-    """Return indices in a slice's ``destination``, and values of ``rows`` to write there. None: no values."""
+    """Return indices in ``destination``, and values of ``rows`` to write there."""
     if part.rows is not None:
         indices = ((part.rows >= rows.first) & (part.rows < rows.first + len(rows.values))).nonzero()[:, 0]
         return indices, rows.values[part.rows[indices] - rows.first]
@@ -116,12 +112,10 @@ def place_of(part: Slice, rows: Rows) -> tuple[slice | torch.Tensor, torch.Tenso
 
 
 class GatheredWeights(PlannedSync):
-    """Weight sync of a policy that FSDP shards by rows, whose memory may change between publishes."""
-
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice]) -> None:
         super().__init__(policy, engine)
         self.places: dict[str, list[Slice]] = {}
-        for part in slices:  # Keep no reference to the whole parameters, so that their memory can be freed.
+        for part in slices:  # The memory of the whole parameters must be freed.
             place = dataclasses.replace(part, source=part.source.new_empty(0), packed=None, adapted=None)
             self.places.setdefault(part.name, []).append(place)
 
@@ -141,12 +135,11 @@ class GatheredWeights(PlannedSync):
         return self.nbytes
 
     def differing(self) -> list[str]:
-        """Return the names of parameters that differ from the engine's weights. A collective."""
         rows = self._rows()
         return [*dict.fromkeys(name for name, to, where, values in rows if not torch.equal(to[where], values))]
 
     def _rows(self) -> Iterator[tuple[str, torch.Tensor, slice | torch.Tensor, torch.Tensor]]:
-        """Yield rows: parameter name, engine tensor, indices in the tensor, values in its dtype. A collective."""
+        """Yield parameter name, engine tensor, indices in the tensor, values in its dtype. A collective."""
         device = next(iter(self.places.values()))[0].destination.device
         cuts = cuts_of(self._policy)
         for rows in gathered(cuts, device, lambda name: self.places[name][0].destination.dtype):
@@ -162,6 +155,6 @@ def gathered_weights(pairing: Pairing) -> GatheredWeights:
     """Let the policy share the engine's memory until FSDP shards it, so that the device never has two copies."""
     if not any(obstacle(part) for part in pairing.slices):
         bind(pairing.slices)
-        move(pairing.policy, pairing.device)  # Parameters are in place, so only buffers move.
+        move(pairing.policy, pairing.device)  # only buffers move
     proof.check_read(pairing.slices, pairing.policy, pairing.engine, tower_prompt=pairing.tower_prompt)
     return GatheredWeights(pairing.policy, pairing.engine, pairing.slices)

@@ -48,11 +48,11 @@ class FullySharded(SharedParts):
         self._reshard, self._offload = reshard, offload and self.device.type != "cpu"
         dtypes = {getattr(p, "grad_dtype", None) or p.dtype for p in model.parameters() if p.requires_grad}
         self._gradients = max(dtypes, key=lambda dtype: dtype.itemsize)
-        self._exchanges: list[Exchange] = []  # Exchanges of the present forward or backward.
-        # Exchanges of the last complete forward or backward.
+        self._exchanges: list[Exchange] = []
+        # of the last complete forward or backward
         self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}
-        self._entered: dict[Any, None] = {}  # Models that `discard` resets, because they have begun a forward.
-        self._began = False  # Whether a forward or backward has begun inside `agree`.
+        self._entered: dict[Any, None] = {}  # Models that have begun a forward.
+        self._began = False
         # This rank's rows of one block's summed gradients, and the number of elements that hooks have read.
         self._summed, self._offset = torch.empty(0), 0
         self.blocks = self._cut(model, self._reshard)
@@ -67,14 +67,14 @@ class FullySharded(SharedParts):
         self._pieces: dict[str, Owned] = {}
         # The root block comes first, and has all parameters. Other blocks replace it.
         owner = {id(p): block for block in self.blocks.all() for p in block.parameters()}
-        self._sizes: dict[Any, int] = dict.fromkeys(self.blocks.all(), 0)  # Gradient elements per block, with padding.
+        self._sizes: dict[Any, int] = dict.fromkeys(self.blocks.all(), 0)  # with padding
         for one in self.cuts:
             parameter = model.get_parameter(one.name)
             if parameter.requires_grad:
                 self._register(one, parameter)
                 self._sizes[owner[id(parameter)]] += one.share * one.row * self.parts
         self._pattern[model, BACKWARD] = list(self.blocks.backward(self._sizes, self._reshard))
-        self.traffic.take()  # The first step shouldn't count this setup.
+        self.traffic.take()  # not of the first step
 
     @classmethod
     def for_run(cls, model: torch.nn.Module, config: GRPOConfig) -> FullySharded:
@@ -125,7 +125,6 @@ class FullySharded(SharedParts):
     def _exchange(
         self, block: FSDPModule, output_tensor: torch.Tensor, input_tensor: torch.Tensor, op: Any = None, **kwargs: Any
     ) -> Any:
-        """Record and run a collective of a block: an all-gather of weights, or with ``op`` the sum of gradients."""
         if op is None:
             self._exchanges.append(Exchange(block))
             self.traffic.gathered += output_tensor.nbytes
@@ -170,7 +169,6 @@ class FullySharded(SharedParts):
 
     @contextmanager
     def _answering(self, model: torch.nn.Module, kind: str) -> Iterator[None]:
-        """Record the exchanges of a forward or backward. After a failure take part in the exchanges still to come."""
         self._exchanges.clear()
         try:
             yield
@@ -185,7 +183,7 @@ class FullySharded(SharedParts):
         self._entered[model] = None
 
     def sum_gradients(self) -> None:
-        """Set missing gradients to zeros. The backwards have summed all others."""
+        """The backwards have summed all gradients that aren't missing."""
         for piece in self._pieces.values():
             if piece.part.grad is None:
                 piece.part.grad = torch.zeros_like(piece.part, dtype=self._gradients)
@@ -203,7 +201,7 @@ class FullySharded(SharedParts):
         for parameter in self._whole:
             parameter.grad = None
         for model in self._entered:
-            model.reset_iter_state()  # Undo the start of the failed forward or backward.
+            model.reset_iter_state()  # The failed pass has begun.
 
     def owned(self) -> Sequence[Owned]:
         return list(self._pieces.values())

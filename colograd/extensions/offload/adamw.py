@@ -16,8 +16,6 @@ from .host_stream import ELEMENTS, HostStream, Job
 
 
 class HostAdamW(AdamWSplit):
-    """AdamW that reads its state (if ``streamed``), gradients or both from host memory piece by piece."""
-
     host_gradients: Any = None  # An `OnHost` strategy, whose sums replace `grad`.
 
     def __init__(self, params: Iterable[Any], streamed: bool = False, **settings: Any) -> None:
@@ -25,7 +23,6 @@ class HostAdamW(AdamWSplit):
         super().__init__(params, **settings)
 
     def reserve(self) -> None:
-        """Page-lock the memory of the streamed state in the background."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         sizes = [
             parameter.numel() * DTYPES[name].itemsize
@@ -81,8 +78,7 @@ def moves_of(config: GRPOConfig) -> OptimizerOffload | None:
 
 
 class OptimizerOffload:
-    """Moves an optimizer's state to the host and back. Only the storage of its tensors changes, so references to the
-    tensors stay valid."""
+    """Only the storage of the state's tensors changes, so references to the tensors stay valid."""
 
     def __init__(self) -> None:
         self._host: dict[int, torch.Tensor] = {}

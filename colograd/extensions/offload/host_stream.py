@@ -26,25 +26,23 @@ ITEMSIZE = 10  # Maximum bytes of optimizer state per element of a parameter.
 
 class Job(NamedTuple):
     kernel: Callable[[Sequence[torch.Tensor]], Any]  # Called with device copies of `written`, then of `read`.
-    written: Sequence[torch.Tensor] = ()  # Host tensors that the kernel changes.
+    written: Sequence[torch.Tensor] = ()
     read: Sequence[torch.Tensor] = ()
 
 
 def device_bytes(nbytes: int, itemsize: int = ITEMSIZE) -> int:
-    """Return the bytes of the device buffers for ``nbytes`` on the host, with ``itemsize`` bytes per element of a
-    parameter."""
+    """Return the bytes of the device buffers for ``nbytes`` on the host, with ``itemsize`` bytes per element."""
     return min(nbytes, BUFFERS * ELEMENTS * itemsize)
 
 
 def on_way(gradients: int, largest: int) -> int:
-    """Return the peak device memory of gradients during a backward, from the bytes of all ``gradients`` and of the
-    ``largest``, which is computed while others are in transfer."""
+    """Return the peak device memory of gradients during a backward. The ``largest`` is computed while others are in
+    transfer."""
     return min(gradients, LIMIT + largest)
 
 
 class HostStream:
-    """Runs jobs on one device in order, with unchanged kernels. ``apart``: run the kernels on a separate CUDA stream,
-    so that the present stream never waits for the bus."""
+    """Runs jobs in order. ``apart``: on a separate CUDA stream, so that the present stream never waits for the bus."""
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
         self.device = device
@@ -57,14 +55,13 @@ class HostStream:
         self._turns = itertools.cycle(range(BUFFERS))
 
     def event(self, stream: Any = None) -> Any:
-        """Return an event that ends after all queued work of a stream. None: the present stream."""
+        """The event ends after all queued work of a stream (None: the present one)."""
         event = self.torch.Event()
         event.record(stream or self.torch.current_stream())
         return event
 
     def copy(self, place: torch.Tensor, tensor: torch.Tensor, stream: Any, after: Any = None) -> Any:
-        """Queue a copy on ``stream``, after the present stream's work and the event ``after``. Return the copy's
-        event."""
+        """Queue a copy on ``stream``, after the present stream's work and ``after``. Return the copy's event."""
         for event in filter(None, (self.event(), after)):
             event.wait(stream)
         with self.torch.stream(stream):
@@ -73,7 +70,6 @@ class HostStream:
 
     @torch.no_grad()
     def run(self, jobs: Iterable[Job]) -> None:
-        """Run all jobs. The host waits until their host tensors have the new values."""
         for job in jobs:
             self.push(job)
         self.wait()
@@ -87,7 +83,7 @@ class HostStream:
         buffer, emptied = self._buffers.get(turn, (None, None))
         if buffer is None or sum(sizes) > len(buffer):
             if emptied is not None:
-                emptied.synchronize()  # The smaller buffer's memory can be reused now.
+                emptied.synchronize()  # for the smaller buffer's memory
             buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
             self.event(present).wait(self.filling)  # Earlier users of the new buffer's memory are done after this.
         parts = zip(itertools.accumulate([0, *sizes]), host, strict=False)
@@ -108,7 +104,6 @@ class HostStream:
         self._buffers[turn] = buffer, self.event(self.emptying)
 
     def wait(self) -> None:
-        """Wait for all jobs, and free the buffers on the device."""
         self.event(self.emptying).synchronize()
         self._buffers = {}
 
@@ -120,22 +115,21 @@ class HostSums:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = HostStream(device, apart=True)
-        self.places: dict[Hashable, torch.Tensor] = {}  # Host memory of each sum.
-        self._arrived: dict[Hashable, Any] = {}  # Event of the last copy to the host, by key.
-        # Gradients on their way to the host, each with an event at the end of its copy.
+        self.places: dict[Hashable, torch.Tensor] = {}
+        self._arrived: dict[Hashable, Any] = {}  # Event of the last copy to the host.
+        # Gradients, each with the event of its copy to the host.
         self._on_way: collections.deque[tuple[Any, torch.Tensor]] = collections.deque()
 
     def get(self, key: Hashable) -> torch.Tensor | None:
-        """Return a key's gradient sum of this step, or None. Call `settle` first."""
+        """Call `settle` first."""
         return self.places[key] if key in self._arrived else None
 
     def pop(self, key: Hashable) -> torch.Tensor | None:
-        """Return the gradient sum of a key like `get`, and then treat the step as one without this sum."""
         return None if self._arrived.pop(key, None) is None else self.places[key]
 
     @torch.no_grad()
     def add(self, key: Hashable, gradient: torch.Tensor) -> None:
-        """Queue the addition of a gradient to the sum of ``key``. The caller must not change the gradient any more."""
+        """Queue an addition. The caller must not change the gradient any more."""
         place = self._place(key, gradient)
         flat, total = gradient.contiguous().view(-1), place.view(-1)
         stream, arrived = self._stream, self._arrived.get(key)
@@ -149,8 +143,8 @@ class HostSums:
         self.let_go(LIMIT)
 
     def let_go(self, most: int = 0) -> None:
-        """Free gradients on the device, the oldest first, until at most ``most`` bytes are in transfer. The present
-        stream waits for their copies, so that memory isn't reused too early."""
+        """Free gradients until at most ``most`` bytes are in transfer. The present stream waits for their copies, so
+        that memory isn't reused too early."""
         while sum(tensor.nbytes for _, tensor in self._on_way) > most:
             self._on_way.popleft()[0].wait(self._stream.torch.current_stream())
 
@@ -168,7 +162,6 @@ class HostSums:
 
     @torch.no_grad()
     def squared_norm(self) -> float:
-        """Return the sum of squares in float64. Call `settle` first."""
         norms: list[torch.Tensor] = []
         pieces = [piece for key in self._arrived for piece in self.places[key].view(-1).split(ELEMENTS)]
         norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float64)

@@ -27,17 +27,15 @@ KEPT = 2  # Layer inputs on the device while they are copied to the host or back
 
 
 class LayerInputs(HostStream):
-    """Inputs of a model's checkpointed layers, in host memory that every micro-batch reuses."""
-
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.free: list[tuple[torch.Tensor, Any]] = []  # Unused host memory, with the event of the last copy from it.
-        self._largest = 0  # Bytes of the largest input so far.
+        self.free: list[tuple[torch.Tensor, Any]] = []  # with the event of the last copy from it
+        self._largest = 0
         self._on_way: collections.deque[weakref.ref[_Input]] = collections.deque()
         self._last: Callable[[], _Input | None] = lambda: None
 
     def __deepcopy__(self, memo: Any) -> LayerInputs:
-        return self  # A copy of the model shares the host memory.
+        return self  # copies of the model share the host memory
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         with saved_tensors_hooks(self._pack, self._unpack):
@@ -64,8 +62,8 @@ class LayerInputs(HostStream):
         return kept.tensor
 
     def take_place(self, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Return host memory of at least ``nbytes``, and the event of the last copy from it. Memory that is too small
-        is freed, so that later pieces fit the longest row."""
+        """Return host memory of at least ``nbytes``, and the event of the last copy from it. Too small memory is freed,
+        so that later pieces fit the longest row."""
         self._largest = max(self._largest, nbytes)
         while self.free:
             place, read = self.free.pop()
@@ -83,12 +81,12 @@ class _Input:
     def __init__(self, owner: LayerInputs, tensor: torch.Tensor, before: Callable[[], _Input | None]) -> None:
         self.owner, self.shape, self.dtype = owner, tensor.shape, tensor.dtype
         self.tensor: torch.Tensor | None = tensor.contiguous()
-        self.stream = owner.torch.current_stream()  # The stream that reuses the tensor's memory.
+        self.stream = owner.torch.current_stream()  # the stream that reuses the memory
         self.before = before
         self.whole_place, readable = owner.take_place(tensor.nbytes)
         self.place = self.whole_place[: tensor.nbytes]
         self.sent = owner.copy(self.place, self.tensor.view(-1).view(torch.uint8), owner.emptying, readable)
-        self.come: Any = None  # Event of the copy to the device.
+        self.come: Any = None  # event of the copy to the device
 
     def leave(self) -> None:
         self.sent.wait(self.owner.torch.current_stream())
@@ -101,7 +99,7 @@ class _Input:
             self.come = self.owner.copy(flat, self.place, self.owner.filling, self.sent)
 
     def __del__(self) -> None:
-        """Release the input's memory, which may be reused only after the queued copies."""
+        """The memory may be reused only after the queued copies."""
         if (last := getattr(self, "come", None) or getattr(self, "sent", None)) is not None:
             last.wait(self.stream)
             self.owner.free.append((self.whole_place, last))

@@ -22,9 +22,7 @@ from .host_stream import HostSums
 
 
 class OnHost(ShardingStrategy):
-    """Base class of strategies with gradient sums in host memory."""
-
-    factor = 1.0  # Clipping factor.
+    factor = 1.0  # of clipping
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -32,7 +30,7 @@ class OnHost(ShardingStrategy):
         self.sums = HostSums(self.trained[0].device)
 
     def backward(self, loss: torch.Tensor) -> None:
-        self.sums.let_go()  # Free gradients on the device, because the head's backward needs memory.
+        self.sums.let_go()  # the head's backward needs memory
         super().backward(loss)
 
     def share(self, optimizer: Any) -> None:
@@ -41,7 +39,6 @@ class OnHost(ShardingStrategy):
         optimizer.register_step_post_hook(lambda *_: self.discard())
 
     def of(self, part: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient sum of an optimizer's parameter, in the parameter's shape. None: it got no gradient."""
         return self.sums.get(part)
 
     def clip(self, largest: float) -> float:
@@ -60,11 +57,9 @@ class OnHost(ShardingStrategy):
 
 
 class AddedInBackward(OnHost):
-    """Adds each gradient to the host's sum as soon as a backward has computed it."""
-
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self._inside = False  # Whether `backward` is running.
+        self._inside = False
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.trained]
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
@@ -85,8 +80,6 @@ class AddedInBackward(OnHost):
 
 
 class WholeOnHost(AddedInBackward, WholeCopies):
-    """`sharding: none` with `offload_gradients`: one sum per parameter."""
-
     def share(self, optimizer: Any) -> None:
         super().share(optimizer)
         reserve((p.numel() * _dtype_of_sum(p).itemsize for p in self.trained), self.sums.device)
@@ -107,7 +100,7 @@ def _dtype_of_sum(parameter: torch.Tensor) -> torch.dtype:
 
 
 class PartsOnHost(OnHost, SharedOptimizer):
-    """One sum in host memory per bucket: this rank's part of the sum over all ranks."""
+    """One sum per bucket: this rank's part of the sum over all ranks."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -129,8 +122,7 @@ class PartsOnHost(OnHost, SharedOptimizer):
 
 
 class OptimizerOnHost(AddedInBackward, PartsOnHost):
-    """`sharding: optimizer` with `offload_gradients`. This rank's part of the sum over all ranks overwrites this rank's
-    range of the local sums."""
+    """This rank's part of the sum over all ranks overwrites this rank's range of the local sums."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -150,8 +142,6 @@ class OptimizerOnHost(AddedInBackward, PartsOnHost):
 
 
 class GradientsOnHost(PartsOnHost, SharedGradients):
-    """`sharding: gradients` with `offload_gradients`."""
-
     def share(self, optimizer: Any) -> None:
         super().share(optimizer)
         reserve((bucket.part * bucket.gradient_dtype.itemsize for bucket in self.buckets), self.sums.device)
@@ -163,7 +153,6 @@ ON_HOST = {"none": WholeOnHost, "optimizer": OptimizerOnHost, "gradients": Gradi
 
 
 def on_host(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStrategy]:
-    """Return the class of a run's sharding strategy, with gradient sums or optimizer state on the host."""
     way = ON_HOST[strategy_name(config)] if config.offloads_gradients else way
     if not config.streams_optimizer:
         return way
