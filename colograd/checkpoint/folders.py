@@ -1,7 +1,4 @@
-"""Commit, delete and check checkpoint folders, and handle the output folder of a run.
-
-A checkpoint is written to a temporary folder, flushed to the disk, and renamed to ``checkpoint-N`` at the end. So a
-folder ``checkpoint-N`` with a manifest is complete."""
+"""Commit, delete and check checkpoint folders, and handle the output folder of a run."""
 
 from __future__ import annotations
 
@@ -48,8 +45,7 @@ SIGNS = ("_journal/step-*", "_report/*", "trainer_state.json", *CHECKPOINTS)  # 
 
 
 def commit(aside: Path, final: Path, files: Manifest, keeps_old: bool = False) -> None:
-    """Write the manifest, and rename the folder ``aside`` to the checkpoint ``final``. All files must be flushed to the
-    disk already. An existing folder ``final`` is deleted, or with ``keeps_old`` renamed to ``refused-checkpoint-N``."""
+    """All files must be flushed to the disk already, because a folder ``checkpoint-N`` with a manifest is complete."""
     (aside / MANIFEST).write_text(manifest.as_text(files))
     flush(aside / MANIFEST)
     for path in (*(path for path in aside.rglob("*") if path.is_dir()), aside):
@@ -90,8 +86,8 @@ def rotate(
 ) -> None:
     """Delete checkpoints until ``limit`` are left, except the newest and the ``best`` one.
 
-    First, delete checkpoints of steps after ``newest``, the step that was just saved: a run that resumed at an earlier
-    step trains these steps again. ``damaged`` checkpoints don't count and stay, so that the damage can be examined."""
+    Checkpoints of steps after ``newest``, the step just saved, go first: a run that resumed at an earlier step trains
+    these steps again. ``damaged`` checkpoints don't count and stay, so that the damage can be examined."""
     if limit is None or limit <= 0:
         return
     checkpoints = [Path(p) for p in sort_checkpoints(output_dir=str(run_dir), best_model_checkpoint=best)]
@@ -109,8 +105,7 @@ def step_of(folder: str | Path) -> int:
 
 
 def complete_steps(run_dir: str) -> list[int]:
-    """Return the steps of a run's complete checkpoints. Older versions wrote no manifest, so `trainer_state.json`
-    counts too. Other folders may be half-deleted by transformers."""
+    """Older versions wrote no manifest. Folders with neither file may be half-deleted by transformers."""
     paths = sort_checkpoints(output_dir=run_dir, best_model_checkpoint=None) if os.path.isdir(run_dir) else []
     last_files = (MANIFEST, "trainer_state.json")
     return [step_of(path) for path in paths if any(os.path.isfile(os.path.join(path, name)) for name in last_files)]
@@ -139,8 +134,7 @@ def changed_settings(checkpoint: str, settings: dict[str, Any]) -> dict[str, tup
 
 
 def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
-    """Read a checkpoint's position in a streamed dataset, or a curriculum's record. ``otherwise`` completes the error
-    text "a dataset that ...", e.g. "wasn't streamed"."""
+    """Read a checkpoint's position in a streamed dataset, or a curriculum's record."""
     path = Path(checkpoint) / PROMPTS
     if not path.is_file():
         raise ValueError(
@@ -172,8 +166,7 @@ def flush(path: Path) -> None:
 
 
 def set_aside(run_dir: str | Path, model: str = "") -> Path | None:
-    """Move an earlier run's files to a new folder in `_earlier`, so that no reader mixes two runs. The folder
-    ``model``, which the new run starts from, stays. Return the new folder. None: there was no earlier run."""
+    """Move an earlier run's files to `_earlier`, except the folder ``model``, which the new run starts from."""
     folder = Path(run_dir)
     if not any([*folder.glob(sign)] for sign in SIGNS):
         return None

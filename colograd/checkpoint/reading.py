@@ -32,10 +32,8 @@ def reading(checkpoint: str | Path, what: str) -> Iterator[None]:
     """Turn an unexpected error of the body into a ValueError that names the file ``what`` and the checkpoint."""
     try:
         yield
-    except (RankError, torch.OutOfMemoryError, OSError):
-        raise
     except Exception as error:
-        if type(error) is ValueError:
+        if isinstance(error, RankError | torch.OutOfMemoryError | OSError) or type(error) is ValueError:
             raise
         raise unreadable(checkpoint, what, error) from error
 

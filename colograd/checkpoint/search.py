@@ -43,8 +43,8 @@ def search(
 ) -> tuple[str | None, set[int]]:
     """Find the checkpoint that ``resume_from_checkpoint`` requests. A collective.
 
-    A search (`true`, `auto`) skips damaged checkpoints. If nodes share no file system, it takes the last checkpoint
-    that all nodes have. Return the folder (None: a new start), and the steps of damaged checkpoints."""
+    Return the folder (None: a new start), and the steps of damaged checkpoints, which a search (`true`, `auto`)
+    skips."""
     damaged: set[int] = set()
     with on_all_ranks("the search for a checkpoint"):
         steps = complete_steps(run_dir)
@@ -98,7 +98,7 @@ def find_resume(
 
 
 def find_damage(checkpoint: str, layout: RankLayout, nodes_are_apart: bool, console: Console) -> str | None:
-    """The ranks divide the files. A collective."""
+    """Return the first damage of the files, which the ranks divide. A collective."""
     folder, damage, files = Path(checkpoint), None, None
     try:
         files = manifest.read(folder)

@@ -24,7 +24,7 @@ REPEATED = 2.0  # Seconds in which further signals are ignored: launchers repeat
 RESERVE = 10.0  # Seconds reserved for the last checkpoint, see `schedule`.
 MARGIN = 2.0  # Seconds before the deadline at which the process ends by force, see `schedule`.
 TORCHRUN_GRACE = 30.0  # Default seconds from SIGTERM to SIGKILL of torchrun's ranks.
-TERMINATED = 143  # 128 + 15
+TERMINATED = 143  # 128 + SIGTERM
 # These schedulers restart a job by its exit status, or count status 0 as success.
 SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "SKYPILOT_")
 
@@ -41,8 +41,7 @@ def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: flo
     Slurm sets the time of a job's end, the limit after an early warning (``--signal=USR1@120``). Slurm and Kubernetes
     set no seconds between SIGTERM and SIGKILL. Ranks can't see torchrun's option ``--shutdown-timeout``."""
     end = environ.get("SLURM_JOB_END_TIME", "")
-    limits = [float(end) - now] if end.isdigit() else []
-    limits = [limit for limit in limits if limit > 0]
+    limits = [float(end) - now] if end.isdigit() and float(end) > now else []
     if stop_within is not None:
         limits.append(stop_within)
     elif "TORCHELASTIC_RUN_ID" in environ and name == "SIGTERM":
@@ -51,8 +50,7 @@ def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: flo
 
 
 def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
-    """Return after how many of ``seconds`` the round is interrupted, and after how many the process is killed.
-    ``save_seconds``: duration of the last checkpoint."""
+    """Return after how many of ``seconds`` the round is interrupted, and the process killed."""
     reserve = max(RESERVE, 2 * save_seconds)
     return seconds - min(reserve, seconds / 2), seconds - min(MARGIN, seconds / 5)
 
@@ -60,13 +58,11 @@ def schedule(seconds: float, save_seconds: float = 0.0) -> tuple[float, float]:
 class StopSignal:
     """Records the first signal, so that the trainer can write a checkpoint before it stops, and keeps the deadline.
 
-    A second signal after more than `REPEATED` seconds ends the process at once. A second Ctrl-C raises
-    KeyboardInterrupt. ``speaks``: whether Ctrl-C prints a line. ``names``: signals that stop the run in addition to
-    Ctrl-C. ``stop_within``: seconds from a signal to the end of the process (None: the limit of Slurm or torchrun).
-    ``status``: exit status after a stop."""
+    A second Ctrl-C raises KeyboardInterrupt. Any other signal after more than `REPEATED` seconds ends the process.
+    ``speaks``: whether Ctrl-C prints a line. ``stop_within``: seconds to the deadline. ``status``: exit status."""
 
     save_seconds = 0.0
-    why = "as its time is over"  # of an end by force
+    why = "as its time is over"  # reason of an end by force
 
     def __init__(
         self, speaks: bool = False, names: Collection[str] = ("SIGTERM",), stop_within: float | None = None,
@@ -90,10 +86,7 @@ class StopSignal:
 
     @classmethod
     def outside_training(cls, names: Collection[str], status: int, tell: Callable[[str, float], None]) -> StopSignal:
-        """Return an installed `StopSignal` that ends all ranks at the first signal.
-
-        Ctrl-C still raises KeyboardInterrupt, and the user's own handlers stay. The object refers to nothing of the
-        trainer, so that a trainer that is never closed can be freed."""
+        """Return an installed `StopSignal` that ends all ranks at once. The user's own handlers stay."""
         stop = cls(names=names, stop_within=0.0, status=status)
         stop.why, stop.tell = "because no training was under way", tell
         stop.names = {

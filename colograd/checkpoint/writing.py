@@ -48,8 +48,7 @@ _numbers = itertools.count(1)  # all ranks create the `Writer` objects in equal 
 class Image:
     """The bytes of one safetensors file in host memory. ``layout`` is the header without offsets.
 
-    `HostFiles` reuses an image for the next save if the layout is equal, because allocating memory takes longer than
-    copying. For a GPU the memory is page-locked, so that training waits once for all copies."""
+    `HostFiles` reuses images of equal layout, because allocating memory takes longer than copying."""
 
     def __init__(
         self, layout: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device | None = None
@@ -121,8 +120,7 @@ class HostFiles:
 
 @contextlib.contextmanager
 def saving_model(model: Any, write: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Change ``model.save_pretrained``: every rank that passes `is_main_process` writes files, because nodes may have
-    separate folders. ``write`` replaces `safetensors.torch.save_file`."""
+    """Let every rank that passes `is_main_process` write files, because nodes may have separate folders."""
     original = getattr(modeling_utils, "safe_save_file", None)  # some versions of transformers lack it
     model.should_save_on_this_rank = lambda is_main_process: is_main_process
     if write is not None and original is not None:
@@ -295,8 +293,7 @@ def _text(error: BaseException) -> str:
 
 
 def why_in_foreground(config: GRPOConfig, callbacks: list[Any], optimizer_is_cut: bool, copies: int, held: int) -> str:
-    """Return why training must wait while a checkpoint is written. "": a thread can write it. ``copies``: bytes of this
-    rank's tensors. ``held``: bytes of buffers from an earlier save."""
+    """Return why training must wait for a save, or "". Bytes: ``copies`` of tensors, ``held`` in existing buffers."""
     if not config.save_in_background:
         return "save_in_background is false"
     if config.push_to_hub and config.hub_strategy != HubStrategy.END:

@@ -1,7 +1,7 @@
 """Assign scored groups to ranks, so that all ranks train about equally long.
 
-A team is the ranks that train each row together (tensor or sequence parallel). A block is the smallest number of
-consecutive ranks with only whole teams and whole vLLM engines."""
+A team is the ranks that train each row together. A block is the fewest consecutive ranks with whole teams and
+engines."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ MIN_GAIN = 0.1  # Fraction of the slowest team's cost that moves must save at le
 
 
 def pair_cost(config: Any, num_parameters: int) -> float:
-    """Return the attention cost of one query-key pair, in units of a token's cost in all matrix products. A pair takes
-    4 * heads * head_dim FLOPs per layer, a token 2 FLOPs per parameter."""
+    """Return a pair's cost in tokens: it takes 4 * heads * head_dim FLOPs per layer, and a token 2 per parameter."""
     layers, heads = size_of(config, "num_hidden_layers"), size_of(config, "num_attention_heads")
     size = size_of(config, "head_dim") or size_of(config, "hidden_size") // max(heads, 1)
     return 2.0 * layers * heads * size / max(num_parameters, 1)
@@ -38,8 +37,7 @@ def cost(group: ScoredGroup, pair: float, share_prompts: bool) -> float:
 
 
 def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
-    """Assign each group to the least loaded team in the block that sampled the group. Return a list of places per
-    team."""
+    """Return places per team. Each group goes to the least loaded team in the block that sampled the group."""
     near = math.lcm(ranks_per_engine, ranks_per_row) // ranks_per_row
     assigned: list[list[Place]] = [[] for _ in range(len(costs) // ranks_per_row)]
     loads = [0.0] * len(assigned)
@@ -53,8 +51,7 @@ def share_out(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks
 
 
 def plan(costs: Sequence[Sequence[float]], ranks_per_engine: int = 1, ranks_per_row: int = 1) -> list[list[Place]]:
-    """Assign groups as `share_out` does, then narrow the gap between the slowest and the fastest team by moves and
-    swaps. Drop these if they save at most `MIN_GAIN`."""
+    """Improve `share_out` by moves and swaps between the slowest and the fastest team, if they save over `MIN_GAIN`."""
     initial = share_out(costs, ranks_per_engine, ranks_per_row)
     assigned, cost_of = [list(row) for row in initial], dict[Place | None, float]({None: 0.0})
     cost_of |= {(owner, index): each for owner, row in enumerate(costs) for index, each in enumerate(row)}
@@ -84,10 +81,7 @@ def balance(
     groups: Sequence[ScoredGroup], pair: float, share_prompts: bool, ranks_per_engine: int = 1,
     between_engines: bool = True, ranks_per_row: int = 1,
 ) -> tuple[list[ScoredGroup], int]:  # fmt: skip
-    """Send scored groups to the ranks that train them. A collective.
-
-    Without ``between_engines`` each group stays in its block. Return the groups that this rank trains, and the number
-    of them that come from another block."""
+    """Return the groups that this rank trains, and the number of them that come from another block. A collective."""
     costs = gather([cost(group, pair, share_prompts) for group in groups])
     teams = (plan if between_engines else share_out)(costs, ranks_per_engine, ranks_per_row)
     assignment = [team for team in teams for _ in range(ranks_per_row)]

@@ -1,9 +1,7 @@
 """End all ranks together if one rank fails while other ranks wait in a collective.
 
 A rank that waits in a collective can't be woken. So each rank has a TCP connection to rank 0, which passes failures on
-to all ranks. Each rank that waits for a failed rank then ends, by force after at most `GRACE` seconds. A lost
-connection means that a process or machine is gone. A rank without signs of life (short messages every few seconds) is
-stopped."""
+to all ranks. Each rank that waits for a failed rank then ends, by force after at most `GRACE` seconds."""
 
 from __future__ import annotations
 
@@ -53,8 +51,7 @@ _numbers = itertools.count(1)  # all ranks create failure detectors in equal ord
 
 @contextlib.contextmanager
 def ends_together(what: str) -> Iterator[None]:
-    """Make all ranks leave a function together: if one rank fails, the others raise `RankError` or end by force.
-    ``what`` names the function in messages, such as "training"."""
+    """Make all ranks leave a function together: if one rank fails, the others raise `RankError` or end by force."""
     global _present
     if world_size() > 1 and _present is None:
         atexit.unregister(part)  # register `part` before `leave`, because atexit calls the last function first
@@ -70,10 +67,9 @@ def telling(what: str) -> Iterator[None]:
     """Report an error to the other ranks at once, because they wait for the body's result."""
     try:
         yield
-    except RankError:
-        raise  # a `RankError` is known to all ranks already
     except Exception as error:
-        if _present is not None and not is_lost_connection(error):  # another rank failed
+        another_failed = isinstance(error, RankError) or is_lost_connection(error)
+        if _present is not None and not another_failed:
             _present.report(what, error)
         raise
 

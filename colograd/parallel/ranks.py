@@ -46,15 +46,13 @@ def join(limit: timedelta, backend: str = "gloo") -> None:
 
 
 def attempt() -> int:
-    """Return how many times torchrun has restarted the ranks. Count only if torchrun's agent hosts the process group's
-    store, because the counts of nodes may differ: a node that joins a running job counts from 0."""
+    """Count torchrun's restarts. If rank 0 hosts the store, nodes that join later would count from 0."""
     outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if outlives else 0
 
 
 def part() -> None:
-    """Destroy the process group, because gloo's threads may outlive the interpreter and abort the process (status -6).
-    After an uncaught exception other ranks may still wait."""
+    """Without this, gloo's threads may abort a successful process (status -6). After an error other ranks may wait."""
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()
 
@@ -86,8 +84,7 @@ def on_all_ranks(what: str) -> Iterator[None]:
     """If the body raises on one rank, raise on all ranks. A collective.
 
     The failing rank raises its exception, and the other ranks raise `RankError`. If all exceptions have a type in
-    `SHARED`, all ranks raise such a type. The body may contain no collective that a failing rank would skip. ``what``
-    names the body in messages."""
+    `SHARED`, all ranks raise such a type. The body may contain no collective that a failing rank would skip."""
     failure: BaseException | None = None
     watchdog.progress(what)
     try:
@@ -124,8 +121,7 @@ def gather(value: T) -> list[T]:
 
 
 def deliver(messages: Mapping[int, T], senders: Iterable[int]) -> dict[int, T]:
-    """Send ``messages`` (by receiver's rank), and return the messages of ``senders`` (by sender's rank). A collective,
-    through host memory. Unlike `gather`, each rank receives only the messages to itself."""
+    """Send ``messages`` by receiver's rank, and return those of ``senders`` by sender's rank. A collective."""
     group = None if _has_gloo() else _gloo_group(dist.group.WORLD)
     outgoing = {
         to: torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8) for to, message in messages.items()

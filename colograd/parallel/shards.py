@@ -1,6 +1,4 @@
-"""`Shard`: the part of a tensor that a tensor-parallel rank holds. `RankGroup`: ranks that exchange tensors.
-
-`sum_over_ranks` replaces DistributedDataParallel, which rejects float32 gradients of bfloat16 parameters."""
+"""The part of a tensor that a tensor-parallel rank holds, ranks that exchange tensors, and sums of gradients."""
 
 from __future__ import annotations
 
@@ -28,8 +26,7 @@ Box = tuple[tuple[int, int], ...]  # (first index, last index + 1) of each dimen
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of a tensor: boxes that are concatenated along ``axis``. Gate and up projections of a mixture's
-    experts, halves of one tensor, need two boxes."""
+    """Boxes of a tensor, concatenated along ``axis``: two for gate and up projections of a mixture's experts."""
 
     shape: tuple[int, ...]  # shape of the whole tensor
     boxes: tuple[Box, ...]
@@ -155,8 +152,7 @@ class RankGroup:
 def group_of(
     layout: RankLayout, ranks_of: Callable[[RankLayout], Sequence[int]], meets: bool = False, exchanges: bool = True
 ) -> RankGroup:
-    """Create the `RankGroup` of this rank. A collective: every rank creates all groups in equal order. Without
-    ``exchanges`` all collectives use gloo, not the device's backend."""
+    """A collective: every rank creates all groups in equal order. Without ``exchanges`` all collectives use gloo."""
     world = range(layout.world_size)
     layouts = [dataclasses.replace(layout, rank=rank) for rank in world]
     groups = dict.fromkeys(tuple(ranks_of(each)) for each in layouts)
@@ -167,10 +163,7 @@ def group_of(
 
 
 class Lockstep:
-    """Messages from the first rank of a vLLM engine to its other ranks. The constructor is a collective.
-
-    Decisions by a clock, a user's function or a rank's state may differ between ranks. So only the first rank makes
-    them."""
+    """The first rank of a vLLM engine decides for the others: clocks and users' functions differ between ranks."""
 
     def __init__(self, layout: RankLayout) -> None:
         self.leads = layout.engine_place == 0
@@ -197,8 +190,8 @@ def sum_over_ranks(
     gradients: Sequence[torch.Tensor], device: torch.device | None = None, bucket_bytes: int = BUCKET,
     among: RankGroup | None = None,
 ) -> int:  # fmt: skip
-    """Sum tensors, in equal order on all ranks, in place over ``among`` (None: all ranks). Return the bytes. Tensors on
-    another device are summed on ``device``."""
+    """Sum tensors in place, and return the bytes. DistributedDataParallel rejects float32 gradients of bfloat16
+    parameters."""
     nbytes = 0
     by_dtype = itertools.groupby(gradients, key=lambda gradient: gradient.dtype)
     for bucket in (bucket for _, part in by_dtype for bucket in in_buckets(part, bucket_bytes, lambda g: g.nbytes)):
@@ -218,12 +211,16 @@ def sum_over_ranks(
     return nbytes
 
 
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+    return dtype
+
+
 def zero_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """Set missing gradients of trained parameters to zeros, so that momentum and weight decay still apply."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.grad is None:
-            dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-            parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+            parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
 
 
 def in_buckets(items: Iterable[T], limit: int, size: Callable[[T], int]) -> Iterator[list[T]]:

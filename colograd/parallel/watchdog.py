@@ -61,8 +61,7 @@ def finish(work: dist.Work) -> None:
 
 
 class Watchdog:
-    """A thread that watches the training thread. If that hangs, the watchdog writes all stacks to standard error and
-    calls ``end`` with a description. Each check calls ``each`` with the seconds since the last check."""
+    """A thread that watches the training thread. Each check calls ``each`` with the seconds since the last check."""
 
     def __init__(self, end: Callable[[str], None], each: Callable[[float], None] = lambda passed: None) -> None:
         self._end, self._each = end, each
@@ -82,8 +81,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def inside(self, what: str) -> Iterator[None]:
-        """Watch the calling thread while the body runs. At other times, e.g. at a notebook's prompt, the thread may
-        rest."""
+        """Watch the calling thread while the body runs. At other times, e.g. at a notebook's prompt, it may rest."""
         progress(what)
         if self._watched is not None:
             yield
@@ -112,8 +110,7 @@ class Watchdog:
             self._end(description)
 
     def _arm(self, seconds: float | None) -> None:
-        """Make `faulthandler` write all stacks unless `_arm` is called again in time, because a call that holds the GIL
-        blocks this thread."""
+        """Make `faulthandler` write all stacks unless `_arm` is called again, because a call may hold the GIL."""
         if seconds is not None:
             faulthandler.dump_traceback_later(seconds + 2 * tick(), file=STDERR)
         elif self._is_armed:

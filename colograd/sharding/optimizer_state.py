@@ -1,8 +1,7 @@
 """Files of an optimizer's state: one file per rank that any number of ranks can read.
 
-A file has a tensor ``parameter|first element|name of the state`` for each part that the rank's optimizer updates. If
-parts aren't ranges of a parameter's elements, e.g. columns, the header describes them under ``shards``. The first
-element then counts in the part."""
+A file has a tensor ``parameter|first element|name of the state`` for each part that the rank's optimizer updates. The
+header describes parts that aren't ranges of elements under ``shards``. The first element then counts in the part."""
 
 from __future__ import annotations
 
@@ -182,8 +181,7 @@ def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, A
 
 
 def _assemble(pieces: Sequence[Owned], stored: State) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """Return each part's state by index, in the part's shape, and the names of parameters with missing elements.
-    Several files may hold the same range."""
+    """Return each part's state by index, and the names of parameters with missing elements."""
     states: dict[int, dict[str, Any]] = {}
     missing = []
     for index, piece in enumerate(pieces if stored else ()):

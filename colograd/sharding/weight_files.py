@@ -122,7 +122,7 @@ def saved_names(model: Any) -> dict[str, str]:
     for name, _ in model.named_parameters(remove_duplicate=False):
         try:
             (saved,) = revert_weight_conversion(model, {name: torch.tensor(0)})
-        except (RuntimeError, IndexError, ValueError):  # saved in several parts
+        except (RuntimeError, IndexError, ValueError):
             continue
         if saved != name:
             names[name] = saved
@@ -148,8 +148,7 @@ def completed(whole: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict
 
 
 def load_renamed(model: torch.nn.Module, folder: Path) -> bool:
-    """Read the weights of ``folder`` into ``model``. Return False, and read nothing, if transformers itself can read
-    them: the model stacks no experts and renames no parameters."""
+    """Return False, and read nothing, if the model stacks no experts and renames no parameters."""
     parameters, names_of = dict(model.named_parameters(remove_duplicate=False)), all_names(model)
     has_experts = any(".experts." in name and name.rpartition(".")[2] in PARTS for name in parameters)
     if not has_experts and all(name in parameters for names in names_of.values() for name in names):
@@ -162,8 +161,7 @@ def load_renamed(model: torch.nn.Module, folder: Path) -> bool:
 
 
 def float32_weights(folder: Path, stacked_names: Iterable[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, value on the CPU) of a checkpoint's float32 weights. ``stacked_names`` are parameters that stack
-    experts, which may have been saved one by one."""
+    """Yield float32 weights, on the CPU. ``stacked_names`` are parameters that stack experts."""
     if (folder / SAFE_WEIGHTS_NAME).is_file() or (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         files = WeightFiles(folder)
         for name in files.file_of:
@@ -177,8 +175,7 @@ def float32_weights(folder: Path, stacked_names: Iterable[str] = ()) -> Iterator
 
 @torch.no_grad()
 def load_whole(model: Any, folder: str) -> None:
-    """Copy the weights in ``folder`` into an undivided ``model``. Files of old versions of transformers may have other
-    parameter names, which `from_pretrained` knows."""
+    """Files may have parameter names of old versions of transformers, which `from_pretrained` knows."""
     loaded, found = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
     if missing := sorted(found["missing_keys"]):
         raise ValueError(

@@ -23,7 +23,7 @@ from ..config import GRPOConfig
 from ..parallel import watchdog
 from ..parallel.faults import telling
 from ..parallel.ranks import rank, world_size
-from ..parallel.shards import RankGroup, all_gather, in_buckets, sum_over_ranks, zero_gradients
+from ..parallel.shards import RankGroup, all_gather, gradient_dtype, in_buckets, sum_over_ranks, zero_gradients
 from ..policy.lora import unwrap
 from ..runtime import registry
 from ..runtime.failures import forget_frames
@@ -41,13 +41,13 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class Bucket:
-    """Parameters that are exchanged as one flat tensor, padded to one equal part per rank. The flat tensor exists only
-    during an exchange. ``group``: process group of the ranks. None: all ranks."""
+    """Parameters that are exchanged as one flat tensor, padded to one equal part per rank."""
 
     def __init__(
         self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter], rank: int, ranks: int, group: Any = None
     ) -> None:
         self.parameters, self.ranks, self.group = parameters, ranks, group
+        self.gradient_dtype = gradient_dtype(parameters[0])
         self.sizes = [parameter.numel() for parameter in parameters]
         # Offsets of the parameters in the flat tensor.
         self.starts = list(itertools.accumulate(self.sizes, initial=0))[:-1]
@@ -56,7 +56,7 @@ class Bucket:
         # Whether the parameter's memory is the flat tensor.
         self.in_place = len(parameters) == 1 and self.sizes[0] == self.part * ranks
         self.sum: torch.Tensor | None = None
-        self.places: dict[Owned, slice] = {}  # Ranges of this rank's part.
+        self.places: dict[Owned, slice] = {}
         for name, parameter, start in zip(names, parameters, self.starts, strict=True):
             first = min(max(self.begin - start, 0), parameter.numel())
             last = min(max(self.begin + self.part - start, 0), parameter.numel())
@@ -66,11 +66,6 @@ class Bucket:
                     piece.grad_dtype = self.gradient_dtype
                 begin = start + first - self.begin
                 self.places[Owned(name, piece, first, last)] = slice(begin, begin + last - first)
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        first = self.parameters[0]
-        return getattr(first, "grad_dtype", None) or first.dtype
 
     def flat(self, tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
         """Concatenate one tensor per parameter into ``[part * ranks]``. None and padding become zeros."""
@@ -107,8 +102,7 @@ class Bucket:
 def buckets_of(
     model: torch.nn.Module, rank: int, ranks: int, elements: int = ELEMENTS, group: Any = None
 ) -> list[Bucket]:
-    """Return the trained parameters in buckets of one dtype and at most ``elements`` elements (or one parameter), in
-    about the order of their gradients in a backward."""
+    """Return the trained parameters in buckets of one dtype, in about the order of their gradients in a backward."""
     trained = [(name, p) for name, p in reversed(list(model.named_parameters())) if p.requires_grad]
     buckets = []
     for _, same_kind in itertools.groupby(trained, key=lambda item: (item[1].dtype, item[1].device)):
@@ -255,7 +249,7 @@ class SharedGradients(SharedOptimizer):
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
-        self._next = len(self.buckets)  # Next bucket to sum, or their number outside of a backward.
+        self._next = len(self.buckets)  # Next bucket to sum. Outside of a backward none is left.
         self._amid = True
         self._missing: list[int] = []  # Gradients per bucket that are still to come.
         self._hooks = [
@@ -269,8 +263,7 @@ class SharedGradients(SharedOptimizer):
             hook.remove()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward, and sum its gradients over ranks. After a failure send zeros in the remaining collectives,
-        because other ranks wait for this rank."""
+        """After a failure send zeros in the remaining collectives, because other ranks wait for this rank."""
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._next, self._amid = 0, self._goes_alike(loss)
         try:
@@ -283,8 +276,8 @@ class SharedGradients(SharedOptimizer):
             self._finish()
 
     def _goes_alike(self, loss: torch.Tensor) -> bool:
-        """Return whether the loss reaches the same parameters on all ranks, so that buckets can be summed during the
-        backward."""
+        """Return whether the loss reaches the same parameters on all ranks. If not, sums wait for the backward's
+        end."""
         return True
 
     def _on_gradient(self, index: int) -> None:
@@ -308,10 +301,8 @@ class SharedGradients(SharedOptimizer):
 
 @contextlib.contextmanager
 def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
-    """Report an error to the other ranks, of which those of ``row`` wait in a collective.
-
-    Ranks of a row do equal work, so all may run out of memory at the same operation. Then no rank waits, and all can
-    try again."""
+    """Report an error to the other ranks, of which those of ``row`` wait in a collective. The ranks of a row do equal
+    work, so all may run out of memory at the same operation. Then no rank waits, and all can try again."""
     shortage: torch.OutOfMemoryError | None = None
     with telling(what):
         try:
@@ -326,8 +317,7 @@ def telling_unless_alike(what: str, row: RankGroup) -> Iterator[None]:
 
 
 class SharedRows(ShardingStrategy):
-    """Base class of strategies where ranks train each row together, e.g. tensor parallelism. A further base class sums
-    the gradients. A rank that fails must report the failure, because ranks communicate in each forward and backward."""
+    """Base class of strategies where ranks train each row together. A further base class sums the gradients."""
 
     meets_in_backward = True
 

@@ -17,7 +17,7 @@ from ...policy.logprobs import Compute, ForwardStep, Pass, calls
 
 @dataclass(frozen=True, slots=True)
 class TeacherHead:
-    """May have more tokens than the policy's head."""
+    """A teacher's head, which may have more tokens than the policy's head."""
 
     model: Any
     weight: torch.Tensor  # (V, hidden)
@@ -68,25 +68,29 @@ class TeacherLogits:
 
     def sums(self, like: torch.Tensor) -> TeacherLogits:
         self.gap, self.total = torch.zeros_like(like), torch.zeros_like(like)
-        self.maximum = torch.full_like(like, torch.finfo(like.dtype).min / 2)
+        self.maximum = torch.full_like(like, torch.finfo(like.dtype).min / 2)  # finite: -inf minus -inf is NaN
         return self
+
+    def read(self, row: slice, vocabulary: slice) -> torch.Tensor:
+        """Return a tile like `tile`, and update the running sums."""
+        tile = self.tile(row, vocabulary)
+        largest = torch.maximum(self.maximum[row], tile.amax(dim=1))
+        self.total[row] *= (self.maximum[row] - largest).exp()
+        self.total[row] += (tile - largest[:, None]).exp_().sum(dim=1)
+        self.maximum[row] = largest
+        return tile
 
     def gaps(self, tile: torch.Tensor, row: slice, vocabulary: slice) -> torch.Tensor:
         """Return x - y (n, c) for a tile of the policy's logits x."""
-        other = self.tile(row, vocabulary)
-        largest = torch.maximum(self.maximum[row], other.amax(dim=1))
-        self.total[row] *= (self.maximum[row] - largest).exp()
-        self.total[row] += (other - largest[:, None]).exp_().sum(dim=1)
-        self.maximum[row] = largest
-        return other.neg_().add_(tile)
+        return self.read(row, vocabulary).neg_().add_(tile)
 
     def add(self, row: slice, decay: torch.Tensor, power: torch.Tensor, gaps: torch.Tensor) -> None:
         """``gaps``: x - y. ``power``: e^(x - max x)."""
         self.gap[row] = decay * self.gap[row] + torch.linalg.vecdot(power, gaps)
 
     def result(self, total: torch.Tensor, normaliser: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the divergence (N,) and the teacher's log sum e^y (N,). ``total``: sum of e^(x - max x).
-        ``normaliser``: log sum e^x."""
+        """Return the divergence (N,) and log sum e^y (N,). ``total``: sum of e^(x - max x). ``normaliser``: log sum
+        e^x."""
         theirs = self.maximum + self.total.log()
         return self.gap / total - normaliser + theirs, theirs
 
@@ -107,8 +111,8 @@ REST = 1e-6  # Minimum probability of the other tokens, because 1 minus the top 
 
 @dataclass(slots=True, eq=False)
 class TeacherTop:
-    """The K most probable tokens of N labels. All other tokens count as one, so that the divergence is a lower
-    bound."""
+    """The teacher's K most probable tokens for N labels. The others count as one token: a lower bound of the
+    divergence."""
 
     ids: torch.Tensor  # (N, K) int64
     logprobs: torch.Tensor  # (N, K)
@@ -188,19 +192,18 @@ def label_top_tokens(k: int, row: Pass) -> tuple[torch.Tensor, ...]:
 
 def top_tokens(logits: TeacherLogits, k: int) -> torch.Tensor:
     """Return ids and log-probabilities of each label's K most probable tokens, (N, 2, K) float32."""
-    found, tile = [], tile_shape(len(logits.states), len(logits.weight), logits.states.device)
-    for row in parts(len(logits.states), tile[0]):
-        best = logits.states.new_empty((row.stop - row.start, 0), dtype=logits.head.exact)
-        ids, total = best.long(), torch.zeros_like(best.sum(1))
-        # A finite value, because -inf minus -inf is NaN.
-        maximum = torch.full_like(total, torch.finfo(total.dtype).min / 2)
-        for vocabulary in parts(len(logits.weight), tile[1]):
-            values = logits.tile(row, vocabulary)
-            largest = torch.maximum(maximum, values.amax(1))
-            total = total * (maximum - largest).exp() + (values - largest[:, None]).exp().sum(1)
-            maximum, top = largest, values.topk(min(k, values.shape[1]))
+    count, found = len(logits.states), []
+    rows, columns = tile_shape(count, len(logits.weight), logits.states.device)
+    logits.sums(logits.states.new_empty(count, dtype=logits.head.exact))
+    for row in parts(count, rows):
+        best = logits.maximum.new_empty((row.stop - row.start, 0))
+        ids = best.long()
+        for vocabulary in parts(len(logits.weight), columns):
+            values = logits.read(row, vocabulary)
+            top = values.topk(min(k, values.shape[1]))
             best, ids = torch.cat([best, top.values], 1), torch.cat([ids, top.indices + vocabulary.start], 1)
             order = best.topk(min(k, best.shape[1])).indices
             best, ids = best.gather(1, order), ids.gather(1, order)
-        found.append(torch.stack([ids.float(), (best - (maximum + total.log())[:, None]).float()], 1))
+        normaliser = logits.maximum[row] + logits.total[row].log()
+        found.append(torch.stack([ids.float(), (best - normaliser[:, None]).float()], 1))
     return torch.cat(found)

@@ -1,7 +1,6 @@
 """Teacher model of on-policy distillation: loading, checks, and the teacher's values for packed rows.
 
-For an adapter on the policy's base, with the trained adapter's shape, nothing is loaded: the policy's model runs with
-the teacher's adapter values. Any other adapter is loaded with its base, unmerged."""
+If the policy's model can run with the values of a teacher's adapter (`_values_for`), nothing is loaded."""
 
 from __future__ import annotations
 
@@ -88,7 +87,7 @@ class _Source:
 
     @property
     def quantization(self) -> dict[str, Any] | None:
-        """As in a checkpoint's config.json."""
+        """Settings as in a checkpoint's config.json."""
         offers = (of(self.configuration(), self.loading, self.path) for of in registry.hooks("quantization"))
         return next(filter(None, offers), None)
 
@@ -187,7 +186,7 @@ def _check_tokens(source: _Source, model: Any, policy: Policy) -> None:
 
 
 def teacher_bytes(config: GRPOConfig, policy: Policy) -> int:
-    """Bytes on the policy's device, with FSDP in total over all ranks."""
+    """Return the bytes on the policy's device, with FSDP in total over all ranks."""
     source = _Source(config, policy)
     if _values_for(source, policy) is not None:
         return os.path.getsize(os.path.join(source.adapter, "adapter_model.safetensors"))
@@ -237,7 +236,7 @@ def teacher_of(config: GRPOConfig, policy: Policy) -> Teacher | OtherAdapter:
 
 
 def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | None:
-    """None: the policy's model can't run as this teacher."""
+    """Return an adapter's values by the policy's names. None: the policy's model can't run as this teacher."""
     file = os.path.join(source.adapter, "adapter_model.safetensors")
     if policy.adapter is None or source.base != policy.path or not (source.adapter and os.path.isfile(file)):
         return None
@@ -256,11 +255,11 @@ def _values_for(source: _Source, policy: Policy) -> dict[str, torch.Tensor] | No
     return {known[key][0]: value for key, value in values.items()}
 
 
-UNTAUGHT = float("inf")  # where the prompt names no teacher
+UNTAUGHT = float("inf")  # log-probability where the prompt names no teacher
 
 
 def _states(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:
-    return PolicyForward(model, temperature)(prepared(row), label_states)[0].cpu()  # large
+    return PolicyForward(model, temperature)(prepared(row), label_states)[0].cpu()
 
 
 def _top(second: Any, model: Any, row: PackedRow, temperature: float) -> torch.Tensor:
@@ -271,8 +270,7 @@ def _of_its_groups(
     field: str, read: Callable[..., torch.Tensor], second: Any, model: Any, row: PackedRow, temperature: float,
     name: str,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute a teacher's values for a row's N labels, (N, ...). One of several teachers (``name``) computes only
-    log-probabilities of its groups. Other groups' values stay, or are UNTAUGHT."""
+    """One of several teachers (``name``) computes only log-probabilities of its groups."""
     if not name:
         return read(second, model, row, temperature)
     lengths = [sum(len(rollout.completion_ids) for rollout in part.rollouts) for part in row.parts]

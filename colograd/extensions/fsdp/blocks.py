@@ -1,5 +1,4 @@
-"""Blocks of a model for FSDP2. `fully_shard` gathers a block's weights in one exchange, and sums its gradients in
-one."""
+"""Blocks of a model for FSDP2: `fully_shard` gathers a block's weights, or sums its gradients, in one exchange."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class Blocks(NamedTuple):
     decoder: list[Any]
     embedding: list[Any]  # Empty for a tied embedding, which belongs to the root.
     head: list[Any]
-    tower: list[Any]  # of the vision tower
+    tower: list[Any]  # layers of the vision tower
 
     @property
     def layers(self) -> list[Any]:
@@ -49,8 +48,7 @@ class Blocks(NamedTuple):
         return [self.root, *self.embedding, *self.layers, *self.head]
 
     def backward(self, sizes: Mapping[Any, int], reshard: bool) -> Iterator[Exchange]:
-        """Yield the exchanges of a backward in FSDP's order: it gathers a layer's weights while the layer after it is
-        computed. ``sizes``: gradient elements per block."""
+        """Yield a backward's exchanges in FSDP's order: a layer's weights come while the layer after it is computed."""
         layers = [*reversed(self.decoder), *(block for block in reversed(self.tower) if sizes[block])]
         gathers = [Exchange(block) for block in layers if reshard]
         sums = [Exchange(block, sizes[block]) for block in (*self.head, *layers)]
@@ -72,10 +70,9 @@ def cut(
     model: Any, device: torch.device, exchange: Callable[..., Any], gradients: torch.dtype, reshard: bool = True,
     offload: bool = False,
 ) -> Blocks:  # fmt: skip
-    """Apply `fully_shard` to a model in place, block by block, for computation on ``device``.
-
-    ``exchange`` runs a block's collective. ``gradients``: dtype of gradient sums. ``reshard``: whether layers free
-    their whole weights after a forward. ``offload``: whether this rank's rows move to page-locked host memory."""
+    """Apply `fully_shard` to a model in place, block by block. ``exchange`` runs a block's collective. ``reshard``:
+    whether layers free their whole weights after a forward. ``offload``: whether rows move to page-locked host
+    memory."""
     tower: Any = tower_layers(model)
     decoder: Any = decoder_layers(model.get_decoder() if tower else model)
     ends = model.get_input_embeddings(), model.get_output_embeddings()

@@ -1,6 +1,4 @@
-"""Parameters that FSDP2 shards by rows, and weight sync `gathered`, which gathers a few rows of all ranks at a time.
-
-So no whole block of the policy is in memory in addition to the engine's weights."""
+"""Parameters that FSDP2 shards by rows, and weight sync `gathered`, which gathers a few rows of all ranks at a time."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ class Cut:
 
     @property
     def share(self) -> int:
-        """Rounded up."""
+        """Rows per rank, rounded up."""
         return -(-self.shape[0] // world_size())
 
     @property
@@ -71,8 +69,7 @@ def gathered(
     cuts: Sequence[Cut], device: torch.device, dtype_of: Callable[[str], torch.dtype] | None = None,
     elements: int = ELEMENTS,
 ) -> Iterator[Rows]:  # fmt: skip
-    """Yield all rows of all parameters, on every rank. A collective. A `Rows` is valid until the next one. ``dtype_of``
-    names the dtype of a parameter's rows. ``elements`` limits an all-gather, but each rank sends a row at least."""
+    """Yield all rows of all parameters, on every rank. A collective. A `Rows` is valid until the next one."""
     pieces = []
     for cut in cuts:  # One range of every rank fits into an all-gather.
         step = max(1, elements // (cut.row * world_size()))
@@ -115,7 +112,7 @@ class GatheredWeights(PlannedSync):
     def __init__(self, policy: torch.nn.Module, engine: Engine, slices: Sequence[Slice]) -> None:
         super().__init__(policy, engine)
         self.places: dict[str, list[Slice]] = {}
-        for part in slices:  # The memory of the whole parameters must be freed.
+        for part in slices:  # Free the memory of the whole parameters.
             place = dataclasses.replace(part, source=part.source.new_empty(0), packed=None, adapted=None)
             self.places.setdefault(part.name, []).append(place)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ...config import GRPOConfig
 from ...parallel.faults import telling
 from ...parallel.ranks import on_all_ranks, rank
-from ...parallel.shards import all_gather
+from ...parallel.shards import all_gather, gradient_dtype
 from ...sharding.strategy import Owned
 from ...sharding.weight_files import WeightFiles, all_names, completed
 from ...sharding.zero import SharedParts, reduce_scatter
@@ -46,10 +46,10 @@ class FullySharded(SharedParts):
         super().__init__(model)
         self.device = device or next(model.parameters()).device
         self._reshard, self._offload = reshard, offload and self.device.type != "cpu"
-        dtypes = {getattr(p, "grad_dtype", None) or p.dtype for p in model.parameters() if p.requires_grad}
+        dtypes = (gradient_dtype(p) for p in model.parameters() if p.requires_grad)
         self._gradients = max(dtypes, key=lambda dtype: dtype.itemsize)
         self._exchanges: list[Exchange] = []
-        # of the last complete forward or backward
+        # Exchanges of each model's last complete forward and backward.
         self._pattern: dict[tuple[torch.nn.Module, str], Sequence[Exchange]] = {}
         self._entered: dict[Any, None] = {}  # Models that have begun a forward.
         self._began = False
@@ -67,14 +67,14 @@ class FullySharded(SharedParts):
         self._pieces: dict[str, Owned] = {}
         # The root block comes first, and has all parameters. Other blocks replace it.
         owner = {id(p): block for block in self.blocks.all() for p in block.parameters()}
-        self._sizes: dict[Any, int] = dict.fromkeys(self.blocks.all(), 0)  # with padding
+        self._sizes: dict[Any, int] = dict.fromkeys(self.blocks.all(), 0)  # gradient elements, with padding
         for one in self.cuts:
             parameter = model.get_parameter(one.name)
             if parameter.requires_grad:
                 self._register(one, parameter)
                 self._sizes[owner[id(parameter)]] += one.share * one.row * self.parts
         self._pattern[model, BACKWARD] = list(self.blocks.backward(self._sizes, self._reshard))
-        self.traffic.take()  # not of the first step
+        self.traffic.take()  # The first step doesn't count this traffic.
 
     @classmethod
     def for_run(cls, model: torch.nn.Module, config: GRPOConfig) -> FullySharded:
@@ -201,7 +201,7 @@ class FullySharded(SharedParts):
         for parameter in self._whole:
             parameter.grad = None
         for model in self._entered:
-            model.reset_iter_state()  # The failed pass has begun.
+            model.reset_iter_state()  # Undo the start of the failed pass.
 
     def owned(self) -> Sequence[Owned]:
         return list(self._pieces.values())

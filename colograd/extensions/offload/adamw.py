@@ -1,5 +1,4 @@
-"""Optimizer state or gradients on the host: read piece by piece in the optimizer's step (`offload_optimizer: stream`,
-`offload_gradients`), or moved there while the engine samples (`offload_optimizer: sampling`)."""
+"""Optimizer state or gradients on the host, read piece by piece, or moved there while the engine samples."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ def device_bytes(nbytes: int, itemsize: int = ITEMSIZE) -> int:
 
 
 def on_way(gradients: int, largest: int) -> int:
-    """Return the peak device memory of gradients during a backward. The ``largest`` is computed while others are in
-    transfer."""
+    """Return the peak device memory of gradients during a backward, from all ``gradients`` and the ``largest``."""
     return min(gradients, LIMIT + largest)
 
 
@@ -109,8 +108,8 @@ class HostStream:
 
 
 class HostSums:
-    """Gradient sums of one optimizer step, by key, in page-locked host memory that every step reuses. Additions run in
-    parallel to the backward and in the order of the calls, so that sums equal device sums bit for bit."""
+    """Gradient sums of one optimizer step, by key, in page-locked host memory. Additions keep the order of the calls,
+    so that sums equal device sums bit for bit."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -143,8 +142,8 @@ class HostSums:
         self.let_go(LIMIT)
 
     def let_go(self, most: int = 0) -> None:
-        """Free gradients until at most ``most`` bytes are in transfer. The present stream waits for their copies, so
-        that memory isn't reused too early."""
+        """Free gradients until at most ``most`` bytes are in transfer. The stream waits, so that memory isn't reused
+        early."""
         while sum(tensor.nbytes for _, tensor in self._on_way) > most:
             self._on_way.popleft()[0].wait(self._stream.torch.current_stream())
 

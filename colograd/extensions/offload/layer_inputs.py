@@ -29,7 +29,7 @@ KEPT = 2  # Layer inputs on the device while they are copied to the host or back
 class LayerInputs(HostStream):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.free: list[tuple[torch.Tensor, Any]] = []  # with the event of the last copy from it
+        self.free: list[tuple[torch.Tensor, Any]] = []  # host memory, with the event of the last copy from it
         self._largest = 0
         self._on_way: collections.deque[weakref.ref[_Input]] = collections.deque()
         self._last: Callable[[], _Input | None] = lambda: None
@@ -62,8 +62,7 @@ class LayerInputs(HostStream):
         return kept.tensor
 
     def take_place(self, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Return host memory of at least ``nbytes``, and the event of the last copy from it. Too small memory is freed,
-        so that later pieces fit the longest row."""
+        """Return host memory and the event of its last copy. Memory that is too small for the longest row is freed."""
         self._largest = max(self._largest, nbytes)
         while self.free:
             place, read = self.free.pop()

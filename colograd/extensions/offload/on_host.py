@@ -1,7 +1,6 @@
 """Sharding strategies for `offload_gradients`: gradient sums in host memory, equal to device sums bit for bit.
 
-The optimizer reads the sums piece by piece, and multiplies each piece by the clipping factor, so that clipping doesn't
-write to host memory."""
+The optimizer multiplies each piece by the clipping factor, so that clipping doesn't write to host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import torch
 from ...config import GRPOConfig
 from ...parallel import watchdog
 from ...parallel.ranks import world_size
-from ...parallel.shards import sum_over_ranks
+from ...parallel.shards import gradient_dtype, sum_over_ranks
 from ...runtime.page_locked import host_empty, reserve
 from ...sharding.strategy import ShardingStrategy
 from ...sharding.zero import Bucket, SharedGradients, SharedOptimizer, WholeCopies, strategy_name
@@ -22,7 +21,7 @@ from .host_stream import HostSums
 
 
 class OnHost(ShardingStrategy):
-    factor = 1.0  # of clipping
+    factor = 1.0  # Clipping factor.
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
@@ -82,21 +81,16 @@ class AddedInBackward(OnHost):
 class WholeOnHost(AddedInBackward, WholeCopies):
     def share(self, optimizer: Any) -> None:
         super().share(optimizer)
-        reserve((p.numel() * _dtype_of_sum(p).itemsize for p in self.trained), self.sums.device)
+        reserve((p.numel() * gradient_dtype(p).itemsize for p in self.trained), self.sums.device)
 
     def sum_gradients(self) -> None:
         self.sums.settle()
         if world_size() > 1 or not self.gradients():
             for parameter in self.trained:
                 if self.sums.get(parameter) is None:
-                    self.sums.zero(parameter, _dtype_of_sum(parameter))
+                    self.sums.zero(parameter, gradient_dtype(parameter))
         if world_size() > 1:
             self.traffic.reduced += sum_over_ranks(self.gradients(), self.sums.device)
-
-
-def _dtype_of_sum(parameter: torch.Tensor) -> torch.dtype:
-    dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-    return dtype
 
 
 class PartsOnHost(OnHost, SharedOptimizer):
@@ -148,8 +142,11 @@ class GradientsOnHost(PartsOnHost, SharedGradients):
 
 
 # FSDP has `fsdp_offload_params` instead.
-ON_HOST: dict[str, type[ShardingStrategy]]
-ON_HOST = {"none": WholeOnHost, "optimizer": OptimizerOnHost, "gradients": GradientsOnHost}
+ON_HOST: dict[str, type[ShardingStrategy]] = {
+    "none": WholeOnHost,
+    "optimizer": OptimizerOnHost,
+    "gradients": GradientsOnHost,
+}
 
 
 def on_host(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStrategy]:

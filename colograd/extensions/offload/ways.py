@@ -37,8 +37,8 @@ LEFT_ON_DEVICE = types.SimpleNamespace(inputs=KEPT, state=device_bytes, on_way=o
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A combination of offloading settings, with its memory plan. ``to_gpu`` and ``to_host``: bytes over the bus of a
-    step that trains a whole generation, with sequences of full length."""
+    """Settings with their memory plan, and bytes over the bus of a step that trains a whole generation at full
+    length."""
 
     name: str
     run: RunDescription
@@ -64,12 +64,11 @@ def ways(run: RunDescription, strategy: str = "none") -> Iterator[Way]:
 
 
 def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
-    """Count bytes on the bus to GPU and host. Gradients go to the host in each micro-batch. Their sums come to the GPU
-    from the second micro-batch on, and twice more for the norm and the optimizer. The last `KEPT` layer inputs don't
-    come back."""
+    """Gradients go to the host in each micro-batch. Their sums come to the GPU from the second micro-batch on, and
+    twice more for the norm and the optimizer. The last `KEPT` layer inputs don't come back."""
     sizes, lengths = run.sizes, run.lengths
     whole = run.sequences * lengths.completion + -(-run.sequences // lengths.group) * lengths.prompt
-    own = max(1, -(-tokens // run.ranks_per_sequence))  # of a micro-batch on this rank
+    own = max(1, -(-tokens // run.ranks_per_sequence))  # tokens of a micro-batch on this rank
     passes, state = max(1, -(-whole // own)), sizes.optimizer * run.streams
     gradients = sizes.gradients * run.offloads_gradients
     inputs = again(run.shape, run.checkpointing) * run.offloads_activations
@@ -79,8 +78,7 @@ def bus_bytes(run: RunDescription, tokens: int) -> tuple[int, int]:
 
 
 def cheapest(run: RunDescription, strategy: str, host: float = math.inf) -> dict[str, Any]:
-    """Return the settings that make the run fit, in ``host`` bytes of host memory, with the fewest seconds on the
-    bus."""
+    """Return the settings that make the run fit with the fewest seconds on the bus. ``host``: bytes of host memory."""
     if strategy == "fsdp" or strategy in TENSOR:
         return {}
 
