@@ -142,10 +142,7 @@ def read_prompts(checkpoint: str, otherwise: str) -> dict[str, Any]:
             "so this run can't continue there. Use that run's dataset settings, or set `ignore_data_skip: true`."
         )
     with reading(checkpoint, PROMPTS):
-        state: dict[str, Any] = json.loads(path.read_text())
-        if not isinstance(state, dict):
-            raise TypeError(f"the file must have a JSON object (not a {type(state).__name__})")
-    return state
+        return dict(json.loads(path.read_text()))
 
 
 def open_to_readers(folder: str | Path) -> None:

@@ -21,7 +21,6 @@ BUFFERS = 2
 ALIGNED = 256  # Bytes, like the allocator's blocks. Kernels load 16 bytes at a time.
 
 LIMIT = 2**30  # Maximum gradient bytes in transfer at once.
-ITEMSIZE = 10  # Maximum bytes of optimizer state per element of a parameter.
 
 
 class Job(NamedTuple):
@@ -30,8 +29,8 @@ class Job(NamedTuple):
     read: Sequence[torch.Tensor] = ()
 
 
-def device_bytes(nbytes: int, itemsize: int = ITEMSIZE) -> int:
-    """Return the bytes of the device buffers for ``nbytes`` on the host, with ``itemsize`` bytes per element."""
+def device_bytes(nbytes: int, itemsize: int = 10) -> int:
+    """Return the bytes of the device buffers. An element of a parameter has at most 10 bytes of optimizer state."""
     return min(nbytes, BUFFERS * ELEMENTS * itemsize)
 
 

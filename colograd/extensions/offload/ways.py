@@ -29,8 +29,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "gradients": GRADIENTS, "gradients, activations": GRADIENTS | ACTIVATIONS,
     "stream, gradients": STREAM | GRADIENTS, "stream, gradients, activations": STREAM | GRADIENTS | ACTIVATIONS,
 }  # fmt: skip
-
-
 SUMS = functools.partial(device_bytes, itemsize=4)
 LEFT_ON_DEVICE = types.SimpleNamespace(inputs=KEPT, state=device_bytes, on_way=on_way, sums=SUMS)
 
