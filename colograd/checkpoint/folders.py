@@ -41,7 +41,7 @@ OF_MODEL = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*",
     "*processor_config.json", "training_args.bin",
 )  # fmt: skip
-SIGNS = ("_journal/step-*", "_report/*", "trainer_state.json", *CHECKPOINTS)  # signs of an earlier run
+SIGNS = ("_journal/step-*", "_report/*", "trainer_state.json", *CHECKPOINTS)
 
 
 def commit(aside: Path, final: Path, files: Manifest, keeps_old: bool = False) -> None:

@@ -38,8 +38,8 @@ def exit_status(setting: int | None, environ: Mapping[str, str]) -> int:
 def seconds_left(stop_within: float | None, environ: Mapping[str, str], now: float, name: str) -> float | None:
     """Return the seconds until the process must have ended. None: no known limit. ``now`` is in seconds since 1970.
 
-    Slurm sets the time of a job's end, the limit after an early warning (``--signal=USR1@120``). Slurm and Kubernetes
-    set no seconds between SIGTERM and SIGKILL. Ranks can't see torchrun's option ``--shutdown-timeout``."""
+    Slurm sets the time of a job's end. Slurm and Kubernetes set no seconds between SIGTERM and SIGKILL. Ranks can't see
+    torchrun's option ``--shutdown-timeout``."""
     end = environ.get("SLURM_JOB_END_TIME", "")
     limits = [float(end) - now] if end.isdigit() and float(end) > now else []
     if stop_within is not None:
@@ -62,7 +62,7 @@ class StopSignal:
     ``speaks``: whether Ctrl-C prints a line. ``stop_within``: seconds to the deadline. ``status``: exit status."""
 
     save_seconds = 0.0
-    why = "as its time is over"  # reason of an end by force
+    why = "as its time is over"
 
     def __init__(
         self, speaks: bool = False, names: Collection[str] = ("SIGTERM",), stop_within: float | None = None,
@@ -181,7 +181,7 @@ class StopSignal:
         os._exit(self.status)
 
 
-_installed: list[StopSignal] = []  # the oldest first
+_installed: list[StopSignal] = []
 # Socket that gets each signal's number from Python's C handler, and the previously set descriptor.
 _wakeup: list[Any] = []
 

@@ -160,7 +160,7 @@ class Save:
     aside: Path
     sources: Mapping[str, Source]  # This rank's files, by path in the checkpoint.
     leads: bool  # Whether this rank writes the manifest and renames the folder.
-    leaders: Sequence[int]  # Ranks with `leads`.
+    leaders: Sequence[int]
     members: Sequence[int]
     afterwards: Callable[[], None]  # Called when the folders of all nodes are complete.
     keeps_old: bool = False  # Whether an existing, damaged folder ``final`` is renamed, not deleted.
@@ -179,7 +179,7 @@ class Writer:
         self.present: Save | None = None
         self._name = f"colograd/notes/{next(_numbers)}"
         self._store: dist.Store = dist.HashStore()
-        self.number = 1  # Number of the next save.
+        self.number = 1
         self._keys: list[str] = []
         self._deadline = float("inf")  # for the reports of other ranks
 
@@ -221,7 +221,7 @@ class Writer:
 
     def _run(self, save: Save, number: int) -> None:
         try:
-            if save.leads:  # remains of failed saves
+            if save.leads:
                 for folder in set(save.aside.parent.glob("checkpoint-*")) - {save.aside}:
                     shutil.rmtree(folder, ignore_errors=True)
             try:

@@ -101,7 +101,7 @@ def is_lost_connection(error: BaseException) -> bool:
 class _Link:
     connection: socket.socket
     rank: int
-    last_words: str = ""  # Text of the last failure that the rank reported of itself.
+    last_words: str = ""
     stage: str = "the start"
     silence: float = 0.0  # Seconds in sections since the rank's last sign of life. -inf: reported already.
 
@@ -126,11 +126,11 @@ class FailureDetector:
         self._changed = threading.Condition()
         self._faults: list[Fault] = []
         self._counts: collections.Counter[str] = collections.Counter()
-        self._section = ""  # Last section and its number, e.g. "training 3".
-        self._inside = ""  # Section that runs now, or "".
+        self._section = ""
+        self._inside = ""
         self._has_left = False
         self._links: list[_Link] = []
-        self._sockets: list[socket.socket] = []  # To shut down in `leave`.
+        self._sockets: list[socket.socket] = []
         self._told: list[Fault] = []  # Failures to send to ranks that connect later.
         self._sending = threading.Lock()
         self._is_connected = threading.Event()

@@ -100,11 +100,8 @@ def load(
             f"parameters ({', '.join(missing[:3])}). Resume from a complete checkpoint of this model."
         )
     _check_settings(settings, optimizer, folder)
-    counts = iter(range(len(numbered)))
-    groups = [
-        {**saved, "params": [next(counts) for _ in group["params"]]}
-        for saved, group in zip(settings, optimizer.param_groups, strict=True)
-    ]
+    groups = optimizer.state_dict()["param_groups"]
+    groups = [{**saved, "params": group["params"]} for saved, group in zip(settings, groups, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -157,13 +154,9 @@ def _in_files(folder: Path, names: Sequence[str], files: contextlib.ExitStack) -
 
 
 def _in_one(folder: Path, order: Sequence[str]) -> tuple[State, list[dict[str, Any]]]:
-    from transformers.trainer import OPTIMIZER_NAME  # Only here: a large import.
-
-    path = folder / OPTIMIZER_NAME
+    path = folder / "optimizer.pt"
     if not path.is_file():
-        raise ValueError(
-            f"{str(folder)!r} has no optimizer state ({OPTIMIZER_NAME} or {PATTERN}). Use a complete checkpoint."
-        )
+        raise ValueError(f"{str(folder)!r} has no optimizer state ({path.name}, {PATTERN}). Use a complete checkpoint.")
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # a rank reads only its part
     stored: dict[str, dict[str, list[Stored]]] = {}
     for index, values in saved["state"].items():

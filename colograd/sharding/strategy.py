@@ -45,8 +45,8 @@ class Traffic:
     """Bytes since the last `take`."""
 
     reduced: int = 0
-    gathered: int = 0  # Weights from other ranks.
-    published: int = 0  # Weights copied into the engine.
+    gathered: int = 0
+    published: int = 0
 
     def take(self) -> dict[str, float]:
         metrics = {f"sync/{name}_bytes": float(number) for name, number in asdict(self).items()}

@@ -31,7 +31,7 @@ class WeightFiles:
         self._files: dict[str, Any] = {}
         index = folder / SAFE_WEIGHTS_INDEX_NAME
         if index.is_file():
-            self.file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]  # tensor name -> file name
+            self.file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
             for name in self.file_of.values():
                 if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
                     raise ValueError(
@@ -46,8 +46,7 @@ class WeightFiles:
 
     @torch.no_grad()
     def copy(self, names: Sequence[str], place: torch.Tensor, shape: torch.Size, rows: range) -> None:
-        """Read ``rows`` of a parameter of shape ``shape`` into ``place``. A tied parameter has several possible
-        ``names``. A missing parameter, or another shape, raises a ValueError."""
+        """Read ``rows`` of a parameter of shape ``shape`` into ``place``. A tied parameter has several ``names``."""
         candidates = (name.replace(*BLOCKS) if other else name for name in names for other in (False, True))
         name = next((name for name in candidates if name in self.file_of), None)
         watchdog.progress()

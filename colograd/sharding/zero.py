@@ -49,7 +49,6 @@ class Bucket:
         self.parameters, self.ranks, self.group = parameters, ranks, group
         self.gradient_dtype = gradient_dtype(parameters[0])
         self.sizes = [parameter.numel() for parameter in parameters]
-        # Offsets of the parameters in the flat tensor.
         self.starts = list(itertools.accumulate(self.sizes, initial=0))[:-1]
         self.part = -(-sum(self.sizes) // ranks)  # Elements per rank, with padding.
         self.begin = rank * self.part

@@ -38,7 +38,7 @@ class Blocks(NamedTuple):
     decoder: list[Any]
     embedding: list[Any]  # Empty for a tied embedding, which belongs to the root.
     head: list[Any]
-    tower: list[Any]  # layers of the vision tower
+    tower: list[Any]
 
     @property
     def layers(self) -> list[Any]:

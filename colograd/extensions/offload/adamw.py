@@ -85,7 +85,6 @@ class OptimizerOffload:
 
     @torch.no_grad()
     def to_host(self, optimizer: torch.optim.Optimizer) -> int:
-        """Return the moved bytes: 0 if the state is on the host, or not yet made."""
         if self._away:
             return 0
         values = [value for state in optimizer.state.values() for value in state.values()]
@@ -104,7 +103,6 @@ class OptimizerOffload:
 
     @torch.no_grad()
     def to_device(self) -> int:
-        """Return the moved bytes."""
         for tensor, device in self._away:
             tensor.data = torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
         self._wait()

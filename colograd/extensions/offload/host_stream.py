@@ -53,7 +53,6 @@ class HostStream:
         self._turns = itertools.cycle(range(BUFFERS))
 
     def event(self, stream: Any = None) -> Any:
-        """The event ends after all queued work of a stream (None: the present one)."""
         event = self.torch.Event()
         event.record(stream or self.torch.current_stream())
         return event

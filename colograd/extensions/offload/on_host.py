@@ -142,11 +142,8 @@ class GradientsOnHost(PartsOnHost, SharedGradients):
 
 
 # FSDP has `fsdp_offload_params` instead.
-ON_HOST: dict[str, type[ShardingStrategy]] = {
-    "none": WholeOnHost,
-    "optimizer": OptimizerOnHost,
-    "gradients": GradientsOnHost,
-}
+ON_HOST: dict[str, type[ShardingStrategy]]
+ON_HOST = {"none": WholeOnHost, "optimizer": OptimizerOnHost, "gradients": GradientsOnHost}
 
 
 def on_host(way: type[ShardingStrategy], config: GRPOConfig) -> type[ShardingStrategy]:

@@ -35,8 +35,7 @@ LEFT_ON_DEVICE = types.SimpleNamespace(inputs=KEPT, state=device_bytes, on_way=o
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Settings with their memory plan, and bytes over the bus of a step that trains a whole generation at full
-    length."""
+    """Settings with their memory plan, and the bus's bytes of a step that trains a whole generation."""
 
     name: str
     run: RunDescription
