@@ -235,10 +235,10 @@ class FailureDetector:
 
     def _exchange_signs(self, passed: float) -> None:
         """Count silence only inside a section, because ranks wait for each other only there."""
-        lost, limit = [], watchdog.limit
+        lost, limit = [], watchdog.limit()
         with self._sending:
             for link in self._links:
-                link.send(stage=watchdog.stage)
+                link.send(stage=watchdog.stage())
                 link.silence += passed if self._inside else 0.0
                 if limit is not None and link.silence > max(limit, LEAST_SILENCE):
                     text = (

@@ -30,20 +30,28 @@ WAITING = (
     "huggingface_hub.hf_api",
 )
 
-limit: float | None = LIMIT  # `rank_timeout`, or None
-stage = ""
+_limit: float | None = LIMIT
+_stage = ""
 _count = 0
 
 
 def set_limit(seconds: float | None) -> None:
-    global limit
-    limit = seconds
+    global _limit
+    _limit = seconds
 
 
-def progress(what: str = "") -> None:
-    """Report progress. ``what`` names the present work in messages."""
-    global stage, _count
-    stage = what or stage
+def limit() -> float | None:
+    return _limit
+
+
+def stage() -> str:
+    return _stage
+
+
+def progress(stage: str = "") -> None:
+    """Report progress. ``stage`` names the present work in messages."""
+    global _stage, _count
+    _stage = stage or _stage
     _count += 1
 
 
@@ -80,7 +88,7 @@ class Watchdog:
             return
         self.start()
         self._watched = threading.get_ident()
-        self._arm(limit)
+        self._arm(_limit)
         try:
             yield
         finally:
@@ -91,12 +99,12 @@ class Watchdog:
     def look(self, passed: float) -> None:
         self._each(passed)
         frame = None if self._watched is None else sys._current_frames().get(self._watched)
-        is_watched = limit is not None and frame is not None and not waits(frame)
-        self._arm(limit if is_watched else None)
+        is_watched = _limit is not None and frame is not None and not waits(frame)
+        self._arm(_limit if is_watched else None)
         count = _count if is_watched else None
         self._idle = self._idle + passed if count is not None and count == self._seen else 0.0
         self._seen = count
-        if limit is not None and frame is not None and self._idle > limit:
+        if _limit is not None and frame is not None and self._idle > _limit:
             description = describe(self._idle, frame)
             faulthandler.dump_traceback(STDERR, all_threads=True)
             self._end(description)
@@ -113,13 +121,13 @@ class Watchdog:
         last = time.monotonic()
         while not self._closed.wait(tick()):
             now = time.monotonic()
-            self.look(min(now - last, (limit or LIMIT) / 2))
+            self.look(min(now - last, (_limit or LIMIT) / 2))
             last = now
         self._arm(None)
 
 
 def tick() -> float:
-    return TICK if limit is None else min(TICK, limit / 10)
+    return TICK if _limit is None else min(TICK, _limit / 10)
 
 
 def waits(frame: FrameType | None) -> bool:
@@ -136,7 +144,7 @@ def describe(idle: float, frame: FrameType | None) -> str:
         calls.append(f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")
         frame = frame.f_back
     return (
-        f"made no progress for {idle:,.0f} s (rank_timeout) in {stage}: it is in {', called by '.join(calls)}. Its "
+        f"made no progress for {idle:,.0f} s (rank_timeout) in {_stage}: it is in {', called by '.join(calls)}. Its "
         "output has the stacks of all its threads. If a reward function or tool may hang, set reward_timeout or "
         "tool_timeout; if it is slow, raise rank_timeout."
     )

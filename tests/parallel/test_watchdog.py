@@ -26,7 +26,7 @@ JUDGE = "reward function 'judge'"
 
 @pytest.fixture(autouse=True)
 def usual_limit() -> Iterator[None]:
-    before = watchdog.limit
+    before = watchdog.limit()
     yield
     watchdog.set_limit(before)
 
@@ -101,12 +101,12 @@ def test_stages_come_from_agreements_and_phases() -> None:
     from colograd.reporting.metrics import PhaseTimes
 
     with on_all_ranks("the search"):
-        assert watchdog.stage == "the search"
+        assert watchdog.stage() == "the search"
     with PhaseTimes().phase("publish"):
-        assert watchdog.stage == "publish"
-    assert watchdog.stage == "what follows publish"
+        assert watchdog.stage() == "publish"
+    assert watchdog.stage() == "what follows publish"
     with faults.ends_together("saving"):
-        assert watchdog.stage == "saving"
+        assert watchdog.stage() == "saving"
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ def test_a_trainer_can_train_twice_with_the_same_engine(tiny_model, tmp_path, cl
     watched: list[tuple[float | None, str]] = []
 
     def reward(completions, **kwargs):
-        watched.append((watchdog.limit, watchdog.stage))
+        watched.append((watchdog.limit(), watchdog.stage()))
         return tiny.vowels(completions)
 
     class Watching(GRPOTrainer):
